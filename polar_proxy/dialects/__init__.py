@@ -1,31 +1,70 @@
 """Wire formats of model providers. Each dialect implements `Dialect` (base.py)."""
 
+from __future__ import annotations
+
 from polar_proxy.dialects.answer import Answer, AnswerChoice
-from polar_proxy.dialects.anthropic import AnthropicMessages, AnthropicTokenCount
-from polar_proxy.dialects.base import Dialect, Encoder, ParsedRequest, PreviousCall, TokenCount
-from polar_proxy.dialects.google import GoogleGenerateContent, GoogleTokenCount
+from polar_proxy.dialects.anthropic import AnthropicMessages
+from polar_proxy.dialects.base import Dialect, Encoder, ParsedRequest, PreviousCall
+from polar_proxy.dialects.google import GoogleGenerateContent
 from polar_proxy.dialects.openai_chat import OpenAIChat
 from polar_proxy.dialects.openai_completions import OpenAICompletions
-from polar_proxy.dialects.openai_responses import OpenAIResponses, ResponsesTokenCount
-from polar_proxy.dialects.registry import get_dialect, parse_recorded, recorded_request
+from polar_proxy.dialects.openai_responses import OpenAIResponses
+from polar_proxy.errors import RequestError
+from polar_proxy.types import CallRecord, EngineRequest
 
 __all__ = [
     "Answer",
     "AnswerChoice",
     "AnthropicMessages",
-    "AnthropicTokenCount",
     "Dialect",
     "Encoder",
     "GoogleGenerateContent",
-    "GoogleTokenCount",
     "OpenAIChat",
     "OpenAICompletions",
     "OpenAIResponses",
     "ParsedRequest",
     "PreviousCall",
-    "ResponsesTokenCount",
-    "TokenCount",
     "get_dialect",
     "parse_recorded",
     "recorded_request",
 ]
+
+_BY_NAME: dict[str, type[Dialect]] = {
+    dialect.name: dialect for dialect in (AnthropicMessages, OpenAIChat, OpenAICompletions, OpenAIResponses)
+}
+
+
+def get_dialect(name: str, model: str = "") -> Dialect:
+    """Return the dialect that calls are recorded under. `model` is for Google, whose URL names the model.
+
+    Raises KeyError for an unknown name.
+    """
+    return GoogleGenerateContent(model) if name == GoogleGenerateContent.name else _BY_NAME[name]()
+
+
+def recorded_request(call: CallRecord) -> EngineRequest:
+    """Return the engine request of a recorded call, before the session's sampling policy, from its stored fields.
+
+    Raises RequestError for a damaged record.
+    """
+    (request,) = parse_recorded(call).requests
+    return request
+
+
+def parse_recorded(call: CallRecord, previous: ParsedRequest | None = None) -> ParsedRequest:
+    """Return the parsed body of a recorded call, which has one engine request.
+
+    `previous` is that of another call of the same session and dialect: messages that both have are not parsed again.
+    Raises RequestError for a damaged record.
+    """
+    try:
+        dialect = get_dialect(call.dialect, call.model)
+    except KeyError:
+        raise RequestError(f"There is no dialect {call.dialect!r} in this version of Polar.") from None
+    # Stored fields that are not JSON, or belong to another dialect, raise TypeError and similar errors.
+    try:
+        parsed = dialect.parse(dialect.rebuild_body(call.messages, call.tools, call.params), previous)
+        (_,) = parsed.requests
+    except (TypeError, ValueError, AttributeError, KeyError) as error:
+        raise RequestError(f"The stored request is damaged: {type(error).__name__}: {error}") from error
+    return parsed

@@ -8,40 +8,23 @@ the same events to the same encoder whether the client streams or not.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import orjson
 
 from polar_proxy.dialects.answer import Answer
 from polar_proxy.errors import RequestError
 from polar_proxy.types import ChatRequest, EngineRequest, Json, Message, SampleEvent
 
 
-@dataclass(frozen=True, slots=True)
-class ParsedRequest:
-    """One HTTP body. A Completions body with several prompts holds several `requests`; each becomes a call."""
-
-    requests: tuple[EngineRequest, ...]
-    stream: bool
-    messages: tuple[tuple[bytes, ...], ...]
-    """The messages of each of `requests`, every one as the JSON bytes to store."""
-    tools: bytes | None
-    params: Json
-    """The other fields of the body, to store."""
-    options: Json = field(default_factory=dict)
-    """Settings of the dialect's own encoder that the engine does not need, such as usage in the stream."""
-
-
-@dataclass(frozen=True, slots=True)
-class PreviousCall:
-    """A recorded call that a body continues by reference (`previous_response_id`)."""
-
-    messages: tuple[bytes, ...]
-    """The call's request messages as stored."""
-    answer: Message
-
-
+@dataclass
 class Encoder(ABC):
     """Encodes the answer to one HTTP request. `request_index` numbers the engine requests of that HTTP request."""
+
+    call_id: str
+    created: int
+    """In seconds since the epoch."""
 
     @abstractmethod
     def feed(self, request_index: int, event: SampleEvent) -> bytes:
@@ -58,6 +41,30 @@ class Encoder(ABC):
     @abstractmethod
     def fail(self, message: str, status: int) -> bytes:
         """Return the bytes that report an error inside a stream that has begun."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedRequest:
+    """One HTTP body. A Completions body with several prompts holds several `requests`; each becomes a call."""
+
+    requests: tuple[EngineRequest, ...]
+    stream: bool
+    messages: tuple[tuple[bytes, ...], ...]
+    """The messages of each of `requests`, every one as the JSON bytes to store."""
+    tools: bytes | None
+    params: Json
+    """The other fields of the body, to store."""
+    encoder: Callable[[str, int], Encoder]
+    """Returns a new encoder of the answer, for a call id and a time of creation."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreviousCall:
+    """A recorded call that a body continues by reference (`previous_response_id`)."""
+
+    messages: tuple[bytes, ...]
+    """The call's request messages as stored."""
+    answer: Message
 
 
 class Dialect(ABC):
@@ -84,34 +91,30 @@ class Dialect(ABC):
         """Return `body` with the conversation that it refers to written out before its own input."""
         raise NotImplementedError(f"{self.name} bodies do not refer to recorded calls")
 
-    @abstractmethod
     def rebuild_body(self, messages: Sequence[bytes], tools: bytes | None, params: Json) -> Json:
         """Return a body from its stored fields. Parsed again, it gives the same engine request.
 
         `messages` belong to one of the body's requests. A model named by the URL, or a reference to an earlier call,
         is not restored: a continued conversation is stored whole.
         """
+        stored_tools = {} if tools is None else {"tools": orjson.loads(tools)}
+        return {**params, **self.message_fields([orjson.loads(message) for message in messages]), **stored_tools}
 
     @abstractmethod
-    def encoder(self, parsed: ParsedRequest, call_id: str, created: int) -> Encoder:
-        """Return the encoder of the answer to `parsed`. `created` is in seconds since the epoch."""
-
-    @abstractmethod
-    def error_body(self, error: RequestError) -> bytes:
-        """Return the response body of an error in the provider's own shape."""
-
-
-class TokenCount(ABC):
-    """A route that counts the tokens of a prompt. The engine's tokenizer answers it; it is not recorded as a call."""
-
-    @abstractmethod
-    def parse(self, body: Json) -> ChatRequest:
-        """Parse a body. Raises RequestError."""
-
-    @abstractmethod
-    def respond(self, tokens: int) -> bytes:
-        """Return the response body."""
+    def message_fields(self, stored: list[Json]) -> Json:
+        """Return the fields of a body that hold these stored messages."""
 
     @abstractmethod
     def error_body(self, error: RequestError) -> bytes:
         """Return the response body of an error in the provider's own shape."""
+
+    def parse_count(self, body: Json) -> ChatRequest:
+        """Parse the body of a route that counts the tokens of a prompt. Raises RequestError.
+
+        The engine's tokenizer answers it; it is not recorded as a call.
+        """
+        raise NotImplementedError(f"{self.name} has no route that counts tokens")
+
+    def count_body(self, tokens: int) -> bytes:
+        """Return the response body of the route that counts tokens."""
+        raise NotImplementedError(f"{self.name} has no route that counts tokens")

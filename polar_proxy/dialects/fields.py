@@ -1,4 +1,4 @@
-"""Request fields as pydantic models, and the errors that name a wrong field.
+"""Request fields as pydantic models, content parts, and the errors that name a wrong field.
 
 Promises: JSON null counts as absent; unknown fields are ignored; 1.0 is an integer, while true and "1" are not; an
 error names the first wrong field by its path in the body (`messages[0].role`) and says what was expected.
@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import PydanticCustomError
 
 from polar_proxy.errors import RequestError
+from polar_proxy.types import Json
 
 _EXPECTED = {
     "bool_type": "a boolean",
@@ -105,3 +106,24 @@ def missing(path: str) -> RequestError:
 def unsupported(path: str, advice: str = "") -> RequestError:
     text = f"'{path}' is not supported here{': ' + advice if advice else ''}."
     return RequestError(text, param=path, code="unsupported_parameter")
+
+
+def string_field(item: Json, key: str, path: str) -> str:
+    """Return a required string of `item`, which is at `path` in the body."""
+    value = item.get(key)
+    if not isinstance(value, str):
+        raise invalid_type(f"{path}.{key}", "a string")
+    return value
+
+
+def text_part(text: str) -> Json:
+    return {"type": "text", "text": text}
+
+
+def as_content(parts: list[Json]) -> str | list[Json]:
+    """Return OpenAI content parts as the content of a message: a single text as a string, others as they are."""
+    if not parts:
+        return ""
+    if len(parts) == 1 and parts[0]["type"] == "text":
+        return str(parts[0]["text"])
+    return parts

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import suppress
-from typing import Annotated, Any
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar
 
 import orjson
 from pydantic import Field
 
-from polar_proxy.dialects.answer import Answer
-from polar_proxy.dialects.base import Dialect, Encoder, ParsedRequest
+from polar_proxy.dialects.answer import Answer, AnswerChoice
+from polar_proxy.dialects.base import ParsedRequest
 from polar_proxy.dialects.fields import Integer, invalid, invalid_type, invalid_value
-from polar_proxy.dialects.openai_common import OpenAIEncoder, StreamFields, error_body, token_logprobs
-from polar_proxy.dialects.wire import storable_params, stored_tools, to_json
+from polar_proxy.dialects.openai_common import OpenAIDialect, OpenAIEncoder, StreamFields, make_choice, token_logprobs
+from polar_proxy.dialects.wire import storable_params, to_json
 from polar_proxy.errors import RequestError
 from polar_proxy.types import ChatRequest, Json, Message, SampleEvent, ToolCall, ToolDelta
 
@@ -35,7 +35,7 @@ class ChatFields(StreamFields):
     chat_template_kwargs: Json = Field(default_factory=dict)
 
 
-class OpenAIChat(Dialect):
+class OpenAIChat(OpenAIDialect):
     name = "openai_chat"
 
     def parse(self, body: Json, previous: ParsedRequest | None = None) -> ParsedRequest:
@@ -66,23 +66,11 @@ class OpenAIChat(Dialect):
             messages=(stored_messages,),
             tools=tools_json,
             params=storable_params(body, "messages", "tools"),
-            options={
-                "model": fields.model,
-                "usage": fields.stream_usage,
-                "logprobs": fields.logprobs,
-                "token_ids": bool(body.get("return_token_ids")),
-                "n": fields.n,
-            },
+            encoder=fields.encoder(ChatEncoder, logprobs=fields.logprobs),
         )
 
-    def rebuild_body(self, messages: Sequence[bytes], tools: bytes | None, params: Json) -> Json:
-        return {**params, "messages": [orjson.loads(message) for message in messages], **stored_tools(tools)}
-
-    def encoder(self, parsed: ParsedRequest, call_id: str, created: int) -> Encoder:
-        return ChatEncoder(parsed.options, call_id, created)
-
-    def error_body(self, error: RequestError) -> bytes:
-        return error_body(error)
+    def message_fields(self, stored: list[Json]) -> Json:
+        return {"messages": stored}
 
 
 def _parse_messages(raw: list[Any], previous: ParsedRequest | None) -> tuple[tuple[Message, ...], tuple[bytes, ...]]:
@@ -219,18 +207,18 @@ def _parse_response_format(value: Json | None) -> Json | None:
     raise invalid("response_format", "expected text, json_object, or json_schema with a schema")
 
 
+@dataclass
 class ChatEncoder(OpenAIEncoder):
     """Encodes chat completions and their chunks."""
 
     id_prefix = "chatcmpl-"
     response_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
+    empty_content: ClassVar = {"delta": {}}
     null_usage = True
 
-    def __init__(self, options: Json, call_id: str, created: int) -> None:
-        super().__init__(options, call_id, created)
-        self._started: set[int] = set()
-        """Indexes of the choices whose first chunk was written."""
+    _started: set[int] = field(default_factory=set, init=False)
+    """Indexes of the choices whose first chunk was written."""
 
     def feed(self, request_index: int, event: SampleEvent) -> bytes:
         out = b"" if event.index in self._started else self._first_chunk(event)
@@ -241,49 +229,39 @@ class ChatEncoder(OpenAIEncoder):
             delta["reasoning_content"] = event.reasoning
         if event.tool_calls:
             delta["tool_calls"] = [_tool_delta(call) for call in event.tool_calls]
-        wants_tokens = event.token_ids and (self._logprobs or self._token_ids)
+        wants_tokens = event.token_ids and (self.logprobs or self.token_ids)
         if not delta and not wants_tokens:
             return out
-        choice = _chunk_choice(event.index, delta)
-        if self._logprobs and event.token_ids:
-            choice["logprobs"] = _logprobs_object(token_logprobs(event.tokens, event.logprobs, event.top))
-        if self._token_ids:
+        choice = make_choice(event.index, {"delta": delta})
+        if self.logprobs and event.token_ids:
+            choice["logprobs"] = _logprobs_object(event)
+        if self.token_ids:
             choice["token_ids"] = event.token_ids
         return out + self._chunk([choice])
 
     def respond(self, answers: list[Answer]) -> bytes:
         choices = []
         for index, state in answers[0].in_order:
-            logprobs = token_logprobs(state.tokens, state.logprobs, state.top) if self._logprobs else None
-            choice: Json = {
-                "index": index,
-                "message": {**state.message.to_openai(), "refusal": None},
-                "logprobs": None if logprobs is None else _logprobs_object(logprobs),
-                "finish_reason": state.finish_reason or "stop",
-            }
-            if self._token_ids:
+            message = {**state.message.to_openai(), "refusal": None}
+            choice = make_choice(index, {"message": message}, state.finish_reason or "stop")
+            if self.logprobs:
+                choice["logprobs"] = _logprobs_object(state)
+            if self.token_ids:
                 choice["token_ids"] = state.token_ids
             choices.append(choice)
-        prompt = {"prompt_token_ids": answers[0].prompt_ids} if self._token_ids else {}
+        prompt = {"prompt_token_ids": answers[0].prompt_ids} if self.token_ids else {}
         return self._response(choices, answers, **prompt)
 
     def _first_chunk(self, event: SampleEvent) -> bytes:
         self._started.add(event.index)
-        choice = _chunk_choice(event.index, {"role": "assistant", "content": ""})
-        if self._token_ids and event.prompt_ids is not None:
+        choice = make_choice(event.index, {"delta": {"role": "assistant", "content": ""}})
+        if self.token_ids and event.prompt_ids is not None:
             return self._chunk([choice], prompt_token_ids=event.prompt_ids)
         return self._chunk([choice])
 
-    def _last_choice(self, index: int, finish_reason: str) -> Json:
-        return _chunk_choice(index, {}, finish_reason)
 
-
-def _logprobs_object(tokens: list[Json]) -> Json:
-    return {"content": tokens, "refusal": None}
-
-
-def _chunk_choice(index: int, delta: Json, finish_reason: str | None = None) -> Json:
-    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+def _logprobs_object(sampled: SampleEvent | AnswerChoice) -> Json:
+    return {"content": token_logprobs(sampled), "refusal": None}
 
 
 def _tool_delta(call: ToolDelta) -> Json:

@@ -6,19 +6,20 @@ Source: https://platform.openai.com/docs/api-reference (chat, completions, error
 from __future__ import annotations
 
 import re
-from abc import abstractmethod
-from collections.abc import Sequence
-from typing import Annotated, Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any, ClassVar
 
 import orjson
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from polar_proxy.dialects.answer import Answer, AnswerChoice
-from polar_proxy.dialects.base import Encoder
+from polar_proxy.dialects.base import Dialect, Encoder
 from polar_proxy.dialects.fields import Integer, Penalty, Probability, RequestFields, Temperature, TopK, invalid_type
 from polar_proxy.dialects.wire import sse
 from polar_proxy.errors import RequestError
-from polar_proxy.types import Json, Sampling, TopLogprob
+from polar_proxy.types import Json, SampleEvent, Sampling
 
 _TOKEN_ID = re.compile("[0-9]{1,10}")
 
@@ -68,42 +69,44 @@ class StreamFields(SamplingFields):
     model: str
     stream: bool = False
     stream_options: Json = Field(default_factory=dict)
+    return_token_ids: Any = None
 
-    @property
-    def stream_usage(self) -> bool:
-        """True if the stream ends with a usage chunk."""
-        return bool(self.stream_options.get("include_usage"))
+    def encoder(self, kind: type[OpenAIEncoder], *, logprobs: bool) -> Callable[[str, int], OpenAIEncoder]:
+        return partial(
+            kind,
+            model=self.model,
+            stream_usage=bool(self.stream_options.get("include_usage")),
+            logprobs=logprobs,
+            token_ids=bool(self.return_token_ids),
+            n=self.n,
+        )
 
 
+@dataclass
 class OpenAIEncoder(Encoder):
-    """The common part of the encoders of Chat Completions and Completions."""
+    """Base of the encoders whose stream consists of chunks with `choices`."""
 
-    id_prefix: str
-    response_object: str
-    chunk_object: str
-    null_usage = False
-    """True if all chunks have the field `usage`, null before the last one, when the client asks for usage."""
+    id_prefix: ClassVar[str]
+    response_object: ClassVar[str]
+    chunk_object: ClassVar[str]
+    empty_content: ClassVar[Json]
+    """The content of a choice in its last chunk."""
+    null_usage: ClassVar[bool] = False
+    """Whether chunks before the usage chunk have `usage: null`."""
 
-    def __init__(self, options: Json, call_id: str, created: int) -> None:
-        self._model: str = options["model"]
-        self._stream_usage: bool = options["usage"]
-        self._null_usage = self.null_usage and self._stream_usage
-        self._logprobs: bool = options["logprobs"]
-        self._token_ids: bool = options["token_ids"]
-        self._n: int = options["n"]
-        self._id = self.id_prefix + call_id
-        self._created = created
-
-    @abstractmethod
-    def _last_choice(self, index: int, finish_reason: str) -> Json:
-        """Return the entry of `choices` in the last chunk of a choice."""
+    model: str
+    stream_usage: bool
+    """Whether the stream ends with a usage chunk."""
+    logprobs: bool
+    token_ids: bool
+    n: int
 
     def end(self, answers: list[Answer]) -> bytes:
         out = b"".join(
-            self._chunk([self._last_choice(index, choice.finish_reason or "stop")])
+            self._chunk([make_choice(index, self.empty_content, choice.finish_reason or "stop")])
             for index, _, choice in self._numbered(answers)
         )
-        if self._stream_usage:
+        if self.stream_usage:
             out += self._chunk([], usage=_usage(answers))
         return out + b"data: [DONE]\n\n"
 
@@ -113,25 +116,33 @@ class OpenAIEncoder(Encoder):
     def _numbered(self, answers: list[Answer]) -> list[tuple[int, Answer, AnswerChoice]]:
         """Return the choices of all engine requests with their index in the response."""
         return [
-            (number * self._n + index, answer, choice)
+            (number * self.n + index, answer, choice)
             for number, answer in enumerate(answers)
             for index, choice in answer.in_order
         ]
 
     def _chunk(self, choices: list[Json], **fields: Any) -> bytes:
         chunk = self._object(self.chunk_object, choices)
-        if self._null_usage:
+        if self.null_usage and self.stream_usage:
             chunk["usage"] = None
-        if fields:
-            chunk.update(fields)
-        return sse(chunk)
+        return sse(chunk | fields)
 
     def _response(self, choices: list[Json], answers: list[Answer], **fields: Any) -> bytes:
         body = {**self._object(self.response_object, choices), "usage": _usage(answers), **fields}
         return orjson.dumps(body)
 
     def _object(self, kind: str, choices: list[Json]) -> Json:
-        return {"id": self._id, "object": kind, "created": self._created, "model": self._model, "choices": choices}
+        return {
+            "id": self.id_prefix + self.call_id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        }
+
+
+def make_choice(index: int, content: Json, finish_reason: str | None = None) -> Json:
+    return {"index": index, **content, "logprobs": None, "finish_reason": finish_reason}
 
 
 def _usage(answers: list[Answer]) -> Json:
@@ -148,22 +159,17 @@ def _usage(answers: list[Answer]) -> Json:
     return out
 
 
-def token_logprobs(
-    tokens: Sequence[str], logprobs: Sequence[float], top: Sequence[tuple[TopLogprob, ...]]
-) -> list[Json]:
+def token_logprobs(sampled: SampleEvent | AnswerChoice) -> list[Json]:
     """Return tokens with their log-probabilities in the form of Chat Completions and Responses."""
+    without = [()] * (len(sampled.tokens) - len(sampled.top))
     return [
-        {
-            "token": token,
-            "logprob": logprob,
-            "bytes": list(token.encode()),
-            "top_logprobs": [
-                {"token": other.token, "logprob": other.logprob, "bytes": list(other.token.encode())}
-                for other in (top[position] if position < len(top) else ())
-            ],
-        }
-        for position, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True))
+        {**_token(token, logprob), "top_logprobs": [_token(other.token, other.logprob) for other in top]}
+        for token, logprob, top in zip(sampled.tokens, sampled.logprobs, [*sampled.top, *without], strict=True)
     ]
+
+
+def _token(token: str, logprob: float) -> Json:
+    return {"token": token, "logprob": logprob, "bytes": list(token.encode())}
 
 
 _ERROR_TYPES = {
@@ -179,5 +185,6 @@ def error_object(message: str, status: int, param: str | None = None, code: str 
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def error_body(error: RequestError) -> bytes:
-    return orjson.dumps(error_object(str(error), error.status, error.param, error.code))
+class OpenAIDialect(Dialect):
+    def error_body(self, error: RequestError) -> bytes:
+        return orjson.dumps(error_object(str(error), error.status, error.param, error.code))

@@ -6,19 +6,19 @@ defines it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Any
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Annotated, Any, ClassVar
 
-import orjson
 from pydantic import Field
 
-from polar_proxy.dialects.answer import Answer
-from polar_proxy.dialects.base import Dialect, Encoder, ParsedRequest
+from polar_proxy.dialects.answer import Answer, AnswerChoice
+from polar_proxy.dialects.base import ParsedRequest
 from polar_proxy.dialects.fields import Integer, invalid, unsupported
-from polar_proxy.dialects.openai_common import OpenAIEncoder, StreamFields, error_body
+from polar_proxy.dialects.openai_common import OpenAIDialect, OpenAIEncoder, StreamFields, make_choice
 from polar_proxy.dialects.wire import storable_params, to_json
 from polar_proxy.errors import RequestError
-from polar_proxy.types import Json, SampleEvent, TextRequest, TopLogprob
+from polar_proxy.types import Json, SampleEvent, TextRequest
 
 _MAX_PROMPTS = 128
 
@@ -32,7 +32,7 @@ class CompletionsFields(StreamFields):
     logprobs: Annotated[Integer, Field(ge=0, le=20)] | None = None
 
 
-class OpenAICompletions(Dialect):
+class OpenAICompletions(OpenAIDialect):
     name = "openai_completions"
 
     def parse(self, body: Json, previous: ParsedRequest | None = None) -> ParsedRequest:
@@ -56,24 +56,12 @@ class OpenAICompletions(Dialect):
             messages=tuple((to_json(prompt, "prompt"),) for prompt in prompts),
             tools=None,
             params=storable_params(body, "prompt"),
-            options={
-                "model": fields.model,
-                "usage": fields.stream_usage,
-                "logprobs": fields.logprobs is not None,
-                "token_ids": bool(body.get("return_token_ids")),
-                "n": fields.n,
-            },
+            encoder=fields.encoder(CompletionsEncoder, logprobs=fields.logprobs is not None),
         )
 
-    def rebuild_body(self, messages: Sequence[bytes], tools: bytes | None, params: Json) -> Json:
-        (prompt,) = messages
-        return {**params, "prompt": orjson.loads(prompt)}
-
-    def encoder(self, parsed: ParsedRequest, call_id: str, created: int) -> Encoder:
-        return CompletionsEncoder(parsed.options, call_id, created)
-
-    def error_body(self, error: RequestError) -> bytes:
-        return error_body(error)
+    def message_fields(self, stored: list[Json]) -> Json:
+        (prompt,) = stored
+        return {"prompt": prompt}
 
 
 def _parse_prompts(value: Any) -> list[str | tuple[int, ...]]:
@@ -98,28 +86,28 @@ def _is_ids(value: Any) -> bool:
     )
 
 
+@dataclass
 class CompletionsEncoder(OpenAIEncoder):
     """Encodes text completions and their chunks."""
 
     id_prefix = "cmpl-"
     response_object = chunk_object = "text_completion"
+    empty_content: ClassVar = {"text": ""}
 
-    def __init__(self, options: Json, call_id: str, created: int) -> None:
-        super().__init__(options, call_id, created)
-        self._offsets: dict[int, int] = {}
-        """Characters written so far, by choice index."""
+    _offsets: dict[int, int] = field(default_factory=dict, init=False)
+    """Characters written so far, by choice index."""
 
     def feed(self, request_index: int, event: SampleEvent) -> bytes:
-        wants_tokens = event.token_ids and (self._logprobs or self._token_ids)
+        wants_tokens = event.token_ids and (self.logprobs or self.token_ids)
         if not event.text and not wants_tokens:
             return b""
-        index = request_index * self._n + event.index
-        choice = _choice(index, event.text)
-        if self._logprobs and event.token_ids:
+        index = request_index * self.n + event.index
+        choice = make_choice(index, {"text": event.text})
+        if self.logprobs and event.token_ids:
             offset = self._offsets.get(index, 0)
-            choice["logprobs"] = _logprobs_object(event.tokens, event.logprobs, event.top, offset)
+            choice["logprobs"] = _logprobs_object(event, offset)
             self._offsets[index] = offset + sum(map(len, event.tokens))
-        if self._token_ids:
+        if self.token_ids:
             choice["token_ids"] = event.token_ids
             if event.prompt_ids is not None:
                 choice["prompt_token_ids"] = event.prompt_ids
@@ -128,33 +116,23 @@ class CompletionsEncoder(OpenAIEncoder):
     def respond(self, answers: list[Answer]) -> bytes:
         choices = []
         for index, answer, state in self._numbered(answers):
-            choice = _choice(index, "".join(state.text), state.finish_reason or "stop")
-            if self._logprobs:
-                choice["logprobs"] = _logprobs_object(state.tokens, state.logprobs, state.top, 0)
-            if self._token_ids:
+            choice = make_choice(index, {"text": "".join(state.text)}, state.finish_reason or "stop")
+            if self.logprobs:
+                choice["logprobs"] = _logprobs_object(state, 0)
+            if self.token_ids:
                 choice["token_ids"] = state.token_ids
                 choice["prompt_token_ids"] = answer.prompt_ids
             choices.append(choice)
         return self._response(choices, answers)
 
-    def _last_choice(self, index: int, finish_reason: str) -> Json:
-        return _choice(index, "", finish_reason)
 
-
-def _choice(index: int, text: str, finish_reason: str | None = None) -> Json:
-    return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
-
-
-def _logprobs_object(
-    tokens: Sequence[str], logprobs: Sequence[float], top: Sequence[tuple[TopLogprob, ...]], offset: int
-) -> Json:
-    offsets = []
-    for token in tokens:
-        offsets.append(offset)
-        offset += len(token)
+def _logprobs_object(sampled: SampleEvent | AnswerChoice, offset: int) -> Json:
+    """Return the log-probabilities of tokens whose text begins at character `offset`."""
+    ends = accumulate(map(len, sampled.tokens), initial=offset)
+    top = [{other.token: other.logprob for other in row} for row in sampled.top]
     return {
-        "tokens": tokens,
-        "token_logprobs": logprobs,
-        "top_logprobs": [{other.token: other.logprob for other in row} for row in top] if top else None,
-        "text_offset": offsets,
+        "tokens": sampled.tokens,
+        "token_logprobs": sampled.logprobs,
+        "top_logprobs": top or None,
+        "text_offset": list(ends)[:-1],
     }

@@ -1,7 +1,12 @@
-"""Bytes shared by the dialects: JSON values to store, server-sent events, and compressed text in opaque strings."""
+"""Forms shared by the dialects: JSON values to store, server-sent events, and text sealed in opaque strings.
+
+Many clients send only a provider's opaque string back and drop the reasoning beside it. So reasoning travels in that
+string, as base64 of a prefix and the compressed text.
+"""
 
 from __future__ import annotations
 
+import base64
 import zlib
 from typing import Any
 
@@ -9,6 +14,10 @@ import orjson
 
 from polar_proxy.errors import RequestError
 from polar_proxy.types import Json
+
+_SEAL_PREFIX = b"polar1."
+MAX_SEALED_BYTES = 16 << 20
+"""Limit of an unsealed text: a sealed one comes from the client and may be a zip bomb."""
 
 
 def to_json(value: Any, param: str) -> bytes:
@@ -31,11 +40,6 @@ def storable_params(body: Json, *separate: str) -> Json:
     return params
 
 
-def stored_tools(tools: bytes | None) -> Json:
-    """Return the field `tools` of a body from its stored bytes."""
-    return {} if tools is None else {"tools": orjson.loads(tools)}
-
-
 def sse(payload: Any) -> bytes:
     """Return an unnamed server-sent event with a JSON payload."""
     return b"data: " + orjson.dumps(payload) + b"\n\n"
@@ -54,17 +58,25 @@ def is_json_object(text: str) -> bool:
         return False
 
 
-def decompress(packed: bytes, max_bytes: int) -> bytes:
-    """Undo `zlib.compress`.
+def seal(text: str) -> str:
+    """Return text as an opaque string that clients send back unchanged. It hides nothing and keeps no secret."""
+    return base64.b64encode(_SEAL_PREFIX + zlib.compress(text.encode())).decode().rstrip("=")
 
-    Raises ValueError for data that is broken, truncated, or larger than `max_bytes`: it comes from a client that may
-    want to exhaust the memory.
+
+def unseal(value: object) -> str | None:
+    """Undo `seal`; None for any other value, such as a signature of another provider or a damaged one.
+
+    The URL-safe alphabet and padding are accepted, because SDKs encode the bytes again.
     """
-    decompressor = zlib.decompressobj()
+    if not isinstance(value, str):
+        return None
+    plain = value.rstrip("=").replace("-", "+").replace("_", "/")
     try:
-        data = decompressor.decompress(packed, max_bytes)
-    except zlib.error as error:
-        raise ValueError(str(error)) from error
-    if not decompressor.eof:
-        raise ValueError("truncated, or too long")
-    return data
+        data = base64.b64decode(plain + "=" * (-len(plain) % 4), validate=True)
+        if not data.startswith(_SEAL_PREFIX):
+            return None
+        decompressor = zlib.decompressobj()
+        content = decompressor.decompress(data[len(_SEAL_PREFIX) :], MAX_SEALED_BYTES)
+        return content.decode() if decompressor.eof else None
+    except (ValueError, zlib.error):  # binascii.Error and UnicodeDecodeError are kinds of ValueError
+        return None

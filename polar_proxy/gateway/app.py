@@ -18,13 +18,10 @@ from starlette.exceptions import HTTPException
 from polar_proxy import __version__
 from polar_proxy.dialects import (
     AnthropicMessages,
-    AnthropicTokenCount,
     Dialect,
     OpenAIChat,
     OpenAICompletions,
     OpenAIResponses,
-    ResponsesTokenCount,
-    TokenCount,
 )
 from polar_proxy.dialects.anthropic import HELLO_RESPONSE
 from polar_proxy.dialects.google import GoogleGenerateContent, google_model_card, google_model_list, google_route
@@ -34,13 +31,15 @@ from polar_proxy.gateway import asgi
 from polar_proxy.gateway.handler import RequestHandler
 from polar_proxy.gateway.metrics import GatewayMetrics
 
-_MODEL_ROUTES: dict[str, Dialect | TokenCount] = {
+_MODEL_ROUTES: dict[str, Dialect] = {
     "/messages": AnthropicMessages(),
-    "/messages/count_tokens": AnthropicTokenCount(),
     "/chat/completions": OpenAIChat(),
     "/completions": OpenAICompletions(),
     "/responses": OpenAIResponses(),
-    "/responses/input_tokens": ResponsesTokenCount(),
+}
+_TOKEN_COUNTS: dict[str, Dialect] = {
+    "/messages/count_tokens": _MODEL_ROUTES["/messages"],
+    "/responses/input_tokens": _MODEL_ROUTES["/responses"],
 }
 _ROUTES_OF_AGENTS = re.compile(r"(/v1|/v1alpha|/v1beta)?/models(/.*)?|/healthz|/api/hello")
 """Routes that are served inside a sandbox besides the model routes."""
@@ -67,13 +66,14 @@ class GatewayApp:
             path_key, path = split_path(scope["path"])
             route = find_route(path, scope["query_string"])
             if route is not None:
+                dialect, counts_tokens = route
                 if scope["method"] != "POST":
                     error = RequestError(f"{path} takes POST, not {scope['method']}.", status=405)
-                    await asgi.send_json(send, 405, route.error_body(error), [(b"allow", b"POST")])
-                elif isinstance(route, Dialect):
-                    await self._handler.handle(route, path, path_key, scope, receive, send)
+                    await asgi.send_json(send, 405, dialect.error_body(error), [(b"allow", b"POST")])
+                elif counts_tokens:
+                    await self._handler.count_tokens(dialect, path_key, scope, receive, send)
                 else:
-                    await self._handler.count_tokens(route, path_key, scope, receive, send)
+                    await self._handler.handle(dialect, path, path_key, scope, receive, send)
                 return
             if asgi.INSIDE_SANDBOX in scope.get("state", {}) and not _ROUTES_OF_AGENTS.fullmatch(path):
                 error = RequestError(f"{path} is not served inside a sandbox.", status=404)
@@ -94,15 +94,21 @@ def split_path(path: str) -> tuple[str | None, str]:
     return key, separator + rest
 
 
-def find_route(path: str, query: bytes) -> Dialect | TokenCount | None:
-    """Return the dialect or token count that serves POST to `path` (without `/s/{key}`); None if it is no model route.
+def find_route(path: str, query: bytes) -> tuple[Dialect, bool] | None:
+    """Return the dialect that serves POST to `path` (without `/s/{key}`), and whether it only counts tokens there.
 
-    `query` is the URL's query string as in ASGI: Google's clients request the form of the stream there.
+    Returns None if it is no model route. `query` is the URL's query string as in ASGI: Google's clients request the
+    form of the stream there.
     """
-    return _MODEL_ROUTES.get(path.removeprefix("/v1")) or google_route(path, query.decode("latin-1"))
+    route = path.removeprefix("/v1")
+    if route in _MODEL_ROUTES:
+        return _MODEL_ROUTES[route], False
+    if route in _TOKEN_COUNTS:
+        return _TOKEN_COUNTS[route], True
+    return google_route(path, query.decode("latin-1"))
 
 
-def error_format(path: str) -> Dialect | TokenCount:
+def error_format(path: str) -> Dialect:
     """Return the dialect in which a client of an unknown `path` expects errors."""
     if path.removeprefix("/v1").startswith(("/messages", "/api/")):
         return _MODEL_ROUTES["/messages"]

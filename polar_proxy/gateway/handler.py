@@ -21,7 +21,7 @@ from typing import TypeVar
 from urllib.parse import parse_qs
 
 from polar_proxy.config import GatewaySettings
-from polar_proxy.dialects import Dialect, ParsedRequest, PreviousCall, TokenCount
+from polar_proxy.dialects import Dialect, ParsedRequest, PreviousCall
 from polar_proxy.engines.base import Engine
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.gateway import asgi
@@ -162,7 +162,7 @@ class RequestHandler:
             (b"x-polar-call-id", call_id.encode()),
             (b"x-polar-session-id", request.session.session_id.encode()),
         ]
-        encoder = dialect.encoder(request.parsed, call_id, int(request.started_at))
+        encoder = request.parsed.encoder(call_id, int(request.started_at))
         return Reply(send, dialect, encoder, headers, self._settings, stream=request.parsed.stream)
 
     async def _sample(
@@ -221,22 +221,22 @@ class RequestHandler:
             raise EngineError("The engine's answer ended before it was finished.")
 
     async def count_tokens(
-        self, route: TokenCount, path_key: str | None, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send
+        self, dialect: Dialect, path_key: str | None, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send
     ) -> None:
         """Answer a request for the number of tokens of a prompt. It is not a call and is not recorded."""
         try:
             await self._find_session(asgi.read_headers(scope), path_key, scope)
             body = await asgi.read_body(receive, self._settings.max_body_mb << 20)
             value = await _offload(len(body), asgi.parse_json_object, body)
-            tokens = await self._engine.count_tokens(await _offload(len(body), route.parse, value))
+            tokens = await self._engine.count_tokens(await _offload(len(body), dialect.parse_count, value))
         except asgi.ClientDisconnected:
             return
         except (RequestError, EngineError) as error:
             if isinstance(error, RequestError):
                 self._metrics.refused.labels(error.status).inc()
-            await send_error(send, error, route)
+            await send_error(send, error, dialect)
         else:
-            await asgi.send_json(send, 200, route.respond(tokens))
+            await asgi.send_json(send, 200, dialect.count_body(tokens))
 
     async def _find_session(self, headers: Mapping[str, str], path_key: str | None, scope: asgi.Scope) -> SessionState:
         query = scope["query_string"]

@@ -6,22 +6,22 @@ import asyncio
 import time
 
 from polar_proxy.config import GatewaySettings
-from polar_proxy.dialects import Answer, Dialect, Encoder, TokenCount
+from polar_proxy.dialects import Answer, Dialect, Encoder
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.gateway import asgi
 from polar_proxy.types import SampleEvent
 
 
 async def send_error(
-    send: asgi.Send, error: RequestError | EngineError, shape: Dialect | TokenCount, headers: asgi.Headers = ()
+    send: asgi.Send, error: RequestError | EngineError, dialect: Dialect, headers: asgi.Headers = ()
 ) -> None:
-    """Send an error as the whole response, in the format of `shape`."""
+    """Send an error as the whole response, in the format of `dialect`."""
     # Clients such as Codex give up at once on a 429 without a retry-after header.
     after = error.retry_after or ("1" if error.status in (429, 503) else None)
     retry = [] if after is None else [(b"retry-after", after.encode("latin-1", "replace"))]
     if isinstance(error, EngineError):
         error = RequestError(str(error), status=error.status, code="engine_error")
-    await asgi.send_json(send, error.status, shape.error_body(error), [*headers, *retry])
+    await asgi.send_json(send, error.status, dialect.error_body(error), [*headers, *retry])
 
 
 class Reply:

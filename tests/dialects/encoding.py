@@ -38,11 +38,11 @@ def gather(events: Sequence[SampleEvent]) -> Answer:
 
 def encode(dialect: Dialect, body: Json, events: Sequence[SampleEvent]) -> Encoded:
     parsed = dialect.parse(body)
-    encoder = dialect.encoder(parsed, "call_1", 1)
+    encoder = parsed.encoder("call_1", 1)
     answer = gather(events)
     before_end = b"".join(encoder.feed(0, event) for event in events)
     end = encoder.end([answer])
-    response = json.loads(dialect.encoder(parsed, "call_1", 1).respond([answer]))
+    response = json.loads(parsed.encoder("call_1", 1).respond([answer]))
     return Encoded(before_end, end, response, answer)
 
 

@@ -93,7 +93,7 @@ def test_input_is_the_sampled_text() -> None:
     """Long numbers are not rounded."""
     arguments = '{ "n": 123456789012345678901234567890, "x": 1.0 }'
     answer = gather([SampleEvent(tool_calls=(ToolDelta(0, "c", "bash", arguments),), finish_reason="tool_calls")])
-    assert arguments.encode() in DIALECT.encoder(DIALECT.parse(BODY), "call_1", 1).respond([answer])
+    assert arguments.encode() in DIALECT.parse(BODY).encoder("call_1", 1).respond([answer])
 
 
 @pytest.mark.parametrize("arguments", ["", "  "])
@@ -170,7 +170,7 @@ def test_response() -> None:
 
 
 def test_eager_arguments_are_streamed() -> None:
-    encoder = DIALECT.encoder(DIALECT.parse(EAGER), "call_1", 1)
+    encoder = DIALECT.parse(EAGER).encoder("call_1", 1)
     opened = encoder.feed(0, SampleEvent(tool_calls=(ToolDelta(0, "c", "bash", ""),), prompt_ids=(1,)))
     assert b"tool_use" not in opened
     first = encoder.feed(0, SampleEvent(tool_calls=(ToolDelta(0, arguments=' {"a'),)))

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polar_proxy.dialects.anthropic import AnthropicMessages, signature
-from polar_proxy.dialects.anthropic.signature import seal, unseal
+from polar_proxy.dialects import wire
+from polar_proxy.dialects.anthropic import AnthropicMessages
+from polar_proxy.dialects.wire import seal, unseal
 from polar_proxy.errors import RequestError
 from polar_proxy.types import Json
 
@@ -39,7 +40,7 @@ BODY: Json = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "cont
 def test_error_type_of_each_status(status: int, kind: str) -> None:
     body = json.loads(DIALECT.error_body(RequestError("It broke.", status=status)))
     assert body == {"type": "error", "error": {"type": kind, "message": "It broke."}, "request_id": None}
-    event = DIALECT.encoder(DIALECT.parse(BODY), "call_1", 1).fail("It broke.", status).decode()
+    event = DIALECT.parse(BODY).encoder("call_1", 1).fail("It broke.", status).decode()
     assert event.startswith("event: error\ndata: ")
     assert event.endswith("\n\n")
     assert json.loads(event.split("\n")[1].removeprefix("data: ")) == body
@@ -101,6 +102,6 @@ def test_damaged_signature_is_none(text: str, data: st.DataObject) -> None:
 
 
 def test_signature_size_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(signature, "_MAX_BYTES", 1000)
+    monkeypatch.setattr(wire, "MAX_SEALED_BYTES", 1000)
     assert unseal(seal("x" * 1000)) == "x" * 1000
     assert unseal(seal("x" * 1001)) is None

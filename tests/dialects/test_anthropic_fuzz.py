@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from polar_proxy.dialects.anthropic import AnthropicMessages, AnthropicTokenCount
+from polar_proxy.dialects.anthropic import AnthropicMessages
 from polar_proxy.errors import RequestError
 from polar_proxy.types import ChatRequest, Json
 from tests.dialects.hostile_json import DEEP, VALUES, assert_refusal, objects
@@ -93,7 +93,7 @@ def test_parse_raises_only_request_errors(body: Json) -> None:
     assert all(isinstance(orjson.loads(message), dict) for message in parsed.messages[0])
     assert orjson.dumps([message.to_openai() for message in request.messages])
     assert isinstance(orjson.loads(orjson.dumps(parsed.params)), dict)
-    assert AnthropicTokenCount().parse(body).messages == request.messages
+    assert AnthropicMessages().parse_count(body).messages == request.messages
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from typing import Any
 import orjson
 import pytest
 
-from polar_proxy.dialects.anthropic import AnthropicMessages, AnthropicTokenCount
-from polar_proxy.dialects.anthropic.signature import seal
+from polar_proxy.dialects.anthropic import AnthropicMessages
+from polar_proxy.dialects.wire import seal
 from polar_proxy.errors import RequestError
 from polar_proxy.types import ChatRequest, Json, Message, ToolCall
 
@@ -310,10 +310,10 @@ def test_token_count_parses_the_same_conversation() -> None:
         "messages": [USER, {"role": "assistant", "content": "Sure,"}],
         "tools": [BASH],
     }
-    request = AnthropicTokenCount().parse(body)
+    request = AnthropicMessages().parse_count(body)
     assert [message.role for message in request.messages] == ["system", "user", "assistant"]
     assert len(request.tools) == 1
-    assert AnthropicTokenCount().respond(7) == b'{"input_tokens":7}'
+    assert AnthropicMessages().count_body(7) == b'{"input_tokens":7}'
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from polar_proxy.dialects.google import GoogleGenerateContent
-from polar_proxy.dialects.google.signature import SignedReasoning, pack
+from polar_proxy.dialects.google.contents import SignedReasoning, pack
 from polar_proxy.errors import RequestError
 from polar_proxy.types import Json
 from tests.dialects.google_helpers import HI, conversation, parse

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from polar_proxy.dialects import Answer
 from polar_proxy.dialects.google import GoogleGenerateContent
-from polar_proxy.dialects.google.signature import SignedReasoning, extend_reasoning, pack, unpack
+from polar_proxy.dialects.google.contents import SignedReasoning, extend_reasoning, pack, unpack
 from polar_proxy.types import Json, Message, SampleEvent, ToolCall, ToolDelta, TopLogprob
 from tests.dialects.encoding import cut, gather
 from tests.dialects.google_helpers import HI, both_forms, gemini_cli_history, parse, parts_of, read_parts
@@ -201,7 +201,7 @@ def test_response() -> None:
 
 def test_call_is_sent_whole_when_the_next_begins() -> None:
     dialect = GoogleGenerateContent("m", stream=True, sse=True)
-    encoder = dialect.encoder(dialect.parse({"contents": [HI]}), "call_1", 1)
+    encoder = dialect.parse({"contents": [HI]}).encoder("call_1", 1)
     assert encoder.feed(0, call_event(0, "bash", '{"a"')) == b""
     assert encoder.feed(0, SampleEvent(tool_calls=(ToolDelta(0, arguments=": 1}"),))) == b""
     sent = encoder.feed(0, call_event(1, "python", "{"))
@@ -219,7 +219,7 @@ def test_arguments_are_the_sampled_text() -> None:
     answer = Answer()
     answer.add(call_event(0, "bash", written))
     answer.add(finish())
-    assert written.encode() in dialect.encoder(parsed, "c", 1).respond([answer])
+    assert written.encode() in parsed.encoder("c", 1).respond([answer])
     chunks, _ = both_forms({"contents": [HI]}, [call_event(0, "bash", '{\n"a":\r\n1}'), finish()])
     assert read_parts(parts_of(chunks))["calls"] == [("c0", "bash", {"a": 1})]
 
@@ -286,7 +286,7 @@ def test_finish_reasons(reason: str, expected: str) -> None:
 def test_finish_reason_is_sent_after_the_commit_only() -> None:
     for sse in (True, False):
         dialect = GoogleGenerateContent("m", stream=True, sse=sse)
-        encoder = dialect.encoder(dialect.parse({"contents": [HI]}), "call_1", 1)
+        encoder = dialect.parse({"contents": [HI]}).encoder("call_1", 1)
         fed = encoder.feed(0, SampleEvent(text="a")) + encoder.feed(0, finish())
         assert b"finishReason" not in fed
         assert not fed.endswith(b"]")
@@ -296,9 +296,9 @@ def test_finish_reason_is_sent_after_the_commit_only() -> None:
 def test_error_inside_a_stream(begun: bool) -> None:
     dialect = GoogleGenerateContent("m", stream=True, sse=True)
     parsed = dialect.parse({"contents": [HI]})
-    error = dialect.encoder(parsed, "c", 1).fail("broke", 502)
+    error = parsed.encoder("c", 1).fail("broke", 502)
     assert error == b'data: {"error":{"code":502,"message":"broke","status":"UNAVAILABLE"}}\n\n'
-    encoder = GoogleGenerateContent("m", stream=True).encoder(parsed, "c", 1)
+    encoder = GoogleGenerateContent("m", stream=True).parse({"contents": [HI]}).encoder("c", 1)
     written = encoder.feed(0, SampleEvent(text="a")) if begun else b""
     elements = json.loads(written + encoder.fail("broke", 502))
     assert elements[-1]["error"]["message"] == "broke"

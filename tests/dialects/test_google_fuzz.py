@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from pydantic.alias_generators import to_snake
 
-from polar_proxy.dialects.google import GoogleGenerateContent, GoogleTokenCount
+from polar_proxy.dialects.google import GoogleGenerateContent
 from polar_proxy.errors import RequestError
 from polar_proxy.sessions import SessionState
 from polar_proxy.types import ChatRequest, Json
@@ -140,6 +140,6 @@ def _with(**fields: Any) -> Json:
     ],
 )
 def test_rejects_hostile_bodies(body: Json) -> None:
-    for parse in (GoogleGenerateContent("m").parse, GoogleTokenCount("m").parse):
+    for parse in (GoogleGenerateContent("m").parse, GoogleGenerateContent("m").parse_count):
         with pytest.raises(RequestError):
             parse(body)

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from polar_proxy.dialects.base import Dialect, TokenCount
+from polar_proxy.dialects.base import Dialect
 from polar_proxy.dialects.google import (
     GoogleGenerateContent,
-    GoogleTokenCount,
     google_model_card,
     google_model_list,
     google_route,
@@ -198,20 +197,23 @@ def test_routes(prefix: str, model: str) -> None:
         ("streamGenerateContent", "alt=json", (True, "application/json")),
         ("streamGenerateContent", "", (True, "application/json")),
     ):
-        dialect = google_route(f"{where}:{verb}", query)
-        assert isinstance(dialect, GoogleGenerateContent)
+        route = google_route(f"{where}:{verb}", query)
+        assert route is not None
+        dialect, counts_tokens = route
+        assert not counts_tokens
         assert (dialect.stream, dialect.stream_media_type) == expected
         assert dialect.model == model
         assert dialect.heartbeat is None
         assert isinstance(dialect, Dialect)
-    count = google_route(f"{where}:countTokens", "")
-    assert isinstance(count, TokenCount)
+    route = google_route(f"{where}:countTokens", "")
+    assert route is not None
+    assert route[1]
 
 
 def test_route_of_tuned_models() -> None:
-    dialect = google_route("/v1beta/tunedModels/mine:generateContent", "")
-    assert isinstance(dialect, GoogleGenerateContent)
-    assert dialect.model == "mine"
+    route = google_route("/v1beta/tunedModels/mine:generateContent", "")
+    assert route is not None
+    assert route[0].model == "mine"
 
 
 @pytest.mark.parametrize(
@@ -229,14 +231,14 @@ def test_other_paths_are_not_routes(path: str) -> None:
 
 
 def test_count_tokens() -> None:
-    count = GoogleTokenCount("m")
-    plain = count.parse({"contents": [HI]})
+    dialect = GoogleGenerateContent("m")
+    plain = dialect.parse_count({"contents": [HI]})
     assert plain == parse({"contents": [HI]})
     inner: Json = {"model": "models/m", "contents": [HI], "tools": [DECLARED]}
-    assert count.parse({"generateContentRequest": inner}).tools == parse(inner).tools != ()
-    assert json.loads(count.respond(7))["totalTokens"] == 7
+    assert dialect.parse_count({"generateContentRequest": inner}).tools == parse(inner).tools != ()
+    assert json.loads(dialect.count_body(7))["totalTokens"] == 7
     with pytest.raises(RequestError):
-        count.parse({})
+        dialect.parse_count({})
 
 
 def test_model_card() -> None:
@@ -267,9 +269,8 @@ def test_model_card() -> None:
     ],
 )
 def test_error_status(status: int, name: str) -> None:
-    for dialect in (GoogleGenerateContent("m"), GoogleTokenCount("m")):
-        error = json.loads(dialect.error_body(RequestError("why", status=status)))["error"]
-        assert (error["code"], error["status"], error["message"]) == (status, name, "why")
+    error = json.loads(GoogleGenerateContent("m").error_body(RequestError("why", status=status)))["error"]
+    assert (error["code"], error["status"], error["message"]) == (status, name, "why")
 
 
 def test_error_details() -> None:

@@ -192,7 +192,7 @@ def test_response() -> None:
 def test_finish_reason_is_sent_after_the_commit_only() -> None:
     """`feed` must hold the finish reason back."""
     for dialect, body in ((OpenAIChat(), BODY), (OpenAICompletions(), {"model": "m", "prompt": "hi"})):
-        encoder = dialect.encoder(dialect.parse(body), "call_1", 1)
+        encoder = dialect.parse(body).encoder("call_1", 1)
         fed = encoder.feed(0, TOKEN) + encoder.feed(0, END)
         assert b'"stop"' not in fed
         assert b"[DONE]" not in fed
@@ -213,7 +213,7 @@ def test_choice_index_counts_through_the_prompts() -> None:
     dialect = OpenAICompletions()
     parsed = dialect.parse({"model": "m", "prompt": ["a", "b"], "n": 2})
     answers = [Answer(), Answer()]
-    encoder = dialect.encoder(parsed, "call_1", 1)
+    encoder = parsed.encoder("call_1", 1)
     written = b""
     for number, answer in enumerate(answers):
         for index in range(2):

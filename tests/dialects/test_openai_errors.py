@@ -36,7 +36,7 @@ def test_error_body(dialect: Dialect, status: int, kind: str) -> None:
 
 @both
 def test_error_inside_a_stream(dialect: Dialect) -> None:
-    written = dialect.encoder(dialect.parse(BODY), "call_1", 1).fail("the engine broke", 502)
+    written = dialect.parse(BODY).encoder("call_1", 1).fail("the engine broke", 502)
     assert written.startswith(b"data: ")
     assert written.endswith(b"\n\n")
     assert b"[DONE]" not in written

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from polar_proxy.dialects import Answer
 from polar_proxy.dialects.openai_responses import OpenAIResponses
-from polar_proxy.dialects.openai_responses.custom_input import CustomInputDecoder, custom_input
+from polar_proxy.dialects.openai_responses.items import CustomInputDecoder, custom_input
 from polar_proxy.types import ChatRequest, Json, Message, SampleEvent, ToolCall, ToolDelta, TopLogprob
 from tests.dialects.encoding import cut, encode
 
@@ -268,7 +268,7 @@ def test_custom_input_of_another_form_is_sent_unchanged(arguments: str) -> None:
 
 def test_events_before_the_commit() -> None:
     """Deltas are sent at once. The item that is open at the end is closed after the commit."""
-    encoder = OpenAIResponses().encoder(OpenAIResponses().parse(BODY), "call_1", 1)
+    encoder = OpenAIResponses().parse(BODY).encoder("call_1", 1)
     fed = encoder.feed(0, SampleEvent(text="hel", prompt_ids=PROMPT)) + encoder.feed(0, SampleEvent(text="lo"))
     fed += encoder.feed(0, SampleEvent(finish_reason="stop"))
     assert fed.count(b"event: response.output_text.delta") == 2
@@ -354,7 +354,7 @@ def test_log_probabilities_belong_to_the_text() -> None:
 )
 @pytest.mark.parametrize("begun", [True, False])
 def test_error_inside_a_stream(status: int, code: str, begun: bool) -> None:
-    encoder = OpenAIResponses().encoder(OpenAIResponses().parse(BODY), "call_1", 1)
+    encoder = OpenAIResponses().parse(BODY).encoder("call_1", 1)
     written = encoder.feed(0, SampleEvent(text="hel")) if begun else b""
     written += encoder.fail("the engine broke", status)
     streamed = [json.loads(block.split("\ndata: ")[1]) for block in written.decode().split("\n\n")[:-1]]

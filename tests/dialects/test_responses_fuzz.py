@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from polar_proxy.dialects import Answer, ParsedRequest, PreviousCall
 from polar_proxy.dialects.openai_responses import OpenAIResponses
-from polar_proxy.dialects.openai_responses.items import seal
+from polar_proxy.dialects.wire import seal
 from polar_proxy.errors import RequestError
-from polar_proxy.types import Json, Message, SampleEvent, ToolDelta
+from polar_proxy.types import ChatRequest, Json, Message, SampleEvent, ToolDelta
 from tests.dialects.hostile_json import DEEP, VALUES, assert_refusal, objects
 
 pytestmark = pytest.mark.slow
@@ -118,10 +118,12 @@ def test_parse_raises_only_request_errors(body: Json) -> None:
 
 def _assert_answerable(parsed: ParsedRequest) -> None:
     answer = Answer()
-    name = next(iter(parsed.options["tools"].tools), "bash")
+    (request,) = parsed.requests
+    assert isinstance(request, ChatRequest)
+    name = next((tool["function"]["name"] for tool in request.tools), "bash")
     last = SampleEvent(text="x", tool_calls=(ToolDelta(0, "c1", name, "{}"),), finish_reason="stop")
     answer.add(last)
-    encoder = OpenAIResponses().encoder(parsed, "call_1", 1)
+    encoder = parsed.encoder("call_1", 1)
     assert encoder.feed(0, last) + encoder.end([answer])
     assert orjson.loads(encoder.respond([answer]))["id"] == "resp_1"
 

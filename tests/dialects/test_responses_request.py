@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from polar_proxy.dialects import ParsedRequest, PreviousCall
-from polar_proxy.dialects.openai_responses import OpenAIResponses, ResponsesTokenCount
+from polar_proxy.dialects.openai_responses import OpenAIResponses
 from polar_proxy.errors import RequestError
 from polar_proxy.types import ChatRequest, Json, Message, Sampling, ToolCall
 
@@ -163,9 +163,9 @@ def test_error_names_the_wrong_field(fields: Json, param: str) -> None:
 
 
 def test_token_count() -> None:
-    count = ResponsesTokenCount()
-    assert count.parse({"model": "m", "input": "hi", "tools": [BASH]}) == parse(tools=[BASH])
-    assert json.loads(count.respond(7)) == {"object": "response.input_tokens", "input_tokens": 7}
+    dialect = OpenAIResponses()
+    assert dialect.parse_count({"model": "m", "input": "hi", "tools": [BASH]}) == parse(tools=[BASH])
+    assert json.loads(dialect.count_body(7)) == {"object": "response.input_tokens", "input_tokens": 7}
 
 
 def test_previous_call_id() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 
-from polar_proxy.dialects.openai_responses.items import seal
+from polar_proxy.dialects.wire import seal
 from polar_proxy.engines.scripted import ScriptedAnswer, ScriptedEngine
 from polar_proxy.gateway import Gateway
 from polar_proxy.store import Store

@@ -13,7 +13,7 @@ import pytest
 from anthropic import AsyncAnthropic
 from anthropic.types import Message
 
-from polar_proxy.dialects.anthropic.signature import unseal
+from polar_proxy.dialects.wire import unseal
 from polar_proxy.engines.base import ExactPrompt
 from polar_proxy.engines.scripted import ScriptedAnswer, ScriptedEngine, encode
 from polar_proxy.errors import EngineError, RequestError

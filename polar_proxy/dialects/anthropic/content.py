@@ -20,10 +20,9 @@ from itertools import groupby
 from typing import Any
 
 from polar_proxy.dialects.answer import AssistantDraft
-from polar_proxy.dialects.anthropic.signature import unseal
 from polar_proxy.dialects.anthropic.tools import AnthropicTools, parse_tool_addition, render_definitions
-from polar_proxy.dialects.fields import invalid, invalid_type, invalid_value
-from polar_proxy.dialects.wire import to_json
+from polar_proxy.dialects.fields import as_content, invalid, invalid_type, invalid_value, string_field, text_part
+from polar_proxy.dialects.wire import to_json, unseal
 from polar_proxy.types import Json, Message, ToolCall
 
 _NOT_RENDERED = frozenset({"fallback", "mcp_tool_listing", "container_upload"})
@@ -63,7 +62,7 @@ def _content_blocks(value: Any, path: str) -> list[Json]:
     if value is None or value == "":
         return []
     if isinstance(value, str):
-        return [_text(value)]
+        return [text_part(value)]
     if not isinstance(value, list):
         raise invalid_type(path, "a string or an array of content blocks")
     for number, block in enumerate(value):
@@ -104,7 +103,7 @@ class _BlockReader:
                 rest.append((block, path))
         parts = self._parts(rest)
         if parts or not results:
-            results.append(Message(role, _simplified(parts)))
+            results.append(Message(role, as_content(parts)))
         return results
 
     def assistant(self, blocks: list[Json]) -> list[Message]:
@@ -115,7 +114,7 @@ class _BlockReader:
             if kind == "thinking":
                 draft.reasoning.append(_thinking(block))
             elif kind == "redacted_thinking":
-                draft.reasoning.append(unseal(_string(block, "data", path)) or "")
+                draft.reasoning.append(unseal(string_field(block, "data", path)) or "")
             elif kind in _CALLS:
                 draft.tool_calls.append(_tool_call(block, path))
             elif kind.endswith("_tool_result") and isinstance(block.get("tool_use_id"), str):
@@ -136,7 +135,7 @@ class _BlockReader:
         parts = self._nested(content, f"{path}.content")
         if block.get("is_error"):
             parts = _marked_as_error(parts)
-        return Message("tool", _simplified(parts), tool_call_id=_string(block, "tool_use_id", path))
+        return Message("tool", as_content(parts), tool_call_id=string_field(block, "tool_use_id", path))
 
     def _nested(self, content: Any, path: str) -> list[Json]:
         return self._parts(_rendered(_content_blocks(content, path), path))
@@ -154,59 +153,45 @@ class _BlockReader:
         return parts
 
     def _references(self, blocks: list[tuple[Json, str]]) -> list[Json]:
-        names = [_string(block, "tool_name", path) for block, path in blocks]
+        names = [string_field(block, "tool_name", path) for block, path in blocks]
         found = [self._tools.by_name[name] for name in names if name in self._tools.by_name]
         texts = [render_definitions(found)] if found else []
         texts += [f"Tool {name} is not available." for name in names if name not in self._tools.by_name]
-        return [_text("\n".join(texts))]
+        return [text_part("\n".join(texts))]
 
     def _plain_text(self, block: Json, path: str) -> list[Json]:
-        return [_text(_string(block, "text", path))]
+        return [text_part(string_field(block, "text", path))]
 
     def _compaction(self, block: Json, path: str) -> list[Json]:
-        return [_text(block["content"])] if isinstance(block.get("content"), str) else []
+        return [text_part(block["content"])] if isinstance(block.get("content"), str) else []
 
     def _image(self, block: Json, path: str) -> list[Json]:
-        source = _source(block, path)
-        if source.get("type") == "base64":
-            url = f"data:{_string(source, 'media_type', path)};base64,{_string(source, 'data', path)}"
-        elif source.get("type") == "url":
-            url = _string(source, "url", path)
-        else:
-            problem = "an image comes as base64 or url; no files are kept here"
-            raise invalid(f"{path}.source", problem, code="invalid_value")
+        url = _source_url(_source(block, path), path, "an image comes as base64 or url; no files are kept here")
         return [{"type": "image_url", "image_url": {"url": url}}]
 
     def _document(self, block: Json, path: str) -> list[Json]:
         source = _source(block, path)
         about = [f"{key}: {block[key]}" for key in ("title", "context") if isinstance(block.get(key), str)]
-        head = [_text("\n".join(about))] if about else []
-        match source.get("type"):
-            case "text":
-                return [*head, _text(_string(source, "data", path))]
-            case "content":
-                return [*head, *self._nested(source.get("content"), f"{path}.source.content")]
-            case "base64":
-                data = f"data:{_string(source, 'media_type', path)};base64,{_string(source, 'data', path)}"
-            case "url":
-                data = _string(source, "url", path)
-            case _:
-                problem = "a document comes as text, content, base64 or url; no files are kept here"
-                raise invalid(f"{path}.source", problem, code="invalid_value")
+        head = [text_part("\n".join(about))] if about else []
+        if source.get("type") == "text":
+            return [*head, text_part(string_field(source, "data", path))]
+        if source.get("type") == "content":
+            return [*head, *self._nested(source.get("content"), f"{path}.source.content")]
+        data = _source_url(source, path, "a document comes as text, content, base64 or url; no files are kept here")
         return [*head, {"type": "file", "file": {"file_data": data}}]
 
     def _search_result(self, block: Json, path: str) -> list[Json]:
         head = "\n".join(str(block[key]) for key in ("title", "source") if isinstance(block.get(key), str))
-        return [*([_text(head)] if head else []), *self._nested(block.get("content"), f"{path}.content")]
+        return [*([text_part(head)] if head else []), *self._nested(block.get("content"), f"{path}.content")]
 
     def _tool_addition(self, block: Json, path: str) -> list[Json]:
         tool = parse_tool_addition(block.get("tool"), self._tools, f"{path}.tool")
-        return [] if tool is None else [_text(render_definitions([tool]))]
+        return [] if tool is None else [text_part(render_definitions([tool]))]
 
     def _tool_removal(self, block: Json, path: str) -> list[Json]:
         tool = block.get("tool")
         name = tool.get("name") if isinstance(tool, dict) else None
-        return [_text(f"The tool {name} is no longer available.")] if isinstance(name, str) else []
+        return [text_part(f"The tool {name} is no longer available.")] if isinstance(name, str) else []
 
 
 _BLOCK_READERS: dict[str, Callable[[_BlockReader, Json, str], list[Json]]] = {
@@ -225,22 +210,10 @@ def _rendered(blocks: list[Json], path: str) -> list[tuple[Json, str]]:
     return [(block, f"{path}[{number}]") for number, block in enumerate(blocks) if block["type"] not in _NOT_RENDERED]
 
 
-def _simplified(parts: list[Json]) -> str | list[Json]:
-    """Return a single text as a string, other content as it is."""
-    if not parts:
-        return ""
-    if len(parts) == 1 and parts[0]["type"] == "text":
-        return str(parts[0]["text"])
-    return parts
-
-
 def _thinking(block: Json) -> str:
     """Return the thinking text; for a block sent back without it (display `omitted`), the text in its signature."""
     text = block.get("thinking")
-    if isinstance(text, str) and text:
-        return text
-    signature = block.get("signature")
-    return (unseal(signature) or "") if isinstance(signature, str) else ""
+    return text if isinstance(text, str) and text else unseal(block.get("signature")) or ""
 
 
 def _tool_call(block: Json, path: str) -> ToolCall:
@@ -249,20 +222,20 @@ def _tool_call(block: Json, path: str) -> ToolCall:
         raise invalid(f"{path}.input", "expected an object", code="invalid_value")
     call_id = block.get("id")
     arguments = to_json(value or {}, f"{path}.input").decode()
-    return ToolCall(call_id if isinstance(call_id, str) else "", _string(block, "name", path), arguments)
+    return ToolCall(call_id if isinstance(call_id, str) else "", string_field(block, "name", path), arguments)
 
 
 def _marked_as_error(parts: list[Json]) -> list[Json]:
     first = parts[0]["text"] if parts and parts[0]["type"] == "text" else None
     if first is None:
-        return [_text("Error"), *parts]
+        return [text_part("Error"), *parts]
     if first.lstrip()[:5].lower() == "error":
         return parts
-    return [_text(f"Error: {first}"), *parts[1:]]
+    return [text_part(f"Error: {first}"), *parts[1:]]
 
 
 def _unknown(block: Json, path: str) -> Json:
-    return _text(to_json({key: value for key, value in block.items() if key != "cache_control"}, path).decode())
+    return text_part(to_json({key: value for key, value in block.items() if key != "cache_control"}, path).decode())
 
 
 def _as_text(part: Json) -> str:
@@ -270,19 +243,17 @@ def _as_text(part: Json) -> str:
     return str(part["text"]) if part["type"] == "text" else to_json(part, "messages").decode()
 
 
-def _text(text: str) -> Json:
-    return {"type": "text", "text": text}
-
-
 def _source(block: Json, path: str) -> Json:
     source = block.get("source")
     if not isinstance(source, dict):
-        raise invalid(f"{path}.source", "expected an object", code="invalid_value")
+        raise invalid_type(f"{path}.source", "an object")
     return source
 
 
-def _string(block: Json, key: str, path: str) -> str:
-    value = block.get(key)
-    if not isinstance(value, str):
-        raise invalid(f"{path}.{key}", "expected a string", code="invalid_value")
-    return value
+def _source_url(source: Json, path: str, expected: str) -> str:
+    """Return an image or document as a URL. `expected` says in an error which types of source there are."""
+    if source.get("type") == "base64":
+        return f"data:{string_field(source, 'media_type', path)};base64,{string_field(source, 'data', path)}"
+    if source.get("type") == "url":
+        return string_field(source, "url", path)
+    raise invalid(f"{path}.source", expected, code="invalid_value")

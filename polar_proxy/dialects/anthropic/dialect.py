@@ -8,27 +8,27 @@ tool results would rewrite the prompt.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any
 
 import orjson
 from pydantic import Field
 
 from polar_proxy.dialects.anthropic.content import parse_messages, parse_system
-from polar_proxy.dialects.anthropic.encoder import AnthropicEncoder
-from polar_proxy.dialects.anthropic.errors import error_body
+from polar_proxy.dialects.anthropic.encoder import AnthropicEncoder, error_object
 from polar_proxy.dialects.anthropic.tools import AnthropicTools, parse_tool_choice, parse_tools
-from polar_proxy.dialects.base import Dialect, Encoder, ParsedRequest, TokenCount
+from polar_proxy.dialects.base import Dialect, ParsedRequest
 from polar_proxy.dialects.fields import Integer, Probability, RequestFields, Strings, Temperature, TopK, invalid
-from polar_proxy.dialects.wire import storable_params, stored_tools, to_json
+from polar_proxy.dialects.wire import storable_params, to_json
 from polar_proxy.errors import RequestError
-from polar_proxy.types import ChatRequest, Json, Message, Sampling
+from polar_proxy.types import ChatRequest, Json, Sampling
 
 HELLO_RESPONSE = orjson.dumps({"message": "hello"})
 """The body of `/api/hello`, which Claude Code requests (HEAD) to check that the server is up."""
 
 
-class ConversationFields(RequestFields):
+class PromptFields(RequestFields):
     """The fields that determine the prompt."""
 
     model: str
@@ -39,7 +39,7 @@ class ConversationFields(RequestFields):
     thinking: Json = Field(default_factory=dict)
 
 
-class MessagesFields(ConversationFields):
+class MessagesFields(PromptFields):
     """The fields of a Messages body."""
 
     # The API takes 0 to warm a cache; here there would be nothing to sample.
@@ -63,91 +63,70 @@ class AnthropicMessages(Dialect):
 
     def parse(self, body: Json, previous: ParsedRequest | None = None) -> ParsedRequest:
         fields = MessagesFields.read(body)
-        messages, tools = _parse_conversation(fields)
-        if messages[-1].role == "assistant":
+        prompt, tools = _parse_prompt(fields)
+        if prompt.messages[-1].role == "assistant":
             raise RequestError(
                 "This model does not support assistant message prefill. The conversation must end with a user message.",
                 param="messages",
             )
-        tool_choice, parallel = parse_tool_choice(fields.tool_choice, tools)
-        request = ChatRequest(
-            model=fields.model,
-            messages=messages,
-            sampling=Sampling(
-                temperature=fields.temperature,
-                top_p=fields.top_p,
-                top_k=fields.top_k,
-                max_tokens=fields.max_tokens,
-                stop=tuple(item for item in fields.stop_sequences if item),
-            ),
-            tools=tools.offered,
-            tool_choice=tool_choice,
-            parallel_tool_calls=parallel,
-            response_format=_parse_response_format(fields.output_config.get("format"), body.get("output_format")),
-            template_kwargs=_template_kwargs(fields.thinking),
+        sampling = Sampling(
+            temperature=fields.temperature,
+            top_p=fields.top_p,
+            top_k=fields.top_k,
+            max_tokens=fields.max_tokens,
+            stop=tuple(item for item in fields.stop_sequences if item),
         )
+        response_format = _parse_response_format(fields.output_config.get("format"), body.get("output_format"))
         return ParsedRequest(
-            requests=(request,),
+            requests=(replace(prompt, sampling=sampling, response_format=response_format),),
             stream=fields.stream,
             messages=(_stored_messages(fields),),
             tools=to_json(fields.tools, "tools") if fields.tools else None,
             params=storable_params(body, "messages", "system", "tools"),
-            options={
-                "model": fields.model,
-                "eager": sorted(tools.eager),
-                "omit_thinking": fields.thinking.get("display") == "omitted",
-            },
+            encoder=partial(
+                AnthropicEncoder,
+                model=fields.model,
+                eager=tools.eager,
+                omit_thinking=fields.thinking.get("display") == "omitted",
+            ),
         )
 
-    def rebuild_body(self, messages: Sequence[bytes], tools: bytes | None, params: Json) -> Json:
-        items = [orjson.loads(message) for message in messages]
-        body = {**params, "messages": items, **stored_tools(tools)}
+    def message_fields(self, stored: list[Json]) -> Json:
         # A client's own first message may have the role `system` too. It reads the same in the field `system`, unless
         # it is the only message or has no content.
-        if len(items) > 1 and items[0]["role"] == "system" and items[0].get("content"):
-            body |= {"system": items[0]["content"], "messages": items[1:]}
-        return body
-
-    def encoder(self, parsed: ParsedRequest, call_id: str, created: int) -> Encoder:
-        return AnthropicEncoder(parsed.options, call_id)
+        if len(stored) > 1 and stored[0]["role"] == "system" and stored[0].get("content"):
+            return {"system": stored[0]["content"], "messages": stored[1:]}
+        return {"messages": stored}
 
     def error_body(self, error: RequestError) -> bytes:
-        return error_body(error)
+        return orjson.dumps(error_object(str(error), error.status, error.code))
 
+    def parse_count(self, body: Json) -> ChatRequest:
+        return _parse_prompt(PromptFields.read(body))[0]
 
-class AnthropicTokenCount(TokenCount):
-    """`POST /v1/messages/count_tokens`: return the length of the prompt that the same body gives."""
-
-    def parse(self, body: Json) -> ChatRequest:
-        fields = ConversationFields.read(body)
-        messages, tools = _parse_conversation(fields)
-        tool_choice, parallel = parse_tool_choice(fields.tool_choice, tools)
-        return ChatRequest(
-            model=fields.model,
-            messages=messages,
-            tools=tools.offered,
-            tool_choice=tool_choice,
-            parallel_tool_calls=parallel,
-            template_kwargs=_template_kwargs(fields.thinking),
-        )
-
-    def respond(self, tokens: int) -> bytes:
+    def count_body(self, tokens: int) -> bytes:
         return orjson.dumps({"input_tokens": tokens})
 
-    def error_body(self, error: RequestError) -> bytes:
-        return error_body(error)
 
-
-def _parse_conversation(fields: ConversationFields) -> tuple[tuple[Message, ...], AnthropicTools]:
+def _parse_prompt(fields: PromptFields) -> tuple[ChatRequest, AnthropicTools]:
     if not fields.messages:
         raise invalid("messages", "at least one message is required")
     tools = parse_tools(fields.tools, fields.tool_choice)
     system = parse_system(fields.system, tools)
     messages = parse_messages(fields.messages, tools)
-    return tuple(messages if system is None else [system, *messages]), tools
+    tool_choice, parallel = parse_tool_choice(fields.tool_choice, tools)
+    request = ChatRequest(
+        model=fields.model,
+        messages=tuple(messages if system is None else [system, *messages]),
+        tools=tools.offered,
+        tool_choice=tool_choice,
+        parallel_tool_calls=parallel,
+        template_kwargs=_template_kwargs(fields.thinking),
+    )
+    return request, tools
 
 
-def _stored_messages(fields: ConversationFields) -> tuple[bytes, ...]:
+def _stored_messages(fields: PromptFields) -> tuple[bytes, ...]:
     """Return the messages to store; the system prompt is the first one."""
     head = () if not fields.system else (to_json({"role": "system", "content": fields.system}, "system"),)
     return (*head, *(to_json(item, f"messages[{i}]") for i, item in enumerate(fields.messages)))

@@ -9,43 +9,65 @@ reason.) The arguments of a tool with `eager_input_streaming` are streamed as th
 Arguments that are not a JSON object (`[1]`, or cut short by `max_tokens`) are not changed into one: the call is sent as
 text, with its name and arguments as sampled. So the agent runs nothing that the model did not write, and nothing is
 lost.
+
+Claude Code acts on the text of two errors: it compacts the conversation when a 400 begins with `prompt is too long`,
+and requests fewer tokens after `input length and max_tokens exceed context limit`. Engines use other texts, with the
+code `context_length_exceeded` for both. Confusing the two would make an agent compact a conversation that fits.
+Source: https://docs.anthropic.com/en/api/errors
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
 
 from polar_proxy.dialects.answer import Answer, AnswerChoice
-from polar_proxy.dialects.anthropic.errors import error_object
-from polar_proxy.dialects.anthropic.signature import seal
 from polar_proxy.dialects.base import Encoder
-from polar_proxy.dialects.wire import named_sse, to_json
+from polar_proxy.dialects.wire import named_sse, seal, to_json
 from polar_proxy.errors import RequestError
 from polar_proxy.types import Json, SampleEvent, ToolCall, ToolDelta
 
+_ERROR_TYPES = {
+    401: "authentication_error",
+    402: "billing_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
 
+_CONTEXT = re.compile(r"context length (?:is|of) (?:only )?(\d+)|longer than the maximum model length of (\d+)", re.I)
+_INPUT = re.compile(r"(\d+) (?:input tokens|in the messages)|passed (\d+)|[Pp]rompt \(length (\d+)\)")
+_OUTPUT = re.compile(r"too large: (\d+)|(\d+) (?:output tokens|in the completion)|requested (\d+) output")
+
+
+@dataclass
 class AnthropicEncoder(Encoder):
     """Encodes messages and their event stream."""
 
-    def __init__(self, options: Json, call_id: str) -> None:
-        self._model: str = options["model"]
-        self._eager = frozenset(options["eager"])
-        self._omit_thinking: bool = options["omit_thinking"]
-        self._id = "msg_" + call_id
-        self._started = False
-        self._block_count = 0
-        """Number of blocks begun so far; the index of the next one."""
-        self._open: str | None = None
-        """Kind of the open text or thinking block. Tool blocks may be open at the same time."""
-        self._open_index = 0
-        self._thinking: list[str] = []
-        self._begun_calls: dict[int, int] = {}
-        """Tool calls whose block has begun: number of the call -> index of its block."""
-        self._held_calls: dict[int, ToolCall] = {}
-        """Eager calls whose block has not begun."""
+    model: str
+    eager: frozenset[str]
+    """Names of the tools with `eager_input_streaming`."""
+    omit_thinking: bool
+    _started: bool = field(default=False, init=False)
+    _block_count: int = field(default=0, init=False)
+    """Number of blocks begun so far; the index of the next one."""
+    _open: str | None = field(default=None, init=False)
+    """Kind of the open text or thinking block. Tool blocks may be open at the same time."""
+    _open_index: int = field(default=0, init=False)
+    _thinking: list[str] = field(default_factory=list, init=False)
+    _begun_calls: dict[int, int] = field(default_factory=dict, init=False)
+    """Tool calls whose block has begun: number of the call -> index of its block."""
+    _received: AnswerChoice = field(default_factory=AnswerChoice, init=False)
+    """The tool calls whose block has not begun, if there are eager tools."""
 
     def feed(self, request_index: int, event: SampleEvent) -> bytes:
         out = b"" if self._started else self._start(event.prompt_ids, event.cached_tokens)
@@ -61,17 +83,18 @@ class AnthropicEncoder(Encoder):
         answer = answers[0]
         choice = answer.first
         out = b"" if self._started else self._start(answer.prompt_ids, answer.cached_tokens)
-        if text := _calls_as_text(choice, self._begun_calls):
+        numbers = _calls_in_blocks(choice, self._begun_calls)
+        if text := _calls_as_text(choice, numbers):
             out += self._text_delta(text)
         out += self._close()
-        for number, call in enumerate(choice.tool_calls):
-            if number in self._begun_calls:
-                out += _event("content_block_stop", index=self._begun_calls[number])
-            elif _is_input(call.arguments):
+        for number in numbers:
+            index, begin = self._begun_calls.get(number), b""
+            if index is None:
+                call = choice.tool_calls[number]
                 index, begin = self._begin_call(call)
-                out += begin + _input_delta(index, _input_text(call.arguments))
-                out += _event("content_block_stop", index=index)
-        reason, stop = _stop_reason(choice, self._begun_calls)
+                begin += _input_delta(index, _input_text(call.arguments))
+            out += begin + _event("content_block_stop", index=index)
+        reason, stop = _stop_reason(choice, called=bool(numbers))
         out += _event(
             "message_delta",
             delta={"stop_reason": reason, "stop_sequence": stop, "stop_details": None, "container": None},
@@ -85,13 +108,14 @@ class AnthropicEncoder(Encoder):
         content: list[Json] = []
         if choice.reasoning:
             thinking = "".join(choice.reasoning)
-            shown = "" if self._omit_thinking else thinking
+            shown = "" if self.omit_thinking else thinking
             content.append({"type": "thinking", "thinking": shown, "signature": seal(thinking)})
-        text = "".join(choice.text) + _calls_as_text(choice, ())
+        numbers = _calls_in_blocks(choice, ())
+        text = "".join(choice.text) + _calls_as_text(choice, numbers)
         if text:
             content.append({"type": "text", "text": text})
-        content += [_tool_use(call) for call in choice.tool_calls if _is_input(call.arguments)]
-        reason, stop = _stop_reason(choice, ())
+        content += [_tool_use(choice.tool_calls[number]) for number in numbers]
+        reason, stop = _stop_reason(choice, called=bool(numbers))
         return orjson.dumps(self._message(content, reason, stop, answer))
 
     def fail(self, message: str, status: int) -> bytes:
@@ -99,10 +123,10 @@ class AnthropicEncoder(Encoder):
 
     def _message(self, content: list[Json], reason: str | None, stop: str | None, answer: Answer) -> Json:
         return {
-            "id": self._id,
+            "id": "msg_" + self.call_id,
             "type": "message",
             "role": "assistant",
-            "model": self._model,
+            "model": self.model,
             "content": content,
             "stop_reason": reason,
             "stop_sequence": stop,
@@ -145,7 +169,7 @@ class AnthropicEncoder(Encoder):
     def _thinking_delta(self, text: str) -> bytes:
         out = self._switch("thinking", {"type": "thinking", "thinking": "", "signature": ""})
         self._thinking.append(text)
-        if self._omit_thinking:
+        if self.omit_thinking:
             return out
         return out + _delta(self._open_index, {"type": "thinking_delta", "thinking": text})
 
@@ -157,15 +181,13 @@ class AnthropicEncoder(Encoder):
         """Send a piece of an eager call, or hold it back. Calls keep their order: a later one waits."""
         if delta.index in self._begun_calls:
             return _input_delta(self._begun_calls[delta.index], delta.arguments)
-        held = self._held_calls.get(delta.index, ToolCall("", "", ""))
-        call = ToolCall(held.id or delta.id or "", held.name or delta.name or "", held.arguments + delta.arguments)
-        if call.name and call.name not in self._eager:
+        if not self.eager:
             return b""
+        self._received.add(SampleEvent(tool_calls=(delta,)))
+        call = self._received.tool_calls[delta.index]
         is_next = delta.index == len(self._begun_calls)
-        if not call.name or not is_next or not call.arguments.lstrip().startswith("{"):
-            self._held_calls[delta.index] = call
+        if call.name not in self.eager or not is_next or not call.arguments.lstrip().startswith("{"):
             return b""
-        self._held_calls.pop(delta.index, None)
         out = self._close()
         index, begin = self._begin_call(call)
         self._begun_calls[delta.index] = index
@@ -183,15 +205,20 @@ def _usage(answer: Answer) -> Json:
     }
 
 
-def _stop_reason(choice: AnswerChoice, begun_calls: Container[int]) -> tuple[str, str | None]:
-    """Return (stop_reason, stop_sequence). `begun_calls` are the calls whose tool block was sent."""
+def _stop_reason(choice: AnswerChoice, *, called: bool) -> tuple[str, str | None]:
+    """Return (stop_reason, stop_sequence). `called`: there is a tool block."""
     if choice.finish_reason == "length":
         return "max_tokens", None
     if choice.stop_sequence is not None:
         return "stop_sequence", choice.stop_sequence
-    if any(number in begun_calls or _is_input(call.arguments) for number, call in enumerate(choice.tool_calls)):
+    if called:
         return "tool_use", None
     return ("refusal" if choice.finish_reason == "content_filter" else "end_turn"), None
+
+
+def _calls_in_blocks(choice: AnswerChoice, begun: Container[int]) -> list[int]:
+    """Return the numbers of the calls that can be a `tool_use` block, or whose block has `begun`."""
+    return [number for number, call in enumerate(choice.tool_calls) if number in begun or _is_input(call.arguments)]
 
 
 def _is_input(arguments: str) -> bool:
@@ -206,12 +233,10 @@ def _is_input(arguments: str) -> bool:
     return isinstance(value, dict)
 
 
-def _calls_as_text(choice: AnswerChoice, begun_calls: Container[int]) -> str:
-    """Return the calls that cannot be a `tool_use` block as sampled, each on a line after the text."""
+def _calls_as_text(choice: AnswerChoice, in_blocks: list[int]) -> str:
+    """Return the other calls as sampled, each on a line after the text."""
     calls = [
-        f"{call.name}({call.arguments})"
-        for number, call in enumerate(choice.tool_calls)
-        if number not in begun_calls and not _is_input(call.arguments)
+        f"{call.name}({call.arguments})" for number, call in enumerate(choice.tool_calls) if number not in in_blocks
     ]
     return "\n".join(["", *calls] if calls and any(choice.text) else calls)
 
@@ -235,3 +260,29 @@ def _delta(index: int, delta: Json) -> bytes:
 
 def _input_delta(index: int, arguments: str) -> bytes:
     return _delta(index, {"type": "input_json_delta", "partial_json": arguments}) if arguments else b""
+
+
+def error_object(message: str, status: int, code: str | None = None) -> Json:
+    # Inside a stream that has begun there is no code, only the message.
+    if code == "context_length_exceeded" or (status == 400 and _CONTEXT.search(message)):
+        message = _context_message(message)
+    kind = _ERROR_TYPES.get(status) or ("invalid_request_error" if status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": None}
+
+
+def _context_message(message: str) -> str:
+    """Return an engine's context-length error in the words that Anthropic's clients recognise."""
+    limit, prompt, output = (_number(pattern, message) for pattern in (_CONTEXT, _INPUT, _OUTPUT))
+    if limit is not None and prompt is not None:
+        if output and prompt < limit:
+            return (
+                f"input length and `max_tokens` exceed context limit: {prompt} + {output} > {limit}, "
+                "decrease input length or `max_tokens` and try again"
+            )
+        return f"prompt is too long: {prompt} tokens > {limit} maximum"
+    return f"prompt is too long: {message}"
+
+
+def _number(pattern: re.Pattern[str], text: str) -> int | None:
+    found = pattern.search(text)
+    return int(next(group for group in found.groups() if group)) if found else None

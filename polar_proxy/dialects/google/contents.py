@@ -4,8 +4,8 @@ The model reads:
 
 * `systemInstruction` as the system message.
 * Consecutive `model` contents as one assistant message, because SDKs keep each chunk of a streamed answer as a content.
-  Text parts are joined without a separator. Reasoning is restored from Polar's thought signatures (`signature`), or
-  from thought text if the client kept it; signatures of other providers are ignored.
+  Text parts are joined without a separator. Reasoning is restored from Polar's thought signatures, or from thought
+  text if the client kept it; signatures of other providers are ignored.
 * A `functionResponse` as a tool message that answers the call with its id, or, without an id, the first open call of
   that name in the model's last turn. Its text is the string in `output` or `result` if that is the only field, else
   the JSON of `response` (an `error` keeps its key, so that the model sees the failure).
@@ -20,10 +20,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from polar_proxy.dialects.fields import invalid, invalid_type, invalid_value
+import orjson
+
+from polar_proxy.dialects.fields import as_content, invalid, invalid_type, invalid_value, text_part
 from polar_proxy.dialects.google.schema import Content, FunctionCall, FunctionResponse, Part
-from polar_proxy.dialects.google.signature import extend_reasoning, unpack
-from polar_proxy.dialects.wire import to_json
+from polar_proxy.dialects.wire import seal, to_json, unseal
 from polar_proxy.errors import RequestError
 from polar_proxy.types import Json, Message, ToolCall
 
@@ -33,6 +34,45 @@ _IGNORED_FIELDS = {
     *("audioTranscription", "speechMetadata", "documentMetadata", "spreadsheetMetadata", "audioMetadata"),
 }
 """Fields of a part that no model here can read: metadata of other fields, and Google's own server-side tools."""
+
+
+@dataclass(frozen=True, slots=True)
+class SignedReasoning:
+    """The content of a `thoughtSignature`: the part of an answer that is not in the visible parts."""
+
+    start: int = 0
+    """Character of the turn's reasoning at which this piece of it begins."""
+    reasoning: str = ""
+    call: ToolCall | None = None
+    """The call that was sent as text, if any."""
+
+
+def pack(signed: SignedReasoning) -> str:
+    call = None if signed.call is None else [signed.call.id, signed.call.name, signed.call.arguments]
+    sealed = seal(orjson.dumps([signed.start, signed.reasoning, call]).decode())
+    return sealed + "=" * (-len(sealed) % 4)  # the field's type is bytes, whose base64 is padded
+
+
+def unpack(signature: str) -> SignedReasoning | None:
+    """Undo `pack`; None for any other string."""
+    try:
+        content = orjson.loads(unseal(signature) or "null")
+    except orjson.JSONDecodeError:
+        return None
+    match content:
+        case [int(start), str(reasoning), None] if start >= 0:
+            return SignedReasoning(start, reasoning)
+        case [int(start), str(reasoning), [str(call_id), str(name), str(arguments)]] if start >= 0:
+            return SignedReasoning(start, reasoning, ToolCall(call_id, name, arguments))
+    return None
+
+
+def extend_reasoning(known: str, signed: SignedReasoning) -> str:
+    """Return the reasoning with one more piece. A repeated signature, or one after a gap, changes nothing."""
+    end = signed.start + len(signed.reasoning)
+    if signed.start <= len(known) < end:
+        return known[: signed.start] + signed.reasoning
+    return known
 
 
 def call_as_text(call: ToolCall) -> str:
@@ -51,8 +91,8 @@ def parse_system(value: Any) -> Message | None:
     for number, part in enumerate(Content.read(value, path).parts):
         if part.text is None:
             raise invalid(f"{path}.parts[{number}]", "a system instruction holds text only")
-        texts.append(_text(part.text))
-    return Message("system", _simplified(texts)) if texts else None
+        texts.append(text_part(part.text))
+    return Message("system", _content(texts)) if texts else None
 
 
 def parse_contents(contents: list[Content]) -> list[Message]:
@@ -119,7 +159,7 @@ class _ContentReader:
             else:
                 data += _data(part, part_path)
         if data:
-            self.messages.append(Message("user", _simplified(data)))
+            self.messages.append(Message("user", _content(data)))
 
     def finish(self) -> list[Message]:
         self._close_turn()
@@ -204,15 +244,13 @@ def _result_content(response: FunctionResponse, path: str) -> str | list[Json]:
     media: list[Json] = []
     for number, part in enumerate(response.parts):
         media += _data(part, f"{path}.parts[{number}]")
-    if not media:
-        return text
-    return [_text(text), *media] if text else media
+    return _content([text_part(text), *media])
 
 
 def _data(part: Part, path: str) -> list[Json]:
     """Return a part that is neither a call nor a result as OpenAI content parts."""
     if part.text is not None:
-        return [_text(part.text)]
+        return [text_part(part.text)]
     if (blob := part.inline_data) is not None:
         mime = blob.mime_type or "application/octet-stream"
         # SDKs write bytes in the URL-safe alphabet; data URLs allow only the standard one.
@@ -220,17 +258,13 @@ def _data(part: Part, path: str) -> list[Json]:
     if (file := part.file_data) is not None:
         return [_media(file.file_uri, file.mime_type)]
     if (code := part.executable_code) is not None:
-        return [_text(f"```{code.language.lower()}\n{code.code}\n```")]
+        return [text_part(f"```{code.language.lower()}\n{code.code}\n```")]
     if (result := part.code_execution_result) is not None:
-        return [_text(f"```\n{result.output}\n```")]
+        return [text_part(f"```\n{result.output}\n```")]
     unknown = [key for key in part.model_extra or () if key not in _IGNORED_FIELDS]
     if unknown:
         raise invalid(path, f"parts with {unknown[0]!r:.80} are not supported")
     return []
-
-
-def _text(text: str) -> Json:
-    return {"type": "text", "text": text}
 
 
 def _media(url: str, mime: str) -> Json:
@@ -241,12 +275,5 @@ def _media(url: str, mime: str) -> Json:
     return {"type": "file", "file": {"file_data" if url.startswith("data:") else "file_url": url}}
 
 
-def _simplified(parts: list[Json]) -> str | list[Json]:
-    """Return a single text as a string, other content as a list without empty texts."""
-    kept = [part for part in parts if part["type"] != "text" or part["text"]]
-    if not kept:
-        return ""
-    if len(kept) == 1 and kept[0]["type"] == "text":
-        text: str = kept[0]["text"]
-        return text
-    return kept
+def _content(parts: list[Json]) -> str | list[Json]:
+    return as_content([part for part in parts if part["type"] != "text" or part["text"]])

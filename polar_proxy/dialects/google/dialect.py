@@ -10,20 +10,26 @@ The URL names the model and says whether to stream, so each request has its own 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from functools import partial
 from typing import Any
 from urllib.parse import parse_qs
 
 import orjson
 
-from polar_proxy.dialects.base import Dialect, Encoder, ParsedRequest, TokenCount
-from polar_proxy.dialects.google.encoder import GoogleEncoder
-from polar_proxy.dialects.google.errors import google_error
-from polar_proxy.dialects.google.request import to_chat_request
-from polar_proxy.dialects.google.schema import CountTokensRequest, GenerateContentRequest, camel_case
-from polar_proxy.dialects.wire import storable_params, stored_tools, to_json
+from polar_proxy.dialects.base import Dialect, ParsedRequest
+from polar_proxy.dialects.fields import invalid, unsupported
+from polar_proxy.dialects.google.contents import parse_contents, parse_system
+from polar_proxy.dialects.google.encoder import GoogleEncoder, google_error
+from polar_proxy.dialects.google.schema import (
+    CountTokensRequest,
+    GenerateContentRequest,
+    GenerationConfig,
+    camel_case,
+)
+from polar_proxy.dialects.google.tools import json_schema, parse_tool_choice, parse_tools
+from polar_proxy.dialects.wire import storable_params, to_json
 from polar_proxy.errors import RequestError
-from polar_proxy.types import ChatRequest, Json
+from polar_proxy.types import ChatRequest, Json, Sampling
 
 _ROUTE = re.compile(
     r"(?:/v1(?:alpha|beta)?[0-9]*)?"  # /v1, /v1beta, /v1alpha, Vertex's /v1beta1; or nothing
@@ -31,6 +37,7 @@ _ROUTE = re.compile(
     r"/(?:models|tunedModels|endpoints)/(?P<model>.+)"
     r":(?P<verb>generateContent|streamGenerateContent|countTokens)"
 )
+_CONFIG = "generationConfig"
 _SEPARATE = ("contents", "systemInstruction", "tools")
 """The fields that are not stored with the parameters."""
 
@@ -58,66 +65,55 @@ class GoogleGenerateContent(Dialect):
         params = storable_params(body, *(key for key in body if camel_case(key) in _SEPARATE))
         # Only after `to_json`, which refuses tool schemas that are nested too deeply to be validated.
         fields = GenerateContentRequest.read(body)
-        request = to_chat_request(self.model, fields)
+        request = _chat_request(self.model, fields)
         return ParsedRequest(
             requests=(request,),
             stream=self.stream,
             messages=(tuple(messages),),
             tools=tools_json,
             params=params,
-            options={
-                "model": self.model,
-                "thoughts": fields.generation_config.thinking_config.include_thoughts,
-                "logprobs": request.sampling.logprobs,
-            },
+            encoder=partial(
+                GoogleEncoder,
+                model=self.model,
+                sse=self.sse,
+                thoughts=fields.generation_config.thinking_config.include_thoughts,
+                logprobs=request.sampling.logprobs,
+            ),
         )
 
-    def rebuild_body(self, messages: Sequence[bytes], tools: bytes | None, params: Json) -> Json:
-        items = [orjson.loads(message) for message in messages]
-        body = {**params, "contents": items, **stored_tools(tools)}
+    def message_fields(self, stored: list[Json]) -> Json:
         # This is never a client's content: `parse` refuses one that has neither a role nor parts.
-        if items and items[0].keys() == {"systemInstruction"}:
-            body |= {**items[0], "contents": items[1:]}
-        return body
-
-    def encoder(self, parsed: ParsedRequest, call_id: str, created: int) -> Encoder:
-        return GoogleEncoder(parsed.options, call_id, sse_stream=self.sse)
+        if stored and stored[0].keys() == {"systemInstruction"}:
+            return {**stored[0], "contents": stored[1:]}
+        return {"contents": stored}
 
     def error_body(self, error: RequestError) -> bytes:
         return orjson.dumps(google_error(str(error), error.status, error.param))
 
-
-class GoogleTokenCount(TokenCount):
-    """`:countTokens`: the length of the whole prompt, with system instruction, tools and template."""
-
-    def __init__(self, model: str) -> None:
-        self.model = model
-
-    def parse(self, body: Json) -> ChatRequest:
+    def parse_count(self, body: Json) -> ChatRequest:
         inner = CountTokensRequest.read(body).generate_content_request
-        asked = body if inner is None else inner
-        to_json(asked, "body")
-        return to_chat_request(self.model, GenerateContentRequest.read(asked))
+        counted = body if inner is None else inner
+        to_json(counted, "body")
+        return _chat_request(self.model, GenerateContentRequest.read(counted))
 
-    def respond(self, tokens: int) -> bytes:
+    def count_body(self, tokens: int) -> bytes:
         details = [{"modality": "TEXT", "tokenCount": tokens}]
         return orjson.dumps({"totalTokens": tokens, "promptTokensDetails": details})
 
-    def error_body(self, error: RequestError) -> bytes:
-        return orjson.dumps(google_error(str(error), error.status, error.param))
 
+def google_route(path: str, query: str) -> tuple[GoogleGenerateContent, bool] | None:
+    """Return the dialect of this path (percent-decoded) and query string, and whether it counts tokens only.
 
-def google_route(path: str, query: str) -> Dialect | TokenCount | None:
-    """Return the dialect or token count of this path (percent-decoded) and query string; None if it is not Google's."""
+    Returns None for a path that is not Google's.
+    """
     found = _ROUTE.fullmatch(path)
     if found is None:
         return None
-    if found["verb"] == "countTokens":
-        return GoogleTokenCount(found["model"])
     stream = found["verb"] == "streamGenerateContent"
     parameters = parse_qs(query)
     alt = (parameters.get("alt") or parameters.get("$alt") or ["json"])[-1]
-    return GoogleGenerateContent(found["model"], stream=stream, sse=stream and alt == "sse")
+    dialect = GoogleGenerateContent(found["model"], stream=stream, sse=stream and alt == "sse")
+    return dialect, found["verb"] == "countTokens"
 
 
 def google_model_card(name: str, context_length: int) -> Json:
@@ -148,3 +144,67 @@ def _as_list(value: Any) -> list[Any]:
     if isinstance(value, dict):
         return [value]
     return value if isinstance(value, list) else []
+
+
+def _chat_request(model: str, fields: GenerateContentRequest) -> ChatRequest:
+    """Convert a request. Raises RequestError. Safety settings and labels are tolerated: they have no effect here."""
+    if fields.cached_content is not None:
+        raise unsupported("cachedContent", "send the contents themselves, repeated prefixes are cached anyway")
+    if not fields.contents:
+        raise RequestError("Missing required parameter: 'contents'.", param="contents", code="empty_array")
+    messages = parse_contents(fields.contents)
+    if not messages:
+        raise RequestError("'contents' contains nothing to answer.", param="contents", code="empty_array")
+    system = parse_system(fields.system_instruction)
+    tools, tool_choice = parse_tool_choice(fields.tool_config.function_calling_config, parse_tools(fields.tools))
+    config = fields.generation_config
+    return ChatRequest(
+        model=model,
+        messages=tuple(messages if system is None else [system, *messages]),
+        sampling=_sampling(config),
+        tools=tools,
+        tool_choice=tool_choice,
+        response_format=_response_format(config),
+        # Other budgets, and levels, are hints for which open models have no setting.
+        template_kwargs={"enable_thinking": False} if config.thinking_config.thinking_budget == 0 else {},
+    )
+
+
+def _sampling(config: GenerationConfig) -> Sampling:
+    if config.logprobs and not config.response_logprobs:
+        path = f"{_CONFIG}.logprobs"
+        raise RequestError(f"'{path}' needs 'responseLogprobs' to be true.", param=path)
+    for modality in config.response_modalities:
+        if not isinstance(modality, str) or modality.upper() not in ("TEXT", "MODALITY_UNSPECIFIED"):
+            raise invalid(f"{_CONFIG}.responseModalities", "only TEXT is supported")
+    return Sampling(
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        max_tokens=config.max_output_tokens,
+        seed=config.seed,
+        stop=tuple(stop for stop in config.stop_sequences if stop),
+        n=config.candidate_count,
+        presence_penalty=config.presence_penalty,
+        frequency_penalty=config.frequency_penalty,
+        logprobs=config.response_logprobs,
+        top_logprobs=config.logprobs,
+    )
+
+
+def _response_format(config: GenerationConfig) -> Json | None:
+    """Return the structured output format. A schema without a MIME type means JSON."""
+    schema = config.response_json_schema
+    if schema is None and config.response_schema is not None:
+        schema = json_schema(config.response_schema)
+    mime = config.response_mime_type or ("text/plain" if schema is None else "application/json")
+    path = f"{_CONFIG}.responseMimeType"
+    if mime == "application/json":
+        if schema is None:
+            return {"type": "json_object"}
+        return {"type": "json_schema", "json_schema": {"name": "response", "schema": schema}}
+    if mime != "text/plain":
+        raise invalid(path, "expected text/plain or application/json")
+    if schema is not None:
+        raise RequestError(f"A response schema needs '{path}' to be application/json.", param=path)
+    return None

@@ -22,13 +22,29 @@ import orjson
 
 from polar_proxy.dialects.answer import Answer, AnswerChoice
 from polar_proxy.dialects.base import Encoder
-from polar_proxy.dialects.google.contents import call_as_text
-from polar_proxy.dialects.google.errors import google_error
-from polar_proxy.dialects.google.signature import SignedReasoning, pack
+from polar_proxy.dialects.google.contents import SignedReasoning, call_as_text, pack
 from polar_proxy.dialects.wire import is_json_object, sse
 from polar_proxy.types import Json, SampleEvent, ToolCall, TopLogprob
 
 _FINISH_REASONS = {"stop": "STOP", "tool_calls": "STOP", "length": "MAX_TOKENS", "content_filter": "SAFETY"}
+
+_STATUS = {
+    401: "UNAUTHENTICATED",
+    403: "PERMISSION_DENIED",
+    404: "NOT_FOUND",
+    405: "UNIMPLEMENTED",
+    408: "DEADLINE_EXCEEDED",
+    409: "ABORTED",
+    429: "RESOURCE_EXHAUSTED",
+    499: "CANCELLED",
+    501: "UNIMPLEMENTED",
+    502: "UNAVAILABLE",
+    503: "UNAVAILABLE",
+    504: "DEADLINE_EXCEEDED",
+    529: "UNAVAILABLE",
+}
+
+_TYPE = "type.googleapis.com/google.rpc."
 
 
 @dataclass(slots=True)
@@ -93,21 +109,21 @@ class _CandidateStream:
     """The tokens whose log-probabilities were not sent yet."""
 
 
+@dataclass
 class GoogleEncoder(Encoder):
     """Encodes responses and their stream."""
 
-    def __init__(self, options: Json, call_id: str, *, sse_stream: bool) -> None:
-        self._model: str = options["model"]
-        self._thoughts: bool = options["thoughts"]
-        self._logprobs: bool = options["logprobs"]
-        self._id = call_id
-        self._sse = sse_stream
-        self._started = False
-        self._streams: dict[int, _CandidateStream] = {}
+    model: str
+    sse: bool
+    """Stream server-sent events, otherwise a JSON array."""
+    thoughts: bool
+    logprobs: bool
+    _started: bool = field(default=False, init=False)
+    _streams: dict[int, _CandidateStream] = field(default_factory=dict, init=False)
 
     def feed(self, request_index: int, event: SampleEvent) -> bytes:
         stream = self._stream(event.index)
-        if self._logprobs:
+        if self.logprobs:
             tokens = SampleEvent(token_ids=event.token_ids, logprobs=event.logprobs, tokens=event.tokens, top=event.top)
             stream.pending.add(tokens)
         parts = stream.parts.thought(event.reasoning) + stream.parts.text(event.text)
@@ -128,12 +144,12 @@ class GoogleEncoder(Encoder):
             candidate = self._streamed(index, parts or [{"text": ""}], stream)
             candidates.append(self._finished(candidate, choice))
         last = self._write({**self._response(candidates), "usageMetadata": _usage(answers)})
-        return last if self._sse else last + b"]"
+        return last if self.sse else last + b"]"
 
     def respond(self, answers: list[Answer]) -> bytes:
         candidates = []
         for index, choice in answers[0].in_order:
-            writer = _PartWriter(self._thoughts)
+            writer = _PartWriter(self.thoughts)
             parts = writer.thought("".join(choice.reasoning)) + writer.text("".join(choice.text))
             parts += writer.calls(choice, 0) + writer.rest()
             candidate = self._candidate(index, parts or [{"text": ""}], choice)
@@ -142,23 +158,23 @@ class GoogleEncoder(Encoder):
 
     def fail(self, message: str, status: int) -> bytes:
         error = self._write(google_error(message, status))
-        return error if self._sse else error + b"]"
+        return error if self.sse else error + b"]"
 
     def _stream(self, index: int) -> _CandidateStream:
         found = self._streams.get(index)
         if found is None:
-            found = self._streams[index] = _CandidateStream(_PartWriter(self._thoughts))
+            found = self._streams[index] = _CandidateStream(_PartWriter(self.thoughts))
         return found
 
     def _write(self, response: Json) -> bytes:
-        if self._sse:
+        if self.sse:
             return sse(response)
         separator = b",\r\n" if self._started else b"["
         self._started = True
         return separator + orjson.dumps(response)
 
     def _response(self, candidates: list[Json]) -> Json:
-        return {"candidates": candidates, "modelVersion": self._model, "responseId": self._id}
+        return {"candidates": candidates, "modelVersion": self.model, "responseId": self.call_id}
 
     def _streamed(self, index: int, parts: list[Json], stream: _CandidateStream) -> Json:
         tokens, stream.pending = stream.pending, AnswerChoice()
@@ -166,13 +182,13 @@ class GoogleEncoder(Encoder):
 
     def _candidate(self, index: int, parts: list[Json], tokens: AnswerChoice) -> Json:
         candidate: Json = {"content": {"role": "model", "parts": parts}, "index": index}
-        if self._logprobs and tokens.tokens:
+        if self.logprobs and tokens.tokens:
             candidate["logprobsResult"] = _logprobs_result(tokens)
         return candidate
 
     def _finished(self, candidate: Json, choice: AnswerChoice) -> Json:
         candidate["finishReason"] = _FINISH_REASONS.get(choice.finish_reason or "stop", "OTHER")
-        if self._logprobs and choice.logprobs:
+        if self.logprobs and choice.logprobs:
             candidate["avgLogprobs"] = sum(choice.logprobs) / len(choice.logprobs)
         return candidate
 
@@ -218,3 +234,26 @@ def _usage(answers: list[Answer]) -> Json:
     if cached:
         usage["cachedContentTokenCount"] = sum(cached)
     return usage
+
+
+def google_error(message: str, status: int, param: str | None = None) -> Json:
+    """Return the body of an error, a google.rpc.Status. Source: https://cloud.google.com/apis/design/errors
+
+    A BadRequest detail names the wrong field. 429 and 503 carry a RetryInfo, because Gemini CLI reads the delay there
+    and not in the `retry-after` header.
+    """
+    error: Json = {
+        "code": status,
+        "message": message,
+        "status": _STATUS.get(status) or ("INVALID_ARGUMENT" if status < 500 else "INTERNAL"),
+    }
+    if status == 401:
+        error["details"] = [
+            {"@type": _TYPE + "ErrorInfo", "reason": "API_KEY_INVALID", "domain": "googleapis.com", "metadata": {}}
+        ]
+    elif status in (429, 503):
+        error["details"] = [{"@type": _TYPE + "RetryInfo", "retryDelay": "1s"}]
+    elif param is not None:
+        violation = {"field": param, "description": message}
+        error["details"] = [{"@type": _TYPE + "BadRequest", "fieldViolations": [violation]}]
+    return {"error": error}

@@ -1,5 +1,5 @@
 """OpenAI Responses."""
 
-from polar_proxy.dialects.openai_responses.dialect import OpenAIResponses, ResponsesTokenCount
+from polar_proxy.dialects.openai_responses.dialect import OpenAIResponses
 
-__all__ = ["OpenAIResponses", "ResponsesTokenCount"]
+__all__ = ["OpenAIResponses"]

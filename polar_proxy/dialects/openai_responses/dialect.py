@@ -1,7 +1,7 @@
 """OpenAI Responses. Source: https://platform.openai.com/docs/api-reference/responses
 
 Request: `tools` (the functions offered for the client's tools), `input` (items to messages). Response: `items` (answer
-to items, ids), `response` (the response object), `encoder` (the event stream).
+to items, ids), `encoder` (the response object and the event stream).
 
 `previous_response_id` leads to a recorded call. Its items and its answer are written out before the new input, and the
 new call is recorded whole. Everything is stored, whatever the value of `store`. `instructions` are stored as a first
@@ -14,20 +14,20 @@ reasoning options except the effort `none`, which turns thinking off if the chat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any
 
 import orjson
 from pydantic import Field
 
-from polar_proxy.dialects.base import Dialect, Encoder, ParsedRequest, PreviousCall, TokenCount
+from polar_proxy.dialects.base import ParsedRequest, PreviousCall
 from polar_proxy.dialects.fields import Integer, Strings, invalid, invalid_type, missing, unsupported
-from polar_proxy.dialects.openai_common import SamplingFields, error_body
+from polar_proxy.dialects.openai_common import OpenAIDialect, SamplingFields
 from polar_proxy.dialects.openai_responses.encoder import ResponsesEncoder
 from polar_proxy.dialects.openai_responses.input import collect_tools, to_messages
 from polar_proxy.dialects.openai_responses.items import answer_items, call_id_of_response
 from polar_proxy.dialects.openai_responses.tools import Toolbox
-from polar_proxy.dialects.wire import storable_params, stored_tools, to_json
+from polar_proxy.dialects.wire import storable_params, to_json
 from polar_proxy.errors import RequestError
 from polar_proxy.types import ChatRequest, Json
 
@@ -67,7 +67,7 @@ class ResponsesFields(SamplingFields):
     chat_template_kwargs: Json = Field(default_factory=dict)
 
 
-class OpenAIResponses(Dialect):
+class OpenAIResponses(OpenAIDialect):
     name = "openai_responses"
 
     def parse(self, body: Json, previous: ParsedRequest | None = None) -> ParsedRequest:
@@ -83,19 +83,19 @@ class OpenAIResponses(Dialect):
             messages=(tuple(messages),),
             tools=stored,
             params=storable_params(body, "input", "tools", "instructions"),
-            options={
-                "tools": tools,
-                "echo": {**_echoed_fields(fields), "tools": orjson.Fragment(stored or b"[]")},
-                "logprobs": request.sampling.logprobs,
-            },
+            encoder=partial(
+                ResponsesEncoder,
+                tools=tools,
+                echo={**_echoed_fields(fields), "tools": orjson.Fragment(stored or b"[]")},
+                logprobs=request.sampling.logprobs,
+            ),
         )
 
-    def rebuild_body(self, messages: Sequence[bytes], tools: bytes | None, params: Json) -> Json:
-        items = [orjson.loads(message) for message in messages]
+    def message_fields(self, stored: list[Json]) -> Json:
         # A client never sends such an item with content: `parse` refuses it.
-        if items and items[0].get("type") == "instructions" and items[0].get("content"):
-            return {**params, "instructions": items[0]["content"], "input": items[1:], **stored_tools(tools)}
-        return {**params, "input": items, **stored_tools(tools)}
+        if stored and stored[0].get("type") == "instructions" and stored[0].get("content"):
+            return {"instructions": stored[0]["content"], "input": stored[1:]}
+        return {"input": stored}
 
     def previous_call_id(self, body: Json) -> str | None:
         previous = body.get("previous_response_id")
@@ -113,24 +113,11 @@ class OpenAIResponses(Dialect):
         items = [item for item in before if item.get("type") != "instructions"]
         return {**body, "input": [*items, *answer_items(previous.answer, call_id), *_items(body.get("input"))]}
 
-    def encoder(self, parsed: ParsedRequest, call_id: str, created: int) -> Encoder:
-        return ResponsesEncoder(parsed.options, call_id, created)
-
-    def error_body(self, error: RequestError) -> bytes:
-        return error_body(error)
-
-
-class ResponsesTokenCount(TokenCount):
-    """`POST /v1/responses/input_tokens`."""
-
-    def parse(self, body: Json) -> ChatRequest:
+    def parse_count(self, body: Json) -> ChatRequest:
         return _parse(body)[1]
 
-    def respond(self, tokens: int) -> bytes:
+    def count_body(self, tokens: int) -> bytes:
         return orjson.dumps({"object": "response.input_tokens", "input_tokens": tokens})
-
-    def error_body(self, error: RequestError) -> bytes:
-        return error_body(error)
 
 
 def _parse(body: Json) -> tuple[ResponsesFields, ChatRequest, Toolbox]:

@@ -15,6 +15,9 @@ whole text.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import orjson
@@ -22,33 +25,72 @@ import orjson
 from polar_proxy.dialects.answer import Answer, AnswerChoice
 from polar_proxy.dialects.base import Encoder
 from polar_proxy.dialects.openai_common import token_logprobs
-from polar_proxy.dialects.openai_responses.custom_input import CustomInputDecoder
-from polar_proxy.dialects.openai_responses.items import call_item, item_id, message_item, output_text, reasoning_item
-from polar_proxy.dialects.openai_responses.response import ResponseObject, last_status
+from polar_proxy.dialects.openai_responses.items import (
+    CustomInputDecoder,
+    call_item,
+    item_id,
+    message_item,
+    output_text,
+    reasoning_item,
+    response_id,
+)
 from polar_proxy.dialects.openai_responses.tools import Toolbox
 from polar_proxy.dialects.wire import is_json_object, named_sse
 from polar_proxy.types import Json, SampleEvent, ToolCall, ToolDelta
 
+_INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
 
+
+@dataclass
+class _OpenText:
+    """A message or a reasoning item that is being streamed."""
+
+    kind: str
+    id: str
+    pieces: list[str] = field(default_factory=list)
+
+
+@dataclass
+class _StreamedToolCall:
+    """A tool call as far as it has arrived. `added`: its item was announced to the client."""
+
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+    kind: str = "function"
+    item_id: str = ""
+    added: bool = False
+    decoder: CustomInputDecoder = field(default_factory=CustomInputDecoder)
+
+    def with_arguments(self, arguments: str) -> ToolCall:
+        return ToolCall(self.id, self.name, arguments)
+
+    @property
+    def complete(self) -> bool:
+        """True if the arguments are a complete object, so that no more can follow."""
+        return is_json_object(self.arguments)
+
+
+@dataclass
 class ResponsesEncoder(Encoder):
     """Encodes responses and their event stream."""
 
-    def __init__(self, options: Json, call_id: str, created: int) -> None:
-        self._object = ResponseObject(call_id, created, options["echo"], options["logprobs"])
-        self._tools: Toolbox = options["tools"]
-        self._call_id = call_id
-        self._sequence_number = 0
-        self._started = False
-        self._streams = True
-        self._items: list[Json] = []
-        """Closed items in order. An open item gets the next position."""
-        self._open: _OpenText | _StreamedToolCall | None = None
-        self._calls: dict[int, _StreamedToolCall] = {}
-        self._waiting_calls: list[_StreamedToolCall] = []
-        self._waiting_texts: list[tuple[str, str]] = []
-        """(kind, text) that arrived while a call was open."""
-        self._received = AnswerChoice()
-        """Reasoning and tokens so far, for the log-probabilities of a message."""
+    tools: Toolbox
+    echo: Json
+    """The request's fields that every response object repeats."""
+    logprobs: bool
+    _sequence_number: int = field(default=0, init=False)
+    _started: bool = field(default=False, init=False)
+    _streams: bool = field(default=True, init=False)
+    _items: list[Json] = field(default_factory=list, init=False)
+    """Closed items in order. An open item gets the next position."""
+    _open: _OpenText | _StreamedToolCall | None = field(default=None, init=False)
+    _calls: dict[int, _StreamedToolCall] = field(default_factory=dict, init=False)
+    _waiting_calls: list[_StreamedToolCall] = field(default_factory=list, init=False)
+    _waiting_texts: list[tuple[str, str]] = field(default_factory=list, init=False)
+    """(kind, text) that arrived while a call was open."""
+    _received: AnswerChoice = field(default_factory=AnswerChoice, init=False)
+    """Reasoning and tokens so far, for the log-probabilities of a message."""
 
     # The stream.
 
@@ -63,7 +105,7 @@ class ResponsesEncoder(Encoder):
             self._received.reasoning.append(event.reasoning)
             out += self._text("reasoning", event.reasoning, [])
         if event.text:
-            logprobs = token_logprobs(event.tokens, event.logprobs, event.top) if self._object.logprobs else []
+            logprobs = token_logprobs(event) if self.logprobs else []
             out += self._text("message", event.text, logprobs)
         for delta in event.tool_calls:
             out += self._call(delta)
@@ -81,23 +123,22 @@ class ResponsesEncoder(Encoder):
             else:
                 kind, text = self._waiting_texts.pop(0)
                 out += self._open_text(kind) + self._text_delta(text, [])
-        out += self._close(last_status(choice))
-        response = self._object.finished(answers[0], choice, self._items)
-        return out + self._event(f"response.{response['status']}", response=response)
+        status = "incomplete" if choice.finish_reason in _INCOMPLETE else "completed"
+        out += self._close(status)
+        return out + self._event(f"response.{status}", response=self._finished(answers[0]))
 
     def fail(self, message: str, status: int) -> bytes:
         code = {429: "rate_limit_exceeded"}.get(status, "invalid_prompt" if status < 500 else "server_error")
         out = self._start()
-        response = self._object.with_status("failed", self._items, error={"code": code, "message": message})
+        response = self._response("failed", error={"code": code, "message": message})
         return out + self._event("response.failed", response=response)
 
     def respond(self, answers: list[Answer]) -> bytes:
         # The items are those of a stream with a single event, whose bytes are not needed.
         self._streams = False
-        choice = answers[0].first
-        self.feed(0, _as_one_event(choice))
+        self.feed(0, _as_one_event(answers[0].first))
         self.end(answers)
-        return orjson.dumps(self._object.finished(answers[0], choice, self._items))
+        return orjson.dumps(self._finished(answers[0]))
 
     # Text and reasoning.
 
@@ -126,7 +167,7 @@ class ResponsesEncoder(Encoder):
 
     def _open_text(self, kind: str) -> bytes:
         prefix = "rs" if kind == "reasoning" else "msg"
-        opened = self._open = _OpenText(kind, item_id(prefix, self._call_id, self._position))
+        opened = self._open = _OpenText(kind, item_id(prefix, self.call_id, self._position))
         if kind == "reasoning":
             item: Json = {"id": opened.id, "type": "reasoning", "status": "in_progress", "summary": []}
             part = {"type": "summary_text", "text": ""}
@@ -155,7 +196,7 @@ class ResponsesEncoder(Encoder):
             out = self._event("response.reasoning_summary_text.done", **location, summary_index=0, text=text)
             out += self._event("response.reasoning_summary_part.done", **location, summary_index=0, part=part)
             return out + self._done(item)
-        logprobs = self._object.message_logprobs(self._received, text)
+        logprobs = _message_logprobs(self._received, text) if self.logprobs else []
         item = message_item(now.id, text, status, logprobs)
         out = self._event("response.output_text.done", **location, content_index=0, text=text, logprobs=logprobs)
         out += self._event("response.content_part.done", **location, content_index=0, part=item["content"][0])
@@ -185,11 +226,11 @@ class ResponsesEncoder(Encoder):
 
     def _open_call(self, call: _StreamedToolCall) -> bytes:
         self._open = call
-        tool = self._tools.tools.get(call.name)
+        tool = self.tools.tools.get(call.name)
         call.kind = tool.kind if tool else "function"
         if call.kind == "function":
             call.added = True
-            item = call_item(self._tools, call.with_arguments(""), self._call_id, self._position, "in_progress")
+            item = call_item(self.tools, call.with_arguments(""), self.call_id, self._position, "in_progress")
             call.item_id = item["id"]
             return self._added({**item, "arguments": ""}) + self._call_delta(call, call.arguments)
         return self._call_delta(call, call.arguments)
@@ -203,7 +244,7 @@ class ResponsesEncoder(Encoder):
             return b""
         out, text = b"", call.decoder.feed(piece)
         if call.decoder.began and not call.added:
-            out = self._open_custom(call, item_id("ctc", self._call_id, self._position))
+            out = self._open_custom(call, item_id("ctc", self.call_id, self._position))
         return out + self._custom_delta(call, text)
 
     def _custom_delta(self, call: _StreamedToolCall, text: str) -> bytes:
@@ -214,11 +255,11 @@ class ResponsesEncoder(Encoder):
     def _open_custom(self, call: _StreamedToolCall, identity: str) -> bytes:
         call.added, call.item_id = True, identity
         empty = call.with_arguments('{"input":""}')
-        item = call_item(self._tools, empty, self._call_id, self._position, "in_progress")
+        item = call_item(self.tools, empty, self.call_id, self._position, "in_progress")
         return self._added({**item, "id": identity})
 
     def _close_call(self, call: _StreamedToolCall, status: str) -> bytes:
-        item = call_item(self._tools, call.with_arguments(call.arguments), self._call_id, self._position, status)
+        item = call_item(self.tools, call.with_arguments(call.arguments), self.call_id, self._position, status)
         if call.kind == "custom":
             return self._close_custom(call, item)
         if item["type"] == "function_call":
@@ -245,6 +286,35 @@ class ResponsesEncoder(Encoder):
         return out + self._done(item)
 
     # Items, events, the response object.
+
+    def _response(self, status: str, **fields: Any) -> Json:
+        return {
+            "id": response_id(self.call_id),
+            "object": "response",
+            "created_at": self.created,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "output": self._items,
+            "usage": None,
+            **self.echo,
+            **fields,
+        }
+
+    def _finished(self, answer: Answer) -> Json:
+        reason = _INCOMPLETE.get(answer.first.finish_reason or "")
+        return self._response(
+            "incomplete" if reason else "completed",
+            incomplete_details={"reason": reason} if reason else None,
+            usage={
+                "input_tokens": answer.prompt_tokens,
+                "input_tokens_details": {"cached_tokens": answer.cached_tokens or 0, "cache_write_tokens": 0},
+                "output_tokens": answer.completion_tokens,
+                # Engines do not say which tokens are reasoning.
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": answer.prompt_tokens + answer.completion_tokens,
+            },
+        )
 
     @property
     def _position(self) -> int:
@@ -274,7 +344,7 @@ class ResponsesEncoder(Encoder):
         if self._started:
             return b""
         self._started = True
-        response = self._object.with_status("in_progress", [])
+        response = self._response("in_progress")
         return self._event("response.created", response=response) + self._event(
             "response.in_progress", response=response
         )
@@ -300,31 +370,15 @@ def _as_one_event(choice: AnswerChoice) -> SampleEvent:
     )
 
 
-class _OpenText:
-    """A message or a reasoning item that is being streamed."""
-
-    def __init__(self, kind: str, identity: str) -> None:
-        self.kind = kind
-        self.id = identity
-        self.pieces: list[str] = []
-
-
-class _StreamedToolCall:
-    """A tool call as far as it has arrived. `added`: its item was announced to the client."""
-
-    def __init__(self) -> None:
-        self.id = ""
-        self.name = ""
-        self.arguments = ""
-        self.kind = "function"
-        self.item_id = ""
-        self.added = False
-        self.decoder = CustomInputDecoder()
-
-    def with_arguments(self, arguments: str) -> ToolCall:
-        return ToolCall(self.id, self.name, arguments)
-
-    @property
-    def complete(self) -> bool:
-        """True if the arguments are a complete object, so that no more can follow."""
-        return is_json_object(self.arguments)
+def _message_logprobs(choice: AnswerChoice, text: str) -> list[Json]:
+    """Return the log-probabilities of the tokens that spell a message, or of all tokens if those cannot be found."""
+    joined, reasoning = "".join(choice.tokens), "".join(choice.reasoning)
+    start = joined.find(text, max(0, joined.find(reasoning)) + len(reasoning) if reasoning else 0)
+    if start < 0 or not text:
+        return token_logprobs(choice)
+    ends = list(accumulate(map(len, choice.tokens)))
+    first, last = bisect_right(ends, start), bisect_left(ends, start + len(text))
+    keep = slice(first, last + 1)
+    return token_logprobs(
+        AnswerChoice(logprobs=choice.logprobs[keep], tokens=choice.tokens[keep], top=choice.top[keep])
+    )

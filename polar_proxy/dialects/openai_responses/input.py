@@ -18,11 +18,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from polar_proxy.dialects.fields import invalid, invalid_type, invalid_value
-from polar_proxy.dialects.openai_responses.custom_input import is_broken_input
-from polar_proxy.dialects.openai_responses.items import answer_of_item, unseal
+from polar_proxy.dialects.fields import as_content, invalid, invalid_type, invalid_value, string_field, text_part
+from polar_proxy.dialects.openai_responses.items import answer_of_item, is_broken_input
 from polar_proxy.dialects.openai_responses.tools import BUILT_IN_TOOLS, Toolbox, built_in_arguments
-from polar_proxy.dialects.wire import to_json
+from polar_proxy.dialects.wire import to_json, unseal
 from polar_proxy.errors import RequestError
 from polar_proxy.types import Json, Message, ToolCall
 
@@ -94,12 +93,12 @@ class _ItemReader:
         elif kind == "reasoning":
             self._reasoning(item, path)
         elif kind == "function_call":
-            name, arguments = _string(item, "name", path), item.get("arguments")
+            name, arguments = string_field(item, "name", path), item.get("arguments")
             if not isinstance(arguments, str):
                 arguments = "" if arguments is None else to_json(arguments, f"{path}.arguments").decode()
             self._call(item, self._offered_name(item, name, path), arguments)
         elif kind == "custom_tool_call":
-            name, text = _string(item, "name", path), _string(item, "input", path)
+            name, text = string_field(item, "name", path), string_field(item, "input", path)
             raw = str(item.get("id")).startswith("ctcraw_") or is_broken_input(text)
             arguments = text if raw else to_json({"input": text}, f"{path}.input").decode()
             self._call(item, self._offered_name(item, name, path), arguments)
@@ -242,13 +241,6 @@ def _is_reference(item: Json) -> bool:
     )
 
 
-def _string(item: Json, key: str, path: str) -> str:
-    value = item.get(key)
-    if not isinstance(value, str):
-        raise invalid_type(f"{path}.{key}", "a string")
-    return value
-
-
 def _call_id(item: Json) -> str:
     call_id = item.get("call_id")
     return call_id if isinstance(call_id, str) else ""
@@ -265,10 +257,7 @@ def read_content(value: Any, path: str) -> str | list[Json]:
         return value or ""
     if not isinstance(value, list):
         raise invalid_type(path, "a string or an array of content parts")
-    parts = [_read_part(part, f"{path}[{number}]") for number, part in enumerate(value)]
-    if not parts:
-        return ""
-    return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts
+    return as_content([_read_part(part, f"{path}[{number}]") for number, part in enumerate(value)])
 
 
 def _read_part(part: Any, path: str) -> Json:
@@ -276,7 +265,7 @@ def _read_part(part: Any, path: str) -> Json:
     if not isinstance(kind, str):
         raise invalid(path, "expected a content part with a type")
     if kind in _TEXT_PARTS or kind == "refusal":
-        return {"type": "text", "text": _string(part, "refusal" if kind == "refusal" else "text", path)}
+        return text_part(string_field(part, "refusal" if kind == "refusal" else "text", path))
     if kind in ("input_image", "computer_screenshot") and isinstance(part.get("image_url"), str):
         image: Json = {"url": part["image_url"]}
         if isinstance(part.get("detail"), str):
@@ -315,5 +304,5 @@ def _with_one_system_message(messages: list[Message], instructions: str | None) 
             else:
                 others.append(part)
     text = "\n\n".join(texts)
-    content: str | list[Json] = [{"type": "text", "text": text}, *others] if others else text
+    content: str | list[Json] = [text_part(text), *others] if others else text
     return [Message("system", content), *messages[count:]]

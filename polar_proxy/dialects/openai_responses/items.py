@@ -9,26 +9,29 @@ itself. If they do not even begin that way, the item's id begins with `ctcraw`, 
 unchanged. A call of a built-in tool whose arguments do not fit its item is sent as a `function_call`.
 
 Reasoning is sent as a summary (an open model has nothing to hide), and also as `encrypted_content`, because many
-clients keep only that. The encoding is opaque but not secret. Reasoning is read back from either field.
+clients keep only that. Reasoning is read back from either field.
 """
 
 from __future__ import annotations
 
-import base64
 import re
-import zlib
 from typing import Any
 
-from polar_proxy.dialects.openai_responses.custom_input import begins_as_input, custom_input
+import orjson
+
 from polar_proxy.dialects.openai_responses.tools import Toolbox, built_in_item
-from polar_proxy.dialects.wire import decompress
+from polar_proxy.dialects.wire import seal
 from polar_proxy.errors import RequestError
 from polar_proxy.types import Json, Message, ToolCall
 
 _RESPONSE_ID = re.compile(r"resp_([0-9A-Za-z]{1,64})")
 _ITEM_ID = re.compile(r"[a-z]+_([0-9A-Za-z]{1,64})_[0-9]+")
-_SEAL_PREFIX = "polar1."
-_MAX_BYTES = 64 << 20
+_HEAD = re.compile(r'\s*\{\s*"input"\s*:\s*"')
+# Characters and complete escapes; the first half of a surrogate pair waits for the second.
+_COMPLETE = re.compile(
+    r'(?:[^"\\\x00-\x1f]|\\["\\/bfnrt]|\\u(?![dD][89a-fA-F])[0-9a-fA-F]{4}'
+    r"|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})+"
+)
 
 
 def response_id(call_id: str) -> str:
@@ -55,20 +58,6 @@ def answer_of_item(value: Any) -> str | None:
     """Return the part that the ids of all items of one answer share; None for an id that Polar did not make."""
     found = _ITEM_ID.fullmatch(value) if isinstance(value, str) else None
     return found[1] if found else None
-
-
-def seal(text: str) -> str:
-    return _SEAL_PREFIX + base64.urlsafe_b64encode(zlib.compress(text.encode())).decode()
-
-
-def unseal(value: Any) -> str | None:
-    """Return the text that `seal` encoded; None for any other value."""
-    if not isinstance(value, str) or not value.startswith(_SEAL_PREFIX):
-        return None
-    try:
-        return decompress(base64.urlsafe_b64decode(value[len(_SEAL_PREFIX) :]), _MAX_BYTES).decode()
-    except ValueError:
-        return None
 
 
 def reasoning_item(identity: str, text: str, status: str) -> Json:
@@ -139,3 +128,55 @@ def answer_items(answer: Message, call_id: str) -> list[Json]:
     for call in answer.tool_calls:
         items.append(call_item(Toolbox(), call, call_id, len(items), "completed"))
     return items
+
+
+def custom_input(arguments: str) -> str | None:
+    """Return the text in the arguments of a custom tool's call; None for arguments of another form."""
+    try:
+        value = orjson.loads(arguments)
+    except orjson.JSONDecodeError:
+        return None
+    if isinstance(value, dict) and list(value) == ["input"] and isinstance(value["input"], str):
+        return value["input"]
+    return None
+
+
+def begins_as_input(arguments: str) -> bool:
+    """Return whether the arguments begin as `{"input": "`, so that their text can be streamed."""
+    return _HEAD.match(arguments) is not None
+
+
+def is_broken_input(arguments: str) -> bool:
+    """Return whether the arguments begin as expected and continue in another form."""
+    return begins_as_input(arguments) and custom_input(arguments) is None
+
+
+class CustomInputDecoder:
+    """Takes the argument string in pieces and returns the decoded text as far as it is certain.
+
+    The final form of the arguments is decided by `custom_input`: text after the string may still break the form.
+    """
+
+    def __init__(self) -> None:
+        self._buffer = ""
+        self._inside = False
+        self.began = False
+        """True once the arguments have begun as expected."""
+
+    def feed(self, piece: str) -> str:
+        self._buffer += piece
+        if not self.began:
+            head = _HEAD.match(self._buffer)
+            if head is None:
+                return ""
+            self.began = self._inside = True
+            self._buffer = self._buffer[head.end() :]
+        if not self._inside:
+            return ""
+        complete = _COMPLETE.match(self._buffer)
+        if complete is None:
+            self._inside = not self._buffer.startswith('"')
+            return ""
+        self._buffer = self._buffer[complete.end() :]
+        self._inside = not self._buffer.startswith('"')
+        return str(orjson.loads(f'"{complete[0]}"'))
