@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import orjson
 
@@ -54,7 +54,7 @@ class ParsedRequest:
     tools: bytes | None
     params: Json
     """The other fields of the body, to store."""
-    encoder: Callable[[str, int], Encoder]
+    encoder: Callable[[str, int], Encoder] = field(compare=False, repr=False)
     """Returns a new encoder of the answer, for a call id and a time of creation."""
 
 
