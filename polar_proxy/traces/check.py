@@ -14,14 +14,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import orjson
 from pydantic import ValidationError
 
+from polar_proxy.sequences import trace_path
 from polar_proxy.traces import grades
 from polar_proxy.traces.certificate import SCHEMA, Certificate, SampledSpan, hash_json, hash_spans, hash_tokens
 from polar_proxy.traces.rows import RowError, describe_errors, read_row
-from polar_proxy.types import Json, TokenIds, Trace
+from polar_proxy.types import Json, Trace
 
 _PROBLEMS_SHOWN = 3
 """Number of a row's problems that are printed."""
@@ -88,7 +88,7 @@ def check_row(row: Any) -> RowCheck:
     except ValidationError as error:
         return RowCheck([f"certificate.{line}" for line in describe_errors(error)])
     try:
-        trace = read_row(row).trace
+        trace = read_row(row)
     except RowError as error:
         return RowCheck([str(error)])
     problems = list(_identity_problems(trace, certificate))
@@ -171,9 +171,7 @@ def _reason_problems(certificate: Certificate) -> Iterator[str]:
     expected = {
         grades.CONTINUED: any(span.prompt_mode == "continue" for span in sampled),
         grades.OFF_DISTRIBUTION: any(span.sampling is not None for span in sampled),
-        grades.WEIGHTS_CHANGED: any(
-            len(span.versions) == 1 and ".." in (span.versions[0][1] or "") for span in sampled
-        ),
+        grades.WEIGHTS_CHANGED: any(grades.weights_changed(span.versions) for span in sampled),
         grades.RESCORED: certificate.rescored is not None,
         grades.CANONICAL: joined,
     }
@@ -198,7 +196,7 @@ class CrossRowChecks:
 
     def __init__(self) -> None:
         self._answers: dict[tuple[str, str, str, int], int] = {}
-        self._tree_rows: dict[str, tuple[int, Certificate, TokenIds]] = {}
+        self._tree_rows: dict[str, tuple[int, Trace, Certificate]] = {}
 
     def add(self, number: int, trace: Trace, certificate: Certificate) -> list[str]:
         problems = []
@@ -208,34 +206,21 @@ class CrossRowChecks:
                 if (line := self._answers.setdefault(key, number)) != number:
                     problems.append(f"an answer of {span.call_id} is trained in line {line} already")
         if certificate.builder == "tree":
-            self._tree_rows.setdefault(certificate.trace_id, (number, certificate, trace.token_ids))
+            self._tree_rows.setdefault(certificate.trace_id, (number, trace, certificate))
         return problems
 
     def check_branches(self) -> Iterator[tuple[int, str]]:
-        for number, certificate, _ in self._tree_rows.values():
-            if certificate.parent_trace_id is None:
+        traces = {trace_id: trace for trace_id, (_, trace, _) in self._tree_rows.items()}
+        for number, trace, certificate in self._tree_rows.values():
+            if trace.parent_trace_id is None:
                 continue
-            before = self._tokens_before(certificate)
-            if before is None:
-                yield number, f"its parent {certificate.parent_trace_id} is not in this file, or is bad"
-            elif hash_tokens(before) != certificate.branch_hash:
-                yield number, f"its parent {certificate.parent_trace_id} has other tokens before the branch"
-
-    def _tokens_before(self, certificate: Certificate) -> TokenIds | None:
-        """Return the tokens that come before a trace's own, or None if the file does not contain them all."""
-        pieces: list[TokenIds] = []
-        end = certificate.branch_at
-        while certificate.parent_trace_id is not None:
-            parent = self._tree_rows.get(certificate.parent_trace_id)
-            if parent is None:
-                return None
-            _, certificate, ids = parent
-            shared = end - certificate.branch_at
-            if not 0 < shared <= len(ids):
-                return None
-            pieces.append(ids[:shared])
-            end = certificate.branch_at
-        return np.concatenate(pieces[::-1])
+            try:
+                before = trace_path(trace, traces).token_ids[: trace.branch_at]
+            except ValueError:
+                yield number, f"its parent {trace.parent_trace_id} is not in this file, or is bad"
+                continue
+            if hash_tokens(before) != certificate.branch_hash:
+                yield number, f"its parent {trace.parent_trace_id} has other tokens before the branch"
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -57,7 +57,7 @@ def grade_reasons(call: CallRecord, choice: Choice) -> set[Reason]:
         found.add(CONTINUED)
     if is_off_distribution(call):
         found.add(OFF_DISTRIBUTION)
-    if weights_changed(call, choice):
+    if weights_changed(policy_versions(call, choice)):
         found.add(WEIGHTS_CHANGED)
     return found
 
@@ -74,13 +74,12 @@ def sampling_overrides(call: CallRecord) -> Json:
     return found | {name: value for name in _OFF_AT_ZERO if (value := sampling.get(name))}
 
 
-def weights_changed(call: CallRecord, choice: Choice) -> bool:
-    """Return whether the weights changed at an unknown token of the answer.
+def weights_changed(versions: Sequence[tuple[int, str | None]]) -> bool:
+    """Return whether the weights changed at an unknown token of an answer with these `policy_versions`.
 
     The version is then "A..B": A was loaded before the answer and B after it.
     """
-    runs = policy_versions(call, choice)
-    return len(runs) == 1 and ".." in (runs[0][1] or "")
+    return len(versions) == 1 and ".." in (versions[0][1] or "")
 
 
 def policy_versions(call: CallRecord, choice: Choice) -> tuple[tuple[int, str | None], ...]:

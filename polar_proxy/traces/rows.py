@@ -16,7 +16,6 @@ A row of builder `tree` holds its own tokens only: they follow the first `branch
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -39,15 +38,6 @@ class RowError(PolarError):
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
         self.reason = reason
-
-
-@dataclass(frozen=True, slots=True)
-class TraceRow:
-    """A row as it was read."""
-
-    trace: Trace
-    fields: Json
-    """The whole row, including the fields of its rollout."""
 
 
 def trace_identity(trace: Trace, rollout: Json) -> Json:
@@ -84,7 +74,7 @@ def write_row(trace: Trace, rollout: Json, certificate: Certificate | None = Non
     }
 
 
-def read_row(row: Any) -> TraceRow:
+def read_row(row: Any) -> Trace:
     """Return the trace that a row was written from, equal in every bit.
 
     A trace without a reward gets the rollout's. Raise RowError for a newer row format (`newer_schema`),
@@ -126,7 +116,7 @@ def read_row(row: Any) -> TraceRow:
     )
     if (problem := find_layout_problem(trace)) is not None:
         raise RowError("malformed", f"the parts of {name} contradict each other: {problem}")
-    return TraceRow(trace, row)
+    return trace
 
 
 def read_jsonl(path: Path | str) -> Iterator[Json]:

@@ -203,7 +203,7 @@ class HttpFeed:
         traces: dict[str, list[Trace]] = {rollout.rollout_id: [] for rollout in group.rollouts}
         # All grades: the trainer decides which are trained, and counts the others.
         async for row in self._client.group_trajectories(group_id, builder=builder, all_grades=True):
-            traces[row["rollout_id"]].append(read_row(row).trace)
+            traces[row["rollout_id"]].append(read_row(row))
         members = [GroupRollout(rollout, tuple(traces[rollout.rollout_id])) for rollout in group.rollouts]
         return TrainingGroup(group_id, group.task_id, tuple(members), staleness)
 

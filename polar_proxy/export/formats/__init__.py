@@ -33,55 +33,28 @@ __all__ = [
     "with_advantages",
 ]
 
-RowConverter = Callable[[list[TrainingRow]], list[Json]]
-"""Makes records from the rows of one rollout. Raises RowError."""
-
-
-def _trl() -> RowConverter:
-    groups = IdNumbers()
-    return lambda rows: trl.records(rows, groups)
-
-
-def _verl() -> RowConverter:
-    return lambda rows: [verl.agent_loop_output(row) for row in rows]
-
-
-def _slime() -> RowConverter:
-    samples = slime.SampleNumbering()
-    return lambda rows: [samples.sample(row) for row in rows]
-
-
-def _nemo_rl() -> RowConverter:
-    numbers = IdNumbers()
-    return lambda rows: [nemo_rl.datum_spec(rows, numbers[rows[0].trace_id])]
-
-
-def _tinker() -> RowConverter:
-    return lambda rows: [tinker.datum(row) for row in rows]
-
-
-TRAINER_FORMATS: dict[str, Callable[[], RowConverter]] = {
-    "trl": _trl,
-    "verl": _verl,
-    "slime": _slime,
-    "nemo-rl": _nemo_rl,
-    "tinker": _tinker,
+TRAINER_FORMATS: dict[str, Callable[[list[TrainingRow], IdNumbers], list[Json]]] = {
+    "trl": lambda rows, numbers: [trl.record(row, numbers) for row in rows],
+    "verl": lambda rows, numbers: [verl.agent_loop_output(row) for row in rows],
+    "slime": lambda rows, numbers: [slime.sample(row, numbers) for row in rows],
+    "nemo-rl": lambda rows, numbers: [nemo_rl.datum_spec(rows, numbers.traces[rows[0].trace_id])],
+    "tinker": lambda rows, numbers: [tinker.datum(row) for row in rows],
 }
-"""The names of `polar export --format`. Each call begins a new data set."""
+"""The names of `polar export --format`. Each makes records from the rows of one rollout, or raises RowError."""
 
 
 class RecordConverter:
     """Makes records of one format from the rows of one rollout after another, and counts refused rows by reason."""
 
     def __init__(self, form: str) -> None:
-        self._convert = TRAINER_FORMATS[form]()
+        self._convert, self._numbers = TRAINER_FORMATS[form], IdNumbers()
         self.left_out: Counter[str] = Counter()
 
     def __call__(self, rows: Sequence[Json]) -> list[Json]:
         """Convert all rows of a rollout, or none if one is refused: a part of its sequences would weigh as much as the
         whole."""
         try:
-            return self._convert([read_training_row(row) for row in rows]) if rows else []
+            return self._convert([read_training_row(row) for row in rows], self._numbers) if rows else []
         except RowError as error:
             self.left_out[error.reason] += len(rows)
             return []

@@ -16,45 +16,36 @@ from polar_proxy.export.formats.training_rows import IdNumbers, TrainingRow, req
 from polar_proxy.types import Json
 
 
-class SampleNumbering:
-    """Numbers groups, rollouts and samples from 0 on, as slime requires; one object for each data set."""
+def sample(row: TrainingRow, numbers: IdNumbers) -> Json:
+    """Return the fields of a `Sample`. The loss mask begins after the prompt; a masked rollout is a `remove_sample`.
 
-    def __init__(self) -> None:
-        self._groups, self._rollouts, self._count = IdNumbers(), IdNumbers(), 0
-
-    def sample(self, row: TrainingRow) -> Json:
-        """Return the fields of a `Sample`. The loss mask begins after the prompt; a masked rollout is a
-        `remove_sample`.
-
-        Raise RowError for a rollout without a reward or a group.
-        """
-        reward = require_reward(row)
-        group_id, rollout_id = require_group(row)
-        sample: Json = {
-            "group_index": self._groups[group_id],
-            "index": self._count,
-            "rollout_id": self._rollouts[rollout_id],
-            "prompt": "",
-            "tokens": list(row.token_ids),
-            "response": "",
-            "response_length": len(row.response_ids),
-            "label": None,
-            "reward": reward,
-            "loss_mask": list(row.loss_mask),
-            "weight_versions": list(row.versions),
-            "rollout_log_probs": list(row.logprobs),
-            "remove_sample": row.masked,
-            "status": "truncated" if row.status == "timed_out" else "completed",
-            "metadata": {
-                "trace_id": row.trace_id,
-                "rollout_id": rollout_id,
-                "group_id": group_id,
-                "task_id": row.task_id,
-            },
-            "session_id": row.session_id,
-        }
-        self._count += 1
-        return sample
+    Raise RowError for a rollout without a reward or a group.
+    """
+    reward = require_reward(row)
+    group_id, rollout_id = require_group(row)
+    return {
+        "group_index": numbers.groups[group_id],
+        "index": numbers.traces[row.trace_id],
+        "rollout_id": numbers.rollouts[rollout_id],
+        "prompt": "",
+        "tokens": list(row.token_ids),
+        "response": "",
+        "response_length": len(row.response_ids),
+        "label": None,
+        "reward": reward,
+        "loss_mask": list(row.loss_mask),
+        "weight_versions": list(row.versions),
+        "rollout_log_probs": list(row.logprobs),
+        "remove_sample": row.masked,
+        "status": "truncated" if row.status == "timed_out" else "completed",
+        "metadata": {
+            "trace_id": row.trace_id,
+            "rollout_id": rollout_id,
+            "group_id": group_id,
+            "task_id": row.task_id,
+        },
+        "session_id": row.session_id,
+    }
 
 
 def debug_data(samples: Sequence[Json], rollout_id: int = 0) -> Json:

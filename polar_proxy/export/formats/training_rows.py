@@ -10,8 +10,10 @@ Promises:
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import count, groupby
 
 from polar_proxy.traces.grades import REJECTED
 from polar_proxy.traces.rows import RowError, read_row
@@ -74,17 +76,17 @@ class TrainingRow:
     def runs(self) -> list[tuple[bool, int, int]]:
         """Split the response where the loss mask changes; return (sampled, start, end) for each part, in order."""
         found: list[tuple[bool, int, int]] = []
-        for position, bit in enumerate(self.loss_mask):
-            if found and found[-1][0] == bool(bit):
-                found[-1] = (bool(bit), found[-1][1], position + 1)
-            else:
-                found.append((bool(bit), position, position + 1))
+        start = 0
+        for bit, run in groupby(self.loss_mask):
+            end = start + len(list(run))
+            found.append((bool(bit), start, end))
+            start = end
         return found
 
 
 def read_training_row(row: Json) -> TrainingRow:
     """Read a row of tokens-jsonl. Raise RowError for a row that no trainer can use."""
-    trace = read_row(row).trace
+    trace = read_row(row)
     name = f"the row {trace.trace_id}"
     if trace.parent_trace_id is not None:
         raise RowError("branch", f"{name} is a branch of a tree: export with --builder merged or per_call")
@@ -164,8 +166,7 @@ def group_by_rollout(rows: Sequence[TrainingRow]) -> dict[str, list[TrainingRow]
 
 
 def groups_of(rows: Iterable[Json]) -> list[list[Json]]:
-    """Return the rows group by group, in the order in which the groups first appear. Rows without a group are left
-    out."""
+    """Return the rows group by group, in order of first appearance. Rows without a group are left out."""
     found: dict[str, list[Json]] = {}
     for row in rows:
         if row.get("group_id") is not None:
@@ -173,14 +174,17 @@ def groups_of(rows: Iterable[Json]) -> list[list[Json]]:
     return list(found.values())
 
 
+def _numbers() -> dict[str, int]:
+    return defaultdict(count().__next__)
+
+
+@dataclass(frozen=True, slots=True)
 class IdNumbers:
-    """Numbers for ids, from 0 on in order of first appearance, for records without text fields."""
+    """Numbers for the ids of one data set, from 0 on in order of first appearance."""
 
-    def __init__(self) -> None:
-        self._known: dict[str, int] = {}
-
-    def __getitem__(self, name: str) -> int:
-        return self._known.setdefault(name, len(self._known))
+    groups: dict[str, int] = field(default_factory=_numbers)
+    rollouts: dict[str, int] = field(default_factory=_numbers)
+    traces: dict[str, int] = field(default_factory=_numbers)
 
 
 # ---------------------------------------------------------------- requirements of records

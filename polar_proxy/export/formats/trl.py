@@ -155,21 +155,16 @@ def rollout_sample(row: TrainingRow, group_number: int, *, model_version: int = 
     }
 
 
-def records(rows: Sequence[TrainingRow], groups: IdNumbers) -> list[Json]:
-    """Return the records of one rollout as plain JSON.
+def record(row: TrainingRow, numbers: IdNumbers) -> Json:
+    """Return a `RolloutSample` as plain JSON.
 
     SFTTrainer reads `input_ids` with `labels` (-100 where nothing was sampled); it would use `completion_mask` alone
     only with `completion_only_loss`.
     """
-    found: list[Json] = []
-    for row in rows:
-        fields = rollout_sample(row, groups[row.group_id or row.session_id])
-        labels = np.where(fields["completion_mask"] == 1, fields["input_ids"], -100)
-        found.append(
-            {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in fields.items()}
-            | {"labels": labels.tolist(), "trace_id": row.trace_id}
-        )
-    return found
+    fields = rollout_sample(row, numbers.groups[row.group_id or row.session_id])
+    fields["labels"] = np.where(fields["completion_mask"] == 1, fields["input_ids"], -100)
+    plain = {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in fields.items()}
+    return {**plain, "trace_id": row.trace_id}
 
 
 class RecordedWorker:
@@ -242,7 +237,7 @@ class RecordedWorker:
         for members in group_by_rollout(read).values():
             for row in members:
                 try:
-                    fields = rollout_sample(row, self._numbers[str(row.group_id)], model_version=self._version)
+                    fields = rollout_sample(row, self._numbers.groups[str(row.group_id)], model_version=self._version)
                 except RowError as error:
                     self.left_out[error.reason] += 1
                     continue

@@ -144,9 +144,10 @@ def test_verl_session_is_a_rollout_with_all_its_traces() -> None:
 
 
 def test_slime_samples() -> None:
-    samples = slime.SampleNumbering()
+    numbers = IdNumbers()
     made = [
-        samples.sample(read_training_row(one)) for one in (row(0, 0), row(0, 1), row(0, 1, 1), row(1, 0, masked=True))
+        slime.sample(read_training_row(one), numbers)
+        for one in (row(0, 0), row(0, 1), row(0, 1, 1), row(1, 0, masked=True))
     ]
     first = made[0]
     assert first["tokens"] == IDS
@@ -157,9 +158,9 @@ def test_slime_samples() -> None:
     assert [one["rollout_id"] for one in made] == [0, 1, 1, 2]
     assert [one["group_index"] for one in made] == [0, 0, 0, 1]
     assert [one["remove_sample"] for one in made] == [False, False, False, True]
-    assert samples.sample(read_training_row(row(0, 5, status="timed_out")))["status"] == "truncated"
+    assert slime.sample(read_training_row(row(0, 5, status="timed_out")), numbers)["status"] == "truncated"
     with raises_row_error("no_reward"):
-        samples.sample(read_training_row(row(reward=None)))
+        slime.sample(read_training_row(row(reward=None)), numbers)
 
 
 def test_slime_advantages_count_a_rollout_once() -> None:
@@ -209,7 +210,7 @@ def test_rollout_is_converted_whole_or_not_at_all(form: str) -> None:
 
 def test_trl_records_number_groups() -> None:
     numbers = IdNumbers()
-    made = [trl.records([read_training_row(row(number, advantage=1.0))], numbers)[0] for number in (5, 3, 5)]
+    made = [trl.record(read_training_row(row(number, advantage=1.0)), numbers) for number in (5, 3, 5)]
     assert [one["group_id"] for one in made] == [0, 1, 0]
     assert made[0]["input_ids"] == [11, 12, 13, 20, 21, 31, 32, 22, 23, 24]
     assert made[0]["labels"] == [-100, -100, -100, 20, 21, -100, -100, 22, 23, 24]

@@ -91,5 +91,5 @@ def test_rollout_without_a_reward_has_no_advantage() -> None:
 
 
 def test_ids_are_numbered_in_order() -> None:
-    numbers = IdNumbers()
+    numbers = IdNumbers().groups
     assert [numbers[name] for name in ("b", "a", "b", "c")] == [0, 1, 0, 2]
