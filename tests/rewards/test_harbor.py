@@ -71,7 +71,7 @@ async def test_ignored_files_and_nested_repositories_count_as_work(
         # a link out of the workspace, through which the patch would write
         "ln -s /logs/verifier out; echo 1 >out/reward.txt 2>/dev/null; true",
         # the program under test keeps running until the script has ended
-        "printf 'import os, time\\nif os.fork() == 0:\\n    os.setsid()\\n    time.sleep(20)\\n"
+        "printf 'import os, time\\nif os.fork() == 0:\\n    os.setsid()\\n    time.sleep(2)\\n"
         '    open("/logs/verifier/reward.json", "w").write("1")\\n\' >mean.py',
     ],
 )

@@ -2,82 +2,98 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-import subprocess
-import sys
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
-from polar_proxy.store import open_store
+from polar_proxy.store import RewardRow, Store, open_store
 from polar_proxy.tasks import get_source, task_to_json
+from tests.cli.runner import polar_error, polar_json
 from tests.rewards.conftest import EXAMPLES, needs
 
 pytestmark = pytest.mark.slow
 
-POLAR = str(Path(sys.executable).with_name("polar"))
 HARBOR = EXAMPLES / "harbor"
 ROWS = EXAMPLES / "swebench"
 SOLVE = f"shell:sh {{mount:{HARBOR}/running-mean/solution/solve.sh}}"
 APPLY = f"shell:git apply {{mount:{ROWS}/example__tally-1.gold.patch}}"
 
 
-def polar(*arguments: str, code: int = 0) -> dict[str, Any]:
-    command = [POLAR, "run", *arguments, "--engine", "tests.fakes.player:PlayerEngine", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == code, done.stderr
-    return dict(json.loads(done.stdout)) if code == 0 else {"stderr": done.stderr}
+PLAYER = ("--engine", "tests.fakes.player:PlayerEngine")
+
+
+def run_tasks(*arguments: str) -> dict[str, Any]:
+    document: dict[str, Any] = polar_json("run", *arguments, *PLAYER)
+    return document
+
+
+T = TypeVar("T")
+
+
+def from_store(home: Path, read: Callable[[Store], Awaitable[T]]) -> T:
+    """Return what `read` reads from the database of a run."""
+
+    async def opened() -> T:
+        async with open_store(f"sqlite:///{home}/polar.db", create=False) as store:
+            return await read(store)
+
+    return asyncio.run(opened())
+
+
+def rewards_of(home: Path, rollout_id: str) -> Sequence[RewardRow]:
+    return from_store(home, lambda store: store.rewards.of_rollout(rollout_id))
 
 
 @pytest.mark.parametrize("kind", [needs("bubblewrap")])
 @pytest.mark.parametrize(("agent", "reward"), [(SOLVE, 1.0), ("shell:true", 0.0)])
-async def test_runs_a_harbor_folder(polar_home: Path, kind: str, agent: str, reward: float) -> None:
-    (row,) = polar(str(HARBOR), "--sandbox", kind, "--harness", agent)["rollouts"]
+def test_runs_a_harbor_folder(polar_home: Path, kind: str, agent: str, reward: float) -> None:
+    (row,) = run_tasks(str(HARBOR), "--sandbox", kind, "--harness", agent)["rollouts"]
     assert (row["task_id"], row["status"], row["reward"]) == ("polar/running-mean", "done", reward)
-    async with open_store(f"sqlite:///{polar_home}/polar.db", create=False) as store:
-        (stored,) = await store.rewards.of_rollout(row["rollout_id"])
-        assert (stored.source, stored.value, stored.detail["exit_code"]) == ("harbor", reward, 0)
+    (stored,) = rewards_of(polar_home, row["rollout_id"])
+    assert (stored.source, stored.value, stored.detail["exit_code"]) == ("harbor", reward, 0)
 
 
 @pytest.mark.parametrize("kind", [needs("process"), needs("bubblewrap")])
 @pytest.mark.parametrize(("agent", "reward"), [(APPLY, 1.0), ("shell:true", 0.0)])
 def test_runs_a_swebench_row(polar_home: Path, kind: str, agent: str, reward: float) -> None:
-    (row,) = polar(str(ROWS / "rows.jsonl"), "--seed", "0", "--sandbox", kind, "--harness", agent)["rollouts"]
+    (row,) = run_tasks(str(ROWS / "rows.jsonl"), "--seed", "0", "--sandbox", kind, "--harness", agent)["rollouts"]
     assert (row["task_id"], row["status"], row["reward"]) == ("example__tally-1", "done", reward)
 
 
-async def test_runs_the_good_tasks_of_a_file_with_bad_ones(polar_home: Path, tmp_path: Path) -> None:
+def test_runs_the_good_tasks_of_a_file_with_bad_ones(polar_home: Path, tmp_path: Path) -> None:
     file = tmp_path / "mixed.jsonl"
     good = (EXAMPLES / "jsonl" / "tasks.jsonl").read_text().splitlines()
     file.write_text("\n".join([good[0], good[1], "{", '{"task_id": "no-words", "instruction": " "}', good[2]]))
-    document = polar(str(file), "--sandbox", "process", "--harness", "shell:true")
+    document = run_tasks(str(file), "--sandbox", "process", "--harness", "shell:true")
     assert [row["task_id"] for row in document["rollouts"]] == ["greet-1", "sorted-1"]
     assert [row["seed"] for row in document["rollouts"]] == [0, 3]
     assert [(item["where"], item["name"]) for item in document["refused"]] == [
         ("mixed.jsonl:3", None),
         ("mixed.jsonl:4", "no-words"),
     ]
-    refused = polar(str(file), "--seed", "2", code=2)["stderr"]
+    refused = polar_error("run", str(file), "--seed", "2", *PLAYER)
     assert "mixed.jsonl:4 (no-words): instruction: is empty" in " ".join(refused.split())
 
 
-async def test_stores_null_for_a_missing_reward(polar_home: Path, tmp_path: Path) -> None:
+def test_stores_null_for_a_missing_reward(polar_home: Path, tmp_path: Path) -> None:
     task = {
         "task_id": "t",
         "instruction": "Do.",
         "evaluator": {"kind": "command", "argv": ["true"], "reward": "last_line"},
     }
     (tmp_path / "one.jsonl").write_text(json.dumps(task))
-    (row,) = polar(str(tmp_path / "one.jsonl"), "--sandbox", "process", "--harness", "shell:true")["rollouts"]
+    (row,) = run_tasks(str(tmp_path / "one.jsonl"), "--sandbox", "process", "--harness", "shell:true")["rollouts"]
     assert (row["status"], row["reward"]) == ("done", None)
-    async with open_store(f"sqlite:///{polar_home}/polar.db", create=False) as store:
-        (stored,) = await store.rewards.of_rollout(row["rollout_id"])
-        assert stored.value is None
-        assert "printed nothing" in stored.detail["no_reward"]
+    (stored,) = rewards_of(polar_home, row["rollout_id"])
+    assert stored.value is None
+    assert "printed nothing" in stored.detail["no_reward"]
 
 
-async def test_stores_rewards_of_single_calls(polar_home: Path, tmp_path: Path) -> None:
+def test_stores_rewards_of_single_calls(polar_home: Path, tmp_path: Path) -> None:
     """Runs a `swe-task` instance as a row, with its tests and a function that rewards single calls."""
     row = task_to_json(get_source("swe-task").task(0))
     del row["seed"]
@@ -85,11 +101,11 @@ async def test_stores_rewards_of_single_calls(polar_home: Path, tmp_path: Path) 
     row["evaluators"] = [{"kind": "tests", "weight": 3}, judge]
     (tmp_path / "one.jsonl").write_text(json.dumps(row))
     agent = ("--harness", "tests.fakes.tiny_agent:TinyAgent")
-    (rollout,) = polar(str(tmp_path / "one.jsonl"), "--sandbox", "process", *agent)["rollouts"]
+    (rollout,) = run_tasks(str(tmp_path / "one.jsonl"), "--sandbox", "process", *agent)["rollouts"]
     assert (rollout["status"], rollout["reward"]) == ("done", 1.0)
-    async with open_store(f"sqlite:///{polar_home}/polar.db", create=False) as store:
-        rewards = await store.rewards.of_rollout(rollout["rollout_id"])
-        calls = {call.call_id for call in await store.calls.of_session(rollout["session_id"])}
+    rewards = rewards_of(polar_home, rollout["rollout_id"])
+    recorded = from_store(polar_home, lambda store: store.calls.of_session(rollout["session_id"]))
+    calls = {call.call_id for call in recorded}
     of_calls = [reward for reward in rewards if reward.call_id is not None]
     assert {reward.call_id for reward in of_calls} == calls
     assert {(reward.value, reward.source) for reward in of_calls} == {(1.0, "tests+python")}

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import json
+import asyncio
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from polar_proxy.store import Store, open_store
+from polar_proxy.store import RewardRow, Store, open_store
 from polar_proxy.traces import build
 from sandboxes import available
+from tests.cli.runner import polar_error, polar_json
 
 pytestmark = pytest.mark.slow
 
@@ -34,15 +36,13 @@ def sandbox(kind: str) -> Any:
     return pytest.param(kind, marks=marks)
 
 
-def polar(*arguments: str, agent: str = "TinyAgent", **more: Any) -> subprocess.CompletedProcess[str]:
-    command = [*POLAR, *PLAYER, "--harness", f"tests.fakes.tiny_agent:{agent}", "--json", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, **more)
-
-
-def rollouts_of(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
-    assert done.returncode == 0, done.stderr
-    document = json.loads(done.stdout)
-    return list(document["rollouts"])
+def run_rollouts(*arguments: str, agent: str = "TinyAgent") -> list[dict[str, Any]]:
+    """Run `polar run swe-task` in this process and return its rollouts."""
+    harness = f"tests.fakes.tiny_agent:{agent}"
+    rollouts: list[dict[str, Any]] = polar_json("run", "swe-task", *PLAYER, "--harness", harness, *arguments)[
+        "rollouts"
+    ]
+    return rollouts
 
 
 def strays(home: Path) -> list[str]:
@@ -62,6 +62,7 @@ def own_sandbox_register(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     """Keep the register of sandboxes in the test's own folder, so that a run removes only its own."""
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setattr("tempfile.tempdir", None)
     monkeypatch.setenv("POLAR_ADMISSION__MEMORY_MB", "0")  # no check of the machine's load, so that two run at a time
 
 
@@ -70,12 +71,15 @@ async def open_recorded(home: Path) -> Store:
 
 
 @pytest.mark.parametrize("kind", [sandbox("process"), sandbox("bubblewrap"), sandbox("docker")])
-async def test_records_a_solved_run(polar_home: Path, kind: str) -> None:
-    done = polar("--instances", "2", "--samples", "2", "--concurrency", "2", "--sandbox", kind)
-    rollouts = rollouts_of(done)
+def test_records_a_solved_run(polar_home: Path, kind: str) -> None:
+    rollouts = run_rollouts("--instances", "2", "--samples", "2", "--concurrency", "2", "--sandbox", kind)
     assert [row["seed"] for row in rollouts] == [0, 0, 1, 1]
     assert len({row["group_id"] for row in rollouts}) == 2
-    async with await open_recorded(polar_home) as store:
+    asyncio.run(check_solved(polar_home, rollouts))
+
+
+async def check_solved(home: Path, rollouts: list[dict[str, Any]]) -> None:
+    async with await open_recorded(home) as store:
         for row in rollouts:
             assert (row["status"], row["reward"], row["exit_code"]) == ("done", 1.0, 0)
             calls = await store.calls.of_session(row["session_id"])
@@ -94,21 +98,25 @@ async def test_records_a_solved_run(polar_home: Path, kind: str) -> None:
             assert {"agent.log", "patch.diff", "tests.log"} <= names
 
 
-async def test_records_agents_that_fail(polar_home: Path) -> None:
-    (crashed,) = rollouts_of(polar("--seed", "3", "--sandbox", "process", agent="CrashingAgent"))
+def test_records_agents_that_fail(polar_home: Path) -> None:
+    (crashed,) = run_rollouts("--seed", "3", "--sandbox", "process", agent="CrashingAgent")
     assert (crashed["status"], crashed["reward"], crashed["exit_code"]) == ("failed", 0.0, 3)
     assert crashed["calls"] == 1
-    (vandal,) = rollouts_of(polar("--seed", "3", "--sandbox", "process", agent="VandalAgent"))
+    (vandal,) = run_rollouts("--seed", "3", "--sandbox", "process", agent="VandalAgent")
     assert (vandal["status"], vandal["reward"]) == ("done", 0.0)
-    (cheat,) = rollouts_of(polar("--seed", "3", "--sandbox", "process", agent="CheatingAgent"))
+    (cheat,) = run_rollouts("--seed", "3", "--sandbox", "process", agent="CheatingAgent")
     assert (cheat["status"], cheat["reward"]) == ("done", 0.0)
-    async with await open_recorded(polar_home) as store:
-        (reward,) = await store.rewards.of_rollout(vandal["rollout_id"])
-        assert "no_patch" in reward.detail
+    (reward,) = asyncio.run(read_rewards(polar_home, vandal["rollout_id"]))
+    assert "no_patch" in reward.detail
+
+
+async def read_rewards(home: Path, rollout_id: str) -> Sequence[RewardRow]:
+    async with await open_recorded(home) as store:
+        return await store.rewards.of_rollout(rollout_id)
 
 
 def test_a_run_that_times_out_keeps_its_calls(polar_home: Path) -> None:
-    (row,) = rollouts_of(polar("--seed", "4", "--timeout", "20", "--sandbox", "process", agent="SleepyAgent"))
+    (row,) = run_rollouts("--seed", "4", "--timeout", "6", "--sandbox", "process", agent="SleepyAgent")
     assert (row["status"], row["calls"], row["exit_code"]) == ("timed_out", 1, None)
     assert row["trained_tokens"] > 0
     assert not strays(polar_home)
@@ -139,8 +147,8 @@ async def test_a_stopped_run_leaves_nothing_behind(polar_home: Path, kind: str, 
         assert process.returncode == -9
         # Other kinds end with their owner; a container is removed by the next start.
         assert strays(polar_home) or kind != "docker"
-        second = polar("--seed", "9", "--sandbox", kind)
-        rollouts_of(second)
+        again = [*POLAR, *PLAYER, *AGENT, "--seed", "9", "--sandbox", kind]
+        second = subprocess.run(again, capture_output=True, text=True, timeout=240, check=True)
         assert "interrupted" in second.stderr
         assert not strays(polar_home)
     async with await open_recorded(polar_home) as store:
@@ -166,15 +174,15 @@ async def _until_calls(home: Path, count: int) -> None:
     raise AssertionError(f"{count} calls were not recorded within 120 s")
 
 
-def test_usage_errors_are_one_line(polar_home: Path) -> None:
-    for arguments in (
-        ["run", "no-such-family"],
-        ["run", "swe-task", "--engine", "no-such-engine"],
-        ["run", "swe-task", "--engine", "vllm"],
-        ["run", "swe-task", "--harness", "no-such-harness", *PLAYER],
-        ["run", "swe-task", "--seed", "1", "--instances", "2"],
-    ):
-        done = subprocess.run([POLAR[0], *arguments], capture_output=True, text=True, timeout=120, check=False)
-        assert done.returncode == 2, (arguments, done.stderr)
-        assert "error:" in done.stderr
-        assert "Traceback" not in done.stderr
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["no-such-family"],
+        ["swe-task", "--engine", "no-such-engine"],
+        ["swe-task", "--engine", "vllm"],
+        ["swe-task", "--harness", "no-such-harness", *PLAYER],
+        ["swe-task", "--seed", "1", "--instances", "2"],
+    ],
+)
+def test_usage_errors_are_one_line(polar_home: Path, arguments: list[str]) -> None:
+    assert "error:" in polar_error("run", *arguments)
