@@ -16,7 +16,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from polar_proxy.errors import StoreError, UsageError
 from polar_proxy.store import json_codec, schema
-from polar_proxy.store.database import Repository
+from polar_proxy.store.database import Repository, row_columns
 from polar_proxy.store.filters import parse_where
 from polar_proxy.store.schema import FINAL_STATUSES, ROLLOUT_STATUSES, RolloutStatus
 from polar_proxy.store.secrets import without_secrets
@@ -141,18 +141,14 @@ class TaskRepository(Repository):
             await connection.execute(update(schema.tasks).where(_t.task_id == task_id).values(**values))
 
     async def get(self, task_id: str) -> TaskRow | None:
-        columns = (_t.task_id, _t.family, _t.seed, _t.instruction, _t.spec, _t.created_at)
-        async with self._database.reading() as connection:
-            row = (await connection.execute(select(*columns).where(_t.task_id == task_id))).one_or_none()
-        return None if row is None else TaskRow(*row)
+        return await self._row(TaskRow, select(*row_columns(TaskRow, schema.tasks)).where(_t.task_id == task_id))
 
 
 class RolloutRepository(Repository):
     """Rollouts, their stages and their events."""
 
     async def get(self, rollout_id: str, *, builder: str = _DEFAULT_BUILDER) -> RolloutRow | None:
-        rows = await self._fetch(_select_rollouts(builder).where(_r.rollout_id == rollout_id))
-        return rows[0] if rows else None
+        return await self._row(RolloutRow, _select_rollouts(builder).where(_r.rollout_id == rollout_id))
 
     async def find(
         self,
@@ -183,7 +179,7 @@ class RolloutRepository(Repository):
         if before is not None:
             conditions.append(_r.rollout_id < before)
         query = _select_rollouts(builder).where(*conditions).order_by(_r.rollout_id.desc())
-        return (await self._fetch(query.limit(limit)))[::-1]
+        return (await self._rows(RolloutRow, query.limit(limit)))[::-1]
 
     async def interrupted(self) -> list[RolloutRow]:
         """Return the rollouts without a final status, oldest first.
@@ -192,14 +188,10 @@ class RolloutRepository(Repository):
         """
         return await self.find(statuses=ROLLOUT_STATUSES - FINAL_STATUSES)
 
-    async def _fetch(self, query: Select[Any]) -> list[RolloutRow]:
-        async with self._database.reading() as connection:
-            return [RolloutRow(*row) for row in await connection.execute(query)]
-
     async def group_id(self, rollout_id: str) -> str:
         """Return the id of the rollout's current group (overflow rollouts change groups)."""
-        async with self._database.reading() as connection:
-            return str((await connection.execute(select(_r.group_id).where(_r.rollout_id == rollout_id))).scalar_one())
+        (group_id,) = await self._scalars(select(_r.group_id).where(_r.rollout_id == rollout_id))
+        return str(group_id)
 
     async def update(
         self,
@@ -213,30 +205,17 @@ class RolloutRepository(Repository):
         """Change the given columns without a claim. A final status cannot change (StoreError)."""
         if status is not None and status not in ROLLOUT_STATUSES:
             raise UsageError(f"{status!r} is not a rollout status. Statuses: {', '.join(sorted(ROLLOUT_STATUSES))}")
-        now = time.time()
-        given = {
-            "error": None if error is None else json_codec.clean_text(without_secrets(error)),
-            "incomplete": incomplete,
-            "sandbox": sandbox,
-        }
-        values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        values = _given(error=_clean_error(error), incomplete=incomplete, sandbox=sandbox)
         async with self._database.writing() as connection:
-            # FOR UPDATE matters on PostgreSQL. On SQLite the transaction already holds the write lock.
-            query = select(_r.status, _r.started_at).where(_r.rollout_id == rollout_id).with_for_update()
-            found = (await connection.execute(query)).one_or_none()
+            found = (await connection.execute(_lock_rollout.where(_r.rollout_id == rollout_id))).one_or_none()
             if found is None:
                 raise UsageError(f"There is no rollout {rollout_id}")
             if status is not None and status != found.status:
                 if found.status in FINAL_STATUSES:
                     raise StoreError(f"The rollout {rollout_id} is {found.status} already and cannot become {status}")
-                values["status"] = status
-                if status == "running" and found.started_at is None:
-                    values["started_at"] = now
-                if status in FINAL_STATUSES:
-                    values["ended_at"] = now
-                await insert_status_event(connection, rollout_id, now, found.status, status)
+                values |= await _status_values(connection, found, status, time.time())
             if values:
-                await connection.execute(update(schema.rollouts).where(_r.rollout_id == rollout_id).values(**values))
+                await update_rollouts(connection, _r.rollout_id == rollout_id, **values)
 
     async def enter_stage(
         self,
@@ -253,8 +232,7 @@ class RolloutRepository(Repository):
         Raises ClaimLostError if the claim was lost.
         """
         now = time.time()
-        given = {"session_id": session_id, "exit_code": exit_code, "sandbox": sandbox}
-        values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        values = _given(session_id=session_id, exit_code=exit_code, sandbox=sandbox)
         new_stage = self._database.insert_new(schema.stages).values(
             rollout_id=claim.rollout_id, attempt=claim.attempt, stage=stage, started_at=now, worker=claim.claimed_by
         )
@@ -279,9 +257,7 @@ class RolloutRepository(Repository):
         `masked`: the rollout counts in its group's baseline and is not trained on.
         """
         now = time.time()
-        values: dict[str, Any] = {"ended_at": now, "cause": cause, "incomplete": incomplete, "masked": masked}
-        if error is not None:
-            values["error"] = json_codec.clean_text(without_secrets(error))
+        values = {"cause": cause, "incomplete": incomplete, "masked": masked, **_given(error=_clean_error(error))}
         async with self._database.writing() as connection:
             await _change_status(connection, claim, status, now, values)
             await end_stages(connection, _stages_of(claim), now, outcome, cause)
@@ -293,59 +269,71 @@ class RolloutRepository(Repository):
 
     async def stages(self, rollout_id: str) -> list[StageRow]:
         """Return the stages of all attempts, ordered by start."""
-        columns = (
-            *(_st.rollout_id, _st.attempt, _st.stage, _st.started_at),
-            *(_st.ended_at, _st.outcome, _st.cause, _st.worker),
-        )
-        query = select(*columns).where(_st.rollout_id == rollout_id).order_by(_st.started_at, _st.attempt)
-        async with self._database.reading() as connection:
-            return [StageRow(*row) for row in await connection.execute(query)]
+        query = select(*row_columns(StageRow, schema.stages)).where(_st.rollout_id == rollout_id)
+        return await self._rows(StageRow, query.order_by(_st.started_at, _st.attempt))
 
     async def events(self, rollout_id: str) -> list[EventRow]:
         """Return the events of a rollout in the order in which they were stored."""
-        columns = (_e.event_id, _e.rollout_id, _e.at, _e.kind, _e.data)
-        query = select(*columns).where(_e.rollout_id == rollout_id).order_by(_e.event_id)
-        async with self._database.reading() as connection:
-            return [EventRow(*row) for row in await connection.execute(query)]
+        query = select(*row_columns(EventRow, schema.rollout_events)).where(_e.rollout_id == rollout_id)
+        return await self._rows(EventRow, query.order_by(_e.event_id))
+
+
+_lock_rollout = select(_r.rollout_id, _r.status, _r.attempt, _r.claimed_by, _r.started_at).with_for_update()
+"""FOR UPDATE matters on PostgreSQL. On SQLite the transaction already holds the write lock."""
 
 
 def _select_rollouts(builder: str) -> Select[Any]:
     t = schema.traces.c
     of_rollout = (t.rollout_id == _r.rollout_id) & (t.builder == builder)
-    own = (
-        *(_r.rollout_id, _r.group_id, _r.task_id, _r.group_index, _r.session_id, _r.status, _r.incomplete),
-        *(_r.reward, _r.exit_code, _r.error, _r.harness, _r.sandbox, _r.engine, _r.model, _r.seed, _r.config),
-        *(_r.owner_host, _r.owner_pid, _r.created_at, _r.started_at, _r.ended_at),
-        *(_r.job_id, _r.attempt, _r.cause, _r.masked),
+    trained_tokens = select(func.coalesce(func.sum(t.trained_tokens), 0)).where(of_rollout)
+    columns = row_columns(
+        RolloutRow,
+        schema.rollouts,
+        **{name: func.coalesce(_s[name], 0) for name in ("calls", "prompt_tokens", "completion_tokens")},
+        traces=select(func.count()).select_from(schema.traces).where(of_rollout).scalar_subquery(),
+        trained_tokens=trained_tokens.scalar_subquery(),
     )
-    counts = (
-        *(func.coalesce(column, 0) for column in (_s.calls, _s.prompt_tokens, _s.completion_tokens)),
-        select(func.count()).select_from(schema.traces).where(of_rollout).scalar_subquery(),
-        select(func.coalesce(func.sum(t.trained_tokens), 0)).where(of_rollout).scalar_subquery(),
-    )
-    return select(*own, *counts).outerjoin(schema.sessions, _s.session_id == _r.session_id)
+    return select(*columns).outerjoin(schema.sessions, _s.session_id == _r.session_id)
 
 
 def _stages_of(claim: Claim) -> ColumnElement[bool]:
     return and_(_st.rollout_id == claim.rollout_id, _st.attempt == claim.attempt)
 
 
+def _given(**values: Any) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _clean_error(error: str | None) -> str | None:
+    return None if error is None else json_codec.clean_text(without_secrets(error))
+
+
 async def _change_status(
     connection: AsyncConnection, claim: Claim, status: RolloutStatus, now: float, values: dict[str, Any]
 ) -> None:
     mine = _r.rollout_id == claim.rollout_id
-    query = select(_r.status, _r.attempt, _r.claimed_by, _r.started_at).where(mine).with_for_update()
-    found = (await connection.execute(query)).one_or_none()
+    found = (await connection.execute(_lock_rollout.where(mine))).one_or_none()
     if (
         found is None
         or found.status in FINAL_STATUSES
         or (found.attempt, found.claimed_by) != (claim.attempt, claim.claimed_by)
     ):
         raise ClaimLostError(f"The rollout {claim.rollout_id} has ended, or another worker claimed it")
-    if status == "running" and found.started_at is None:
-        values |= {"started_at": now}
-    await insert_status_event(connection, claim.rollout_id, now, found.status, status)
-    await connection.execute(update(schema.rollouts).where(mine).values(status=status, **values))
+    values |= await _status_values(connection, found, status, now)
+    await update_rollouts(connection, mine, **values)
+
+
+async def _status_values(
+    connection: AsyncConnection, rollout: Any, status: RolloutStatus, now: float
+) -> dict[str, Any]:
+    """Record the new status of a rollout as an event, and return the columns that it changes."""
+    await insert_status_event(connection, rollout.rollout_id, now, rollout.status, status)
+    values: dict[str, Any] = {"status": status}
+    if status == "running" and rollout.started_at is None:
+        values["started_at"] = now
+    if status in FINAL_STATUSES:
+        values["ended_at"] = now
+    return values
 
 
 async def end_stages(
@@ -354,6 +342,10 @@ async def end_stages(
     """End the stages among `which` that are open."""
     values = {"ended_at": now, "outcome": outcome, "cause": json_codec.clean_text(cause)}
     await connection.execute(update(schema.stages).where(which, _st.ended_at.is_(None)).values(**values))
+
+
+async def update_rollouts(connection: AsyncConnection, which: ColumnElement[bool], **values: Any) -> None:
+    await connection.execute(update(schema.rollouts).where(which).values(values))
 
 
 async def close_sessions(connection: AsyncConnection, rollout_ids: Sequence[str], now: float) -> None:

@@ -23,6 +23,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from polar_proxy.errors import StoreError, UsageError
 from polar_proxy.store import schema
 from polar_proxy.store.database import Repository
+from polar_proxy.store.service.groups import update_groups
 from polar_proxy.store.service.job_events import insert_job_event
 from polar_proxy.store.service.queue import cancel_rollouts
 from polar_proxy.types import new_id
@@ -97,8 +98,11 @@ class FeedRepository(Repository):
                     stale.setdefault(min(limits), []).append(group_id)
                     continue
                 version = None if oldest is None else str(oldest)
-                leases.append(GroupLease(new_id("lease"), group_id, consumer, now + seconds, staleness, version))
-                await _insert_lease(connection, leases[-1], policy_version, now)
+                lease = GroupLease(new_id("lease"), group_id, consumer, now + seconds, staleness, version)
+                leases.append(lease)
+                values = {"lease_id": lease.lease_id, "group_id": group_id, "consumer": consumer, "leased_at": now}
+                new = insert(schema.leases).values(policy_version=policy_version, expires_at=lease.expires_at, **values)
+                await connection.execute(new)
             await _set_delivery(connection, now, [lease.group_id for lease in leases], "leased")
             for bound, groups in stale.items():
                 await _set_delivery(connection, now, groups, "dropped", _stale_reason(bound))
@@ -108,8 +112,7 @@ class FeedRepository(Repository):
         """Return whether a consumer may get a group now."""
         waiting = exists().where(_g.delivery == "waiting")
         expired = exists().where(_l.ended_at.is_(None), _l.expires_at < time.time())
-        async with self._database.reading() as connection:
-            return bool((await connection.execute(select(or_(waiting, expired)))).scalar_one())
+        return any(await self._scalars(select(or_(waiting, expired))))
 
     async def drop_stale(self, policy_version: str | None) -> tuple[list[str], list[str]]:
         """Drop unfinished groups that exceed their own staleness limit, because they can no longer be delivered.
@@ -138,9 +141,7 @@ class FeedRepository(Repository):
             return [], []
         async with self._database.writing() as connection:
             still_open = (_g.group_id.in_(sorted(limits)), _g.delivery == "open")
-            groups = list(
-                (await connection.execute(select(_g.group_id).where(*still_open).with_for_update())).scalars()
-            )
+            groups = list(await connection.scalars(select(_g.group_id).where(*still_open).with_for_update()))
             for group_id in groups:
                 await _set_delivery(connection, now, [group_id], "dropped", _stale_reason(limits[group_id]))
             return groups, await cancel_rollouts(connection, _r.group_id.in_(groups), now)
@@ -187,30 +188,14 @@ class FeedRepository(Repository):
                 return  # repeated by a client that got no response
             if found is None or found.outcome is not None:
                 raise _expired_error(lease_id)
-            await connection.execute(
-                update(schema.leases).where(_l.lease_id == lease_id).values(ended_at=now, outcome=outcome)
-            )
+            ended = update(schema.leases).where(_l.lease_id == lease_id).values(ended_at=now, outcome=outcome)
+            await connection.execute(ended)
             await _set_delivery(connection, now, [found.group_id], delivery)
 
 
 def _expired_error(lease_id: str) -> LeaseExpiredError:
     return LeaseExpiredError(
         f"The lease {lease_id} has expired or never existed: its group may be with another consumer"
-    )
-
-
-async def _insert_lease(
-    connection: AsyncConnection, lease: GroupLease, trainer_version: str | None, now: float
-) -> None:
-    await connection.execute(
-        insert(schema.leases).values(
-            lease_id=lease.lease_id,
-            group_id=lease.group_id,
-            consumer=lease.consumer,
-            policy_version=trainer_version,
-            leased_at=now,
-            expires_at=lease.expires_at,
-        )
     )
 
 
@@ -230,8 +215,7 @@ async def _set_delivery(
     if not groups:
         return
     mine = _g.group_id.in_(groups)
-    values = {"delivery": delivery} | ({} if reason is None else {"reason": reason})
-    await connection.execute(update(schema.groups).where(mine).values(**values))
+    await update_groups(connection, mine, delivery=delivery, **({} if reason is None else {"reason": reason}))
     for row in (await connection.execute(select(_g.group_id, _g.job_id).where(mine))).all():
         data = {"status": delivery, "reason": reason}
         await insert_job_event(connection, row.job_id, row.group_id, now, "feed", data)
@@ -240,7 +224,7 @@ async def _set_delivery(
 async def _oldest_version(connection: AsyncConnection, group_id: str) -> int | None:
     """Return the policy version that started the group's oldest rollout; None if any version is not a number."""
     query = select(_r.policy_version).where(_r.group_id == group_id, _r.status.in_(("done", "timed_out")))
-    versions = [_number(version) for version in (await connection.execute(query)).scalars()]
+    versions = [_number(version) for version in await connection.scalars(query)]
     known = [version for version in versions if version is not None]
     return min(known) if known and len(known) == len(versions) else None
 

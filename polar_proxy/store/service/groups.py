@@ -12,17 +12,17 @@ carried-over one waits in a holding group, which has no job and is not for train
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from sqlalchemy import ColumnElement, and_, case, func, insert, or_, select, update
+from sqlalchemy import ColumnElement, and_, func, insert, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from polar_proxy.store import json_codec, schema
-from polar_proxy.store.database import Repository
-from polar_proxy.store.rollouts import insert_event
+from polar_proxy.store.database import Repository, row_columns
+from polar_proxy.store.rollouts import insert_event, update_rollouts
 from polar_proxy.store.service.job_events import CallbackKind, insert_job_event, queue_callback
-from polar_proxy.store.service.queue import CANCEL_REQUESTED, cancel_rollouts
+from polar_proxy.store.service.queue import cancel_rollouts, not_ending
 from polar_proxy.types import Json, new_id
 
 KEEP_OVERFLOW = {"overflow": "keep"}
@@ -34,12 +34,7 @@ _r = schema.rollouts.c
 _g = schema.groups.c
 _j = schema.jobs.c
 _final = schema.rollout_is_final
-_not_ending = or_(_r.cause.is_(None), _r.cause != CANCEL_REQUESTED)
 _not_started = and_(_r.status == "queued", _r.claimed_by.is_(None), _r.attempt == 1)
-_select_groups = select(
-    *(_g.group_id, _g.job_id, _g.task_id, _g.rollout_count, _g.group_size, _g.config, _g.status),
-    *(_g.reason, _g.delivery, _g.created_at, _g.ended_at),
-)
 _select_rollouts = select(
     *(_r.rollout_id, _r.group_id, _r.group_index, _r.job_id, _r.task_id, _r.harness, _r.sandbox, _r.model),
     *(_r.config, _r.policy_version, _r.status, _r.claimed_by),
@@ -63,27 +58,24 @@ class GroupRow:
     ended_at: float | None
 
 
+_select_groups = select(*row_columns(GroupRow, schema.groups))
+
+
 class GroupRepository(Repository):
     """Groups of rollouts of one task."""
 
     async def get(self, group_id: str) -> GroupRow | None:
-        async with self._database.reading() as connection:
-            row = (await connection.execute(_select_groups.where(_g.group_id == group_id))).one_or_none()
-        return None if row is None else GroupRow(*row)
+        return await self._row(GroupRow, _select_groups.where(_g.group_id == group_id))
 
     async def of_job(self, job_id: str) -> list[GroupRow]:
         """Return the groups of a job in the order of submission."""
-        async with self._database.reading() as connection:
-            rows = await connection.execute(_select_groups.where(_g.job_id == job_id).order_by(_g.group_id))
-            return [GroupRow(*row) for row in rows]
+        return await self._rows(GroupRow, _select_groups.where(_g.job_id == job_id).order_by(_g.group_id))
 
     async def cancel(self, group_id: str, *, reason: str) -> list[str]:
         """Cancel the remaining rollouts of a group. Returns the claimed ones, which their workers must end."""
-        open_group = (_g.group_id == group_id, _g.status == "open")
+        still_open = and_(_g.group_id == group_id, _g.status == "open")
         async with self._database.writing() as connection:
-            await connection.execute(
-                update(schema.groups).where(*open_group).values(reason=json_codec.clean_text(reason))
-            )
+            await update_groups(connection, still_open, reason=json_codec.clean_text(reason))
             return await cancel_rollouts(connection, _r.group_id == group_id, time.time())
 
     async def unsettled(self) -> list[str]:
@@ -91,8 +83,7 @@ class GroupRepository(Repository):
         killed before it could settle the group."""
         busy = select(_r.group_id).where(~_final)
         query = select(_g.group_id).where(_g.job_id.is_not(None), _g.status == "open", _g.group_id.not_in(busy))
-        async with self._database.reading() as connection:
-            return list((await connection.execute(query)).scalars())
+        return await self._scalars(query)
 
     async def settle(self, group_id: str) -> tuple[GroupRow, bool] | None:
         """End a group whose rollouts have all ended, and its job with the last group.
@@ -103,36 +94,30 @@ class GroupRepository(Repository):
         now = time.time()
         mine = _g.group_id == group_id
         async with self._database.writing() as connection:
-            found = (await connection.execute(_select_groups.where(mine).with_for_update())).one()
+            found = GroupRow(*(await connection.execute(_select_groups.where(mine).with_for_update())).one())
             if found.status != "open":
-                return GroupRow(*found), False
-            still_open = select(func.count()).where(_r.group_id == group_id, ~_final)
-            if (await connection.execute(still_open)).scalar_one():
+                return found, False
+            statuses = set(await connection.scalars(select(_r.status).where(_r.group_id == group_id).distinct()))
+            if statuses - schema.FINAL_STATUSES:
                 return None
-            useful = select(func.count()).where(_r.group_id == group_id, _r.status.in_(("done", "timed_out")))
-            finished = bool((await connection.execute(useful)).scalar_one())
-            delivery = case(
-                (_g.delivery.is_(None), None),
-                (_g.delivery == "dropped", "dropped"),  # too stale
-                else_="waiting" if finished else "dropped",
+            finished = not statuses.isdisjoint(("done", "timed_out"))
+            delivery = found.delivery
+            if delivery not in (None, "dropped"):  # dropped: too stale
+                delivery = "waiting" if finished else "dropped"
+            group = replace(
+                found,
+                status="finished" if finished else "cancelled",
+                ended_at=now,
+                delivery=delivery,
+                reason=found.reason or (None if finished else "no rollout of the group finished"),
             )
-            await connection.execute(
-                update(schema.groups)
-                .where(mine)
-                .values(
-                    status="finished" if finished else "cancelled",
-                    ended_at=now,
-                    delivery=delivery,
-                    reason=func.coalesce(_g.reason, None if finished else "no rollout of the group finished"),
-                )
-            )
-            group = GroupRow(*(await connection.execute(_select_groups.where(mine))).one())
-            data: Json = {"status": group.status, "reason": group.reason, "delivery": group.delivery}
-            await insert_job_event(connection, found.job_id, group_id, now, "group", data)
-            if found.job_id is not None:
+            changes: Json = {"status": group.status, "reason": group.reason, "delivery": delivery}
+            await update_groups(connection, mine, ended_at=now, **changes)
+            await insert_job_event(connection, group.job_id, group_id, now, "group", changes)
+            if group.job_id is not None:
                 kind: CallbackKind = "group.finished" if finished else "group.cancelled"
-                await queue_callback(connection, found.job_id, kind, group_id, now)
-                await _end_job(connection, found.job_id, now)
+                await queue_callback(connection, group.job_id, kind, group_id, now)
+                await _end_job(connection, group.job_id, now)
             return group, True
 
     async def keep_overflow(self, group_id: str, *, reason: str) -> dict[str, str]:
@@ -147,9 +132,9 @@ class GroupRepository(Repository):
             group = (await connection.execute(query)).one()
             if group.status != "open":
                 return {}
-            await connection.execute(update(schema.groups).where(mine).values(reason=json_codec.clean_text(reason)))
+            await update_groups(connection, mine, reason=json_codec.clean_text(reason))
             await cancel_rollouts(connection, and_(_r.group_id == group_id, _r.claimed_by.is_(None)), now)
-            running = _select_rollouts.where(_r.group_id == group_id, ~_final, _not_ending).order_by(_r.group_index)
+            running = _select_rollouts.where(_r.group_id == group_id, ~_final, not_ending).order_by(_r.group_index)
             overflow = list((await connection.execute(running.with_for_update())).all())
             places = await _places(connection, group.task_id, _g.group_id != group_id) if overflow else []
             moved: dict[str, str] = {}
@@ -176,7 +161,7 @@ class GroupRepository(Repository):
         now = time.time()
         async with self._database.writing() as connection:
             query = select(_g.task_id).where(_g.group_id == group_id).with_for_update()
-            task_id = (await connection.execute(query)).scalar_one()
+            task_id = (await connection.scalars(query)).one()
             places = await _places(connection, task_id, _g.group_id == group_id)
             without_job = select(_g.group_id, _g.config).where(_g.task_id == task_id, _g.job_id.is_(None))
             holding_groups = [
@@ -186,7 +171,7 @@ class GroupRepository(Repository):
                 return []
             usable = or_(_r.status.in_(("done", "timed_out")), ~_final)
             waiting = _select_rollouts.where(
-                _r.group_id.in_(holding_groups), usable, _not_ending, ~_r.incomplete, ~_not_started
+                _r.group_id.in_(holding_groups), usable, not_ending, ~_r.incomplete, ~_not_started
             ).order_by(_r.rollout_id)
             rows = (await connection.execute(waiting.with_for_update(skip_locked=True))).all()
             carried_over = []
@@ -202,14 +187,11 @@ class GroupRepository(Repository):
 async def _end_job(connection: AsyncConnection, job_id: str, now: float) -> None:
     """End the job if none of its groups is open."""
     open_groups = select(func.count()).where(_g.job_id == job_id, _g.status == "open")
-    if (await connection.execute(open_groups)).scalar_one():
+    if await connection.scalar(open_groups):
         return
-    ended = await connection.execute(
-        update(schema.jobs)
-        .where(_j.job_id == job_id, _j.status.in_(("open", "paused")))
-        .values(status="done", ended_at=now, paused_until=None)
-    )
-    if ended.rowcount:
+    running = and_(_j.job_id == job_id, _j.status.in_(("open", "paused")))
+    end = update(schema.jobs).where(running).values(status="done", ended_at=now, paused_until=None)
+    if (await connection.execute(end)).rowcount:
         await insert_job_event(connection, job_id, None, now, "job", {"status": "done"})
         await queue_callback(connection, job_id, "job.ended", None, now)
 
@@ -242,31 +224,30 @@ async def _swap(connection: AsyncConnection, rollout: Any, place: Any, now: floa
     """Move the rollout to the place, and cancel the place's rollout in the rollout's old group."""
     await _move(connection, rollout, place.group_id, place.group_index, place.job_id, now)
     which = _r.rollout_id == place.rollout_id
-    values = {"group_id": rollout.group_id, "group_index": rollout.group_index, "job_id": rollout.job_id}
-    await connection.execute(update(schema.rollouts).where(which).values(**values))
+    old_place = {"group_id": rollout.group_id, "group_index": rollout.group_index, "job_id": rollout.job_id}
+    await update_rollouts(connection, which, **old_place)
     await cancel_rollouts(connection, which, now)
     error = f"replaced by {rollout.rollout_id}, which was carried over from another group"
-    await connection.execute(update(schema.rollouts).where(which).values(error=error))
+    await update_rollouts(connection, which, error=error)
 
 
 async def _move(
     connection: AsyncConnection, rollout: Any, group_id: str, index: int, job_id: str | None, now: float
 ) -> None:
-    values = {"group_id": group_id, "group_index": index, "job_id": job_id}
-    await connection.execute(update(schema.rollouts).where(_r.rollout_id == rollout.rollout_id).values(**values))
-    data: Json = {"from": rollout.group_id, "to": group_id}
-    await insert_event(connection, rollout.rollout_id, now, "moved", data)
+    mine = _r.rollout_id == rollout.rollout_id
+    await update_rollouts(connection, mine, group_id=group_id, group_index=index, job_id=job_id)
+    await insert_event(connection, rollout.rollout_id, now, "moved", {"from": rollout.group_id, "to": group_id})
 
 
 async def _add_holding_group(connection: AsyncConnection, task_id: str, for_group: str, size: int, now: float) -> str:
     group_id = new_id("group")
-    config: Json = {_HOLDING_FOR: for_group}
-    await connection.execute(
-        insert(schema.groups).values(
-            group_id=group_id, task_id=task_id, rollout_count=size, group_size=size, config=config, created_at=now
-        )
-    )
+    values = {"rollout_count": size, "group_size": size, "config": {_HOLDING_FOR: for_group}, "created_at": now}
+    await connection.execute(insert(schema.groups).values(group_id=group_id, task_id=task_id, **values))
     return group_id
+
+
+async def update_groups(connection: AsyncConnection, which: ColumnElement[bool], **values: Any) -> None:
+    await connection.execute(update(schema.groups).where(which).values(values))
 
 
 def _is_stale(version: str | None, current: str | None, max_staleness: int) -> bool:

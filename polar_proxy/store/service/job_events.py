@@ -17,16 +17,16 @@ from __future__ import annotations
 import re
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
-from sqlalchemy import Column, Row, Select, exists, func, insert, select, update
+from sqlalchemy import Column, ColumnElement, Row, Select, exists, func, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from polar_proxy.errors import UsageError
 from polar_proxy.store import json_codec, schema
-from polar_proxy.store.database import Repository
+from polar_proxy.store.database import Repository, row_columns
 from polar_proxy.store.secrets import without_secrets
 from polar_proxy.types import Json, new_id
 
@@ -37,14 +37,6 @@ _GAP_SECONDS = 10.0
 
 _e, _r, _je = schema.rollout_events.c, schema.rollouts.c, schema.job_events.c
 _b, _j = schema.callbacks.c, schema.jobs.c
-_select_callbacks = (
-    select(
-        *(_b.callback_id, _b.job_id, _b.group_id, _b.kind, _b.body, _b.attempts, _b.created_at, _b.next_attempt_at),
-        *(_b.delivered_at, _b.error, _j.callback_url),
-    )
-    .join(schema.jobs, _j.job_id == _b.job_id)
-    .order_by(_b.callback_id)
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,36 +88,46 @@ class CallbackRow:
     url: str
 
 
+_select_callbacks = (
+    select(*row_columns(CallbackRow, schema.callbacks, url=_j.callback_url))
+    .join(schema.jobs, _j.job_id == _b.job_id)
+    .order_by(_b.callback_id)
+)
+
+
 class JobEventRepository(Repository):
     """Events of jobs, groups and rollouts in one stream."""
 
     async def start(self, job_id: str | None = None) -> EventCursor:
         """Return the position before the first event of a job; without a job, after the last event so far."""
-        async with self._database.reading() as connection:
-            if job_id is None:
-                last = select(func.max(_e.event_id)), select(func.max(_je.job_event_id))
-                return EventCursor(*[int(await connection.scalar(query) or 0) for query in last])
-            first = select(func.min(_e.event_id)).join(schema.rollouts, _r.rollout_id == _e.rollout_id)
-            stage = int(await connection.scalar(first.where(_r.job_id == job_id)) or 1)
-            job = int(await connection.scalar(select(func.min(_je.job_event_id)).where(_je.job_id == job_id)) or 1)
-            return EventCursor(stage - 1, job - 1)
+        if job_id is None:
+            return await self._position(func.max, None)
+        first = await self._position(func.min, job_id)
+        return EventCursor(max(first.stage - 1, 0), max(first.job - 1, 0))
 
     async def end(self, job_id: str) -> EventCursor:
         """Return the position after the last event of a job so far."""
+        return await self._position(func.max, job_id)
+
+    async def _position(
+        self, pick: Callable[[ColumnElement[int]], ColumnElement[int]], job_id: str | None
+    ) -> EventCursor:
+        """Return the numbers that `pick` (min or max) chooses among the events of a job, or of all; 0 if none."""
+        stage, job = select(pick(_e.event_id)), select(pick(_je.job_event_id))
+        if job_id is not None:
+            stage = stage.join(schema.rollouts, _r.rollout_id == _e.rollout_id).where(_r.job_id == job_id)
+            job = job.where(_je.job_id == job_id)
         async with self._database.reading() as connection:
-            last = select(func.max(_e.event_id)).join(schema.rollouts, _r.rollout_id == _e.rollout_id)
-            stage = int(await connection.scalar(last.where(_r.job_id == job_id)) or 0)
-            job = int(await connection.scalar(select(func.max(_je.job_event_id)).where(_je.job_id == job_id)) or 0)
-            return EventCursor(stage, job)
+            return EventCursor(await connection.scalar(stage) or 0, await connection.scalar(job) or 0)
 
     async def is_over(self, job_id: str) -> bool:
         """Return whether the job can have no more events: it has ended, and so have its rollouts."""
         status = select(_j.status).where(_j.job_id == job_id)
         still_open = exists().where(_r.job_id == job_id, ~schema.rollout_is_final)
         async with self._database.reading() as connection:
-            if (await connection.execute(status)).scalar_one_or_none() in ("open", "paused"):
+            if await connection.scalar(status) in ("open", "paused"):
                 return False
-            return not (await connection.execute(select(still_open))).scalar_one()
+            return not await connection.scalar(select(still_open))
 
     async def read(
         self, after: EventCursor, *, job_id: str | None = None, limit: int = 500
@@ -181,16 +183,13 @@ class CallbackRepository(Repository):
     async def claim(self, limit: int, seconds: float) -> list[CallbackRow]:
         """Return callbacks that are due and count an attempt of each. For `seconds`, only the caller sends them."""
         now = time.time()
-        async with self._database.reading() as connection:  # takes no lock; usually nothing is due
-            first = select(_b.callback_id).where(_b.next_attempt_at <= now).limit(1)
-            if (await connection.execute(first)).scalar_one_or_none() is None:
-                return []
         due = select(_b.callback_id).where(_b.next_attempt_at <= now).order_by(_b.next_attempt_at, _b.callback_id)
+        if not await self._scalars(due.limit(1)):
+            return []  # without a lock, because usually nothing is due
         async with self._database.writing() as connection:
-            ids = list((await connection.execute(due.limit(limit).with_for_update(skip_locked=True))).scalars())
-            if not ids:
-                return []
-            mine = _b.callback_id.in_(ids)
+            mine = _b.callback_id.in_(
+                list(await connection.scalars(due.limit(limit).with_for_update(skip_locked=True)))
+            )
             values = {"attempts": _b.attempts + 1, "next_attempt_at": now + seconds}
             await connection.execute(update(schema.callbacks).where(mine).values(**values))
             return [CallbackRow(*row) for row in await connection.execute(_select_callbacks.where(mine))]
@@ -204,8 +203,7 @@ class CallbackRepository(Repository):
 
     async def mark_delivered(self, callback_id: str) -> None:
         values = {"next_attempt_at": None, "delivered_at": time.time(), "error": None}
-        async with self._database.writing() as connection:
-            await connection.execute(update(schema.callbacks).where(_b.callback_id == callback_id).values(**values))
+        await self._write(update(schema.callbacks).where(_b.callback_id == callback_id).values(**values))
 
     async def mark_failed(self, callback_id: str, error: str, retry_after: float | None) -> None:
         """Record a failed attempt. `retry_after`: seconds until the next attempt; None: give up."""
@@ -214,14 +212,11 @@ class CallbackRepository(Repository):
             "error": json_codec.clean_text(without_secrets(error)),
         }
         undelivered = (_b.callback_id == callback_id, _b.delivered_at.is_(None))
-        async with self._database.writing() as connection:
-            await connection.execute(update(schema.callbacks).where(*undelivered).values(**values))
+        await self._write(update(schema.callbacks).where(*undelivered).values(**values))
 
     async def of_job(self, job_id: str) -> list[CallbackRow]:
         """Return the callbacks of a job, oldest first."""
-        async with self._database.reading() as connection:
-            rows = await connection.execute(_select_callbacks.where(_b.job_id == job_id))
-            return [CallbackRow(*row) for row in rows]
+        return await self._rows(CallbackRow, _select_callbacks.where(_b.job_id == job_id))
 
 
 def _merge(
@@ -253,17 +248,6 @@ async def queue_callback(
     connection: AsyncConnection, job_id: str, kind: CallbackKind, group_id: str | None, now: float
 ) -> None:
     """Queue a callback, if the job has a callback URL."""
-    url = (await connection.execute(select(_j.callback_url).where(_j.job_id == job_id))).scalar_one_or_none()
-    if url is None:
-        return
-    await connection.execute(
-        insert(schema.callbacks).values(
-            callback_id=new_id("msg"),
-            job_id=job_id,
-            group_id=group_id,
-            kind=kind,
-            attempts=0,
-            created_at=now,
-            next_attempt_at=now,
-        )
-    )
+    if await connection.scalar(select(_j.callback_url).where(_j.job_id == job_id)) is not None:
+        new = insert(schema.callbacks).values(callback_id=new_id("msg"), job_id=job_id, group_id=group_id, kind=kind)
+        await connection.execute(new.values(created_at=now, next_attempt_at=now))

@@ -11,17 +11,19 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections import defaultdict
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, replace
+from typing import Literal
 
-from sqlalchemy import ColumnElement, and_, case, func, insert, select, update
+from sqlalchemy import ColumnElement, and_, case, func, insert, null, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from polar_proxy.errors import UsageError
 from polar_proxy.store import json_codec, schema
-from polar_proxy.store.database import Repository
+from polar_proxy.store.database import Repository, row_columns
 from polar_proxy.store.rollouts import insert_status_event
+from polar_proxy.store.service.groups import update_groups
 from polar_proxy.store.service.job_events import insert_job_event, queue_callback
 from polar_proxy.store.service.queue import cancel_rollouts
 from polar_proxy.types import Json, new_id
@@ -80,6 +82,11 @@ class JobRow:
     rollouts: dict[str, int]
 
 
+_groups = select(func.count()).where(_g.job_id == _j.job_id).correlate(schema.jobs).scalar_subquery()
+_select_jobs = select(*row_columns(JobRow, schema.jobs, groups=_groups, rollouts=null()))
+"""Its rollouts are counted separately."""
+
+
 class JobRepository(Repository):
     """Submitted jobs."""
 
@@ -103,20 +110,19 @@ class JobRepository(Repository):
         now = time.time()
         job_id = new_id("job")
         status = "open" if groups else "done"
-        values: dict[str, Any] = {
-            "job_id": job_id,
-            "idempotency_key": idempotency_key,
-            "label": json_codec.clean_text(label),
-            "spec": spec,
-            "priority": priority,
-            "status": status,
-            "created_at": now,
-            "ended_at": None if groups else now,
-            "callback_url": callback_url,
-        }
+        new = self._database.insert_new(schema.jobs).values(
+            job_id=job_id,
+            idempotency_key=idempotency_key,
+            label=json_codec.clean_text(label),
+            spec=spec,
+            priority=priority,
+            status=status,
+            created_at=now,
+            ended_at=None if groups else now,
+            callback_url=callback_url,
+        )
         async with self._database.writing() as connection:
-            added = await connection.execute(self._database.insert_new(schema.jobs).values(values))
-            is_new = added.rowcount == 1
+            is_new = (await connection.execute(new)).rowcount == 1
             if is_new:
                 await insert_job_event(connection, job_id, None, now, "job", {"status": status})
                 if not groups:
@@ -125,12 +131,9 @@ class JobRepository(Repository):
                     await _queue_group(connection, job_id, group, now, owned)
             else:
                 same_key = select(_j.job_id, _j.spec).where(_j.idempotency_key == idempotency_key)
-                found = (await connection.execute(same_key)).one()
-                if found.spec != spec:
-                    raise UsageError(
-                        f"The idempotency key {idempotency_key!r} was used for another job, {found.job_id}."
-                    )
-                job_id = found.job_id
+                job_id, known_spec = (await connection.execute(same_key)).one()
+                if known_spec != spec:
+                    raise UsageError(f"The idempotency key {idempotency_key!r} was used for another job, {job_id}.")
         row = await self.get(job_id)
         assert row is not None
         return row, is_new
@@ -151,21 +154,15 @@ class JobRepository(Repository):
         return await self._fetch(*conditions, limit=limit)
 
     async def _fetch(self, *conditions: ColumnElement[bool], limit: int | None = None) -> list[JobRow]:
-        columns = (_j.job_id, _j.idempotency_key, _j.label, _j.spec, _j.priority, _j.status, _j.error)
-        more = (_j.created_at, _j.ended_at, _j.paused_until, _j.callback_url)
-        query = select(*columns, *more).where(*conditions).order_by(_j.job_id.desc()).limit(limit)
+        query = _select_jobs.where(*conditions).order_by(_j.job_id.desc()).limit(limit)
+        by_status = select(_r.job_id, _r.status, func.count()).group_by(_r.job_id, _r.status)
+        rollouts: dict[str, dict[str, int]] = defaultdict(dict)
         async with self._database.reading() as connection:
-            rows = (await connection.execute(query)).all()
+            rows = [JobRow(*row) for row in await connection.execute(query)]
             ids = [row.job_id for row in rows]
-            by_status = (
-                select(_r.job_id, _r.status, func.count()).where(_r.job_id.in_(ids)).group_by(_r.job_id, _r.status)
-            )
-            rollouts: dict[str, dict[str, int]] = {}
-            for job_id, status, count in await connection.execute(by_status):
-                rollouts.setdefault(job_id, {})[status] = count
-            counted = select(_g.job_id, func.count()).where(_g.job_id.in_(ids)).group_by(_g.job_id)
-            groups = {row[0]: row[1] for row in await connection.execute(counted)}
-        return [JobRow(*row, groups.get(row.job_id, 0), rollouts.get(row.job_id, {})) for row in rows]
+            for job_id, status, count in await connection.execute(by_status.where(_r.job_id.in_(ids))):
+                rollouts[job_id][status] = count
+        return [replace(row, rollouts=rollouts[row.job_id]) for row in rows]
 
     async def set_status(
         self,
@@ -190,21 +187,17 @@ class JobRepository(Repository):
                 raise UsageError(f"There is no job {job_id}.")
             if found.status in ("done", "cancelled") or only_if not in (None, tuple(found)):
                 return []
-            ended_at = now if status in ("done", "cancelled") else None
-            values = {
-                "status": status,
-                "error": json_codec.clean_text(error),
-                "ended_at": ended_at,
-                "paused_until": paused_until if status == "paused" else None,
-            }
-            await connection.execute(update(schema.jobs).where(_j.job_id == job_id).values(values))
+            ends = status in ("done", "cancelled")
+            change = update(schema.jobs).where(_j.job_id == job_id)
+            change = change.values(status=status, error=json_codec.clean_text(error), ended_at=now if ends else None)
+            await connection.execute(change.values(paused_until=paused_until if status == "paused" else None))
             claimed: list[str] = []
             if status == "cancelled":
                 claimed = await cancel_rollouts(connection, _r.job_id == job_id, now)
                 await _cancel_idle_groups(connection, job_id, now)
             if status != found.status:
                 await insert_job_event(connection, job_id, None, now, "job", {"status": status})
-            if ended_at is not None:
+            if ends:
                 await queue_callback(connection, job_id, "job.ended", None, now)
             return claimed
 
@@ -212,11 +205,10 @@ class JobRepository(Repository):
         """Open the jobs whose pause is over, and return their ids. Workers claim their rollouts even before that."""
         now = time.time()
         due = and_(_j.status == "paused", _j.paused_until <= now)
-        async with self._database.reading() as connection:  # takes no lock; usually nothing is due
-            if (await connection.execute(select(_j.job_id).where(due).limit(1))).scalar_one_or_none() is None:
-                return []
+        if not await self._scalars(select(_j.job_id).where(due).limit(1)):
+            return []  # without a lock, because usually nothing is due
         async with self._database.writing() as connection:
-            ids = list((await connection.execute(select(_j.job_id).where(due).with_for_update())).scalars())
+            ids = list(await connection.scalars(select(_j.job_id).where(due).with_for_update()))
             mine = _j.job_id.in_(ids)
             await connection.execute(update(schema.jobs).where(mine).values(status="open", paused_until=None))
             for job_id in ids:
@@ -226,8 +218,8 @@ class JobRepository(Repository):
     async def in_flight(self, job_id: str) -> int:
         """Return the number of the job's claimed rollouts, including those that wait for a place."""
         query = select(func.count()).where(_r.job_id == job_id, _r.claimed_by.is_not(None), ~_final)
-        async with self._database.reading() as connection:
-            return int((await connection.execute(query)).scalar_one())
+        (count,) = await self._scalars(query)
+        return int(count)
 
 
 async def _queue_group(connection: AsyncConnection, job_id: str, group: NewGroup, now: float, owned: bool) -> None:
@@ -245,27 +237,12 @@ async def _queue_group(connection: AsyncConnection, job_id: str, group: NewGroup
             max_staleness=group.max_staleness,
         )
     )
+    host, pid = (socket.gethostname(), os.getpid()) if owned else (None, None)
+    common = {"group_id": group_id, "job_id": job_id, "task_id": group.task_id, "status": "queued", "created_at": now}
     for index, rollout in enumerate(group.rollouts):
         rollout_id = new_id("roll")
-        await connection.execute(
-            insert(schema.rollouts).values(
-                rollout_id=rollout_id,
-                group_id=group_id,
-                job_id=job_id,
-                task_id=group.task_id,
-                group_index=index,
-                status="queued",
-                harness=rollout.harness,
-                sandbox=rollout.sandbox,
-                engine=rollout.engine,
-                model=rollout.model,
-                seed=rollout.seed,
-                config=rollout.config,
-                owner_host=socket.gethostname() if owned else None,
-                owner_pid=os.getpid() if owned else None,
-                created_at=now,
-            )
-        )
+        values = {"rollout_id": rollout_id, "group_index": index, "owner_host": host, "owner_pid": pid, **common}
+        await connection.execute(insert(schema.rollouts).values(**values, **asdict(rollout)))
         await insert_status_event(connection, rollout_id, now, None, "queued")
 
 
@@ -274,8 +251,8 @@ async def _cancel_idle_groups(connection: AsyncConnection, job_id: str, now: flo
     busy = select(_r.group_id).where(_r.job_id == job_id, ~_final)
     idle = select(_g.group_id).where(_g.job_id == job_id, _g.status == "open", _g.group_id.not_in(busy))
     reason = "the job was cancelled"
-    for group_id in list((await connection.execute(idle)).scalars()):
+    for group_id in list(await connection.scalars(idle)):
         delivery = case((_g.delivery.is_(None), None), else_="dropped")
         values = {"status": "cancelled", "reason": reason, "ended_at": now, "delivery": delivery}
-        await connection.execute(update(schema.groups).where(_g.group_id == group_id).values(**values))
+        await update_groups(connection, _g.group_id == group_id, **values)
         await insert_job_event(connection, job_id, group_id, now, "group", {"status": "cancelled", "reason": reason})

@@ -20,8 +20,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from polar_proxy.errors import UsageError
 from polar_proxy.store import schema
-from polar_proxy.store.database import Repository
-from polar_proxy.store.rollouts import Claim, close_sessions, end_stages, insert_status_event
+from polar_proxy.store.database import Repository, row_columns
+from polar_proxy.store.rollouts import Claim, close_sessions, end_stages, insert_status_event, update_rollouts
 
 CANCEL_REQUESTED = "cancel_requested"
 """The cause of a claimed rollout that its worker must end."""
@@ -36,6 +36,8 @@ _l = schema.leases.c
 _f = schema.fleet.c
 _st = schema.stages.c
 _final = schema.rollout_is_final
+not_ending = or_(_r.cause.is_(None), _r.cause != CANCEL_REQUESTED)
+"""SQL condition: nobody has asked the rollout's worker to end it."""
 
 
 class QueueRepository(Repository):
@@ -52,28 +54,24 @@ class QueueRepository(Repository):
         `staleness_filter`).
         """
         now = time.time()
-        columns = (_r.rollout_id, _r.group_id, _r.job_id, _r.task_id, _r.group_index, _r.attempt)
-        more = (_r.harness, _r.sandbox, _r.seed, _r.config, _r.claimed_by)
         async with self._database.writing() as connection:
             conditions = [_job_may_start(now), _within(job_id)]
             if (fresh := await staleness_filter(connection)) is not None:
                 conditions.append(fresh)
-            ids = list((await connection.execute(_next_in_queue(conditions).limit(limit))).scalars())
+            ids = list(await connection.scalars(_next_in_queue(conditions).limit(limit)))
             if ids and job_id is None and await _fleet_is_paused(connection, now):
                 return []
             # On PostgreSQL another worker may have claimed some between the two statements: they are skipped.
             lock = select(_r.rollout_id).where(_r.rollout_id.in_(ids), _r.status == "queued", _r.claimed_by.is_(None))
-            mine = list((await connection.execute(lock.with_for_update(skip_locked=True))).scalars())
-            if not mine:
+            free = list(await connection.scalars(lock.with_for_update(skip_locked=True)))
+            if not free:
                 return []
-            await connection.execute(
-                update(schema.rollouts)
-                .where(_r.rollout_id.in_(mine))
-                .values(claimed_by=worker, lease_expires_at=now + seconds, policy_version=policy_version)
-            )
-            rows = (await connection.execute(select(*columns, *more).where(_r.rollout_id.in_(mine)))).all()
-        claims = {row.rollout_id: Claim(**row._mapping) for row in rows}
-        return [claims[rollout_id] for rollout_id in ids if rollout_id in claims]
+            mine = _r.rollout_id.in_(free)
+            values = {"claimed_by": worker, "lease_expires_at": now + seconds, "policy_version": policy_version}
+            await update_rollouts(connection, mine, **values)
+            rows = await connection.execute(select(*row_columns(Claim, schema.rollouts)).where(mine))
+            claims = [Claim(*row) for row in rows]
+        return sorted(claims, key=lambda claim: ids.index(claim.rollout_id))
 
     async def heartbeat(self, worker: str, rollout_ids: Collection[str], seconds: float) -> tuple[set[str], set[str]]:
         """Extend the worker's claims by `seconds`.
@@ -86,12 +84,9 @@ class QueueRepository(Repository):
         now = time.time()
         job_paused = and_(_r.status == "queued", _r.job_id.in_(select(_j.job_id).where(_j.status == "paused")))
         async with self._database.writing() as connection:
-            await connection.execute(
-                update(schema.rollouts)
-                .where(mine, job_paused, or_(_r.cause.is_(None), _r.cause != CANCEL_REQUESTED))
-                .values(claimed_by=None, lease_expires_at=None)
-            )
-            await connection.execute(update(schema.rollouts).where(mine).values(lease_expires_at=now + seconds))
+            free_again = and_(mine, job_paused, not_ending)
+            await update_rollouts(connection, free_again, claimed_by=None, lease_expires_at=None)
+            await update_rollouts(connection, mine, lease_expires_at=now + seconds)
             must_end = and_(~_final, _r.cause == CANCEL_REQUESTED)
             rows = (await connection.execute(select(_r.rollout_id, must_end.label("cancelled")).where(mine))).all()
         return {row.rollout_id for row in rows if row.cancelled}, set(rollout_ids) - {row.rollout_id for row in rows}
@@ -112,8 +107,8 @@ class QueueRepository(Repository):
         """Cancel a queued rollout. Returns False if a worker has claimed it and must end it, or if it has ended."""
         async with self._database.writing() as connection:
             await cancel_rollouts(connection, _r.rollout_id == rollout_id, time.time())
-            query = select(_r.status).where(_r.rollout_id == rollout_id)
-            return (await connection.execute(query)).scalar_one_or_none() == "cancelled"
+            status = await connection.scalar(select(_r.status).where(_r.rollout_id == rollout_id))
+            return bool(status == "cancelled")
 
     async def reclaim_expired(self, *, attempts: int, job_id: str | None = None) -> dict[str, int]:
         """Take rollouts from workers whose leases have expired, and return the number of each next attempt.
@@ -126,8 +121,7 @@ class QueueRepository(Repository):
     async def workers(self) -> set[str]:
         """Return the workers that have claims on rollouts that no process owns."""
         query = select(_r.claimed_by).where(_r.claimed_by.is_not(None), ~_final, _within(None)).distinct()
-        async with self._database.reading() as connection:
-            return {str(worker) for worker in (await connection.execute(query)).scalars()}
+        return set(await self._scalars(query))
 
     async def reclaim_from(self, worker: str, *, attempts: int) -> dict[str, int]:
         """Take all rollouts of a worker that is known to be dead; see `reclaim_expired`."""
@@ -144,12 +138,8 @@ class QueueRepository(Repository):
             failed = [row.rollout_id for row in exhausted]
             await end_stages(connection, _st.rollout_id.in_(failed), now, "failed", "worker_lost")
             await close_sessions(connection, failed, now)
-            error = "its worker sent no heartbeat"
-            await connection.execute(
-                update(schema.rollouts)
-                .where(_r.rollout_id.in_(failed))
-                .values(status="failed", cause="worker_lost", error=error, ended_at=now, claimed_by=None)
-            )
+            values = {"cause": "worker_lost", "error": "its worker sent no heartbeat", "ended_at": now}
+            await update_rollouts(connection, _r.rollout_id.in_(failed), status="failed", claimed_by=None, **values)
             again = await _requeue(connection, lost, "worker_lost", now)
         return {**again, **dict.fromkeys(failed, 0)}
 
@@ -167,38 +157,35 @@ class FleetRow:
         return self.paused_at is not None and (self.paused_until is None or self.paused_until > time.time())
 
 
+_this_fleet = _f.fleet_id == 1
+_select_fleet = select(_f.paused_at, _f.paused_until).where(_this_fleet)
+
+
 class FleetRepository(Repository):
     """The pause of all servers' rollout services."""
 
     async def get(self) -> FleetRow:
-        async with self._database.reading() as connection:
-            row = (await connection.execute(select(_f.paused_at, _f.paused_until).where(_f.fleet_id == 1))).one()
-        return FleetRow(*row)
+        (row,) = await self._rows(FleetRow, _select_fleet)
+        return row
 
     async def update(self, wanted: FleetRow, *, only_if: FleetRow | None = None) -> bool:
         """Pause or resume all servers and return True. `only_if`: do nothing and return False in any other state.
 
         After this returns, `in_flight` includes every claim that was in progress meanwhile.
         """
-        which = _f.fleet_id == 1
-        query = select(_f.paused_at, _f.paused_until).where(which).with_for_update()
         async with self._database.writing() as connection:
-            found = (await connection.execute(query)).one()
-            if only_if is not None and FleetRow(*found) != only_if:
+            found = FleetRow(*(await connection.execute(_select_fleet.with_for_update())).one())
+            if only_if not in (None, found):
                 return False
             paused_until = wanted.paused_until if wanted.paused_at else None
-            await connection.execute(
-                update(schema.fleet).where(which).values(paused_at=wanted.paused_at, paused_until=paused_until)
-            )
+            values = {"paused_at": wanted.paused_at, "paused_until": paused_until}
+            await connection.execute(update(schema.fleet).where(_this_fleet).values(values))
         return True
 
     async def in_flight(self) -> list[str]:
         """Return the rollouts that the services of all servers have claimed."""
         claimed = and_(_r.claimed_by.is_not(None), _r.owner_pid.is_(None), ~_final)
-        async with self._database.reading() as connection:
-            return list(
-                (await connection.execute(select(_r.rollout_id).where(claimed).order_by(_r.rollout_id))).scalars()
-            )
+        return await self._scalars(select(_r.rollout_id).where(claimed).order_by(_r.rollout_id))
 
 
 async def staleness_filter(connection: AsyncConnection) -> ColumnElement[bool] | None:
@@ -216,7 +203,7 @@ async def staleness_filter(connection: AsyncConnection) -> ColumnElement[bool] |
     if not groups or (groups_per_version := await _groups_per_version(connection)) is None:
         return None
     before = select(func.count()).where(or_(_g.delivery == "waiting", and_(_g.delivery == "open", started)))
-    ahead = int((await connection.execute(before)).scalar_one())
+    ahead = await connection.scalar(before) or 0
     may_start: list[str] = []
     for group_id, max_staleness, is_started in groups:
         if not is_started and int(ahead / groups_per_version) <= max_staleness:
@@ -231,7 +218,7 @@ async def _groups_per_version(connection: AsyncConnection) -> float | None:
     query = select(_l.policy_version).where(_l.outcome == "acknowledged").order_by(_l.lease_id.desc())
     versions = [
         int(version)
-        for version in (await connection.execute(query.limit(_THROUGHPUT_LEASES))).scalars()
+        for version in await connection.scalars(query.limit(_THROUGHPUT_LEASES))
         if version is not None and version.isdecimal()
     ]
     complete = [version for version in versions if version != max(versions)]
@@ -288,17 +275,14 @@ def _job_may_start(now: float) -> ColumnElement[bool]:
 async def cancel_rollouts(connection: AsyncConnection, which: ColumnElement[bool], now: float) -> list[str]:
     """Cancel the unclaimed rollouts; ask the workers to end the others and return their ids."""
     rows = (await connection.execute(select(_r.rollout_id, _r.status, _r.claimed_by).where(which, ~_final))).all()
-    unclaimed = [row.rollout_id for row in rows if row.claimed_by is None]
-    for row in rows:
-        if row.claimed_by is None:
-            await insert_status_event(connection, row.rollout_id, now, row.status, "cancelled")
-    await connection.execute(
-        update(schema.rollouts)
-        .where(_r.rollout_id.in_(unclaimed))
-        .values(status="cancelled", cause="cancelled", error="cancelled before it started", ended_at=now)
-    )
+    unclaimed = [row for row in rows if row.claimed_by is None]
+    for row in unclaimed:
+        await insert_status_event(connection, row.rollout_id, now, row.status, "cancelled")
+    values = {"cause": "cancelled", "error": "cancelled before it started", "ended_at": now}
+    mine = _r.rollout_id.in_([row.rollout_id for row in unclaimed])
+    await update_rollouts(connection, mine, status="cancelled", **values)
     claimed = [row.rollout_id for row in rows if row.claimed_by is not None]
-    await connection.execute(update(schema.rollouts).where(_r.rollout_id.in_(claimed)).values(cause=CANCEL_REQUESTED))
+    await update_rollouts(connection, _r.rollout_id.in_(claimed), cause=CANCEL_REQUESTED)
     return claimed
 
 
@@ -307,24 +291,18 @@ async def _requeue(connection: AsyncConnection, which: ColumnElement[bool], caus
     cancelled now."""
     query = select(_r.rollout_id, _r.status, _r.attempt, _r.cause).where(which, ~_final).with_for_update()
     rows = (await connection.execute(query)).all()
-    cancelled = [row.rollout_id for row in rows if row.cause == CANCEL_REQUESTED]
-    again = {row.rollout_id: row.attempt + 1 for row in rows if row.cause != CANCEL_REQUESTED}
+    attempts = {row.rollout_id: 0 if row.cause == CANCEL_REQUESTED else row.attempt + 1 for row in rows}
     for row in rows:
-        status = "queued" if row.rollout_id in again else "cancelled"
+        status = "queued" if attempts[row.rollout_id] else "cancelled"
         await insert_status_event(connection, row.rollout_id, now, row.status, status, cause)
-    await end_stages(connection, _st.rollout_id.in_([*again, *cancelled]), now, "failed", cause)
+    await end_stages(connection, _st.rollout_id.in_(attempts), now, "failed", cause)
     # In the same transaction: the next worker opens its own session, which must not be closed.
-    await close_sessions(connection, [*again, *cancelled], now)
+    await close_sessions(connection, list(attempts), now)
+    again = _r.rollout_id.in_([rollout_id for rollout_id, attempt in attempts.items() if attempt])
+    cancelled = _r.rollout_id.in_([rollout_id for rollout_id, attempt in attempts.items() if not attempt])
     unclaimed: dict[str, Any] = {"claimed_by": None, "lease_expires_at": None}
-    fresh: dict[str, Any] = {"session_id": None, "started_at": None, "incomplete": False}
-    await connection.execute(
-        update(schema.rollouts)
-        .where(_r.rollout_id.in_(list(again)))
-        .values(status="queued", attempt=_r.attempt + 1, cause=cause, **fresh, **unclaimed)
-    )
-    await connection.execute(
-        update(schema.rollouts)
-        .where(_r.rollout_id.in_(cancelled))
-        .values(status="cancelled", cause="cancelled", error="cancelled", ended_at=now, **unclaimed)
-    )
-    return {**again, **dict.fromkeys(cancelled, 0)}
+    fresh = {"attempt": _r.attempt + 1, "session_id": None, "started_at": None, "incomplete": False, **unclaimed}
+    await update_rollouts(connection, again, status="queued", cause=cause, **fresh)
+    ended = {"cause": "cancelled", "error": "cancelled", "ended_at": now, **unclaimed}
+    await update_rollouts(connection, cancelled, status="cancelled", **ended)
+    return attempts
