@@ -1,20 +1,38 @@
-"""Background work of an API server: send callbacks, end pauses, count groups for the metrics."""
+"""Background work of an API server: send callbacks, end pauses, count groups for the metrics.
+
+Callbacks are signed and sent again until the receiver accepts them, each by one server at a time. The body is built at
+the first attempt and is the same at every later one.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Self
 
-from polar_proxy.api.callbacks import CallbackSender, callback_secret
-from polar_proxy.api.context import ApiContext
-from polar_proxy.errors import StoreError
+import httpx
+
+from polar_proxy import __version__, webhooks
+from polar_proxy.api import serializers
+from polar_proxy.api.context import ApiContext, write_private
+from polar_proxy.api_models import CallbackPayload
+from polar_proxy.config import ApiSettings, Settings
+from polar_proxy.errors import ApiError
+from polar_proxy.store import Store
+from polar_proxy.store.service.job_events import CallbackRow
+from polar_proxy.types import Json
+
+SECRET_FILE = "callback-secret"
+POLL_SECONDS = 0.5
+_FEED_SECONDS = 5.0
+_BATCH = 16
+_GONE = 410
+"""By the specification, the receiver wants no further callbacks."""
 
 log = logging.getLogger(__name__)
-
-_POLL_SECONDS = 0.5
-_FEED_SECONDS = 5.0
 
 
 class BackgroundLoops:
@@ -33,8 +51,8 @@ class BackgroundLoops:
 
     async def __aenter__(self) -> Self:
         loops = (
-            ("callbacks", self._send_callbacks, _POLL_SECONDS),
-            ("pauses", self._end_pauses, _POLL_SECONDS),
+            ("callbacks", self._send_callbacks, POLL_SECONDS),
+            ("pauses", self._end_pauses, POLL_SECONDS),
             ("feed", self._count_feed, _FEED_SECONDS),
         )
         self._tasks = [
@@ -65,7 +83,91 @@ async def _run_forever(name: str, work: Callable[[], Awaitable[None]], pause: fl
     while True:
         try:
             await work()
-        except StoreError:
-            log.exception("%s: the database cannot be used; trying again", name)
+        except Exception:
+            log.exception("%s: the background work failed; trying again", name)
             await asyncio.sleep(10 * pause)
         await asyncio.sleep(pause)
+
+
+def callback_secret(settings: Settings) -> str:
+    """Return the secret of the settings, or that of the file in the home, created if missing. Raises UsageError."""
+    secret = settings.api.callback_secret
+    if secret is None:
+        secret = _load_or_create_secret(settings.home / SECRET_FILE)
+    webhooks.sign("check", 0, "", secret)
+    return secret
+
+
+def _load_or_create_secret(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except FileNotFoundError:
+        secret = webhooks.new_secret()
+        write_private(path, secret)
+        return secret
+
+
+class CallbackSender:
+    """Send the callbacks that are due, whichever process created them."""
+
+    def __init__(self, store: Store, settings: ApiSettings, secret: str) -> None:
+        self._store = store
+        self._settings = settings
+        self._secret = secret
+        # Redirects are not followed: a callback URL must not lead anywhere else.
+        self._http = httpx.AsyncClient(
+            follow_redirects=False, trust_env=False, timeout=settings.callback_timeout_seconds
+        )
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def send_due(self) -> int:
+        """Send one batch of callbacks; return how many were due."""
+        rows = await self._store.callbacks.claim(_BATCH, 2 * self._settings.callback_timeout_seconds + 10)
+        await asyncio.gather(*(self._send(row) for row in rows))
+        return len(rows)
+
+    async def _send(self, row: CallbackRow) -> None:
+        try:
+            body = row.body or await self._store.callbacks.fix_body(row.callback_id, await self._body(row))
+        except ApiError as error:  # the group or job was pruned meanwhile
+            await self._store.callbacks.mark_failed(row.callback_id, str(error), None)
+            return
+        problem, retry = await self._post(row, body)
+        if problem is None:
+            await self._store.callbacks.mark_delivered(row.callback_id)
+        elif retry and row.attempts < self._settings.callback_attempts:
+            pause = self._settings.callback_pause_seconds * 4.0 ** (row.attempts - 1)
+            await self._store.callbacks.mark_failed(row.callback_id, problem, pause)
+        else:
+            log.warning("callback %s of %s is given up: %s", row.callback_id, row.job_id, problem)
+            await self._store.callbacks.mark_failed(row.callback_id, problem, None)
+
+    async def _post(self, row: CallbackRow, body: str) -> tuple[str | None, bool]:
+        """Return the problem, or None if the receiver accepted the callback, and whether to try again."""
+        stamp = int(time.time())
+        headers = {
+            "content-type": "application/json",
+            "user-agent": f"polar/{__version__}",
+            "webhook-id": row.callback_id,
+            "webhook-timestamp": str(stamp),
+            "webhook-signature": webhooks.sign(row.callback_id, stamp, body, self._secret),
+        }
+        try:
+            # The response body is not read: it is not needed, and may be endless.
+            async with self._http.stream("POST", row.url, content=body, headers=headers) as response:
+                status = response.status_code
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            return f"{type(error).__name__}: {error}", True
+        if 200 <= status < 300:
+            return None, False
+        return f"answered {status}", status != _GONE
+
+    async def _body(self, row: CallbackRow) -> str:
+        """Raises ApiError if the group or job no longer exists."""
+        if row.group_id is not None:
+            data: Json = (await serializers.group_detail(self._store, row.group_id)).model_dump(mode="json")
+        else:
+            data = (await serializers.job_detail(self._store, row.job_id)).model_dump(mode="json")
+        return CallbackPayload(type=row.kind, timestamp=row.created_at, data=data).model_dump_json()

@@ -1,12 +1,15 @@
-"""Parts that all routes share: the server's context, routers by role, and one form for all errors."""
+"""Parts that all routes share: the server's context, API keys, routers by role, and one form for all errors."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import secrets
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request, Response
 from fastapi.encoders import jsonable_encoder
@@ -20,9 +23,12 @@ from polar_proxy.config import Settings
 from polar_proxy.engines.base import Engine
 from polar_proxy.errors import ApiError, PolarError, UsageError
 from polar_proxy.rollouts import RolloutService
+from polar_proxy.sessions import hash_key
 from polar_proxy.store import Store
 from polar_proxy.store.service.feed import LeaseExpiredError
 from polar_proxy.store.training import MissingLinesError
+
+T = TypeVar("T")
 
 Authenticate = Callable[[Request], Awaitable[Role]]
 """Return the role of the request's sender. Raises ApiError (401, 403)."""
@@ -36,6 +42,7 @@ _ERROR_TEXTS = {
     503: "The server, or a part that it needs, cannot answer now.",
 }
 _POLL_SECONDS = 0.1
+KEY_FILE = "api-key"
 
 
 @dataclass(frozen=True)
@@ -73,6 +80,14 @@ def not_found(kind: str, name: str) -> ApiError:
     return ApiError(f"There is no {kind} {name}.", status=404, code="not_found")
 
 
+async def require(kind: str, name: str, reading: Awaitable[T | None]) -> T:
+    """Return what the store read. Raises ApiError 404 if there is no such row."""
+    row = await reading
+    if row is None:
+        raise not_found(kind, name)
+    return row
+
+
 async def wait_until(condition: Callable[[], Awaitable[bool]], seconds: float) -> bool:
     """Poll the condition, at least once, until it holds or the time is over. Return whether it holds."""
     deadline = time.monotonic() + seconds
@@ -82,6 +97,24 @@ async def wait_until(condition: Callable[[], Awaitable[bool]], seconds: float) -
             return False
         await asyncio.sleep(min(_POLL_SECONDS, remaining))
     return True
+
+
+async def wait_or_undo(
+    condition: Callable[[], Awaitable[bool]], seconds: float, undo: Callable[[], Awaitable[None]]
+) -> bool:
+    """As `wait_until`, but `undo` a pause if the condition does not hold in time or the wait is interrupted."""
+    holds = False
+    try:
+        holds = await wait_until(condition, seconds)
+    finally:
+        if not holds:
+            await undo()
+    return holds
+
+
+def pause_timed_out(seconds: float, in_flight: int, of_job: str = "") -> ApiError:
+    message = f"After {seconds:g} s {in_flight} rollouts{of_job} still run: nothing stays paused."
+    return ApiError(message, status=409, code="pause_timed_out", detail={"in_flight": in_flight})
 
 
 def _router(authenticate: Authenticate, roles: frozenset[Role]) -> APIRouter:
@@ -147,3 +180,72 @@ def _error_response(error: ApiError) -> JSONResponse:
         body["detail"] = jsonable_encoder(error.detail)
     headers = {"www-authenticate": "Bearer"} if error.status == 401 else {}
     return JSONResponse({"error": body}, status_code=error.status, headers=headers)
+
+
+def new_api_key(role: Role) -> str:
+    return f"polar-{role}-{secrets.token_urlsafe(32)}"
+
+
+class KeyAuthenticator:
+    """Authenticate requests by the API keys in the store."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    async def __call__(self, request: Request) -> Role:
+        """Raises ApiError: 401 without a valid API key, 403 for the key of an agent's session."""
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not key.strip():
+            raise _unauthorised("The API requires a key: Authorization: Bearer KEY. `polar key new` makes one.")
+        digest = hash_key(key.strip())
+        row = await self._store.api_keys.get(digest)
+        if row is None:
+            if await self._store.sessions.by_key(digest) is not None:
+                raise ApiError(
+                    "This is an agent's key: it is valid for the model routes, not for the API.",
+                    status=403,
+                    code="forbidden",
+                )
+            raise _unauthorised("This key is unknown. `polar key new` makes one.")
+        if row.revoked_at is not None:
+            raise _unauthorised("This key was revoked. `polar key new` makes another one.")
+        return row.role
+
+
+async def allow_all(request: Request) -> Role:
+    """Treat every request as an admin's: for a client in this process, which has the database anyway."""
+    return "admin"
+
+
+async def local_admin_key(store: Store, home: Path) -> Path:
+    """Return the file with this machine's admin key. Creates a key if the file is missing or its key was revoked."""
+    path = home / KEY_FILE
+    try:
+        key = path.read_text().strip()
+    except FileNotFoundError:
+        key = ""
+    row = await store.api_keys.get(hash_key(key)) if key else None
+    if not key or (row is not None and row.revoked_at is not None):
+        key = new_api_key("admin")
+        write_private(path, key)
+        row = None
+    if row is None:
+        await store.api_keys.add(hash_key(key), "admin", f"made by polar serve, in {KEY_FILE}")
+    return path
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a file that only its owner can read, atomically. Raises UsageError."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(handle, "w") as file:
+            file.write(text + "\n")
+        temporary.replace(path)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}.") from error
+
+
+def _unauthorised(message: str) -> ApiError:
+    return ApiError(message, status=401, code="unauthorised")

@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 from fastapi import Header, Path, Query, Response
 
 from polar_proxy import api_models as m
-from polar_proxy.api import serializers
-from polar_proxy.api.context import ApiContext, Routers, not_found, wait_until
+from polar_proxy.api.context import ApiContext, Routers, pause_timed_out, require, wait_or_undo
+from polar_proxy.api.serializers import convert, convert_all, job_detail
 from polar_proxy.errors import ApiError, UsageError
 from polar_proxy.rollout_spec import JobSpec
 from polar_proxy.rollouts import cancel, check_job, submit
@@ -48,7 +48,7 @@ def add_routes(routers: Routers, context: ApiContext) -> None:
         else:
             row, new = await submit(store, tasks, spec, idempotency_key=idempotency_key)
         response.status_code = 201 if new else 200
-        return serializers.submitted_job(row, new, refused)
+        return convert(m.SubmittedJob, row, new=new, refused=refused)
 
     @trainer.get("/jobs", tags=["jobs"])
     async def list_jobs(
@@ -65,18 +65,18 @@ def add_routes(routers: Routers, context: ApiContext) -> None:
             if one not in known:
                 raise UsageError(f"There is no job state {one!r}: choose {', '.join(known)}.")
         rows = await store.jobs.find(statuses=states, limit=limit, before=before)
-        return m.JobList(jobs=[serializers.job(row) for row in rows], feed=await store.feed.depth())
+        return m.JobList(jobs=convert_all(m.Job, rows), feed=await store.feed.depth())
 
     @trainer.get("/jobs/{job_id}", tags=["jobs"])
     async def get_job(job_id: JobId) -> m.JobDetail:
         """Return a job with its groups."""
-        return await serializers.job_detail(store, job_id)
+        return await job_detail(store, job_id)
 
     @trainer.get("/jobs/{job_id}/rollouts", tags=["jobs"])
     async def job_rollouts(job_id: JobId) -> m.RolloutList:
         """Return the rollouts of a job, in the order of submission."""
         await _require_job(context, job_id)
-        return m.RolloutList(rollouts=[serializers.rollout(row) for row in await store.rollouts.find(job_id=job_id)])
+        return m.RolloutList(rollouts=convert_all(m.Rollout, await store.rollouts.find(job_id=job_id)))
 
     @admin.post("/jobs/{job_id}/cancel", tags=["jobs"])
     async def cancel_job(job_id: JobId) -> m.CancelResponse:
@@ -87,15 +87,13 @@ def add_routes(routers: Routers, context: ApiContext) -> None:
     @admin.post("/groups/{group_id}/cancel", tags=["groups"])
     async def cancel_group(group_id: Annotated[str, Path(description="The id of a group.")]) -> m.CancelResponse:
         """Cancel the rollouts of a group that have not ended."""
-        if await store.groups.get(group_id) is None:
-            raise not_found("group", group_id)
+        await require("group", group_id, store.groups.get(group_id))
         return await _cancel(context, group_id)
 
     @admin.post("/rollouts/{rollout_id}/cancel", tags=["rollouts"])
     async def cancel_rollout(rollout_id: Annotated[str, Path(description="The id of a rollout.")]) -> m.CancelResponse:
         """Cancel one rollout."""
-        if await store.rollouts.get(rollout_id) is None:
-            raise not_found("rollout", rollout_id)
+        await require("rollout", rollout_id, store.rollouts.get(rollout_id))
         return await _cancel(context, rollout_id)
 
     @trainer.post("/jobs/{job_id}/pause", tags=["jobs"])
@@ -109,7 +107,7 @@ def add_routes(routers: Routers, context: ApiContext) -> None:
         if before.status in ("done", "cancelled"):
             raise ApiError(f"The job {job_id} is {before.status}.", status=409, code="conflict")
         await _pause(context, before, body)
-        return serializers.job(await _require_job(context, job_id))
+        return convert(m.Job, await _require_job(context, job_id))
 
     @trainer.post("/jobs/{job_id}/resume", tags=["jobs"])
     async def resume_job(job_id: JobId) -> m.Job:
@@ -117,15 +115,12 @@ def add_routes(routers: Routers, context: ApiContext) -> None:
         await _require_job(context, job_id)
         await store.jobs.set_status(job_id, "open")
         context.wake()
-        return serializers.job(await _require_job(context, job_id))
+        return convert(m.Job, await _require_job(context, job_id))
 
 
 async def _require_job(context: ApiContext, job_id: str) -> JobRow:
     """Raises ApiError 404."""
-    row = await context.store.jobs.get(job_id)
-    if row is None:
-        raise not_found("job", job_id)
-    return row
+    return await require("job", job_id, context.store.jobs.get(job_id))
 
 
 async def _cancel(context: ApiContext, target: str) -> m.CancelResponse:
@@ -144,18 +139,13 @@ async def _pause(context: ApiContext, before: JobRow, body: m.PauseRequest) -> N
         async def idle() -> bool:
             return await store.jobs.in_flight(job_id) == 0
 
+        async def undo() -> None:
+            await store.jobs.set_status(job_id, before.status, paused_until=before.paused_until, only_if=mine)
+            context.wake()
+
         await store.jobs.set_status(job_id, "paused", paused_until=until)
-        done = False
-        try:
-            done = await wait_until(idle, body.wait_idle)
-        finally:
-            if not done:
-                await store.jobs.set_status(job_id, before.status, paused_until=before.paused_until, only_if=mine)
-                context.wake()
-        if not done:
-            running = await store.jobs.in_flight(job_id)
-            message = f"After {body.wait_idle:g} s {running} rollouts of {job_id} still run: nothing stays paused."
-            raise ApiError(message, status=409, code="pause_timed_out", detail={"in_flight": running})
+        if not await wait_or_undo(idle, body.wait_idle, undo):
+            raise pause_timed_out(body.wait_idle, await store.jobs.in_flight(job_id), f" of {job_id}")
     ends = None if body.seconds is None else time.time() + body.seconds
     await store.jobs.set_status(job_id, "paused", paused_until=ends)
 
@@ -166,11 +156,11 @@ def _load_tasks(body: m.JobRequest) -> tuple[list[Task], list[Json]]:
     Raises UsageError, and ApiError if no task is left.
     """
     if body.task_specs is not None:
-        tasks, found = tasks_from_rows("task_specs", body.task_specs, body.instances)
-        refused = [asdict(task) for task in found]
+        tasks, unusable = tasks_from_rows("task_specs", body.task_specs, body.instances)
     else:
         tasks, in_file = load_tasks(str(body.task), body.seed, body.instances)
-        refused = [asdict(task) for task in in_file or ()]
+        unusable = in_file or ()
+    refused = [asdict(task) for task in unusable]
     if not tasks:
         message = f"There is no task that can be run ({len(refused)} refused)."
         raise ApiError(message, status=400, code="bad_request", detail=refused)

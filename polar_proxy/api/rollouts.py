@@ -9,8 +9,8 @@ from fastapi import Path, Query
 from fastapi.responses import StreamingResponse
 
 from polar_proxy import api_models as m
-from polar_proxy.api import serializers
-from polar_proxy.api.context import ApiContext, Routers, not_found
+from polar_proxy.api.context import ApiContext, Routers, not_found, require
+from polar_proxy.api.serializers import convert, convert_all, group_detail, group_rollouts
 from polar_proxy.errors import UsageError
 from polar_proxy.export.exporter import rollout_lines
 from polar_proxy.sessions import hash_key, new_key
@@ -39,7 +39,7 @@ def add_routes(routers: Routers, context: ApiContext) -> None:
     @trainer.get("/groups/{group_id}", tags=["groups"])
     async def get_group(group_id: GroupId) -> m.GroupDetail:
         """Return a group with all its rollouts. Rollouts without traces are included: they count in its baseline."""
-        return await serializers.group_detail(store, group_id)
+        return await group_detail(store, group_id)
 
     @trainer.get("/groups/{group_id}/trajectories", tags=["groups"], response_class=StreamingResponse, responses=_ROWS)
     async def group_trajectories(
@@ -47,9 +47,8 @@ def add_routes(routers: Routers, context: ApiContext) -> None:
     ) -> StreamingResponse:
         """Return one row for each trace of the group's ended rollouts, rollout by rollout."""
         _check_builder(builder)
-        if await store.groups.get(group_id) is None:
-            raise not_found("group", group_id)
-        rows = await serializers.group_rollouts(store, group_id)
+        await require("group", group_id, store.groups.get(group_id))
+        rows = await group_rollouts(store, group_id)
         return StreamingResponse(_lines(store, rows, builder, all_grades), media_type=NDJSON)
 
     @trainer.get("/rollouts", tags=["rollouts"])
@@ -60,12 +59,15 @@ def add_routes(routers: Routers, context: ApiContext) -> None:
     ) -> m.RolloutList:
         """Return the newest rollouts that match the conditions, oldest first."""
         rows = await store.rollouts.find(where=where, limit=limit, before=before)
-        return m.RolloutList(rollouts=[serializers.rollout(row) for row in rows])
+        return m.RolloutList(rollouts=convert_all(m.Rollout, rows))
 
     @trainer.get("/rollouts/{rollout_id}", tags=["rollouts"])
     async def get_rollout(rollout_id: RolloutId) -> m.RolloutDetail:
         """Return a rollout with the stages of its attempts and its rewards."""
-        return await serializers.rollout_detail(store, rollout_id)
+        row = await require("rollout", rollout_id, store.rollouts.get(rollout_id))
+        stages = convert_all(m.Stage, await store.rollouts.stages(rollout_id))
+        rewards = convert_all(m.Reward, await store.rewards.of_rollout(rollout_id))
+        return convert(m.RolloutDetail, row, stages=stages, rewards=rewards)
 
     @trainer.get(
         "/rollouts/{rollout_id}/trajectory", tags=["rollouts"], response_class=StreamingResponse, responses=_ROWS
@@ -75,9 +77,7 @@ def add_routes(routers: Routers, context: ApiContext) -> None:
     ) -> StreamingResponse:
         """Return one row for each trace of an ended rollout."""
         _check_builder(builder)
-        row = await store.rollouts.get(rollout_id)
-        if row is None:
-            raise not_found("rollout", rollout_id)
+        row = await require("rollout", rollout_id, store.rollouts.get(rollout_id))
         return StreamingResponse(_lines(store, [row], builder, all_grades), media_type=NDJSON)
 
     @trainer.post("/rewards", status_code=201, tags=["rewards"])
@@ -91,7 +91,7 @@ def add_routes(routers: Routers, context: ApiContext) -> None:
             body.rollout_id, body.value, body.source, body.detail, trace_id=body.trace_id, call_id=body.call_id
         )
         (row,) = [row for row in await store.rewards.of_rollout(body.rollout_id) if row.reward_id == reward_id]
-        return serializers.reward(row)
+        return convert(m.Reward, row)
 
     @admin.post("/sessions", status_code=201, tags=["sessions"])
     async def new_session(body: m.SessionRequest) -> m.CreatedSession:
@@ -118,8 +118,7 @@ async def _lines(store: Store, rows: Sequence[RolloutRow], builder: str, all_gra
 
 
 async def _check_target(store: Store, body: m.RewardRequest) -> None:
-    if await store.rollouts.get(body.rollout_id) is None:
-        raise not_found("rollout", body.rollout_id)
+    await require("rollout", body.rollout_id, store.rollouts.get(body.rollout_id))
     if body.call_id is not None:
         for session_id in await store.sessions.ids_of_rollout(body.rollout_id):
             if body.call_id in {row.call_id for row in await store.calls.summaries(session_id)}:

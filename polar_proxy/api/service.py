@@ -1,15 +1,21 @@
 """Routes of the server itself: its state; pause, resume and drain of one server or of all servers of the database.
 
-All servers are paused by one database row, which each of them reads before it claims a rollout.
+All servers are paused by one database row, which each of them reads before it claims a rollout. `ServiceCollector` adds
+the state of the rollout service and the feed to the gateway's `/metrics`.
 """
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Callable, Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from polar_proxy import __version__
 from polar_proxy import api_models as m
-from polar_proxy.api.context import ApiContext, Routers, wait_until
+from polar_proxy.api.context import ApiContext, Routers, pause_timed_out, wait_or_undo, wait_until
 from polar_proxy.errors import ApiError, EngineError
 from polar_proxy.rollouts import RolloutService
 from polar_proxy.store import Store
@@ -93,22 +99,20 @@ async def _pause_one(service: RolloutService, seconds: float | None, wait_idle: 
     async def idle() -> bool:
         return service.worker.in_flight == 0
 
-    done = False
-    try:
-        done = await wait_until(idle, wait_idle)
-    finally:
-        if not done and was_accepting:
+    async def undo() -> None:
+        if was_accepting:
             service.resume_all()
-        elif not done:
+        else:
             service.pause_all(None if was_paused_until is None else max(0.0, was_paused_until - time.time()))
-    if not done:
-        raise _pause_timed_out(wait_idle, service.worker.in_flight)
+
+    if not await wait_or_undo(idle, wait_idle, undo):
+        raise pause_timed_out(wait_idle, service.worker.in_flight)
 
 
 async def _pause_all(store: Store, seconds: float | None, wait_idle: float | None) -> None:
     """Raises ApiError `pause_timed_out`; the servers then are as they were before."""
     if wait_idle is not None and (left := await _pause_until_idle(store, wait_idle)):
-        raise _pause_timed_out(wait_idle, len(left))
+        raise pause_timed_out(wait_idle, len(left))
     now = time.time()
     await store.fleet.update(FleetRow(now, None if seconds is None else now + seconds))
 
@@ -125,7 +129,7 @@ async def _pause_until_idle(store: Store, seconds: float | None) -> list[str]:
     """Pause all servers and wait until no rollout runs. If some still run, undo the pause (unless someone else changed
     it meanwhile) and return them."""
     before = await store.fleet.get()
-    deadline = None if seconds is None else time.monotonic() + seconds
+    deadline = math.inf if seconds is None else time.monotonic() + seconds
     left: list[str] = []
 
     async def idle() -> bool:
@@ -136,8 +140,8 @@ async def _pause_until_idle(store: Store, seconds: float | None) -> list[str]:
     mine = before
     done = False
     try:
-        while not done and (deadline is None or mine is before or time.monotonic() < deadline):
-            wait = _RENEW_SECONDS if deadline is None else min(_RENEW_SECONDS, max(0.0, deadline - time.monotonic()))
+        while not done and (mine is before or time.monotonic() < deadline):
+            wait = min(_RENEW_SECONDS, max(0.0, deadline - time.monotonic()))
             renewed = FleetRow(time.time(), time.time() + wait + _GRACE_SECONDS)
             if not await store.fleet.update(renewed, only_if=mine):
                 raise ApiError("Someone else paused or resumed all servers meanwhile.", status=409, code="conflict")
@@ -147,11 +151,6 @@ async def _pause_until_idle(store: Store, seconds: float | None) -> list[str]:
         if not done and mine is not before:
             await store.fleet.update(before, only_if=mine)
     return left
-
-
-def _pause_timed_out(seconds: float, in_flight: int) -> ApiError:
-    message = f"After {seconds:g} s {in_flight} rollouts still run: nothing stays paused."
-    return ApiError(message, status=409, code="pause_timed_out", detail={"in_flight": in_flight})
 
 
 async def _state(context: ApiContext) -> m.ServiceState:
@@ -198,3 +197,55 @@ async def _engine_state(context: ApiContext) -> tuple[str | None, Json | None]:
         reason = str(error)
     state: Json = {"kind": info.engine, "version": info.version, "model": info.model}
     return version, {**state, "healthy": reason is None, "reason": reason}
+
+
+class ServiceCollector(Collector):
+    """A Prometheus collector, to be registered with the gateway's registry."""
+
+    def __init__(self, counts: Callable[[], Json | None], feed_depth: Callable[[], dict[str, int]]) -> None:
+        """`counts`: `RolloutService.counts`, or a function that returns None on a server without a service."""
+        self._counts = counts
+        self._feed_depth = feed_depth
+
+    def collect(self) -> Iterator[Metric]:
+        feed = GaugeMetricFamily("polar_feed_groups", "Groups of the trainer feed by state.", labels=["state"])
+        for state, groups in self._feed_depth().items():
+            feed.add_metric([state], groups)
+        yield feed
+        counts = self._counts()
+        if counts is None:
+            return
+        yield GaugeMetricFamily("polar_rollouts_in_flight", "Rollouts that this process works on.", counts["in_flight"])
+        yield from _stage_metrics(counts)
+        yield from _pool_metrics(counts["pool"])
+
+
+def _stage_metrics(counts: Json) -> Iterator[Metric]:
+    families = {
+        name: kind(f"polar_stage_{name}", text, labels=["stage"])
+        for name, kind, text in (
+            ("inside", GaugeMetricFamily, "Rollouts in the stage now."),
+            ("waiting", GaugeMetricFamily, "Rollouts that wait to enter the stage."),
+            ("limit", GaugeMetricFamily, "Rollouts that may be in the stage at a time."),
+            ("entered", CounterMetricFamily, "Rollouts that entered the stage."),
+            ("waited_seconds", CounterMetricFamily, "Seconds that rollouts waited to enter the stage."),
+        )
+    }
+    refusals = CounterMetricFamily(
+        "polar_stage_refusals", "Times that a rollout was not admitted, by reason.", labels=["stage", "reason"]
+    )
+    for stage, limiter in counts["stages"].items():
+        for name, family in families.items():
+            family.add_metric([stage], limiter[name])
+        for reason, times in counts["refusals"][stage].items():
+            refusals.add_metric([stage, reason], times)
+    yield from (*families.values(), refusals)
+
+
+def _pool_metrics(pool: Json) -> Iterator[Metric]:
+    yield GaugeMetricFamily("polar_pool_on_shelf", "Sandboxes that are ready now.", pool["on_shelf"])
+    taken = CounterMetricFamily("polar_pool_taken", "Sandboxes taken, by where they came from.", labels=["result"])
+    for result, name in (("hit", "hits"), ("miss", "misses"), ("dead", "dead")):
+        taken.add_metric([result], pool[name])
+    yield taken
+    yield CounterMetricFamily("polar_pool_waited_seconds", "Seconds waited for a sandbox.", pool["waited_seconds"])

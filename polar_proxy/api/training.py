@@ -1,40 +1,111 @@
-"""Routes of training runs: trainers report their metrics here, and dashboards read the curves."""
+"""Routes for trainers: lease finished groups from the feed, acknowledge or return them, and report training runs."""
 
 from __future__ import annotations
 
+import asyncio
+import time
 from typing import Annotated
 
-from fastapi import Path
+from fastapi import Path, Request
 
 from polar_proxy import api_models as m
-from polar_proxy.api import serializers
-from polar_proxy.api.context import ApiContext, Routers
+from polar_proxy.api.context import ApiContext, Routers, not_found
+from polar_proxy.api.serializers import convert, convert_all
+from polar_proxy.store import Store
+from polar_proxy.store.training import TrainingRunRow
+from polar_proxy.training import metrics
 
+_POLL_SECONDS = 0.25
 RunId = Annotated[str, Path(description="The id of a training run, chosen by its trainer.")]
+LeaseId = Annotated[str, Path(description="The id of a lease.")]
 
 
 def add_routes(routers: Routers, context: ApiContext) -> None:
     trainer, store = routers.trainer, context.store
 
+    @trainer.post("/feed/lease", tags=["feed"])
+    async def lease(body: m.LeaseRequest, request: Request) -> m.LeaseResponse:
+        """Lease finished groups, oldest first. No other consumer gets them until the leases expire.
+
+        Groups that are too stale are dropped instead. With `wait`, the response is delayed until there is a group.
+        """
+        deadline = time.monotonic() + body.wait
+        dropped: list[str] = []
+        while True:
+            # Try to lease before waiting: that also validates the request and drops stale groups.
+            batch = await store.feed.lease(
+                body.consumer,
+                body.limit,
+                body.seconds,
+                policy_version=body.policy_version,
+                max_staleness=body.max_staleness,
+            )
+            dropped += batch.dropped
+            if batch.leases or not await _wait_for_group(context, request, deadline):
+                return m.LeaseResponse(leases=convert_all(m.Lease, batch.leases), dropped=dropped)
+
+    @trainer.post("/feed/leases/{lease_id}/ack", tags=["feed"])
+    async def acknowledge(lease_id: LeaseId) -> m.LeaseEndResponse:
+        """Report that the group was trained on; it is never leased again. 409 `lease_lost` if the lease expired."""
+        await store.feed.acknowledge(lease_id)
+        return m.LeaseEndResponse(lease_id=lease_id, outcome="acknowledged")
+
+    @trainer.post("/feed/leases/{lease_id}/return", tags=["feed"])
+    async def give_back(lease_id: LeaseId) -> m.LeaseEndResponse:
+        """Return the group unused, so that it can be leased again. 409 `lease_lost` if the lease expired."""
+        await store.feed.release(lease_id)
+        return m.LeaseEndResponse(lease_id=lease_id, outcome="returned")
+
+    @trainer.post("/feed/leases/{lease_id}/extend", tags=["feed"])
+    async def extend(lease_id: LeaseId, body: m.ExtendRequest) -> m.LeaseExtendResponse:
+        """Let the lease expire later. 409 `lease_lost` if it already expired."""
+        return m.LeaseExtendResponse(lease_id=lease_id, expires_at=await store.feed.extend(lease_id, body.seconds))
+
+    @trainer.get("/feed", tags=["feed"])
+    async def feed_state() -> m.FeedState:
+        """Return the number of groups in each state, and why groups were dropped."""
+        return m.FeedState(depth=await store.feed.depth(), dropped_reasons=await store.feed.drop_reasons())
+
     @trainer.put("/training/{run_id}", tags=["training"])
     async def put_run(run_id: RunId, body: m.TrainingRunRequest) -> m.TrainingRun:
         """Register a run with all its lines so far, or replace the lines of a known run."""
         await store.training.put_run(run_id, body.name, body.config, [line.model_dump() for line in body.lines])
-        return serializers.training_run(await serializers.require_training_run(store, run_id))
+        return convert(m.TrainingRun, await _require_run(store, run_id))
 
     @trainer.post("/training/{run_id}/lines", tags=["training"])
     async def add_lines(run_id: RunId, body: m.TrainingLinesRequest) -> m.TrainingRun:
         """Append lines to a run. 409 `conflict` if lines before them are missing."""
-        await serializers.require_training_run(store, run_id)
+        await _require_run(store, run_id)
         await store.training.add_lines(run_id, body.first, [line.model_dump() for line in body.lines])
-        return serializers.training_run(await serializers.require_training_run(store, run_id))
+        return convert(m.TrainingRun, await _require_run(store, run_id))
 
     @trainer.get("/training", tags=["training"])
     async def list_runs() -> m.TrainingRunList:
         """List all runs, newest first."""
-        return m.TrainingRunList(runs=[serializers.training_run(run) for run in await store.training.runs()])
+        return m.TrainingRunList(runs=convert_all(m.TrainingRun, await store.training.runs()))
 
     @trainer.get("/training/{run_id}", tags=["training"])
     async def get_run(run_id: RunId) -> m.TrainingRunDetail:
         """Return the settings of a run, and its curves as lists."""
-        return await serializers.training_run_detail(store, run_id)
+        row = await _require_run(store, run_id)
+        return convert(m.TrainingRunDetail, row, series=metrics.series(await store.training.lines(run_id)))
+
+
+async def _wait_for_group(context: ApiContext, request: Request, deadline: float) -> bool:
+    """Return True once a group may be waiting; False at the deadline, when the server stops, or when the client
+    disconnects (a group leased to it would be blocked until the lease expires)."""
+    while (remaining := deadline - time.monotonic()) > 0 and not context.closing.is_set():
+        if await request.is_disconnected():
+            return False
+        if await context.store.feed.any_waiting():
+            return True
+        await asyncio.sleep(min(_POLL_SECONDS, remaining))
+    return False
+
+
+async def _require_run(store: Store, run_id: str) -> TrainingRunRow:
+    """Raises ApiError 404."""
+    rows = await store.training.runs(run_id)
+    if not rows:
+        raise not_found("training run", run_id)
+    return rows[0]

@@ -132,7 +132,6 @@ async def _run(settings: Settings, tasks: list[Task], *, quiet: bool) -> list[Ro
 
 def summary(row: RolloutRow) -> Json:
     """Return a rollout as `--json` prints it."""
-    wall = None if row.started_at is None or row.ended_at is None else round(row.ended_at - row.started_at, 3)
     return {
         "rollout_id": row.rollout_id,
         "task_id": row.task_id,
@@ -148,7 +147,7 @@ def summary(row: RolloutRow) -> Json:
         "prompt_tokens": row.prompt_tokens,
         "completion_tokens": row.completion_tokens,
         "trained_tokens": row.trained_tokens,
-        "wall_seconds": wall,
+        "wall_seconds": row.wall_seconds,
         "exit_code": row.exit_code,
         "session_id": row.session_id,
         "error": row.error,
@@ -159,7 +158,7 @@ def _print_summary(rows: list[RolloutRow], url: str) -> None:
     columns = ("rollout", "task", "status", "reward", "calls", "trained", "s")
     table = make_table(*columns, right=("reward", "calls", "trained", "s"))
     for row in rows:
-        seconds = format_number(summary(row)["wall_seconds"], ".1f")
+        seconds = format_number(row.wall_seconds, ".1f")
         numbers = (format_number(row.reward), str(row.calls), str(row.trained_tokens), seconds)
         table.add_row(row.rollout_id, row.task_id, row.status, *numbers)
     out.print(table)

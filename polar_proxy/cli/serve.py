@@ -88,7 +88,7 @@ def serve(
 
 async def _serve(settings: Settings, as_json: bool, *, with_workers: bool, ray_address: str | None) -> None:
     from polar_proxy.api import ApiContext, BackgroundLoops, create_router, local_admin_key
-    from polar_proxy.api.metrics import ServiceCollector
+    from polar_proxy.api.service import ServiceCollector
     from polar_proxy.engines.factory import make_engine
     from polar_proxy.gateway import Gateway
     from polar_proxy.rollouts import RolloutService, ServiceLimits, recover

@@ -1,7 +1,9 @@
 """Network-free parts of both clients: API calls as values, the retry budget, and reading of streams.
 
-Each API method is one function from arguments to an `ApiCall`. The descriptors `api_method` and `api_stream` turn it
-into a method that returns the response on `Client` and a coroutine on `AsyncClient`, so every route is written once.
+Each API method is one function from arguments to an `ApiCall` or `ApiStream`. The descriptor `api_method` turns it into
+a method of `Client` and of `AsyncClient`, so every route is written once.
+
+Format of events: https://html.spec.whatwg.org/multipage/server-sent-events.html#parsing-an-event-stream
 """
 
 from __future__ import annotations
@@ -10,18 +12,18 @@ import functools
 import random
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, overload
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, get_args, overload
 from urllib.parse import quote
 
 import httpx
 import orjson
 
-from polar_proxy.api_models import API_PREFIX
+from polar_proxy.api_models import API_PREFIX, Event, EventName
 from polar_proxy.client.errors import UnreachableError, error_from_response
-from polar_proxy.client.streams import StreamDecoder
 from polar_proxy.types import Json
 
 P = ParamSpec("P")
+R = TypeVar("R")
 T = TypeVar("T")
 
 TIMEOUT_SECONDS = 30.0
@@ -30,6 +32,9 @@ MAX_PAUSE_SECONDS = 10.0
 RECONNECT_SECONDS = 0.5
 _RETRY_STATUSES = frozenset({429, 503})
 """Retried if the response has the header `Retry-After`, because the server then did nothing."""
+
+
+_EVENT_NAMES = frozenset(get_args(EventName))
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +120,103 @@ def _origin(error: httpx.TransportError) -> str:
         return "the server"
 
 
+class StreamDecoder(Generic[T]):
+    """Decodes one stream, across all its connections: bytes in, values out, no network."""
+
+    def __init__(self) -> None:
+        self.ended = False
+        """The stream is complete."""
+        self.resumable = True
+        """A new connection can continue the stream where the last one broke."""
+        self._rest = b""
+
+    def headers(self) -> dict[str, str]:
+        """Return the request headers of the next connection."""
+        raise NotImplementedError
+
+    def feed(self, data: bytes) -> Iterator[T]:
+        """Yield the values that these bytes complete."""
+        raise NotImplementedError
+
+    def response_ended(self) -> None:
+        """Call this when the response ended without an error."""
+        raise NotImplementedError
+
+    def connection_lost(self) -> None:
+        """Drop the incomplete value, because the connection broke."""
+        self._rest = b""
+
+    def split_lines(self, data: bytes) -> list[bytes]:
+        r"""Return the lines that are complete, split at `\n` only."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return [line.removesuffix(b"\r") for line in lines]
+
+
+class RowDecoder(StreamDecoder[Json]):
+    """Decodes newline-delimited JSON. A stream that broke after its first byte cannot be resumed."""
+
+    def headers(self) -> dict[str, str]:
+        return {"accept": "application/x-ndjson"}
+
+    def feed(self, data: bytes) -> Iterator[Json]:
+        self.resumable = False
+        for line in self.split_lines(data):
+            if line:
+                yield orjson.loads(line)
+
+    def response_ended(self) -> None:
+        self.ended = True
+
+
+class EventDecoder(StreamDecoder[Event]):
+    """Decodes server-sent events. A new connection continues after the last complete event."""
+
+    def __init__(self, last_id: str | None = None) -> None:
+        super().__init__()
+        self.last_id = last_id
+        self._id: str | None = None
+        self._event = ""
+        self._data: list[bytes] = []
+
+    def headers(self) -> dict[str, str]:
+        position = {} if self.last_id is None else {"last-event-id": self.last_id}
+        return {"accept": "text/event-stream", "cache-control": "no-store", **position}
+
+    def feed(self, data: bytes) -> Iterator[Event]:
+        for line in self.split_lines(data):
+            if not line:
+                if (event := self._complete()) is not None:
+                    yield event
+                continue
+            name, _, value = line.partition(b":")
+            value = value.removeprefix(b" ")
+            if name == b"data":
+                self._data.append(value)
+            elif name == b"event":
+                self._event = value.decode()
+            elif name == b"id":
+                self._id = value.decode()
+            # A line without a name is a comment, sent to keep the connection alive.
+
+    def response_ended(self) -> None:
+        """Accept the end of a response before the end of the stream: the server stopped, and the next one continues."""
+        self.connection_lost()
+
+    def connection_lost(self) -> None:
+        super().connection_lost()
+        self._id, self._event, self._data = None, "", []
+
+    def _complete(self) -> Event | None:
+        name, data = self._event, b"\n".join(self._data)
+        # Advance the id only with a complete event, so that an interrupted event is sent again.
+        self.last_id = self._id or self.last_id
+        self._id, self._event, self._data = None, "", []
+        if name not in _EVENT_NAMES or not data:
+            return None  # an event of a newer server
+        self.ended = name == "end"
+        return Event.model_validate({"id": self.last_id or "", "event": name, "data": orjson.loads(data)})
+
+
 class StreamReader(Generic[T]):
     """One stream across all its connections: decoding, and when to connect again."""
 
@@ -165,41 +267,38 @@ class AsyncTransport(Protocol):
     def stream(self, stream: ApiStream[T]) -> AsyncIterator[T]: ...
 
 
-class api_method(Generic[P, T]):
-    """Turn a function that builds an `ApiCall` into a method of both clients."""
+class api_method(Generic[P, R]):
+    """Turn a function that builds an `ApiCall` or an `ApiStream` into a method of both clients.
 
-    def __init__(self, build: Callable[Concatenate[Any, P], ApiCall[T]]) -> None:
+    The method returns the response or an iterator over the stream; on `AsyncClient`, a coroutine or an async iterator.
+    """
+
+    def __init__(self, build: Callable[Concatenate[Any, P], R]) -> None:
         self._build = build
         functools.update_wrapper(self, build)  # type: ignore[arg-type]
 
     @overload
     def __get__(self, client: None, owner: Any) -> Self: ...
     @overload
-    def __get__(self, client: AsyncTransport, owner: Any) -> Callable[P, Coroutine[Any, Any, T]]: ...
+    def __get__(
+        self: api_method[P, ApiCall[T]], client: AsyncTransport, owner: Any
+    ) -> Callable[P, Coroutine[Any, Any, T]]: ...
     @overload
-    def __get__(self, client: SyncTransport, owner: Any) -> Callable[P, T]: ...
+    def __get__(self: api_method[P, ApiCall[T]], client: SyncTransport, owner: Any) -> Callable[P, T]: ...
+    @overload
+    def __get__(
+        self: api_method[P, ApiStream[T]], client: AsyncTransport, owner: Any
+    ) -> Callable[P, AsyncIterator[T]]: ...
+    @overload
+    def __get__(self: api_method[P, ApiStream[T]], client: SyncTransport, owner: Any) -> Callable[P, Iterator[T]]: ...
     def __get__(self, client: Any, owner: Any) -> Any:
         if client is None:
             return self
         build = self._build.__get__(client)
-        return functools.wraps(build)(lambda *args, **kwargs: client.send(build(*args, **kwargs)))
 
+        @functools.wraps(build)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            request = build(*args, **kwargs)
+            return client.stream(request) if isinstance(request, ApiStream) else client.send(request)
 
-class api_stream(Generic[P, T]):
-    """Turn a function that builds an `ApiStream` into a method that returns an iterator (async on `AsyncClient`)."""
-
-    def __init__(self, build: Callable[Concatenate[Any, P], ApiStream[T]]) -> None:
-        self._build = build
-        functools.update_wrapper(self, build)  # type: ignore[arg-type]
-
-    @overload
-    def __get__(self, client: None, owner: Any) -> Self: ...
-    @overload
-    def __get__(self, client: AsyncTransport, owner: Any) -> Callable[P, AsyncIterator[T]]: ...
-    @overload
-    def __get__(self, client: SyncTransport, owner: Any) -> Callable[P, Iterator[T]]: ...
-    def __get__(self, client: Any, owner: Any) -> Any:
-        if client is None:
-            return self
-        build = self._build.__get__(client)
-        return functools.wraps(build)(lambda *args, **kwargs: client.stream(build(*args, **kwargs)))
+        return method

@@ -9,8 +9,7 @@ from uuid import uuid4
 from pydantic import BaseModel
 
 from polar_proxy import api_models as m
-from polar_proxy.client.requests import ApiCall, ApiStream, api_method, api_stream, quote_segment
-from polar_proxy.client.streams import EventDecoder, RowDecoder
+from polar_proxy.client.requests import ApiCall, ApiStream, EventDecoder, RowDecoder, api_method, quote_segment
 from polar_proxy.types import Json
 
 M = TypeVar("M", bound=BaseModel)
@@ -78,7 +77,7 @@ class ApiMethods:
         """Resume a paused job."""
         return _post(f"/jobs/{quote_segment(job_id)}/resume", m.Job, idempotent=True)
 
-    @api_stream
+    @api_method
     def events(self, job_id: str | None = None, *, after: str | None = None) -> ApiStream[m.Event]:
         """Stream the events of one job until it has ended (last event: `end`), or of all jobs without end.
 
@@ -94,7 +93,7 @@ class ApiMethods:
         """Return a group and all its rollouts, including those without a trace."""
         return _get(f"/groups/{quote_segment(group_id)}", m.GroupDetail)
 
-    @api_stream
+    @api_method
     def group_trajectories(
         self, group_id: str, *, builder: Builder = "merged", all_grades: bool = False
     ) -> ApiStream[Json]:
@@ -117,7 +116,7 @@ class ApiMethods:
         """Return a rollout with the stages of its attempts and all its rewards."""
         return _get(f"/rollouts/{quote_segment(rollout_id)}", m.RolloutDetail)
 
-    @api_stream
+    @api_method
     def trajectory(self, rollout_id: str, *, builder: Builder = "merged", all_grades: bool = False) -> ApiStream[Json]:
         """Stream one row for each trace of a rollout."""
         params = {"builder": builder, "all_grades": all_grades}

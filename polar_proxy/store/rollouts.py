@@ -86,6 +86,11 @@ class RolloutRow:
     def final(self) -> bool:
         return self.status in FINAL_STATUSES
 
+    @property
+    def wall_seconds(self) -> float | None:
+        """Seconds from the start of the agent to the end of the rollout."""
+        return None if self.started_at is None or self.ended_at is None else round(self.ended_at - self.started_at, 3)
+
 
 @dataclass(frozen=True, slots=True)
 class Claim:

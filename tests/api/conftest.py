@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from polar_proxy.api import ApiContext, BackgroundLoops, create_router, new_api_key
-from polar_proxy.api.metrics import ServiceCollector
+from polar_proxy.api.service import ServiceCollector
 from polar_proxy.api_models import API_PREFIX, Role
 from polar_proxy.config import AdmissionSettings, Settings
 from polar_proxy.engines.base import Engine

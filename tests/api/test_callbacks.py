@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 import pytest
 
-from polar_proxy.api.callbacks import SECRET_FILE
+from polar_proxy.api.background import SECRET_FILE
 from polar_proxy.errors import UsageError
 from polar_proxy.store.service.job_events import CallbackRow
 from polar_proxy.webhooks import BadCallbackError, verify_callback

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from polar_proxy.api import feed
+from polar_proxy.api import training
 from polar_proxy.store import Store
 from tests.api.conftest import RunningServer, ServeApi, job_request
 from tests.api.test_jobs import until_ended
@@ -112,8 +112,8 @@ async def test_a_client_that_disconnects_while_waiting_leases_nothing(
         given_up.set()
         return found
 
-    wait_for_group = feed._wait_for_group
-    monkeypatch.setattr(feed, "_wait_for_group", noted)
+    wait_for_group = training._wait_for_group
+    monkeypatch.setattr(training, "_wait_for_group", noted)
     async with serve_api() as running:
         waiting = asyncio.create_task(lease(running, wait=300))
         await asyncio.wait_for(waits.wait(), 60)

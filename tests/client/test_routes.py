@@ -9,7 +9,7 @@ from typing import Any
 
 from polar_proxy import api_models as m
 from polar_proxy.api import create_api
-from polar_proxy.client.requests import ApiCall, ApiStream, api_method, api_stream
+from polar_proxy.client.requests import ApiCall, ApiStream, api_method
 from polar_proxy.client.routes import ApiMethods
 from polar_proxy.config import Settings
 from polar_proxy.store import open_store
@@ -38,7 +38,7 @@ class RecordedMethods(ApiMethods):
 def client_routes() -> set[tuple[str, str]]:
     found = set()
     for name in dir(ApiMethods):
-        if not isinstance(getattr(ApiMethods, name), api_method | api_stream):
+        if not isinstance(getattr(ApiMethods, name), api_method):
             continue
         # Ids are named as in the server's paths; `cancel` takes three kinds of id.
         kinds = ("job_id", "group_id", "rollout_id") if name == "cancel" else (None,)

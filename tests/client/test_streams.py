@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polar_proxy.api_models import Event
-from polar_proxy.client.streams import EventDecoder, RowDecoder
+from polar_proxy.client.requests import EventDecoder, RowDecoder
 
 # `str.splitlines` splits at these characters, which JSON strings may contain.
 ODD = "a\u2028b\u0085c\x0b"
