@@ -70,7 +70,9 @@ def add_routes(routers: Routers, context: ApiContext) -> None:
         and the servers start rollouts again.
         """
         if body.scope == "all":
-            left = await _drain_all(context.store, body.timeout)
+            left = await _pause_until_idle(context.store, body.timeout)
+            if not left:
+                await context.store.fleet.update(FleetRow(time.time(), None))
         else:
             left = await _service(context).drain(body.timeout)
         if left:
@@ -115,14 +117,6 @@ async def _pause_all(store: Store, seconds: float | None, wait_idle: float | Non
         raise pause_timed_out(wait_idle, len(left))
     now = time.time()
     await store.fleet.update(FleetRow(now, None if seconds is None else now + seconds))
-
-
-async def _drain_all(store: Store, timeout: float | None) -> list[str]:
-    """Return the rollouts that still run after `timeout` seconds; if there are none, all servers stay paused."""
-    if left := await _pause_until_idle(store, timeout):
-        return left
-    await store.fleet.update(FleetRow(time.time(), None))
-    return []
 
 
 async def _pause_until_idle(store: Store, seconds: float | None) -> list[str]:

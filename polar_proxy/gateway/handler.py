@@ -17,7 +17,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 from urllib.parse import parse_qs
 
 from polar_proxy.config import GatewaySettings
@@ -39,12 +39,12 @@ from polar_proxy.sessions import (
     read_client_metadata,
 )
 from polar_proxy.store import Store
-from polar_proxy.types import Json, new_id
+from polar_proxy.types import new_id
 
 log = logging.getLogger(__name__)
 
+P = ParamSpec("P")
 T = TypeVar("T")
-R = TypeVar("R")
 
 _LARGE_BODY = 1 << 20
 """Bytes above which a body is parsed in a thread, to keep the event loop free."""
@@ -246,22 +246,14 @@ class RequestHandler:
         return await self._sessions.find(key, path_key, inside_sandbox=inside_sandbox)
 
     async def _parse(self, dialect: Dialect, raw: bytes, session: SessionState) -> ParsedRequest:
-        previous = session.last_parsed(dialect.name)
-
-        def parse(body: Json) -> ParsedRequest:
-            return dialect.parse(body, previous)
-
         body = await _offload(len(raw), asgi.parse_json_object, raw)
         previous_call_id = dialect.previous_call_id(body)
         if previous_call_id is None:
-            return await _offload(len(raw), parse, body)
-        referred = await self._previous_call(dialect, previous_call_id, session)
-
-        def prepend_and_parse(body: Json) -> ParsedRequest:
-            return dialect.parse(dialect.prepend_previous(body, referred))
-
-        # A body of a few bytes may continue a conversation of megabytes.
-        return await _offload(len(raw) + sum(map(len, referred.messages)), prepend_and_parse, body)
+            return await _offload(len(raw), dialect.parse, body, session.last_parsed(dialect.name))
+        previous = await self._previous_call(dialect, previous_call_id, session)
+        size = len(raw) + sum(map(len, previous.messages))  # a short body may continue a conversation of megabytes
+        whole = await _offload(size, dialect.prepend_previous, body, previous)
+        return await _offload(size, dialect.parse, whole)
 
     async def _previous_call(self, dialect: Dialect, call_id: str, session: SessionState) -> PreviousCall:
         """Return the call that a body continues. Raises RequestError if it has no complete answer in this session."""
@@ -281,9 +273,9 @@ class RequestHandler:
         return PreviousCall(call.messages, call.choices[0].message)
 
 
-async def _offload(size: int, work: Callable[[T], R], value: T) -> R:
-    """Return `work(value)`, computed in a thread if `size`, in bytes, is large."""
-    return await asyncio.to_thread(work, value) if size > _LARGE_BODY else work(value)
+async def _offload(size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Return `work(...)`, computed in a thread if `size`, in bytes, is large."""
+    return await asyncio.to_thread(work, *args, **kwargs) if size > _LARGE_BODY else work(*args, **kwargs)
 
 
 async def _run_to_end(work: Awaitable[T]) -> T:

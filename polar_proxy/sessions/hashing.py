@@ -25,8 +25,6 @@ EMPTY = b"\0" * 16
 VERSION = b"1"
 """Part of every key, so that keys that were stored under older rules are not found."""
 
-_DIGESTS = 4096
-"""Number of message digests that are remembered, because every request of a session repeats its earlier messages."""
 _SAFE_INTEGER = 2**53
 _ROLES = {"developer": "system", "function": "tool"}
 _SORTED = orjson.OPT_SORT_KEYS
@@ -125,33 +123,6 @@ NORMALISERS: tuple[Normaliser, ...] = (
     ),
 )
 
-NAMES = frozenset(item.name for item in NORMALISERS)
-
-
-class ActiveNormalisers:
-    """The normalisers that are switched on."""
-
-    def __init__(self, off: Iterable[str] = ()) -> None:
-        off = frozenset(off)
-        if unknown := off - NAMES:
-            raise UsageError(
-                f"gateway.normalisers_off names unknown normalisers: {', '.join(sorted(unknown))}. "
-                f"The known ones are {', '.join(sorted(NAMES))}."
-            )
-        self.names = NAMES - off
-        self._texts: Sequence[tuple[frozenset[str], str, re.Pattern[str], str]] = [
-            (item.roles, item.guard, item.pattern, item.replacement)
-            for item in NORMALISERS
-            if item.name in self.names and item.pattern is not None
-        ]
-
-    def text(self, role: str, text: str) -> str:
-        """Return the text of a message as it is compared."""
-        for roles, guard, pattern, replacement in self._texts:
-            if role in roles and guard in text:
-                text = pattern.sub(replacement, text)
-        return text
-
 
 @dataclass(frozen=True, slots=True)
 class AssistantTurn:
@@ -190,18 +161,24 @@ class HashedConversation:
 
 
 class MessageHasher:
-    """Hashes messages under one set of normalisers."""
+    """Hashes messages under all normalisers but those in `off`. Raises UsageError for an unknown name."""
 
-    def __init__(self, active: ActiveNormalisers) -> None:
-        self._active = active
-        self._blocks = "string_or_blocks" in active.names
-        self._marks = "cache_marks" in active.names
-        self._reasoning = "reasoning" in active.names
-        self._arguments = "json_arguments" in active.names
-        self._trailing = "trailing_space" in active.names
-        self._repeated = "repeated_results" in active.names
-        self._root = hashlib.blake2b(orjson.dumps(sorted(active.names)) + VERSION, digest_size=16).digest()
-        self._digests: dict[int, bytes] = {}
+    def __init__(self, off: Iterable[str] = ()) -> None:
+        names = {item.name for item in NORMALISERS}
+        if unknown := set(off) - names:
+            raise UsageError(
+                f"gateway.normalisers_off names unknown normalisers: {', '.join(sorted(unknown))}. "
+                f"The known ones are {', '.join(sorted(names))}."
+            )
+        names.difference_update(off)
+        self._blocks = "string_or_blocks" in names
+        self._marks = "cache_marks" in names
+        self._reasoning = "reasoning" in names
+        self._arguments = "json_arguments" in names
+        self._trailing = "trailing_space" in names
+        self._repeated = "repeated_results" in names
+        self._patterns = [item for item in NORMALISERS if item.name in names and item.pattern is not None]
+        self._root = hashlib.blake2b(orjson.dumps(sorted(names)) + VERSION, digest_size=16).digest()
 
     def chain(self, messages: Sequence[Message], previous: HashedConversation | None = None) -> HashChain:
         """Return the keys of a conversation. The messages that it shares with `previous` are not hashed again."""
@@ -245,33 +222,22 @@ class MessageHasher:
         return _link(key, digest), _link(assistant_chain, digest), digest
 
     def digest(self, message: Message) -> bytes:
-        """Return the 16-byte digest of a message. Digests of known messages are cached under Python's `hash`, which is
-        ten times as fast to compute."""
-        content = message.content
-        seen = hash(
-            (
-                message.role,
-                content if isinstance(content, str) or content is None else ("parts", orjson.dumps(content)),
-                message.tool_calls,
-                None if self._reasoning else message.reasoning,
-            )
-        )
-        digest = self._digests.get(seen)
-        if digest is None:
-            if len(self._digests) >= _DIGESTS:
-                self._digests.clear()
-            digest = self._digests[seen] = hashlib.blake2b(self._normalised(message), digest_size=16).digest()
-        return digest
-
-    def _normalised(self, message: Message) -> bytes:
+        """Return the 16-byte digest of a message."""
         role = _ROLES.get(message.role, message.role)
         content = self._content(role, message.content)
         if isinstance(content, str):
-            content = self._active.text(role, content)
+            content = self._text(role, content)
             if self._trailing and role == "assistant":
                 content = content.rstrip()
         calls = [(call.name, self._canonical_arguments(call.arguments)) for call in message.tool_calls]
-        return orjson.dumps([role, content, calls, None if self._reasoning else message.reasoning])
+        normalised = orjson.dumps([role, content, calls, None if self._reasoning else message.reasoning])
+        return hashlib.blake2b(normalised, digest_size=16).digest()
+
+    def _text(self, role: str, text: str) -> str:
+        for item in self._patterns:
+            if item.pattern is not None and role in item.roles and item.guard in text:
+                text = item.pattern.sub(item.replacement, text)
+        return text
 
     def _content(self, role: str, content: str | list[Json] | None) -> Any:
         if content is None:
@@ -286,7 +252,7 @@ class MessageHasher:
             if self._marks and "cache_control" in part:
                 part = {key: value for key, value in part.items() if key != "cache_control"}
             if part.get("type") == "text" and isinstance(part.get("text"), str):
-                part = {**part, "text": self._active.text(role, part["text"])}
+                part = {**part, "text": self._text(role, part["text"])}
             kept.append(part)
         return [orjson.dumps(kept, option=_SORTED).decode()]  # a list never equals a text
 

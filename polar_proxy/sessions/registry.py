@@ -13,6 +13,7 @@ from itertools import islice
 from weakref import WeakValueDictionary
 
 from polar_proxy.errors import RequestError
+from polar_proxy.sessions.hashing import MessageHasher
 from polar_proxy.sessions.identity import hash_key
 from polar_proxy.sessions.state import ConversationCache, SessionState
 from polar_proxy.store import Store
@@ -43,7 +44,7 @@ class SessionRegistry:
         serve sessions of this store, too."""
         self._store = store
         self.open_to_all = open_to_all
-        self._normalisers_off = normalisers_off
+        self._hasher = MessageHasher(normalisers_off)
         self._window = window
         self._shared = shared
         self._cache = ConversationCache()
@@ -96,11 +97,7 @@ class SessionRegistry:
             # Calls from before a restart, or from before the session was evicted.
             lineages = [] if is_new else await self._store.calls.lineages(row.session_id)
             session = SessionState(
-                row.session_id,
-                row.policy or {},
-                normalisers_off=self._normalisers_off,
-                window=self._window,
-                cache=self._cache,
+                row.session_id, row.policy or {}, hasher=self._hasher, window=self._window, cache=self._cache
             )
             session.rebuild(lineages)
             session.elsewhere = len(lineages)

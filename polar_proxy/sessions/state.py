@@ -23,7 +23,6 @@ from cachetools import LRUCache
 from polar_proxy.dialects import ParsedRequest
 from polar_proxy.sessions.call_index import AnswerNode, CallIndex, CallNode, fingerprint_of, node_from_store, quotes_of
 from polar_proxy.sessions.hashing import (
-    ActiveNormalisers,
     HashedConversation,
     MessageHasher,
     call_ids,
@@ -102,24 +101,20 @@ class ConversationCache(LRUCache[Hashable, Any]):
 
 
 class SessionState:
-    """A session while the gateway serves it.
-
-    `normalisers_off` names normalisers not to use; `window`: number of seconds for which an answer counts as just
-    given.
-    """
+    """A session while the gateway serves it. `window`: number of seconds for which an answer counts as just given."""
 
     def __init__(
         self,
         session_id: str,
         policy: Json,
         *,
-        normalisers_off: Iterable[str] = (),
+        hasher: MessageHasher | None = None,
         window: float = 10.0,
         cache: ConversationCache | None = None,
     ) -> None:
         self.session_id = session_id
         self.policy = policy
-        self._hasher = MessageHasher(ActiveNormalisers(normalisers_off))
+        self._hasher = hasher or MessageHasher()
         self._index = CallIndex()
         self._window = window
         self._cache = ConversationCache() if cache is None else cache

@@ -9,6 +9,7 @@ import orjson
 
 from polar_proxy.dialects import OpenAIChat
 from polar_proxy.sessions import NO_METADATA, ClientMetadata, Lineage, SessionState
+from polar_proxy.sessions.hashing import MessageHasher
 from polar_proxy.types import CallStatus, ChatRequest, Json, StoredLineage
 
 _numbers = itertools.count()
@@ -50,7 +51,7 @@ class SessionDriver:
     """A session with a clock. `ask` places a call, `answer` records its answer, `call` does both."""
 
     def __init__(self, *off: str) -> None:
-        self.state = SessionState("session", {}, normalisers_off=off)
+        self.state = SessionState("session", {}, hasher=MessageHasher(off))
         self.now = 1000.0
         self.stored: list[StoredLineage] = []
 

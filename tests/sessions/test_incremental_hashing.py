@@ -7,7 +7,7 @@ import random
 import pytest
 
 from polar_proxy.dialects import OpenAIChat, ParsedRequest
-from polar_proxy.sessions.hashing import ActiveNormalisers, HashedConversation, MessageHasher
+from polar_proxy.sessions.hashing import HashedConversation, MessageHasher
 from polar_proxy.types import ChatRequest, Json, Message
 from tests.sessions.conversations import calls, result, says, system, user
 
@@ -44,7 +44,7 @@ def _next_request(rng: random.Random, messages: list[Json]) -> list[Json]:
 @pytest.mark.parametrize("seed", range(30))
 def test_hashing_only_new_messages_gives_the_whole_chain(seed: int) -> None:
     rng = random.Random(seed)
-    dialect, hasher = OpenAIChat(), MessageHasher(ActiveNormalisers())
+    dialect, hasher = OpenAIChat(), MessageHasher()
     messages: list[Json] = [system("be exact"), user("fix it")]
     previous: ParsedRequest | None = None
     hashed: HashedConversation | None = None
@@ -54,7 +54,7 @@ def test_hashing_only_new_messages_gives_the_whole_chain(seed: int) -> None:
         parsed = dialect.parse(body, previous)
         assert parsed == dialect.parse(body)
         chain = hasher.chain(_messages(parsed), hashed)
-        assert chain == MessageHasher(ActiveNormalisers()).chain(_messages(dialect.parse(body)))
+        assert chain == MessageHasher().chain(_messages(dialect.parse(body)))
         if previous is not None:
             shared += sum(one is other for one, other in zip(_messages(previous), _messages(parsed), strict=False))
         previous, hashed = parsed, HashedConversation(_messages(parsed), chain)
