@@ -20,14 +20,14 @@ import asyncio
 import os
 import posixpath
 import socket
-import uuid
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
+
+from sandboxes.remove_tree import remove_tree
 
 if TYPE_CHECKING:
     from sandboxes.orphans import SandboxRegistry
@@ -120,30 +120,35 @@ class ExecResult:
     truncated: bool = False
 
 
+@dataclass(frozen=True)
+class Command:
+    """A command as a sandbox runs it: `env` is its whole environment, `cwd` is absolute."""
+
+    argv: list[str]
+    env: Mapping[str, str]
+    cwd: str
+    timeout: float | None
+    stdin: bytes
+    on_output: OutputCallback | None
+    output_limit: int
+
+
 class OutputTail:
     """Collects bytes and keeps the last `limit`."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._chunks: deque[bytes] = deque()
-        self._size = 0
+        self._kept = bytearray()
         self.truncated = False
 
     def add(self, data: bytes) -> None:
-        self._chunks.append(data)
-        self._size += len(data)
-        while self._size > self._limit:
+        self._kept += data
+        if len(self._kept) > self._limit:
             self.truncated = True
-            excess = self._size - self._limit
-            first = self._chunks.popleft()
-            if len(first) > excess:
-                self._chunks.appendleft(first[excess:])
-                self._size -= excess
-            else:
-                self._size -= len(first)
+            del self._kept[: len(self._kept) - self._limit]
 
     def value(self) -> bytes:
-        return b"".join(self._chunks)
+        return bytes(self._kept)
 
 
 async def uncancellable(work: Coroutine[Any, Any, T]) -> T:
@@ -163,28 +168,43 @@ async def uncancellable(work: Coroutine[Any, Any, T]) -> T:
     return task.result()
 
 
-def new_sandbox_id() -> str:
-    return f"polar-{uuid.uuid4().hex[:16]}"
-
-
-def check_tree_paths(files: Mapping[str, bytes]) -> None:
-    """Raise ValueError for a name that leads out of the root of `write_tree`, because names come from task data."""
-    for name in files:
-        if posixpath.isabs(name) or ".." in name.split("/") or posixpath.normpath(name) == ".":
-            raise ValueError(f"write_tree: {name!r} is not a relative path below the root")
-
-
 class Sandbox(ABC):
-    """One open sandbox. `open_sandbox` makes it; `close`, or leaving `async with`, ends it."""
+    """One open sandbox. `open_sandbox` makes it; `close`, or leaving `async with`, ends it.
+
+    Before anything of it starts it has a record in the registry, which is removed after everything else.
+    """
 
     kind: ClassVar[SandboxKind]
-    isolation: str
+    isolation: ClassVar[str]
     """One sentence that states what is isolated and what is not."""
-    unenforced: tuple[str, ...]
+    unenforced: tuple[str, ...] = ()
     """The requested limits that this sandbox cannot enforce, each with the reason."""
-    id: str
+    base_env: Mapping[str, str] = {}
+    """Environment of every command, below that of the specification."""
     home: str
     workdir: str
+
+    def __init__(self, spec: SandboxSpec, registry: SandboxRegistry) -> None:
+        self.spec = spec
+        self._registry = registry
+        self._record = registry.new_record(self.kind)
+        self.id = self._record.id
+        self.base = registry.state_dir / self.id
+        self._closing: asyncio.Task[None] | None = None
+
+    # ------------------------------------------------------------ life cycle
+
+    @classmethod
+    async def open(cls, spec: SandboxSpec, registry: SandboxRegistry) -> Self:
+        """Open a sandbox. If that fails or is cancelled, remove the parts that were made."""
+        spec.check()
+        sandbox = cls(spec, registry)
+        try:
+            await sandbox._start()
+        except BaseException:
+            await uncancellable(sandbox.close())
+            raise
+        return sandbox
 
     async def __aenter__(self) -> Self:
         return self
@@ -194,11 +214,36 @@ class Sandbox(ABC):
     ) -> None:
         await self.close()
 
-    @abstractmethod
     async def close(self) -> None:
         """End all processes inside and remove the sandbox. Idempotent; completes even if cancelled."""
+        if self._closing is None:
+            self._closing = asyncio.ensure_future(self._end_and_unregister())
+        await uncancellable(_wait(self._closing))
+
+    async def _end_and_unregister(self) -> None:
+        await self._end()
+        await asyncio.to_thread(self._unregister)
+
+    def _unregister(self) -> None:
+        remove_tree(self.base)
+        self._registry.remove(self.id)
+
+    def _require_open(self, handle: T | None) -> T:
+        """Return the handle of the running sandbox. Raise `SandboxEnded` if it is closed."""
+        if handle is None or self._closing is not None:
+            raise SandboxEnded("the sandbox is closed")
+        return handle
 
     @abstractmethod
+    async def _start(self) -> None:
+        """Register the sandbox, then make it ready for commands."""
+
+    @abstractmethod
+    async def _end(self) -> None:
+        """End everything inside, then remove it. Called once, also after a failed `_start`."""
+
+    # ------------------------------------------------------------ use
+
     async def exec(
         self,
         argv: Sequence[str],
@@ -217,6 +262,22 @@ class Sandbox(ABC):
         that it raises ends the command and is raised here. `output_limit` bounds stdout and stderr each.
         Raise `SandboxEnded` if the sandbox ends meanwhile.
         """
+        if isinstance(argv, str) or not argv:  # a plain string is refused, because its first letter would be run
+            raise ValueError("argv is a non-empty sequence of strings")
+        args = [os.fspath(one) for one in argv]
+        if any("\0" in one for one in args):
+            raise ValueError("argv must not contain a NUL byte")
+        variables = {**self.base_env, "HOME": self.home, **self.spec.env, **(env or {})}
+        for name, value in variables.items():
+            if not name or "=" in name or "\0" in name + value:
+                raise SandboxError(f"not an environment variable: {name!r}")
+        variables[SANDBOX_ID_VARIABLE] = self.id
+        where = self.path(cwd or self.workdir)
+        return await self._exec(Command(args, variables, where, timeout, stdin, on_output, output_limit))
+
+    @abstractmethod
+    async def _exec(self, command: Command) -> ExecResult:
+        """Run a checked command, as `exec` promises."""
 
     @abstractmethod
     async def kill_all(self) -> None:
@@ -254,62 +315,12 @@ class Sandbox(ABC):
         return posixpath.join(self.workdir, path)
 
 
-class ManagedSandbox(Sandbox):
-    """A sandbox with a record in the registry, opened by `open` and closed exactly once."""
-
-    def __init__(self, spec: SandboxSpec, registry: SandboxRegistry) -> None:
-        self.id = new_sandbox_id()
-        self.spec = spec
-        self.unenforced = ()
-        self._registry = registry
-        self._closing: asyncio.Task[None] | None = None
-
-    @classmethod
-    async def open(cls, spec: SandboxSpec, registry: SandboxRegistry) -> Self:
-        """Open a sandbox. If that fails or is cancelled, remove the parts that were made."""
-        spec.check()
-        sandbox = cls(spec, registry)
-        try:
-            await sandbox._start()
-        except BaseException:
-            await uncancellable(sandbox.close())
-            raise
-        return sandbox
-
-    async def close(self) -> None:
-        if self._closing is None:
-            self._closing = asyncio.ensure_future(self._end())
-        await uncancellable(_wait(self._closing))
-
-    @abstractmethod
-    async def _start(self) -> None:
-        """Register the sandbox, then make it ready for commands."""
-
-    @abstractmethod
-    async def _end(self) -> None:
-        """End everything inside, remove it, then unregister it. Called once, also after a failed `_start`."""
+def check_tree_paths(files: Mapping[str, bytes]) -> None:
+    """Raise ValueError for a name that leads out of the root of `write_tree`, because names come from task data."""
+    for name in files:
+        if posixpath.isabs(name) or ".." in name.split("/") or posixpath.normpath(name) == ".":
+            raise ValueError(f"write_tree: {name!r} is not a relative path below the root")
 
 
 async def _wait(task: asyncio.Task[None]) -> None:
     await asyncio.shield(task)
-
-
-def command_environment(base: Mapping[str, str], sandbox: Sandbox, *more: Mapping[str, str] | None) -> dict[str, str]:
-    """Return the environment of a command: the kind's base, HOME, then `more`, then the sandbox id."""
-    env = {**base, "HOME": sandbox.home}
-    for extra in more:
-        env.update(extra or {})
-    for name, value in env.items():
-        if not name or "=" in name or "\0" in name + value:
-            raise SandboxError(f"not an environment variable: {name!r}")
-    return {**env, SANDBOX_ID_VARIABLE: sandbox.id}
-
-
-def check_argv(argv: Sequence[str]) -> list[str]:
-    """Return the arguments as a list. A plain string is refused, because its first letter would be run."""
-    if isinstance(argv, str) or not argv:
-        raise ValueError("argv is a non-empty sequence of strings")
-    args = [os.fspath(a) for a in argv]
-    if any("\0" in a for a in args):
-        raise ValueError("argv must not contain a NUL byte")
-    return args

@@ -81,7 +81,7 @@ class BubblewrapSandbox(SupervisedSandbox):
         return limits
 
     async def listen(self, port: int = 0) -> socket.socket | None:
-        _, fds = await self._require_open().call(op="listen", port=port)
+        _, fds = await self._require_open(self._link).call(op="listen", port=port)
         listening = socket.socket(fileno=fds[0])
         listening.setblocking(False)
         return listening

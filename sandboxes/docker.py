@@ -12,7 +12,7 @@ import socket
 import tarfile
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from sandboxes import netns, orphans
@@ -20,16 +20,14 @@ from sandboxes.base import (
     OUTPUT_LIMIT,
     READ_LIMIT,
     SANDBOX_ID_VARIABLE,
+    Command,
     ExecResult,
     FileTooLarge,
-    ManagedSandbox,
-    OutputCallback,
+    Sandbox,
     SandboxEnded,
     SandboxError,
     SandboxSpec,
-    check_argv,
     check_tree_paths,
-    command_environment,
     uncancellable,
 )
 from sandboxes.docker_engine import (
@@ -41,7 +39,6 @@ from sandboxes.docker_engine import (
     require_aiodocker,
     translate_errors,
 )
-from sandboxes.remove_tree import remove_tree
 
 if TYPE_CHECKING:
     import aiodocker
@@ -53,7 +50,7 @@ END_SECONDS = 10.0
 PROBE = ["true"]
 
 
-class DockerSandbox(ManagedSandbox):
+class DockerSandbox(Sandbox):
     kind = "docker"
     isolation = (
         "Own processes, network (loopback only) and files of an image, no capabilities, the engine's system-call "
@@ -64,7 +61,6 @@ class DockerSandbox(ManagedSandbox):
         super().__init__(spec, registry)
         self.home, self.workdir = HOME, spec.workdir or WORKDIR
         self._volumes = (HOME, *([] if spec.workdir else [WORKDIR]), *spec.folders)
-        self._record = orphans.SandboxRecord.mine(self.id, self.kind)
         self._stack = contextlib.AsyncExitStack()
         self._engine: aiodocker.Docker | None = None
         self._container: Any = None
@@ -154,48 +150,29 @@ class DockerSandbox(ManagedSandbox):
             for task in (*self._ending, *self._running):
                 task.cancel()
             await self._stack.aclose()
-        await asyncio.to_thread(self._remove)
-
-    def _remove(self) -> None:
-        remove_tree(self._registry.state_dir / self.id)
-        self._registry.remove(self.id)
-
-    def _require_open(self) -> Any:
-        if self._container is None or self._closing is not None:
-            raise SandboxEnded("the sandbox is closed")
-        return self._container
 
     # ------------------------------------------------------------ commands
 
-    async def exec(
-        self,
-        argv: Sequence[str],
-        *,
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-        timeout: float | None = None,
-        stdin: bytes = b"",
-        on_output: OutputCallback | None = None,
-        output_limit: int = OUTPUT_LIMIT,
-    ) -> ExecResult:
+    async def _exec(self, command: Command) -> ExecResult:
         for ending in tuple(self._ending):
             await asyncio.shield(ending)
-        container = self._require_open()
+        container = self._require_open(self._container)
         ident = uuid.uuid4().hex
-        variables = {**command_environment({}, self, self.spec.env, env), COMMAND_ID_VARIABLE: ident}
-        where = self.path(cwd or self.workdir)
-        args = check_argv(argv)
-        shell = ["sh", "-c", RUN_WITH_STDIN, "sh", where, str(len(stdin))] if stdin else ["sh", "-c", RUN, "sh", where]
+        variables = {**command.env, COMMAND_ID_VARIABLE: ident}
+        shell = ["sh", "-c", RUN, "sh", command.cwd]
+        if command.stdin:
+            shell = ["sh", "-c", RUN_WITH_STDIN, "sh", command.cwd, str(len(command.stdin))]
+        argv = [*shell, *command.argv]
         start = time.monotonic()
-        run = CommandStream(stdin, on_output, output_limit)
+        run = CommandStream(command.stdin, command.on_output, command.output_limit)
         task: asyncio.Task[int] | None = None
         try:
             with translate_errors():
-                execution = await container.exec([*shell, *args], environment=variables, stdin=bool(stdin), workdir="/")
+                execution = await container.exec(argv, environment=variables, stdin=bool(command.stdin), workdir="/")
                 task = asyncio.ensure_future(run.follow(execution))
                 self._running.add(task)
                 task.add_done_callback(self._running.discard)
-                await asyncio.wait({task}, timeout=timeout)
+                await asyncio.wait({task}, timeout=command.timeout)
                 timed_out = not task.done()
                 if timed_out:
                     await uncancellable(self._kill(ident, task))
@@ -214,7 +191,7 @@ class DockerSandbox(ManagedSandbox):
                 except SandboxError as failed:
                     error.add_note(f"and the command could not be ended: {failed}")
             raise
-        if exit_code == 137 and not timed_out and args != PROBE and await self._container_ended():
+        if exit_code == 137 and not timed_out and command.argv != PROBE and await self._container_ended():
             raise SandboxEnded("the container ended while the command ran")
         truncated = run.out.truncated or run.err.truncated
         seconds = time.monotonic() - start
@@ -242,7 +219,7 @@ class DockerSandbox(ManagedSandbox):
             # Not through `exec`, which waits until this has ended.
             with translate_errors():
                 killing = ["sh", "-c", KILL, "sh", self._main, f"{COMMAND_ID_VARIABLE}={ident}"]
-                execution = await self._require_open().exec(killing, workdir="/")
+                execution = await self._require_open(self._container).exec(killing, workdir="/")
                 await CommandStream(b"", None, OUTPUT_LIMIT).follow(execution)
             # Repeated if needed: the engine may have been about to start the program.
             await asyncio.wait({task}, timeout=0.5)
@@ -311,7 +288,7 @@ class DockerSandbox(ManagedSandbox):
 
     async def listen(self, port: int = 0) -> socket.socket | None:
         with translate_errors():
-            state = (await self._require_open().show())["State"]
+            state = (await self._require_open(self._container).show())["State"]
         if not state["Running"]:
             raise SandboxEnded("the container has ended")
         try:

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -83,11 +84,8 @@ def _this_machine() -> tuple[str, str, str]:
         return platform.node(), "", ""
     machine = Path("/etc/machine-id")
     name = machine.read_text().strip() if machine.exists() else ""
-    return name or os.uname().nodename, _boot(), os.readlink("/proc/self/ns/pid")
-
-
-def _boot() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return name or os.uname().nodename, boot, os.readlink("/proc/self/ns/pid")
 
 
 def start_time(pid: int) -> str | None:
@@ -116,10 +114,6 @@ class SandboxRecord:
     version: int = 1
 
     @classmethod
-    def mine(cls, ident: str, kind: str) -> Self:
-        return cls(ident, kind, OwnerProcess.me())
-
-    @classmethod
     def parse(cls, data: dict[str, Any]) -> Self:
         """Return the record of this JSON. Raises ValueError, KeyError or TypeError for any other JSON."""
         if data["version"] != 1:
@@ -137,6 +131,10 @@ class SandboxRegistry:
     def __init__(self, state_dir: Path) -> None:
         self.state_dir = state_dir.absolute()
         self.records = self.state_dir / "records"
+
+    def new_record(self, kind: str) -> SandboxRecord:
+        """Return the record of a new sandbox of this process, which is not written yet."""
+        return SandboxRecord(f"polar-{uuid.uuid4().hex[:16]}", kind, OwnerProcess.me())
 
     def write(self, record: SandboxRecord) -> None:
         self.records.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -15,28 +15,23 @@ import sys
 import tempfile
 import time
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from sandboxes import cgroups, orphans
 from sandboxes.base import (
-    OUTPUT_LIMIT,
     READ_LIMIT,
     SANDBOX_ID_VARIABLE,
+    Command,
     ExecResult,
     FileTooLarge,
-    ManagedSandbox,
-    OutputCallback,
+    Sandbox,
     SandboxEnded,
     SandboxError,
     SandboxSpec,
-    check_argv,
-    command_environment,
     uncancellable,
 )
 from sandboxes.control_link import ControlLink, OutputPipe, Reply
-from sandboxes.remove_tree import remove_tree
 
 DRAIN_SECONDS = 0.1
 """How long to wait for the end of the output after the program ended. The program's own output is in the pipe by then;
@@ -54,19 +49,15 @@ INHERITED_VARIABLES = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ")
 on."""
 
 
-class SupervisedSandbox(ManagedSandbox):
+class SupervisedSandbox(Sandbox):
     """Life cycle, commands and files of a supervised sandbox. A subclass prepares its folders and namespaces."""
-
-    base_env: dict[str, str]
 
     def __init__(self, spec: SandboxSpec, registry: orphans.SandboxRegistry) -> None:
         super().__init__(spec, registry)
         self._link: ControlLink | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._pipes: set[OutputPipe] = set()
-        self._record = orphans.SandboxRecord.mine(self.id, self.kind)
         self._cgroup: cgroups.ControlGroup | None = None
-        self.base = registry.state_dir / self.id
 
     # ------------------------------------------------------------ life cycle
 
@@ -127,46 +118,29 @@ class SupervisedSandbox(ManagedSandbox):
             await asyncio.to_thread(_end_process, self._process)
         for pipe in tuple(self._pipes):
             pipe.close()
-        await asyncio.to_thread(self._remove)
+        await asyncio.to_thread(self._end_remains)
 
-    def _remove(self) -> None:
+    def _end_remains(self) -> None:
         # Processes that outlived the supervisor, for example because it had to be killed, are found by the sandbox id.
         orphans.kill_marked({self.id})
         if self._cgroup is not None:
             self._cgroup.remove()
-        remove_tree(self.base)
-        self._registry.remove(self.id)
-
-    def _require_open(self) -> ControlLink:
-        if self._link is None or self._closing is not None:
-            raise SandboxEnded("the sandbox is closed")
-        return self._link
 
     # ------------------------------------------------------------ commands
 
-    async def exec(
-        self,
-        argv: Sequence[str],
-        *,
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-        timeout: float | None = None,
-        stdin: bytes = b"",
-        on_output: OutputCallback | None = None,
-        output_limit: int = OUTPUT_LIMIT,
-    ) -> ExecResult:
-        link = self._require_open()
+    async def _exec(self, command: Command) -> ExecResult:
+        link = self._require_open(self._link)
         message = {
             "op": "exec",
-            "argv": check_argv(argv),
-            "env": command_environment(self.base_env, self, self.spec.env, env),
-            "cwd": self.path(cwd or self.workdir),
+            "argv": command.argv,
+            "env": command.env,
+            "cwd": command.cwd,
             "rlimits": self._rlimits(),
         }
-        source = await _stdin_file(stdin)
+        source = await _stdin_file(command.stdin)
         ident, done = link.expect()
         callback_failed: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        out, err = (OutputPipe(output_limit, callback_failed, on_output) for _ in range(2))
+        out, err = (OutputPipe(command.output_limit, callback_failed, command.on_output) for _ in range(2))
         self._pipes |= {out, err}
         start = time.monotonic()
         try:
@@ -175,7 +149,7 @@ class SupervisedSandbox(ManagedSandbox):
             for pipe in (out, err):
                 pipe.close_writer()
             either: set[asyncio.Future[Any]] = {done, callback_failed}
-            await asyncio.wait(either, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(either, timeout=command.timeout, return_when=asyncio.FIRST_COMPLETED)
             if callback_failed.done():
                 callback_failed.result()  # raises the callback's error; the command is killed below
             timed_out = not done.done()
@@ -215,9 +189,9 @@ class SupervisedSandbox(ManagedSandbox):
             raise SandboxEnded("a command could not be killed, so the sandbox was closed")
 
     async def kill_all(self) -> None:
-        await self._require_open().call(op="kill", target=None)
+        await self._require_open(self._link).call(op="kill", target=None)
         deadline = time.monotonic() + END_SECONDS
-        while (await self._require_open().call(op="running"))[0]["running"]:
+        while (await self._require_open(self._link).call(op="running"))[0]["running"]:
             if time.monotonic() > deadline:
                 await self.close()
                 raise SandboxEnded("a process could not be killed, so the sandbox was closed")
@@ -226,11 +200,11 @@ class SupervisedSandbox(ManagedSandbox):
     # ------------------------------------------------------------ files
 
     async def write(self, path: str, data: bytes, mode: int = 0o644) -> None:
-        _, fds = await self._require_open().call(op="open", path=self.path(path), write=True, mode=mode)
+        _, fds = await self._require_open(self._link).call(op="open", path=self.path(path), write=True, mode=mode)
         await uncancellable(asyncio.to_thread(_write_fd, fds[0], data))
 
     async def read(self, path: str, limit: int = READ_LIMIT) -> bytes:
-        _, fds = await self._require_open().call(op="open", path=self.path(path), write=False)
+        _, fds = await self._require_open(self._link).call(op="open", path=self.path(path), write=False)
         return await uncancellable(asyncio.to_thread(_read_fd, fds[0], limit, path))
 
 
@@ -276,7 +250,7 @@ class ProcessSandbox(SupervisedSandbox):
         return process_limits(self.spec)
 
     async def listen(self, port: int = 0) -> socket.socket | None:
-        self._require_open()
+        self._require_open(self._link)
         return None
 
 
