@@ -134,7 +134,7 @@ async def fetch_rescores(connection: AsyncConnection, where: ColumnElement[bool]
     rows = (await connection.execute(query.order_by(_rs.call_id, _rs.choice_index))).all()
     heads = select(_rs.prompt_node.label("node_id")).join(schema.calls, _c.call_id == _rs.call_id).where(where)
     nodes = await fetch_nodes(connection, heads.where(_rs.prompt_node.is_not(None))) if rows else ()
-    return lambda: _load(rows, CallLoader((), (), nodes))
+    return lambda: _load(rows, CallLoader(nodes))
 
 
 def _load(rows: Sequence[Any], loader: CallLoader) -> list[Rescore]:

@@ -9,8 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polar_proxy.store.encoding.chains import (
-    ChainCache,
-    RequestChains,
     bytes_chain,
     cut_segments,
     node_id,
@@ -95,11 +93,3 @@ def test_cached_chains_do_not_change_the_rows(
         assert {key: seen[key] for key in fresh.nodes if key in seen} | mine.nodes == fresh.nodes
         seen |= mine.nodes
         caching.mark_stored(mine)
-
-
-def test_chain_cache_drops_the_least_recently_used_sessions() -> None:
-    cache = ChainCache(capacity=10_000)
-    for number in range(50):
-        cache.put(f"sess_{number}", RequestChains((bytes(1000),), (), (), token_ids(), None))
-    kept = [number for number in range(50) if cache.get(f"sess_{number}").messages]
-    assert kept == list(range(42, 50))

@@ -8,18 +8,18 @@ Invariant: if a node is stored, all its ancestors are stored (a foreign key enfo
 the root down returns the prompt exactly. Ids depend on the content and not on its packed form, so that a better codec
 does not change them.
 
-`ChainCache` remembers the chains of each session's last request, so that the next request hashes only what it adds.
+The serializer remembers the chains of each session's last request (`RequestChains`), so that the next request hashes
+only what it adds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Literal
 
 import numpy as np
-from cachetools import LRUCache
 
 from polar_proxy.types import TokenIds
 
@@ -31,7 +31,6 @@ _MAX_SEGMENT = 1024
 """Longer turns are cut, so that a long system prompt without an end of turn is shared too."""
 _PLAIN_SEGMENT = 256
 """Length of segments if the engine's end-of-turn tokens are not known."""
-_CACHE_BYTES = 64 * 2**20
 _ROOT = bytes(16)
 _PERSON: dict[NodeKind, bytes] = {"message": b"polar message", "tools": b"polar tools", "tokens": b"polar tokens"}
 
@@ -51,7 +50,7 @@ class ChainNode:
     content: bytes | TokenIds
 
     def without_content(self) -> ChainNode:
-        return ChainNode(self.id, self.parent, self.kind, self.depth, self.length, self.chain_length, b"")
+        return replace(self, content=b"")
 
 
 def content_hash(content: bytes) -> bytes:
@@ -171,22 +170,3 @@ class RequestChains:
 
 
 NO_CHAINS = RequestChains((), (), (), np.empty(0, np.int32), None)
-
-
-class ChainCache:
-    """The chains of each session's last request; the least recently used sessions are dropped."""
-
-    def __init__(self, capacity: int = _CACHE_BYTES) -> None:
-        self._by_session: LRUCache[str, RequestChains] = LRUCache(capacity, getsizeof=lambda chains: chains.size)
-
-    def get(self, session_id: str) -> RequestChains:
-        return self._by_session.get(session_id) or NO_CHAINS
-
-    def put(self, session_id: str, chains: RequestChains) -> None:
-        if chains.size <= self._by_session.maxsize:
-            self._by_session[session_id] = chains
-        else:  # too large to be cached
-            self._by_session.pop(session_id, None)
-
-    def clear(self) -> None:
-        self._by_session.clear()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -16,18 +16,14 @@ from polar_proxy.store import json_codec
 from polar_proxy.store.encoding.buffers import TokenPrefix
 from polar_proxy.store.encoding.cells import CONTEXT, CellCodec, bytes_before
 from polar_proxy.store.encoding.chains import NodeKind
+from polar_proxy.store.encoding.serializer import SAME_COLUMNS
 from polar_proxy.store.schema import calls, completions, engines, nodes, settings
 from polar_proxy.types import CallRecord, Choice, EngineInfo, Json, Message, TokenIds
 
 _c = calls.c
-_COPIED = (
-    *("call_id", "session_id", "dialect", "path", "stream", "model", "weight_version", "logprob_mode", "status"),
-    *("http_status", "error", "edge", "parent_call_id", "rule", "ambiguous", "thread", "prompt_mode", "prompt_reason"),
-    *("base_call_id", "base_choice", "started_at", "first_token_at", "ended_at", "cached_tokens"),
-)
-"""Fields of a record that are columns of `calls` with the same name."""
 _UNPACKED = ("engine_hash", "params_hash", "sampling_hash", "prompt_node", "prompt_tail", "prompt_tokens")
 _TEXT = ("fingerprint", "message_count", "messages_node", "tools_node", "completion_tokens")
+_COPIED = tuple(name for name in SAME_COLUMNS if name not in _TEXT)
 
 
 async def fetch(connection: AsyncConnection, where: ColumnElement[bool], *, text: bool = True) -> CallLoader:
@@ -39,7 +35,7 @@ async def fetch(connection: AsyncConnection, where: ColumnElement[bool], *, text
     query = select(*(_c[name] for name in names)).where(where).order_by(_c.started_at, _c.call_id)
     call_rows = (await connection.execute(query)).all()
     if not call_rows:
-        return CallLoader((), (), ())
+        return CallLoader(())
     answer_columns = [column for column in completions.c if text or column.name != "message"]
     answer_query = (
         select(*answer_columns)
@@ -53,13 +49,11 @@ async def fetch(connection: AsyncConnection, where: ColumnElement[bool], *, text
     engines_query = select(engines.c.engine_hash, engines.c.info).where(
         engines.c.engine_hash.in_(select(_c.engine_hash).where(where))
     )
-    shared = SharedRows(
-        {bytes(row.settings_hash): row.value for row in await connection.execute(settings_query)},
-        {bytes(row.engine_hash): row.info for row in await connection.execute(engines_query)},
-    )
+    shared = {bytes(key): value for key, value in await connection.execute(settings_query)}
+    shared |= {bytes(key): info for key, info in await connection.execute(engines_query)}
     node_columns = (_c.prompt_node, *((_c.messages_node, _c.tools_node) if text else ()))
     heads = union(*(select(column.label("node_id")).where(where, column.is_not(None)) for column in node_columns))
-    return CallLoader(call_rows, answer_rows, await fetch_nodes(connection, heads), shared, text=text)
+    return CallLoader(await fetch_nodes(connection, heads), call_rows, answer_rows, shared, text=text)
 
 
 async def fetch_nodes(connection: AsyncConnection, heads: Select[Any] | CompoundSelect[Any]) -> Sequence[Any]:
@@ -78,26 +72,19 @@ def chain_ids(heads: Select[Any] | CompoundSelect[Any]) -> CTE:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class SharedRows:
-    """Settings and engines by hash. Records share the values: do not change them."""
-
-    settings: Mapping[bytes, Json] = field(default_factory=dict)
-    engines: Mapping[bytes, Json] = field(default_factory=dict)
-
-
 class CallLoader:
     """Unpacks fetched rows. CPU work without the database: run it in a thread if there is much."""
 
     def __init__(
         self,
-        call_rows: Sequence[Any],
-        answer_rows: Sequence[Any],
         node_rows: Sequence[Any],
-        shared: SharedRows = SharedRows(),
+        call_rows: Sequence[Any] = (),
+        answer_rows: Sequence[Any] = (),
+        shared: Mapping[bytes, Json] = MappingProxyType({}),
         *,
         text: bool = True,
     ) -> None:
+        """`shared`: settings and engines by hash. The records share their values: do not change them."""
         self._text = text
         self._shared = shared
         self._call_rows = call_rows
@@ -146,8 +133,8 @@ class CallLoader:
             fingerprint=fingerprint,
             messages=messages,
             tools=tools,
-            params=_shared_value(self._shared.settings, row.params_hash),
-            sampling=_shared_value(self._shared.settings, row.sampling_hash),
+            params=self._shared_value(row.params_hash),
+            sampling=self._shared_value(row.sampling_hash),
             prompt_ids=None if prompt is None else prompt.ids,
             choices=tuple(self._choice(answer, prompt or TokenPrefix.empty(), before_answer) for answer in answers),
         )
@@ -167,8 +154,13 @@ class CallLoader:
 
     def _engine(self, key: bytes) -> EngineInfo:
         if key not in self._engines:
-            self._engines[key] = engine_info(_shared_value(self._shared.engines, key))
+            self._engines[key] = engine_info(self._shared_value(key))
         return self._engines[key]
+
+    def _shared_value(self, key: bytes) -> Json:
+        if key not in self._shared:
+            raise StoreError(f"The row {bytes(key).hex()} that a call refers to is missing: the database is damaged")
+        return self._shared[key]
 
     def node(self, node: bytes) -> Any:
         """Return a row of `nodes`. Raises StoreError if it is missing."""
@@ -238,18 +230,7 @@ class CallLoader:
         return prompt.extended(*self._tails[tail])
 
 
-def _shared_value(shared: Mapping[bytes, Json], key: bytes) -> Json:
-    if key not in shared:
-        raise StoreError(f"The row {bytes(key).hex()} that a call refers to is missing: the database is damaged")
-    return shared[key]
-
-
 def engine_info(info: Json) -> EngineInfo:
     """Return the description of an engine from its JSON."""
-    return EngineInfo(
-        **{
-            **info,
-            "capabilities": frozenset(info["capabilities"]),
-            "eos_token_ids": tuple(info.get("eos_token_ids", ())),
-        }
-    )
+    capabilities, ends = frozenset(info["capabilities"]), tuple(info.get("eos_token_ids", ()))
+    return EngineInfo(**{**info, "capabilities": capabilities, "eos_token_ids": ends})

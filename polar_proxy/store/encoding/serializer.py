@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
 
 import numpy as np
 from cachetools import LRUCache
@@ -13,12 +15,13 @@ from polar_proxy.store import json_codec
 from polar_proxy.store.encoding.cells import NO_IDS, CellCodec, bytes_before
 from polar_proxy.store.encoding.chains import (
     MIN_SEGMENT,
-    ChainCache,
+    NO_CHAINS,
     ChainNode,
     RequestChains,
     bytes_chain,
     content_hash,
 )
+from polar_proxy.store.schema import calls
 from polar_proxy.store.secrets import bytes_without_secrets, json_without_secrets, without_secrets
 from polar_proxy.types import CallRecord, Choice, EngineInfo, Json, TokenIds
 
@@ -26,6 +29,10 @@ TableRow = dict[str, object]
 
 _CACHED_TOOL_LISTS = 64
 _CACHED_KEYS = 200_000
+_CACHED_CHAINS_BYTES = 64 * 2**20
+
+SAME_COLUMNS = tuple(field.name for field in fields(CallRecord) if field.name in calls.c)
+"""The fields of a record that are columns of `calls` with the same name."""
 
 
 @dataclass(slots=True)
@@ -51,6 +58,15 @@ class RowBatch:
     completions: list[TableRow] = field(default_factory=list)
     sessions: dict[str, SessionCounters] = field(default_factory=dict)
 
+    def count(self, record: CallRecord) -> None:
+        """Add a call to the counters of its session."""
+        counters = self.sessions.setdefault(record.session_id, SessionCounters())
+        counters.calls += 1
+        counters.failed_calls += record.status != "ok"
+        counters.prompt_tokens += 0 if record.prompt_ids is None else int(record.prompt_ids.size)
+        counters.completion_tokens += sum(int(choice.token_ids.size) for choice in record.choices)
+        counters.last_call_at = max(counters.last_call_at, record.ended_at)
+
     def node_rows(self) -> list[TableRow]:
         """Return the rows with parents first, then by id, so that two gateways on PostgreSQL cannot deadlock."""
         return [row for _, _, row in sorted((depth, key, row) for key, (depth, row) in self.nodes.items())]
@@ -72,7 +88,8 @@ class CallSerializer:
         self._codec = CellCodec()
         self._stored: LRUCache[bytes, bool] = LRUCache(_CACHED_KEYS)
         """Keys of rows that are stored. A forgotten key costs one insert that the database ignores."""
-        self._chains = ChainCache()
+        self._chains: LRUCache[str, RequestChains] = LRUCache(_CACHED_CHAINS_BYTES, lambda chains: chains.size)
+        """The chains of each session's last request."""
         self._engines: dict[EngineInfo, tuple[bytes, TableRow]] = {}
         self._clean_tools: LRUCache[bytes, bytes] = LRUCache(_CACHED_TOOL_LISTS)
 
@@ -99,7 +116,7 @@ class CallSerializer:
 
     def _add(self, batch: RowBatch, record: CallRecord) -> None:
         # Everything that can fail comes first: a refused record leaves nothing in the batch.
-        last = self._chains.get(record.session_id)
+        last = self._chains.get(record.session_id, NO_CHAINS)
         messages, stored_messages = last.extend_messages(record.messages)
         tools = bytes_chain("tools", [] if record.tools is None else [self._without_secrets(record.tools)])
         prompt, prompt_base = self._prompt_chain(record, last)
@@ -122,32 +139,15 @@ class CallSerializer:
                 if not self._stored.get(node.id) and node.id not in batch.nodes:
                     batch.nodes[node.id] = (node.depth, node_row(node, self._codec, _content_before(node, record)))
 
-        prompt_tokens = None if record.prompt_ids is None else int(record.prompt_ids.size)
-        completion_tokens = sum(int(choice.token_ids.size) for choice in record.choices)
+        call: TableRow = {name: getattr(record, name) for name in SAME_COLUMNS}
         batch.calls.append(
-            {
-                "call_id": record.call_id,
-                "session_id": record.session_id,
-                "dialect": record.dialect,
+            call
+            | {
                 "path": json_codec.clean_text(without_secrets(record.path)),
-                "stream": record.stream,
                 "model": json_codec.clean_text(record.model),
                 "engine_hash": None if engine is None else engine[0],
-                "weight_version": record.weight_version,
-                "logprob_mode": record.logprob_mode,
-                "status": record.status,
-                "http_status": record.http_status,
                 "error": None if record.error is None else json_codec.clean_text(without_secrets(record.error)),
-                "edge": record.edge,
-                "parent_call_id": record.parent_call_id,
-                "rule": record.rule,
-                "ambiguous": record.ambiguous,
                 "thread": json_codec.clean_text(record.thread),
-                "fingerprint": record.fingerprint,
-                "prompt_mode": record.prompt_mode,
-                "prompt_reason": record.prompt_reason,
-                "base_call_id": record.base_call_id,
-                "base_choice": record.base_choice,
                 "message_count": len(messages),
                 "messages_node": messages[-1].id if messages else None,
                 "tools_node": tools[-1].id if tools else None,
@@ -155,22 +155,15 @@ class CallSerializer:
                 "sampling_hash": sampling[0],
                 "prompt_node": prompt_head.id if prompt_head else None,
                 "prompt_tail": tail,
-                "prompt_tokens": prompt_tokens,
-                "completion_tokens": completion_tokens,
-                "cached_tokens": record.cached_tokens,
-                "started_at": record.started_at,
-                "first_token_at": record.first_token_at,
-                "ended_at": record.ended_at,
+                "prompt_tokens": None if record.prompt_ids is None else int(record.prompt_ids.size),
+                "completion_tokens": sum(int(choice.token_ids.size) for choice in record.choices),
             }
         )
         batch.completions += completions
-        self._chains.put(record.session_id, chains)
-        counters = batch.sessions.setdefault(record.session_id, SessionCounters())
-        counters.calls += 1
-        counters.failed_calls += record.status != "ok"
-        counters.prompt_tokens += prompt_tokens or 0
-        counters.completion_tokens += completion_tokens
-        counters.last_call_at = max(counters.last_call_at, record.ended_at)
+        batch.count(record)
+        self._chains.pop(record.session_id, None)
+        with suppress(ValueError):  # too large for the cache
+            self._chains[record.session_id] = chains
 
     def _prompt_chain(self, record: CallRecord, last: RequestChains) -> tuple[list[ChainNode], ChainNode | None]:
         if record.prompt_ids is None:
@@ -237,23 +230,19 @@ def engine_row(info: EngineInfo) -> tuple[bytes, TableRow]:
     return key, row
 
 
-def node_row(node: ChainNode, codec: CellCodec, before: bytes | TokenIds = b"") -> TableRow:
+def node_row(node: ChainNode, codec: CellCodec, before: bytes | TokenIds) -> TableRow:
     """Return the row of a node.
 
     `before`: the content of its ancestors (messages: `bytes_before`; tokens: int32 [chain_length - length]).
     """
-    content = node.content
-    if isinstance(content, bytes):
-        data = codec.pack_bytes(content, before if isinstance(before, bytes) else b"")
-    else:
-        data = codec.pack_ids(content, NO_IDS if isinstance(before, bytes) else before)
+    pack: Callable[[Any, Any], bytes] = codec.pack_ids if node.kind == "tokens" else codec.pack_bytes
     return {
         "node_id": node.id,
         "parent_id": node.parent,
         "kind": node.kind,
         "length": node.length,
         "chain_length": node.chain_length,
-        "data": data,
+        "data": pack(node.content, before),
     }
 
 

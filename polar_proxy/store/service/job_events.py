@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
-from sqlalchemy import Column, ColumnElement, Row, Select, exists, func, insert, select, update
+from sqlalchemy import Column, Row, Select, exists, func, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from polar_proxy.errors import UsageError
@@ -109,9 +109,7 @@ class JobEventRepository(Repository):
         """Return the position after the last event of a job so far."""
         return await self._position(func.max, job_id)
 
-    async def _position(
-        self, pick: Callable[[ColumnElement[int]], ColumnElement[int]], job_id: str | None
-    ) -> EventCursor:
+    async def _position(self, pick: Callable[..., Any], job_id: str | None) -> EventCursor:
         """Return the numbers that `pick` (min or max) chooses among the events of a job, or of all; 0 if none."""
         stage, job = select(pick(_e.event_id)), select(pick(_je.job_event_id))
         if job_id is not None:
@@ -184,12 +182,12 @@ class CallbackRepository(Repository):
         """Return callbacks that are due and count an attempt of each. For `seconds`, only the caller sends them."""
         now = time.time()
         due = select(_b.callback_id).where(_b.next_attempt_at <= now).order_by(_b.next_attempt_at, _b.callback_id)
-        if not await self._scalars(due.limit(1)):
+        due = due.limit(limit)
+        if not await self._scalars(due):
             return []  # without a lock, because usually nothing is due
         async with self._database.writing() as connection:
-            mine = _b.callback_id.in_(
-                list(await connection.scalars(due.limit(limit).with_for_update(skip_locked=True)))
-            )
+            ids = list(await connection.scalars(due.with_for_update(skip_locked=True)))
+            mine = _b.callback_id.in_(ids)
             values = {"attempts": _b.attempts + 1, "next_attempt_at": now + seconds}
             await connection.execute(update(schema.callbacks).where(mine).values(**values))
             return [CallbackRow(*row) for row in await connection.execute(_select_callbacks.where(mine))]
