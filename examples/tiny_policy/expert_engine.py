@@ -72,18 +72,14 @@ class ExpertEngine(Engine):
             raise EngineError(f"The expert cannot continue: {error}.", status=400) from error
         answer = action.answer()
         ids = (*self._encode(answer), self._tokenizer.eos_token_id)
-        parser = HermesParser(tools=bool(request.tools), reasoning="tags")
-        parts = [parser.feed(answer), parser.close()]
-        calls = tuple(call for part in parts for call in part.tool_calls)
-        yield SampleEvent(
-            text="".join(part.text for part in parts),
-            reasoning="".join(part.reasoning for part in parts),
-            tool_calls=calls,
+        event = SampleEvent(
+            text=answer,
             token_ids=ids,
             logprobs=(0.0,) * len(ids),
-            finish_reason="tool_calls" if calls else "stop",
+            finish_reason="stop",
             prompt_ids=tuple(await self.render(request)),
         )
+        yield HermesParser(tools=bool(request.tools), reasoning="tags").parse(event)
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         raise EngineError("The expert is not a language model and cannot score.")

@@ -18,12 +18,12 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from json import JSONDecodeError, JSONDecoder
 from typing import Literal
 
-from polar_proxy.types import ToolDelta
+from polar_proxy.types import SampleEvent, ToolDelta
 
 THINK, END_THINK = "<think>", "</think>"
 CALL, END_CALL = "<tool_call>", "</tool_call>"
@@ -40,23 +40,12 @@ _QUOTE_OR_ESCAPE = re.compile(r'["\\]')
 _SEPARATORS = re.compile(r"[ \t\r\n,:]*")
 
 
-@dataclass(frozen=True, slots=True)
-class ParsedText:
-    """The part of an answer that became certain with a chunk. Both texts are in the order of the answer; `tool_calls`
-    are whole calls."""
-
-    text: str = ""
-    reasoning: str = ""
-    tool_calls: tuple[ToolDelta, ...] = ()
-    finish_reason: str | None = None
-
-
 def new_call_id() -> str:
     return "call_" + secrets.token_hex(12)
 
 
 class HermesParser:
-    """Parse the text of one answer, chunk by chunk. `calls` counts the tool calls found so far."""
+    """Parse the text of one answer, event by event."""
 
     def __init__(self, *, tools: bool, reasoning: Reasoning = "off", make_id: Callable[[], str] = new_call_id) -> None:
         self._tools = tools
@@ -73,38 +62,28 @@ class HermesParser:
         self._out_text: list[str] = []
         self._out_reasoning: list[str] = []
         self._out_calls: list[ToolDelta] = []
-        self.calls = 0
+        self._calls = 0
 
-    def parse(self, text: str, finish_reason: str | None) -> ParsedText:
-        """Feed a chunk, and close with its finish reason; `stop` becomes `tool_calls` if the answer has calls."""
-        parsed = self.feed(text)
-        if finish_reason is None:
-            return parsed
-        rest = self.close()
-        return ParsedText(
-            parsed.text + rest.text,
-            parsed.reasoning + rest.reasoning,
-            parsed.tool_calls + rest.tool_calls,
-            "tool_calls" if finish_reason == "stop" and self.calls else finish_reason,
-        )
+    def parse(self, event: SampleEvent) -> SampleEvent:
+        """Return the event with what its raw text makes certain: text, reasoning and whole tool calls.
 
-    def feed(self, text: str) -> ParsedText:
-        self._buffer += text
-        while self._state(False):
+        With a finish reason it has everything that was still held; `stop` becomes `tool_calls` if there were calls.
+        """
+        finish = event.finish_reason
+        if not event.text and finish is None:
+            return event
+        self._buffer += event.text
+        while self._state(finish is not None):
             pass
-        return self._take()
-
-    def close(self) -> ParsedText:
-        """End the answer and return everything that is still held."""
-        while self._state(True):
-            pass
-        if not self.calls:
+        if finish is not None and not self._calls:
             self._out_text.append(self._blank)
-            self._blank = ""
-        return self._take()
-
-    def _take(self) -> ParsedText:
-        parsed = ParsedText("".join(self._out_text), "".join(self._out_reasoning), tuple(self._out_calls))
+        parsed = replace(
+            event,
+            text="".join(self._out_text),
+            reasoning="".join(self._out_reasoning),
+            tool_calls=tuple(self._out_calls),
+            finish_reason="tool_calls" if finish == "stop" and self._calls else finish,
+        )
         self._out_text, self._out_reasoning, self._out_calls = [], [], []
         return parsed
 
@@ -171,8 +150,8 @@ class HermesParser:
             self._add_text(CALL + body + end_tag)
             return True
         self._blank, self._has_content = "", False
-        self._out_calls.append(ToolDelta(self.calls, self._make_id(), *call))
-        self.calls += 1
+        self._out_calls.append(ToolDelta(self._calls, self._make_id(), *call))
+        self._calls += 1
         return True
 
     def _add_text(self, text: str) -> None:
@@ -187,13 +166,18 @@ class HermesParser:
 
     def _release(self, tags: tuple[str, ...], final: bool) -> str:
         """Take everything from the buffer that cannot be the beginning of one of `tags`."""
-        hold = 0
-        if not final:
-            sizes = range(min(len(self._buffer), max(map(len, tags)) - 1), 0, -1)
-            hold = next((size for size in sizes if any(tag.startswith(self._buffer[-size:]) for tag in tags)), 0)
-        cut = len(self._buffer) - hold
+        cut = len(self._buffer) if final else possible_start(self._buffer, tags)
         text, self._buffer = self._buffer[:cut], self._buffer[cut:]
         return text
+
+
+def possible_start(text: str, words: Sequence[str]) -> int:
+    """Return the position in `text` at which one of `words` may begin that the next text completes, or its length."""
+    longest = max(map(len, words), default=1) - 1
+    for place in range(max(len(text) - longest, 0), len(text)):
+        if any(word.startswith(text[place:]) for word in words):
+            return place
+    return len(text)
 
 
 class _EndTagScanner:

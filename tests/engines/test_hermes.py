@@ -5,22 +5,33 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polar_proxy.engines.hermes import CALL, END_CALL, END_THINK, THINK, HermesParser, ParsedText, Reasoning, parse_call
+from polar_proxy.engines.hermes import CALL, END_CALL, END_THINK, THINK, HermesParser, Reasoning, parse_call
+from polar_proxy.types import SampleEvent, ToolDelta
 
 pytestmark = pytest.mark.slow
 
 GOOD = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 
 
+@dataclass(frozen=True)
+class ParsedText:
+    """The parsed events of an answer, joined."""
+
+    text: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolDelta, ...] = ()
+
+
 def parse(chunks: Iterable[str], *, tools: bool = True, reasoning: Reasoning = "off") -> ParsedText:
     numbers = itertools.count()
     parser = HermesParser(tools=tools, reasoning=reasoning, make_id=lambda: f"call_{next(numbers)}")
-    parts = [*(parser.feed(chunk) for chunk in chunks), parser.close()]
+    parts = [*(parser.parse(SampleEvent(text=chunk)) for chunk in chunks), parser.parse(SampleEvent(finish_reason="x"))]
     return ParsedText(
         "".join(part.text for part in parts),
         "".join(part.reasoning for part in parts),
@@ -127,9 +138,14 @@ def test_think_tag_inside_the_answer_is_text() -> None:
 
 def test_text_is_returned_as_soon_as_it_is_certain() -> None:
     parser = HermesParser(tools=True)
-    assert parser.feed("Hello <b").text == "Hello <b"
-    assert parser.feed(" <tool_").text == " "
-    assert parser.feed("box>").text == "<tool_box>"
+    parts = [parser.parse(SampleEvent(text=text)).text for text in ("Hello <b", " <tool_", "box>")]
+    assert parts == ["Hello <b", " ", "<tool_box>"]
+
+
+def test_whole_answer_in_one_event_is_parsed_like_its_pieces() -> None:
+    event = SampleEvent(text=GOOD[:-3], token_ids=(1, 2), logprobs=(-1.0, -2.0), finish_reason="stop")
+    parsed = HermesParser(tools=True, make_id=lambda: "call_0").parse(event)
+    assert (parsed.text, parsed.finish_reason, parsed.token_ids) == (GOOD[:-3], "stop", (1, 2))
 
 
 FRAGMENTS = st.lists(

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from polar_proxy.engines.factory import POLAR_TINY
 from polar_proxy.engines.local import LocalEngine
-from polar_proxy.engines.local.model import ModelRunner, PrefixCache, common_prefix
+from polar_proxy.engines.local.model import PrefixCache, common_prefix
 from polar_proxy.engines.local.scheduler import BatchScheduler
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.types import ChatRequest, Message, Sampling, TextRequest, TokenIds
@@ -147,7 +147,7 @@ async def test_chunked_prefill_is_exact(random_engine: LocalEngine, monkeypatch:
     sizes = prefilled(random_engine, monkeypatch)
     ids = tuple((17 * place) % 990 for place in range(3001))
     result = await run(random_engine, TextRequest("", ids, replace(PLAIN, max_tokens=20)))
-    assert sum(sizes) == 3001
+    assert sum(sizes) == 3000, "all but the last token, which goes through with the decoding steps"
     assert len(sizes) > 2
     await assert_exact(random_engine, result)
 
@@ -161,14 +161,6 @@ async def test_sequences_of_different_lengths_are_exact_in_one_batch(random_engi
     for result in await asyncio.gather(*(run(random_engine, request) for request in requests)):
         assert [len(answer.token_ids) for answer in result.choices] == [70, 70]
         await assert_exact(random_engine, result)
-
-
-def test_chunk_size_bounds_the_attention_mask(random_model_dir: Path) -> None:
-    runner = ModelRunner.load(random_model_dir)
-    for start in (0, 1_000, 60_000, 250_000):
-        count = runner.chunk_size(start, 1024)
-        assert count * (start + count) <= 1 << 23
-        assert count >= 16
 
 
 async def test_serves_another_architecture(random_model_dir: Path, tmp_path: Path) -> None:
@@ -199,7 +191,7 @@ async def test_next_turn_computes_only_new_tokens(random_engine: LocalEngine, mo
     ids = (*first.prompt_ids, *first.choices[0].token_ids, *range(500, 520))
     second = await run(random_engine, TextRequest("", ids, PLAIN))
     assert second.events[0].cached_tokens == 349, "all but the last sampled token, which never went in"
-    assert sum(sizes) == 21
+    assert sum(sizes) == 20, "the last sampled token and the new ones, but the last"
     await assert_exact(random_engine, second)
 
 
@@ -221,7 +213,7 @@ def ids(tokens: Iterable[int]) -> TokenIds:
 
 def test_prefix_cache_keeps_one_row_per_session_within_its_limit() -> None:
     def row(length: int) -> torch.Tensor:
-        return torch.arange(float(length)).view(1, 1, 1, 1, length, 1).expand(2, 2, 1, 1, length, 4)
+        return torch.arange(float(length)).view(1, 1, 1, length, 1).expand(2, 2, 1, length, 4)
 
     store = PrefixCache(limit_bytes=2 * 2 * 4 * 4 * 100)
     turn = ids(range(30))
@@ -233,11 +225,10 @@ def test_prefix_cache_keeps_one_row_per_session_within_its_limit() -> None:
     length, data = store.find(ids([*range(30), 99]))
     assert length == 30
     assert data is not None
-    assert data[0, 0, 0, 0, :, 0].tolist() == list(map(float, range(50)))
+    assert data[0, 0, 0, :, 0].tolist() == list(map(float, range(50)))
     store.keep(ids(range(500, 560)), row(60))
     assert len(store) == 1, "60 + 50 tokens are more than 100"
     assert store.find(turn)[0] == 0
-    assert store.nbytes <= 2 * 2 * 4 * 4 * 100
     store.keep(ids(range(1000)), row(1000))
     assert store.find(ids(range(1000)))[0] == 0, "larger than the whole store"
 
@@ -319,7 +310,7 @@ async def test_leaving_the_engine_fails_running_calls(random_model_dir: Path) ->
         await until(lambda: steps.count == 10)
         scoring = asyncio.create_task(engine.score(list(range(900)) * 4))
         await asyncio.sleep(0)
-    assert "polar-local-engine" not in {thread.name for thread in threading.enumerate()}
+    assert not any(thread.name.startswith("polar-local-engine") for thread in threading.enumerate())
     with pytest.raises(EngineError, match="shut down"):
         await task
     outcome = (await asyncio.gather(scoring, return_exceptions=True))[0]
@@ -428,18 +419,18 @@ async def test_engine_seed_makes_a_run_repeatable(random_model_dir: Path) -> Non
 
 async def script(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch, text: str, *, prompt: ChatRequest) -> Result:
     """Make the model answer `prompt` with exactly `text`, by making each of its tokens certain."""
-    runner, vocabulary = engine.loaded.runner, engine.loaded.vocabulary
-    tokens = [*engine.loaded.template.encode(text), engine.info.eos_token_ids[0]]
+    runner, tokenizer = engine.loaded.runner, engine.loaded.tokenizer
+    tokens = [*tokenizer.encode(text), engine.info.eos_token_ids[0]]
     base = len(await engine.render(prompt))
-    assert vocabulary.decode(tokens[:-1]) == text
+    assert tokenizer.decode(tokens[:-1]) == text
 
     def certain(place: int) -> torch.Tensor:
         logits = torch.full((runner.vocab_size,), -30.0)
         logits[tokens[place]] = 30.0
         return logits
 
-    monkeypatch.setattr(runner, "extend", lambda row, ids, start, **_: certain(max(start + len(ids) - base, 0)))
-    monkeypatch.setattr(runner, "step", lambda slots, ids, at: torch.stack([certain(place + 1 - base) for place in at]))
+    monkeypatch.setattr(runner, "extend", lambda kv, ids, start: None)
+    monkeypatch.setattr(runner, "step", lambda kvs, ids, at: torch.stack([certain(place + 1 - base) for place in at]))
     return await run(engine, prompt)
 
 
@@ -493,7 +484,7 @@ async def test_loads_weights_during_an_answer(random_engine: LocalEngine, random
     weights = other_weights(random_model_dir)
     ignore_eos(random_engine)
     worker = random_engine.loaded.scheduler
-    queued = signalled(worker, "run_task")
+    queued = signalled(worker, "run")
     steps = Steps(random_engine, lambda number: hold(queued.is_set) if number == 100 else None)
     request = TextRequest("", tuple(range(100, 130)), replace(PLAIN, max_tokens=400))
     task = asyncio.create_task(run(random_engine, request))

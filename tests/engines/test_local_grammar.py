@@ -41,9 +41,9 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 def short(engine: LocalEngine, **bias: float) -> Sampling:
     """Return sampling with a bias towards the end of reasoning, which a random model would not find."""
-    ids = engine.loaded.vocabulary.ids
     biases = {"</think>": 20.0, **bias}
-    return replace(SHORT, logit_bias={str(ids[text]): value for text, value in biases.items()})
+    encode = engine.loaded.tokenizer.encode
+    return replace(SHORT, logit_bias={str(encode(text)[0]): value for text, value in biases.items()})
 
 
 async def test_info_lists_the_grammar_capabilities(engine: LocalEngine) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from polar_proxy.engines.local.tokenizer import ChatTemplate, TextStream, Vocabulary, flat_text, template_message
+from polar_proxy.engines.local.tokenizer import ChatTokenizer, TextStream, TokenDecoder, flat_text, template_message
 from polar_proxy.errors import RequestError
 from polar_proxy.types import ChatRequest, Message, ToolCall
 
@@ -26,19 +26,18 @@ def tokenizer(random_model_dir: Path) -> Any:
 
 @given(data=st.data())
 def test_decodes_like_the_tokenizer(tokenizer: Any, data: st.DataObject) -> None:
-    vocabulary = Vocabulary(tokenizer)
-    ids = data.draw(st.lists(st.integers(0, vocabulary.size - 1), max_size=30))
-    decoder = vocabulary.decoder()
-    text = "".join([*(decoder.feed(token) for token in ids), decoder.close()])
+    chat = ChatTokenizer(tokenizer)
+    ids = data.draw(st.lists(st.integers(0, len(tokenizer) - 1), max_size=30))
+    stream = chat.stream(())
+    text = "".join([*(stream.feed(token) for token in ids), stream.close()])
     assert text == tokenizer.decode(ids, skip_special_tokens=True)
-    assert vocabulary.decode(ids) == tokenizer.decode(ids, skip_special_tokens=False)
+    assert chat.decode(ids) == tokenizer.decode(ids, skip_special_tokens=False)
 
 
 def test_character_of_several_tokens_comes_whole(tokenizer: Any) -> None:
-    vocabulary = Vocabulary(tokenizer)
     ids = tokenizer.encode("a🦊b", add_special_tokens=False)
-    decoder = vocabulary.decoder()
-    pieces = [decoder.feed(token) for token in ids]
+    stream = ChatTokenizer(tokenizer).stream(())
+    pieces = [stream.feed(token) for token in ids]
     assert "".join(pieces) == "a🦊b"
     assert not any("\ufffd" in piece for piece in pieces)
     assert len(pieces) > 3
@@ -50,18 +49,21 @@ def test_decodes_a_tokenizer_that_is_not_byte_level() -> None:
     backend.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    vocabulary = Vocabulary(PreTrainedTokenizerFast(tokenizer_object=backend))
-    decoder = vocabulary.decoder()
-    pieces = [decoder.feed(token) for token in range(len(tokens))]
+    chat = ChatTokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))
+    stream = chat.stream(())
+    pieces = [stream.feed(token) for token in range(len(tokens))]
     assert pieces[:3] == ["Hello", " wor", "ld"]
-    assert "".join(pieces) + decoder.close() == "Hello world 🦊!"
-    unfinished = vocabulary.decoder()
+    assert "".join(pieces) + stream.close() == "Hello world 🦊!"
+    unfinished = chat.stream(())
     assert [unfinished.feed(token) for token in (0, 4, 5)] == ["Hello", "", ""]
     assert unfinished.close().startswith("\ufffd")
 
 
-class Letters:
+class Letters(TokenDecoder):
     """A decoder whose tokens are characters."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda ids: "", set())
 
     def feed(self, token_id: int) -> str:
         return chr(token_id)
@@ -109,12 +111,12 @@ def test_template_message_and_flat_text() -> None:
 
 def test_template_refusal_is_a_bad_request(tokenizer: Any) -> None:
     with pytest.raises(RequestError, match="Unexpected role clown") as caught:
-        ChatTemplate(tokenizer).render(ChatRequest("", (Message("system", "s"), Message("clown", "x"))))
+        ChatTokenizer(tokenizer).render(ChatRequest("", (Message("system", "s"), Message("clown", "x"))))
     assert caught.value.status == 400
 
 
 def test_reasoning_mode_follows_the_prompt(tokenizer: Any) -> None:
-    template = ChatTemplate(tokenizer)
+    template = ChatTokenizer(tokenizer)
     request = ChatRequest("", (Message("user", "x"),))
     assert template.reasoning(template.render(request)) == "tags"
     opened = ChatRequest("", (Message("user", "x"),), template_kwargs={"open_thinking": True})
@@ -125,5 +127,5 @@ def test_template_shows_tools_unless_forbidden(tokenizer: Any) -> None:
     tools = ({"type": "function", "function": {"name": "get_weather"}},)
     for choice, shown in itertools.product((None, "auto", "none"), (tools, ())):
         request = ChatRequest("", (Message("user", "x"),), tools=shown, tool_choice=choice)
-        text = ChatTemplate(tokenizer).render(request)
+        text = ChatTokenizer(tokenizer).render(request)
         assert ("get_weather" in text) == (bool(shown) and choice != "none")

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version as installed
-from itertools import groupby
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -21,22 +20,15 @@ import torch
 from transformers import AutoTokenizer
 
 from polar_proxy.engines.base import Engine, ExactPrompt, uses_tools
-from polar_proxy.engines.hermes import HermesParser, ParsedText
+from polar_proxy.engines.hermes import HermesParser
 from polar_proxy.engines.local import grammar
 from polar_proxy.engines.local.grammar import GrammarCompiler
 from polar_proxy.engines.local.model import ModelRunner
 from polar_proxy.engines.local.sampling import SequenceSampler, resolve
-from polar_proxy.engines.local.scheduler import BatchScheduler, Generation, PrefillStarted, Result, SampledToken
-from polar_proxy.engines.local.tokenizer import ChatTemplate, Vocabulary
+from polar_proxy.engines.local.scheduler import BatchScheduler, Generation
+from polar_proxy.engines.local.tokenizer import ChatTokenizer
 from polar_proxy.errors import EngineError, RequestError
-from polar_proxy.types import (
-    ChatRequest,
-    EngineInfo,
-    EngineRequest,
-    SampleEvent,
-    TextRequest,
-    TopLogprob,
-)
+from polar_proxy.types import ChatRequest, EngineInfo, EngineRequest, SampleEvent, TextRequest
 
 SMALL_MODEL = 20_000_000
 """Up to this many parameters one thread is as fast as several, and far faster when the other cores are busy."""
@@ -50,8 +42,7 @@ class LoadedModel:
 
     info: EngineInfo
     runner: ModelRunner
-    vocabulary: Vocabulary
-    template: ChatTemplate
+    tokenizer: ChatTokenizer
     grammars: GrammarCompiler
     generation_config: Mapping[str, Any]
     scheduler: BatchScheduler
@@ -84,8 +75,7 @@ class LocalEngine(Engine):
         self._loaded: LoadedModel | None = None
 
     async def __aenter__(self) -> Self:
-        self._loaded = await asyncio.to_thread(self._load)
-        self._loaded.scheduler.start(asyncio.get_running_loop())
+        self._loaded = await asyncio.to_thread(self._load, asyncio.get_running_loop())
         return self
 
     async def __aexit__(
@@ -94,41 +84,40 @@ class LocalEngine(Engine):
         if self._loaded is not None:
             await asyncio.to_thread(self._loaded.scheduler.close)
 
-    def _load(self) -> LoadedModel:
+    def _load(self, loop: asyncio.AbstractEventLoop) -> LoadedModel:
         if not (self._path / "config.json").is_file():
             raise EngineError(f"There is no model in {self._path}: config.json is missing.", status=500)
         tokenizer: Any = AutoTokenizer.from_pretrained(self._path)
         if not tokenizer.is_fast:
             raise EngineError(f"The model in {self._path} has no fast tokenizer (tokenizer.json).", status=500)
-        runner = ModelRunner.load(self._path)
-        vocabulary, template = Vocabulary(tokenizer), ChatTemplate(tokenizer)
+        runner, chat = ModelRunner.load(self._path), ChatTokenizer(tokenizer)
         end_ids = _end_ids(runner.model, tokenizer)
         capabilities = {"token_ids", "logprobs", "token_prompt", "score", "continue", "weight_versions"}
-        if template.has_tools:
+        if chat.has_tools:
             capabilities.add("tools")
         if grammar.available():
-            capabilities |= {"json_schema", "tool_choice_required"} if template.has_tools else {"json_schema"}
+            capabilities |= {"json_schema", "tool_choice_required"} if chat.has_tools else {"json_schema"}
         info = EngineInfo(
             engine="local",
             version=f"transformers {installed('transformers')}, torch {installed('torch')}",
             model=self._name,
             context_length=runner.context_length,
-            template_hash=template.hash,
+            template_hash=chat.template_hash,
             logprob_mode="processed",
             capabilities=frozenset(capabilities),
             eos_token_ids=tuple(sorted(end_ids)),
         )
         scheduler = BatchScheduler(
             runner,
-            vocabulary,
+            chat,
             end_ids,
+            loop=loop,
             max_batch=self._max_batch,
             kv_bytes=self._kv_bytes,
             threads=self._threads or (1 if runner.parameter_count < SMALL_MODEL else None),
         )
         grammars = GrammarCompiler(tokenizer, runner.vocab_size, end_ids)
-        generation_config = runner.model.generation_config.to_diff_dict()
-        return LoadedModel(info, runner, vocabulary, template, grammars, generation_config, scheduler)
+        return LoadedModel(info, runner, chat, grammars, runner.model.generation_config.to_diff_dict(), scheduler)
 
     @property
     def loaded(self) -> LoadedModel:
@@ -147,11 +136,11 @@ class LocalEngine(Engine):
         return self._loaded.scheduler.failure
 
     async def render(self, request: ChatRequest, *, generation: bool = True) -> list[int]:
-        template = self.loaded.template
-        return await asyncio.to_thread(lambda: template.encode(template.render(request, generation=generation)))
+        chat = self.loaded.tokenizer
+        return await asyncio.to_thread(lambda: chat.encode(chat.render(request, generation=generation)))
 
     async def decode(self, token_ids: Sequence[int]) -> str:
-        return self.loaded.vocabulary.decode(token_ids)
+        return self.loaded.tokenizer.decode(token_ids)
 
     async def sample(
         self, request: EngineRequest, *, stream: bool = True, prompt: ExactPrompt | None = None
@@ -163,12 +152,13 @@ class LocalEngine(Engine):
         try:
             unfinished = len(generation.samplers)
             while unfinished:
-                for event in self._events(generation, await generation.take(), parsers):
-                    unfinished -= event.finish_reason is not None
-                    yield event
+                event = await generation.results.get()
+                if isinstance(event, EngineError):
+                    raise EngineError(str(event), status=event.status) from event
+                unfinished -= event.finish_reason is not None
+                yield parsers[event.index].parse(event) if parsers else event
         finally:
             generation.cancelled = True
-            scheduler.wake()
 
     def _prepare(
         self, request: EngineRequest, prompt: ExactPrompt | None, seed: int
@@ -182,24 +172,23 @@ class LocalEngine(Engine):
         new_mask = None
         if isinstance(request, TextRequest):
             given = request.prompt
-            ids = model.template.encode_plain(given) if isinstance(given, str) else list(given)
+            ids = model.tokenizer.encode(given, raw=True) if isinstance(given, str) else list(given)
         else:
             if prompt is None:
-                text = model.template.render(request)
-                ids = model.template.encode(text)
+                text = model.tokenizer.render(request)
+                ids = model.tokenizer.encode(text)
             else:
                 ids = prompt.token_ids.tolist()
-                text = model.vocabulary.decode(ids[-_PROMPT_TAIL:])
-            reasoning = model.template.reasoning(text)
+                text = model.tokenizer.decode(ids[-_PROMPT_TAIL:])
+            reasoning = model.tokenizer.reasoning(text)
             parsers = [HermesParser(tools=uses_tools(request), reasoning=reasoning) for _ in range(sampling.n)]
             new_mask = model.grammars.for_request(request, reasoning)
         self._check_prompt(request, ids)
         vocab_size = model.runner.vocab_size
-        params, max_tokens = resolve(
-            sampling, model.generation_config, vocab_size, model.info.context_length - len(ids)
-        )
+        room = model.info.context_length - len(ids)
+        sampling, max_tokens = resolve(sampling, model.generation_config, vocab_size, room)
         samplers = [
-            SequenceSampler(params, seed + index, vocab_size, new_mask() if new_mask else None)
+            SequenceSampler(sampling, seed + index, vocab_size, new_mask() if new_mask else None)
             for index in range(sampling.n)
         ]
         return Generation(np.asarray(ids, dtype=np.int32), samplers, max_tokens, sampling.stop), parsers
@@ -218,56 +207,15 @@ class LocalEngine(Engine):
                 code="context_length_exceeded",
             )
 
-    def _events(
-        self, generation: Generation, results: Sequence[Result], parsers: Sequence[HermesParser]
-    ) -> Generator[SampleEvent, None, None]:
-        """Turn the scheduler's results into events: one per choice and policy version. Raises the scheduler's error."""
-        tokens: dict[int, list[SampledToken]] = {}
-        for result in results:
-            if isinstance(result, EngineError):
-                raise EngineError(str(result), status=result.status) from result
-            if isinstance(result, PrefillStarted):
-                yield SampleEvent(prompt_ids=tuple(generation.prompt.tolist()), cached_tokens=result.cached_tokens)
-            else:
-                tokens.setdefault(result.choice, []).append(result)
-        for index, of_choice in tokens.items():
-            for _, run in groupby(of_choice, key=lambda token: token.version):
-                yield self._event(index, list(run), parsers[index] if parsers else None)
-
-    def _event(self, index: int, tokens: Sequence[SampledToken], parser: HermesParser | None) -> SampleEvent:
-        """Join consecutive tokens of one choice into one event."""
-        name = self.loaded.vocabulary.text
-        last = tokens[-1]
-        parsed = ParsedText("".join([token.text for token in tokens]), finish_reason=last.finish)
-        if parser is not None:
-            parsed = parser.parse(parsed.text, last.finish)
-        return SampleEvent(
-            index=index,
-            text=parsed.text,
-            reasoning=parsed.reasoning,
-            tool_calls=parsed.tool_calls,
-            token_ids=tuple([token.token_id for token in tokens]),
-            logprobs=tuple([token.logprob for token in tokens]),
-            tokens=tuple([name(token.token_id) for token in tokens]),
-            top=tuple([tuple([TopLogprob(id_, name(id_), value) for id_, value in token.top]) for token in tokens]),
-            finish_reason=parsed.finish_reason,
-            stop_sequence=last.stop,
-            weight_version=last.version,
-        )
-
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         model, ids = self.loaded, list(token_ids)
         if ids and (min(ids) < 0 or max(ids) >= model.runner.vocab_size):
             raise RequestError("There are token ids outside of this model's vocabulary.", param="token_ids")
-
-        def parts() -> Generator[None, None, list[float]]:
-            logprobs: list[float] = []
-            for chunk in model.runner.score(ids):
-                logprobs += chunk
-                yield
-            return logprobs
-
-        return await asyncio.wrap_future(model.scheduler.run_task(parts()))
+        chunks = model.runner.score(ids)
+        logprobs: list[float] = []
+        while chunk := await asyncio.wrap_future(model.scheduler.run(lambda: next(chunks, None))):
+            logprobs += chunk
+        return logprobs
 
     async def weight_version(self) -> str | None:
         return self.loaded.scheduler.version
@@ -281,12 +229,11 @@ class LocalEngine(Engine):
         model = self.loaded
         weights = Path(source) if isinstance(source, str) else source
 
-        def parts() -> Generator[None, None, None]:
+        def load() -> None:
             model.runner.load_weights(weights)
             model.scheduler.weights_changed(version)
-            yield
 
-        await asyncio.wrap_future(model.scheduler.run_task(parts()))
+        await asyncio.wrap_future(model.scheduler.run(load))
 
 
 def _end_ids(model: Any, tokenizer: Any) -> frozenset[int]:

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
-import numpy as np
 import torch
 
 from polar_proxy.engines.base import enforced_format
@@ -35,17 +34,17 @@ class GrammarMask:
         self._matcher = matcher
         self.error: str | None = None
 
-    def apply(self, logits: torch.Tensor) -> None:
-        """Set logits [V] of forbidden tokens to -inf, in place."""
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return logits [V] with -inf for forbidden tokens."""
         if self.error is not None:
-            return
-        allowed = np.frombuffer(self._matcher.compute_logit_bias(), dtype=np.uint8) > 0
+            return logits
+        allowed = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8)[: len(logits)] > 0
         if not allowed.any():
             self.error = self._matcher.get_error() or "no token can follow"
-            return
-        mask = np.zeros(len(logits), dtype=bool)
-        mask[: len(allowed)] = allowed[: len(logits)]
-        logits.masked_fill_(torch.from_numpy(~mask).to(logits.device), float("-inf"))
+            return logits
+        masked = torch.full_like(logits, float("-inf"))
+        masked[: len(allowed)][allowed] = logits[: len(allowed)][allowed]
+        return masked
 
     def accept(self, token_id: int) -> None:
         """Advance by the token that was sampled."""

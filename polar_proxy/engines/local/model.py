@@ -1,24 +1,26 @@
-"""The model, its key-value cache, and its two passes: over a chunk of one sequence, and over one token of each running
-sequence.
+"""The model, the keys and values of its sequences, and its two passes: over a chunk of one sequence, and over one token
+of each running sequence.
 
 Works for decoder-only models of Transformers in which every layer attends to the whole past through a `Cache`. Loading
 compares the cached passes with the model's own forward pass, and refuses the model if they differ.
 
-Cache invariant: the first `length` positions of a row hold the keys and values of exactly the tokens stored with it,
-made by the weights now loaded. Everything after them is finite (never NaN), so a mask is enough to hide it.
+Invariant: the first `length` positions of a KV buffer hold the keys and values of exactly the tokens stored with it,
+made by the weights now loaded. Each sequence has its own buffer [layers, 2, heads, capacity, head_dim], so that a long
+sequence costs the others of its batch nothing.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from cachetools import LRUCache
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.cache_utils import Cache
 from transformers.utils import logging
 
@@ -27,161 +29,98 @@ from polar_proxy.types import TokenIds
 
 MIN_REUSE = 16
 """A shorter common prefix is not worth looking up or keeping."""
-MASK_CELLS = 1 << 23
-"""Largest attention mask of a chunk, in cells: it keeps the memory of a long prompt linear in its length."""
-_SCORED_CHUNK = 512
+_SCORED_CHUNK = 256
+_ATTENTION = "polar_by_sequence"
 
 
-@dataclass(frozen=True, slots=True)
-class KVShape:
-    """Size of one token's keys and values: `layers` x 2 x `heads` x `head_dim` numbers of `dtype` on `device`."""
+def attend_by_sequence(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    keys: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor],
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of each sequence to its own past, as a Transformers attention function.
 
-    layers: int
-    heads: int
-    head_dim: int
-    dtype: torch.dtype
-    device: torch.device
-
-    def zeros(self, rows: int, capacity: int) -> torch.Tensor:
-        """Return a KV buffer [layers, 2, rows, heads, capacity, head_dim].
-
-        It is zeroed because a masked NaN would still poison softmax times V. On a CPU its pages are only committed when
-        they are touched.
-        """
-        size = (self.layers, 2, rows, self.heads, capacity, self.head_dim)
-        return torch.zeros(size, dtype=self.dtype, device=self.device)
-
-
-class PositionedCache(Cache):  # type: ignore[misc]  # transformers has no stubs
-    """A Transformers cache over a KV buffer that writes each row's new keys at that row's own position.
-
-    `data` [layers, 2, rows, heads, capacity, head_dim]; `start` is one int for a single row that gets a chunk, or an
-    int64 tensor [rows] of positions when each row gets one token. `length` is how far attention may look.
+    query [rows, query heads, new, head_dim]; keys and values: per row [heads, length, head_dim], from `SequenceCache`.
+    Returns [rows, new, query heads, head_dim].
     """
+    rows = [
+        scaled_dot_product_attention(
+            one[None], key[None], value[None], attn_mask=attention_mask, scale=scaling, enable_gqa=True
+        )
+        for one, key, value in zip(query, keys, values, strict=True)
+    ]
+    return torch.cat(rows).transpose(1, 2), None
 
-    def __init__(self, data: torch.Tensor, start: int | torch.Tensor, length: int) -> None:
+
+AttentionInterface.register(_ATTENTION, attend_by_sequence)
+
+
+class SequenceCache(Cache):  # type: ignore[misc]  # transformers has no stubs
+    """A Transformers cache over the KV buffers of several sequences; buffer i gets its new keys at `starts[i]`."""
+
+    def __init__(self, buffers: Sequence[torch.Tensor], starts: Sequence[int]) -> None:
         super().__init__(layers=[])
-        self._data = data
-        self._start = start
-        self._length = length
-        if isinstance(start, torch.Tensor):
-            self._rows = torch.arange(data.shape[2], device=data.device)
+        self._buffers = buffers
+        self._starts = starts
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """key_states and value_states [rows, heads, new, head_dim] -> both [rows, heads, length, head_dim]."""
-        keys, values = self._data[layer_idx]
-        if isinstance(self._start, int):
-            new = key_states.shape[2]
-            keys[:, :, self._start : self._start + new] = key_states
-            values[:, :, self._start : self._start + new] = value_states
-        else:
-            keys[self._rows, :, self._start] = key_states[:, :, 0]
-            values[self._rows, :, self._start] = value_states[:, :, 0]
-        return keys[:, :, : self._length], values[:, :, : self._length]
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return int(self._start) if isinstance(self._start, int) else self._length - 1
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return self._length, 0
-
-
-class BatchKV:
-    """Keys and values of the running batch, one row ("slot") per sequence, in one buffer that grows by doubling."""
-
-    def __init__(self, shape: KVShape, rows: int, limit: int, capacity: int = 1024) -> None:
-        self._shape = shape
-        self._rows = rows
-        self._limit = limit
-        self._initial = min(capacity, limit)
-        self.data = shape.zeros(rows, self._initial)
-
-    def row(self, slot: int) -> torch.Tensor:
-        """Return a view of one slot: [layers, 2, 1, heads, capacity, head_dim]."""
-        return self.data[:, :, slot : slot + 1]
-
-    def put(self, slot: int, source: torch.Tensor, length: int) -> None:
-        """Copy the first `length` positions of `source` [layers, 2, 1, heads, >= length, head_dim] into a slot."""
-        self.row(slot)[..., :length, :] = source[..., :length, :]
-
-    def reserve(self, need: int, lengths: Sequence[int]) -> None:
-        """Make room for `need` positions in every slot; `lengths` are those of the slots in use."""
-        capacity = self.data.shape[-2]
-        if need <= capacity:
-            return
-        while capacity < need:
-            capacity *= 2
-        old, self.data = self.data, self._shape.zeros(self._rows, max(min(capacity, self._limit), need))
-        for slot, length in enumerate(lengths):
-            self.put(slot, old[:, :, slot : slot + 1], length)
-
-    def shrink(self) -> None:
-        """Release the memory of long sequences. Only while no slot is in use."""
-        if self.data.shape[-2] > 8 * self._initial:
-            self.data = self._shape.zeros(self._rows, self._initial)
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """key_states and value_states [rows, heads, new, head_dim] -> for each row [heads, start + new, head_dim]."""
+        keys, values = [], []
+        both = torch.stack((key_states, value_states), dim=1)
+        for buffer, start, new in zip(self._buffers, self._starts, both, strict=True):
+            seen = buffer[layer_idx, :, :, : start + new.shape[2]]
+            seen[:, :, start:] = new
+            keys.append(seen[0])
+            values.append(seen[1])
+        return keys, values
 
 
 @dataclass(frozen=True, slots=True)
 class _CachedPrefix:
     tokens: TokenIds
-    data: torch.Tensor
+    kv: torch.Tensor
 
 
 class PrefixCache:
     """Keys and values of finished sequences, at most `limit_bytes`, least recently used dropped first.
 
-    A sequence that is a prefix of a newer one is dropped, so that a session keeps one row and not one for each turn.
+    A sequence that is a prefix of a newer one is dropped, so that a session keeps one entry and not one for each turn.
     """
 
     def __init__(self, limit_bytes: int) -> None:
-        self._limit = limit_bytes
-        self._rows: OrderedDict[int, _CachedPrefix] = OrderedDict()
-        self._next = 0
-        self.nbytes = 0
+        self._entries: LRUCache[bytes, _CachedPrefix] = LRUCache(limit_bytes, lambda entry: entry.kv.nbytes)
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._entries)
 
     def clear(self) -> None:
-        self._rows.clear()
-        self.nbytes = 0
+        self._entries.clear()
 
-    def keep(self, tokens: TokenIds, data: torch.Tensor) -> None:
-        """Copy the row `data` [layers, 2, 1, heads, >= n, head_dim] of the n `tokens`."""
+    def keep(self, tokens: TokenIds, kv: torch.Tensor) -> None:
+        """Copy the first n positions of a KV buffer, which belong to the n `tokens`."""
         length = len(tokens)
-        size = data[..., :length, :].nbytes
-        if length < MIN_REUSE or size > self._limit:
+        part = kv[..., :length, :]
+        if length < MIN_REUSE or part.nbytes > self._entries.maxsize or self.find(tokens)[0] == length:
             return
-        for key, row in list(self._rows.items()):
-            common = common_prefix(row.tokens, tokens)
-            if common == length:  # a row that is at least as long covers it already
-                self._rows.move_to_end(key)
-                return
-            if common == len(row.tokens):
-                self._drop(key)
-        while self._rows and self.nbytes + size > self._limit:
-            self._drop(next(iter(self._rows)))
-        kept = data[..., :length, :].clone(memory_format=torch.contiguous_format)
-        self._rows[self._next] = _CachedPrefix(tokens, kept)
-        self._next += 1
-        self.nbytes += kept.nbytes
+        for key, entry in list(self._entries.items()):
+            if common_prefix(entry.tokens, tokens) == len(entry.tokens):
+                del self._entries[key]
+        copied = part.clone(memory_format=torch.contiguous_format)
+        self._entries[tokens.tobytes()] = _CachedPrefix(tokens.copy(), copied)
 
     def find(self, tokens: TokenIds) -> tuple[int, torch.Tensor | None]:
-        """Return the length of the longest cached prefix of `tokens`, and the row that holds it."""
-        best, best_key = 0, None
-        for key, row in self._rows.items():
-            common = common_prefix(row.tokens, tokens)
-            if common > best:
-                best, best_key = common, key
-        if best_key is None or best < MIN_REUSE:
+        """Return the length of the longest cached prefix of `tokens`, and the KV buffer that holds it."""
+        lengths = {key: common_prefix(entry.tokens, tokens) for key, entry in self._entries.items()}
+        best = max(lengths, key=lengths.__getitem__, default=b"")
+        if lengths.get(best, 0) < MIN_REUSE:
             return 0, None
-        self._rows.move_to_end(best_key)
-        return best, self._rows[best_key].data
-
-    def _drop(self, key: int) -> None:
-        self.nbytes -= self._rows.pop(key).data.nbytes
+        return lengths[best], self._entries[best].kv
 
 
 def common_prefix(one: TokenIds, two: TokenIds) -> int:
@@ -193,7 +132,7 @@ def common_prefix(one: TokenIds, two: TokenIds) -> int:
 
 
 class ModelRunner:
-    """Weights in fp32 and the passes over them. Not thread-safe."""
+    """Weights in fp32 on the CPU and the passes over them. Not thread-safe."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -202,13 +141,9 @@ class ModelRunner:
         self.context_length: int = config.max_position_embeddings
         self.vocab_size: int = config.vocab_size
         self.parameter_count = sum(tensor.numel() for tensor in model.parameters())
-        self.shape = KVShape(
-            layers=config.num_hidden_layers,
-            heads=getattr(config, "num_key_value_heads", None) or heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-            dtype=model.dtype,
-            device=model.device,
-        )
+        self._layers = config.num_hidden_layers
+        self._heads = getattr(config, "num_key_value_heads", None) or heads
+        self._head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
 
     @classmethod
     def load(cls, path: Path) -> ModelRunner:
@@ -226,19 +161,22 @@ class ModelRunner:
             )
         runner = cls(model.eval().requires_grad_(False))
         with torch.inference_mode():
-            runner._verify()
+            runner._adopt_attention()
         return runner
 
-    def _verify(self) -> None:
-        """Compare a chunked prefill and a decode step with the model's own uncached forward pass."""
+    def _adopt_attention(self) -> None:
+        """Replace the model's attention by `attend_by_sequence`.
+
+        Raises EngineError if a prefill in two chunks and a decode step then differ from the model's own forward pass.
+        """
         ids = [(7 * place + 1) % self.vocab_size for place in range(8)]
-        expected = self.model(input_ids=self._tensor([ids]), use_cache=False).logits[0, -1].float()
-        row, batch = self.shape.zeros(1, 8), BatchKV(self.shape, 2, limit=8)
+        expected = self.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
+        kv = self.new_kv(8)
         try:
-            self.extend(row, ids[:4], 0)
-            self.extend(row, ids[4:7], 4)
-            batch.put(0, row, 7)
-            found = self.step(batch, [ids[7]], [7])[0]
+            self.model.set_attn_implementation(_ATTENTION)
+            self.extend(kv, ids[:4], 0)
+            self.extend(kv, ids[4:7], 4)
+            found = self.step([kv], [ids[7]], [7])[0]
         except (RuntimeError, AttributeError, TypeError) as error:
             raise EngineError(f"This model does not work with the local engine: {error}", status=500) from error
         gap = float((expected - found).abs().max())
@@ -247,60 +185,51 @@ class ModelRunner:
                 f"The local engine's cached pass differs from this model's own by {gap:.3g}. Use vLLM.", status=500
             )
 
-    def chunk_size(self, start: int, wanted: int) -> int:
-        """Return how many of `wanted` tokens may pass at once after `start` others (see MASK_CELLS)."""
-        return min(wanted, max(16, MASK_CELLS // (start + wanted)))
+    def new_kv(self, capacity: int) -> torch.Tensor:
+        """Return an uninitialised KV buffer [layers, 2, heads, capacity, head_dim]."""
+        return torch.empty(self._layers, 2, self._heads, capacity, self._head_dim)
 
     def extend(
-        self, row: torch.Tensor, token_ids: Sequence[int], start: int, *, all_logits: bool = False
+        self, kv: torch.Tensor, token_ids: Sequence[int], start: int, *, all_logits: bool = False
     ) -> torch.Tensor:
-        """Run a chunk of one sequence after the `start` positions that `row` (one row of KV) already holds.
+        """Run a chunk of one sequence after the `start` positions that `kv` already holds.
 
-        Returns fp32 logits: [vocab] of the last position, or with all_logits [chunk, vocab].
+        Returns fp32 logits [chunk, vocab], or [1, vocab] of the last position without all_logits.
         """
         end = start + len(token_ids)
-        positions = torch.arange(start, end, device=self.shape.device)
-        future = torch.arange(end, device=self.shape.device) > positions[:, None]
+        positions = torch.arange(start, end)
+        future = torch.arange(end) > positions[:, None]
         # Numbers, not booleans: attention would convert booleans to numbers again in every layer.
-        mask = torch.zeros(future.shape, dtype=self.shape.dtype, device=self.shape.device)
-        mask.masked_fill_(future, float("-inf"))
-        out = self.model(
-            input_ids=self._tensor([token_ids]),
+        mask = torch.zeros(future.shape).masked_fill_(future, float("-inf"))
+        logits: torch.Tensor = self.model(
+            input_ids=torch.tensor([token_ids]),
             position_ids=positions[None],
             attention_mask=mask[None, None],
-            past_key_values=PositionedCache(row, start, end),
+            past_key_values=SequenceCache([kv], [start]),
             use_cache=True,
             logits_to_keep=0 if all_logits else 1,
-        )
-        logits: torch.Tensor = out.logits[0].float()
-        return logits if all_logits else logits[-1]
+        ).logits
+        return logits[0]
 
-    def step(self, batch: BatchKV, token_ids: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
-        """Run one token of each of the first n slots, at `positions` (which must fit). Returns fp32 [n, vocab]."""
-        longest = max(positions) + 1
-        at = torch.tensor(positions, device=self.shape.device)
-        mask = torch.arange(longest, device=self.shape.device) <= at[:, None]
-        out = self.model(
-            input_ids=self._tensor(token_ids).unsqueeze(1),
-            position_ids=at[:, None],
-            attention_mask=mask[:, None, None],
-            past_key_values=PositionedCache(batch.data[:, :, : len(positions)], at, longest),
+    def step(self, kvs: Sequence[torch.Tensor], token_ids: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
+        """Run one token of each of n sequences, at its position (which must fit). Returns fp32 logits [n, vocab]."""
+        logits: torch.Tensor = self.model(
+            input_ids=torch.tensor(token_ids)[:, None],
+            position_ids=torch.tensor(positions)[:, None],
+            past_key_values=SequenceCache(kvs, positions),
             use_cache=True,
-        )
-        logits: torch.Tensor = out.logits[:, -1].float()
-        return logits
+        ).logits
+        return logits[:, -1]
 
     def score(self, token_ids: Sequence[int]) -> Iterator[list[float]]:
         """Yield raw log-probabilities of token_ids[1:], chunk by chunk, from a fresh pass with its own cache."""
         ids = list(token_ids)
-        row, start = self.shape.zeros(1, max(len(ids), 1)), 0
-        while start < len(ids) - 1:
-            count = self.chunk_size(start, min(_SCORED_CHUNK, len(ids) - 1 - start))
+        kv = self.new_kv(len(ids))
+        for start in range(0, len(ids) - 1, _SCORED_CHUNK):
+            targets = ids[start + 1 : start + 1 + _SCORED_CHUNK]
             with torch.inference_mode():
-                logits = self.extend(row, ids[start : start + count], start, all_logits=True)
-                targets = self._tensor(ids[start + 1 : start + count + 1])
-                yield torch.log_softmax(logits, dim=-1).gather(1, targets[:, None])[:, 0].tolist()
-            start += count
+                logits = self.extend(kv, ids[start : start + len(targets)], start, all_logits=True)
+                yield torch.log_softmax(logits, dim=-1).gather(1, torch.tensor(targets)[:, None])[:, 0].tolist()
 
     def load_weights(self, source: Mapping[str, torch.Tensor] | Path) -> None:
         """Copy new weights over the old ones. All names and shapes are checked before anything changes."""
@@ -319,9 +248,6 @@ class ModelRunner:
         with torch.no_grad():
             for name, tensor in state.items():
                 own[name].copy_(tensor)
-
-    def _tensor(self, token_ids: Any) -> torch.Tensor:
-        return torch.tensor(token_ids, dtype=torch.int64, device=self.shape.device)
 
 
 def read_weights(path: Path) -> dict[str, torch.Tensor]:

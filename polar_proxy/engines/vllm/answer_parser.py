@@ -79,22 +79,13 @@ class HermesAnswerParser:
         self._parsers: dict[int, HermesParser] = {}
 
     async def parse(self, event: SampleEvent) -> SampleEvent:
-        if not event.text and event.finish_reason is None:
-            return event
         parser = self._parsers.get(event.index)
         if parser is None:
             parser = self._parsers[event.index] = HermesParser(tools=self._tools, reasoning=self._reasoning)
-        parsed = parser.parse(event.text, event.finish_reason)
-        calls = parsed.tool_calls
-        if self._one_call:  # like the chat route, which drops the others
-            calls = tuple(call for call in calls if call.index == 0)
-        return replace(
-            event,
-            text=parsed.text,
-            reasoning=parsed.reasoning,
-            tool_calls=calls,
-            finish_reason=parsed.finish_reason,
-        )
+        parsed = parser.parse(event)
+        if self._one_call and parsed.tool_calls:  # like the chat route, which drops the others
+            return replace(parsed, tool_calls=tuple(call for call in parsed.tool_calls if call.index == 0))
+        return parsed
 
 
 @dataclass(slots=True)

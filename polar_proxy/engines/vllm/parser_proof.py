@@ -249,7 +249,8 @@ class ParserProof:
         call = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": '{"path": "a"}'}}
         turn = {"role": "assistant", "content": "", "tool_calls": [call]}
         whole = await self._render([*USER, turn], False, frame)
-        parsed = HermesParser(tools=True).feed(await self._client.decode(whole[len(bare) :]))
+        written = await self._client.decode(whole[len(bare) :])
+        parsed = HermesParser(tools=True).parse(SampleEvent(text=written))
         found = [(call.name, _parse_json(call.arguments)) for call in parsed.tool_calls]
         if found == [("look", {"path": "a"})]:
             return None
@@ -337,14 +338,8 @@ def matching_reasoning_mode(answers: Sequence[ForcedAnswer], *, tools: bool) -> 
 
 def _parse_hermes(answer: ForcedAnswer, mode: Reasoning, *, tools: bool) -> ParsedAnswer:
     finish = "length" if answer.parsed.finish == "length" else "stop"
-    parsed = HermesParser(tools=tools, reasoning=mode).parse(answer.text, finish)
-    event = SampleEvent(
-        text=parsed.text,
-        reasoning=parsed.reasoning,
-        tool_calls=parsed.tool_calls,
-        finish_reason=parsed.finish_reason,
-    )
-    return ParsedAnswer.of([event])
+    event = SampleEvent(text=answer.text, finish_reason=finish)
+    return ParsedAnswer.of([HermesParser(tools=tools, reasoning=mode).parse(event)])
 
 
 def _ids(events: Sequence[SampleEvent], end: int) -> tuple[int, ...]:
