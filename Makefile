@@ -46,7 +46,7 @@ coverage: setup
 
 # With real vLLM, harness programs, Docker and PostgreSQL; scripts/with_services.sh installs, starts and stops them.
 test-full: setup
-	scripts/with_services.sh $(BIN)/pytest --durations=25 -m full
+	scripts/with_services.sh $(BIN)/pytest -n $(PROCESSES) --dist loadfile --durations=25 -m full
 
 # OpenHands, aider, terminus-2 and Mistral Vibe: installing takes 4 to 10 minutes, and three of them need Python 3.12.
 test-harnesses: setup

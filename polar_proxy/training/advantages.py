@@ -28,14 +28,19 @@ def reward_array(rewards: Rewards) -> Floats:
     return values
 
 
+def known_rewards(rewards: Rewards) -> Floats:
+    """Return the rewards that are not missing."""
+    values = reward_array(rewards)
+    return values[~np.isnan(values)]
+
+
 def dr_grpo(rewards: Rewards) -> Floats:
     """Dr. GRPO: A_i = r_i - mean(r). It does not divide by the deviation, which favours groups of small spread.
 
     The paper's other change, a constant instead of the length of each answer, is `loss_aggregation = "constant"`.
     Source: Liu et al., Understanding R1-Zero-Like Training, arXiv 2503.20783.
     """
-    values = reward_array(rewards)
-    known = values[~np.isnan(values)]
+    values, known = reward_array(rewards), known_rewards(rewards)
     # Exactly 0 for equal rewards: the mean of equal numbers is not always that number.
     if _all_equal(known):
         return np.where(np.isnan(values), np.nan, 0.0)
@@ -48,9 +53,7 @@ def grpo(rewards: Rewards, *, eps: float = 1e-6, ddof: int = 1) -> Floats:
     The paper says only "std"; `ddof=1` is the sample deviation, which TRL and verl use.
     Source: Shao et al., DeepSeekMath, arXiv 2402.03300 (outcome supervision).
     """
-    values = reward_array(rewards)
-    centred = dr_grpo(values)
-    known = values[~np.isnan(values)]
+    centred, known = dr_grpo(rewards), known_rewards(rewards)
     return centred if _all_equal(known) else centred / (float(np.std(known, ddof=ddof)) + eps)
 
 
@@ -59,9 +62,8 @@ def rloo(rewards: Rewards) -> Floats:
 
     Source: Ahmadian et al., Back to Basics, arXiv 2402.14740; after Kool et al. 2019.
     """
-    values = reward_array(rewards)
-    n = int(np.count_nonzero(~np.isnan(values)))
-    return dr_grpo(values) * (n / (n - 1) if n > 1 else 1.0)
+    n = len(known_rewards(rewards))
+    return dr_grpo(rewards) * (n / (n - 1) if n > 1 else 1.0)
 
 
 def raft(rewards: Rewards) -> Floats:
@@ -89,8 +91,7 @@ def mc_grpo(rewards: Rewards, *, scale: Literal["mad", "none"] = "mad", eps: flo
 
     Source: Kim, MC-GRPO, arXiv 2601.22582 (median baseline, pivot); the MAD from its README and code.
     """
-    values = reward_array(rewards)
-    known = values[~np.isnan(values)]
+    values, known = reward_array(rewards), known_rewards(rewards)
     if _all_equal(known):
         return dr_grpo(values)
     median = float(np.median(known))
@@ -185,8 +186,7 @@ def focal_weight(rewards: Rewards, *, solved_at: float = 1.0, gamma: float = 1.0
     It multiplies the advantages of the group, so that groups that are mostly solved count less. NaN without a reward.
     Source: F-GRPO, arXiv 2602.06717 (focal weight g = (1 - mean success)^gamma).
     """
-    values = reward_array(rewards)
-    known = values[~np.isnan(values)]
+    known = known_rewards(rewards)
     return float((1.0 - np.mean(known >= solved_at)) ** gamma) if len(known) else float("nan")
 
 
@@ -199,8 +199,7 @@ def variance_weight(rewards: Rewards, *, low: float = 0.0, high: float = 1.0) ->
 
     Source: VCRL, arXiv 2509.19803 (p for binary rewards; it selects tasks there and grades a group here).
     """
-    values = reward_array(rewards)
-    known = values[~np.isnan(values)]
+    known = known_rewards(rewards)
     n = len(known)
     if n < 2 or _all_equal(known):
         return 0.0

@@ -23,7 +23,7 @@ import fcntl
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -37,15 +37,9 @@ from polar_proxy.training.batch import TrainingBatch, TrainingGroup, has_signal,
 from polar_proxy.training.checkpoint import TrainerState
 from polar_proxy.training.config import GrpoConfig, changed_settings
 from polar_proxy.training.feed import GroupFeed, GroupReader, OpenLeases
-from polar_proxy.training.metrics import (
-    MetricsLog,
-    MetricsSink,
-    StepTimer,
-    drop_lines_after,
-    mean_reward,
-)
+from polar_proxy.training.metrics import MetricsLog, MetricsSink, StepTimer, drop_lines_after, mean_reward
 from polar_proxy.training.model import Learner, StepStats
-from polar_proxy.training.weight_sync import ProbeResult, WeightSync, probe, probe_ids
+from polar_proxy.training.weight_sync import WeightSync, probe, probe_ids
 from polar_proxy.types import Json
 
 log = logging.getLogger(__name__)
@@ -71,10 +65,6 @@ class RolloutSource(Protocol):
         ...
 
 
-def _ignore(point: str) -> None:
-    """Default for `on_point`."""
-
-
 class GrpoTrainer:
     """One run in the folder `run`. `await trainer.train()` starts it or resumes its last checkpoint."""
 
@@ -92,7 +82,7 @@ class GrpoTrainer:
         rollouts: RolloutSource,
         engine_busy_seconds: Callable[[], float] | None = None,
         sink: MetricsSink | None = None,
-        on_point: Callable[[str], None] = _ignore,
+        on_point: Callable[[str], None] = lambda point: None,
         report: Callable[[str], None] = log.info,
     ) -> None:
         """`model`: the folder that the learner was loaded from. `engine_busy_seconds`: total seconds in which the
@@ -289,7 +279,10 @@ class GrpoTrainer:
         logprobs = await asyncio.to_thread(self._learner.logprobs, ids)
         version = str(self.state.step)
         await self._weight_sync.push(await asyncio.to_thread(self._learner.weights), version)
-        result = await self._probe_engine(ids, logprobs)
+        tolerance = self._config.probe_tolerance
+        result = await probe(self._engine, ids, logprobs, self._last_probe, tolerance, self._probe_noise)
+        self._last_probe = logprobs
+        self._probe_noise = result.mean if self._probe_noise is None else self._probe_noise
         engine_version = await self._engine.weight_version()
         if engine_version not in (None, version):
             raise TrainingError(
@@ -297,15 +290,8 @@ class GrpoTrainer:
                 "also updates its weights, so its samples belong to neither policy. Let only this run update it"
             )
         seconds = time.perf_counter() - started
-        values = {"version": version, "engine": engine_version, "seconds": seconds, **result.to_json()}
+        values = {"version": version, "engine": engine_version, "seconds": seconds, **asdict(result)}
         self._metrics.write("sync", self.state.step, values)
-
-    async def _probe_engine(self, ids: Sequence[int], logprobs: list[float]) -> ProbeResult:
-        tolerance = self._config.probe_tolerance
-        result = await probe(self._engine, ids, logprobs, self._last_probe, tolerance, self._probe_noise)
-        self._last_probe = logprobs
-        self._probe_noise = result.mean if self._probe_noise is None else self._probe_noise
-        return result
 
     # Metrics
 
@@ -337,7 +323,7 @@ class GrpoTrainer:
             "tokens_per_second": batch.sampled_tokens / seconds,
             "rollouts_per_second": batch.rollouts / seconds,
             "updated": stats is not None,
-            **({} if stats is None else stats.to_json()),
+            **({} if stats is None else asdict(stats)),
             **times,
         }
         self._metrics.write("step", self.state.step, values)

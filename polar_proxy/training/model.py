@@ -15,7 +15,7 @@ import contextlib
 import copy
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,6 @@ from polar_proxy.training.tree import (
     register_tree_attention,
     split_into_segments,
 )
-from polar_proxy.types import Json
 
 
 def load_model(path: Path | str, device: str = "cpu") -> Any:
@@ -84,9 +83,6 @@ class StepStats:
     observation_loss: float | None
     """Cross-entropy of the observed tokens, nats per token; None without ECHO."""
     seconds: float
-
-    def to_json(self) -> Json:
-        return asdict(self)
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-from polar_proxy.training.advantages import Floats, Rewards, reward_array
+from polar_proxy.training.advantages import Floats, Rewards, known_rewards
 
 Verdict = Literal["train", "all_alike_best", "all_alike", "too_few"]
 
@@ -34,8 +34,7 @@ def verdict(rewards: Rewards, *, best: float = 1.0, tolerance: float = 0.0) -> V
     `too_few`: fewer than two rollouts have a reward. `all_alike_best`: all reach `best`, so the task is solved.
     `all_alike`: no spread at a lower reward.
     """
-    values = reward_array(rewards)
-    known = values[~np.isnan(values)]
+    known = known_rewards(rewards)
     if len(known) < 2:
         return "too_few"
     if known.max() - known.min() > tolerance:
@@ -94,8 +93,7 @@ def updated(
     solved' = 1 + decay * (solved - 1) + number solved; failed' likewise. Rollouts without a reward are ignored. With
     decay < 1 the belief follows a policy that learns.
     """
-    values = reward_array(rewards)
-    known = values[~np.isnan(values)]
+    known = known_rewards(rewards)
     won = int(np.count_nonzero(known >= solved_at))
     return SolveRateBelief(
         1.0 + decay * (belief.solved - 1.0) + won, 1.0 + decay * (belief.failed - 1.0) + len(known) - won
@@ -152,8 +150,7 @@ def half_width(rewards: Rewards, *, n: int | None = None, confidence: float = 0.
     with a larger `n`, h is that of more rewards with the same deviation. Infinite with fewer than two rewards. Source:
     XRPO, arXiv 2510.06672.
     """
-    values = reward_array(rewards)
-    known = values[~np.isnan(values)]
+    known = known_rewards(rewards)
     if len(known) < 2:
         return math.inf
     size = len(known) if n is None else n
@@ -176,7 +173,7 @@ def allocate_more(
     task with fewer than two rewards. Source: XRPO, arXiv 2510.06672, as we read it: the reduction of the half width is
     its measure, the form of the exploration bonus is ours (0 switches it off).
     """
-    known = {name: int(np.count_nonzero(~np.isnan(reward_array(values)))) for name, values in rewards.items()}
+    known = {name: len(known_rewards(values)) for name, values in rewards.items()}
     if few := [name for name, n in known.items() if n < 2]:
         raise ValueError(f"tasks with fewer than two rewards have no interval yet: {few}")
     everything = sum(known.values())

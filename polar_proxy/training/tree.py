@@ -291,52 +291,16 @@ def split_into_segments(tree: PrefixTree, device: torch.device | str = "cpu") ->
     return segments
 
 
-def tree_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    segments: Sequence[TreeSegment],
-    *,
-    scale: float | None = None,
-    dropout: float = 0.0,
-) -> Tensor:
-    """Return the attention output [b, heads, n, d] of query [b, heads, n, d], key and value [b, kv heads, n, d].
-
-    `heads` is a multiple of `kv heads`; `scale` defaults to 1 / sqrt(d).
-    """
-    grouped = query.shape[1] != key.shape[1]
-    outputs = []
-    for segment in segments:
-        length = segment.stop - segment.start
-        past = len(segment.visible) - length
-        mask = None
-        if past:
-            mask = torch.ones(length, past + length, dtype=torch.bool, device=query.device).tril(past)
-        outputs.append(
-            scaled_dot_product_attention(
-                query[:, :, segment.start : segment.stop],
-                key.index_select(2, segment.visible),
-                value.index_select(2, segment.visible),
-                attn_mask=mask,
-                is_causal=mask is None,
-                dropout_p=dropout,
-                scale=scale,
-                enable_gqa=grouped,
-            )
-        )
-    return torch.cat(outputs, dim=2)
-
-
 def register_tree_attention() -> str:
-    """Register this attention with Transformers and return its name. The model then needs `tree_segments` in every
+    """Register `tree_attention` with Transformers and return its name. The model then needs `tree_segments` in every
     call."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register(ATTENTION_NAME, _transformers_attention)
+    AttentionInterface.register(ATTENTION_NAME, tree_attention)
     return ATTENTION_NAME
 
 
-def _transformers_attention(
+def tree_attention(
     module: Any,
     query: Tensor,
     key: Tensor,
@@ -350,7 +314,13 @@ def _transformers_attention(
     softcap: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Adapt `tree_attention` to Transformers' interface, which takes [b, heads, n, d] and returns [b, n, heads, d]."""
+    """Attention over a prefix tree without an n x n mask, in Transformers' interface: query [b, heads, n, d], key and
+    value [b, kv heads, n, d], output [b, n, heads, d].
+
+    A dense mask would make SDPA compare all n * n pairs and hide most of them. Here each segment is compared with its
+    own past only, in one causal call. The result is the same up to rounding, on every device and in every dtype that
+    SDPA supports.
+    """
     if tree_segments is None or attention_mask is not None:
         raise ValueError(
             f"attention {ATTENTION_NAME!r} needs `tree_segments` and takes no mask: it is only for training on packed "
@@ -362,8 +332,26 @@ def _transformers_attention(
         raise ValueError(
             f"the segments are of a tree of {tree_segments[-1].stop} nodes, the model was given {query.shape[2]}"
         )
-    output = tree_attention(query, key, value, tree_segments, scale=scaling, dropout=dropout)
-    return output.transpose(1, 2).contiguous(), None
+    outputs = []
+    for segment in tree_segments:
+        length = segment.stop - segment.start
+        past = len(segment.visible) - length
+        mask = None
+        if past:
+            mask = torch.ones(length, past + length, dtype=torch.bool, device=query.device).tril(past)
+        outputs.append(
+            scaled_dot_product_attention(
+                query[:, :, segment.start : segment.stop],
+                key.index_select(2, segment.visible),
+                value.index_select(2, segment.visible),
+                attn_mask=mask,
+                is_causal=mask is None,
+                dropout_p=dropout,
+                scale=scaling,
+                enable_gqa=query.shape[1] != key.shape[1],
+            )
+        )
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
 
 
 def _common_prefix(left: Ids, right: Ids) -> int:

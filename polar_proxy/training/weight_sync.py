@@ -23,9 +23,9 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar, cast
 
 import httpx
 import numpy as np
@@ -38,6 +38,9 @@ from polar_proxy.errors import EngineError, TrainingError, UsageError
 from polar_proxy.training.config import GrpoConfig
 from polar_proxy.training.lora import MergedWeights, save_adapter
 from polar_proxy.types import Json
+
+if TYPE_CHECKING:
+    from polar_proxy.engines.local import LocalEngine
 
 PROBE_TOKENS = 48
 REQUEST_SECONDS = 600.0
@@ -65,19 +68,13 @@ class WeightSync(Protocol):
         ...
 
 
-class AcceptsWeights(Protocol):
-    """The part of `LocalEngine` that a sync uses."""
-
-    async def load_weights(self, source: Any, version: str) -> None: ...
-
-
 class LocalSync:
     """Copies the weights in memory between two of the engine's decoding steps.
 
     Answers in flight continue with the new weights; the version of each token is recorded.
     """
 
-    def __init__(self, engine: AcceptsWeights) -> None:
+    def __init__(self, engine: LocalEngine) -> None:
         self._engine = engine
 
     async def push(self, weights: Mapping[str, Tensor], version: str) -> None:
@@ -98,9 +95,6 @@ class ProbeResult:
     mean: float
     moved: float | None
     """Mean change of the trainer's own values since the last sync; None at the first."""
-
-    def to_json(self) -> Json:
-        return asdict(self)
 
 
 def probe_ids(vocab_size: int, count: int = PROBE_TOKENS) -> list[int]:

@@ -106,7 +106,7 @@ async def test_reports_calls_lost_with_a_killed_gateway(url: str) -> None:
 
 @pytest.mark.usefixtures("short_leases")
 async def test_a_long_call_does_not_count_as_lost(file: str) -> None:
-    async with run_gateway(file) as (here, store), run_slow_gateway(file, 6.0) as (there, _):
+    async with run_gateway(file) as (here, store), run_slow_gateway(file, 3.5) as (there, _):
         session_id = await new_session(store, "k")
         asking = asyncio.create_task(ask(there, "k", HELLO))
         await until_open(store, session_id)

@@ -48,7 +48,8 @@ def test_attention_and_gradients_equal_those_of_the_dense_mask(seed: int, heads:
     shapes = [(1, heads, len(tree), 8), (1, 2, len(tree), 8), (1, 2, len(tree), 8)]
     inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
     weights = torch.randn(shapes[0], dtype=torch.float64)
-    output = tree_attention(*inputs, split_into_segments(tree), scale=0.3)
+    output, _ = tree_attention(None, *inputs, None, tree_segments=split_into_segments(tree), scaling=0.3)
+    output = output.transpose(1, 2)
     expected = scaled_dot_product_attention(*inputs, attn_mask=dense_mask(tree), scale=0.3, enable_gqa=True)
     torch.testing.assert_close(output, expected)
     gradients = torch.autograd.grad((output * weights).sum(), inputs)
