@@ -18,14 +18,11 @@ _PRICES = ".aider/caches/model_prices_and_context_window.json"
 
 
 class Aider(VenvHarness):
-    """Adapter for aider."""
-
     name = "aider"
     default_version = "0.86.2"
     info = HarnessInfo(
         homepage="https://aider.chat",
         package="pypi:aider-chat",
-        tested_versions=("0.86.2", "0.86.2"),
         wire_apis=("openai_chat",),
         runtime="python 3.10 to 3.12",
         features=frozenset({"stream", "resume"}),

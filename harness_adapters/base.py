@@ -42,8 +42,6 @@ class HarnessInfo:
     homepage: str
     package: str
     """The package's source and name, such as ``npm:@openai/codex`` or ``pypi:mini-swe-agent``."""
-    tested_versions: tuple[str, str]
-    """The lowest and the highest version that this adapter was run with."""
     wire_apis: tuple[WireApi, ...]
     """The dialects that it can speak. The adapter uses the first unless another one is requested."""
     runtime: str
@@ -55,6 +53,8 @@ class HarnessInfo:
     """Programs that must be on PATH in the sandbox."""
     version_command: tuple[str, ...] = ("{program}", "--version")
     """Command that prints the installed version. ``{program}`` and ``{root}`` are those of `Installation`."""
+    tested_versions: tuple[str, str] | None = None
+    """The lowest and the highest version that this adapter was run with; None: its default version only."""
 
 
 @dataclass(frozen=True)
@@ -172,13 +172,13 @@ def failed_exit(
 ) -> tuple[ExitOutcome, str] | None:
     """Return outcome and message of a run that timed out or exited with an error; None for exit code 0.
 
-    The message quotes the last line that begins with one of `error_prefixes`, or else the last line.
+    The message quotes the last line that begins with one of `error_prefixes`, or else the last line that is no frame.
     """
     if exit_code is None:
         return "timed_out", f"{name} was stopped at its time limit"
     if exit_code == 0:
         return None
-    lines = [line.strip() for line in stdout_tail.splitlines() if line.strip()]
+    lines = [line.strip() for line in stdout_tail.splitlines() if line.strip(" │╭╮╰╯─")]
     errors = [line for line in lines if line.startswith(error_prefixes)] or lines or ["no output"]
     return "failed", f"{name} exited with {exit_code}: {errors[-1][:400]}"
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
-
-from harness_adapters.base import ExitOutcome, HarnessInfo, Installation, LaunchContext, LaunchPlan, WireApi
-from harness_adapters.toolkit.config_files import json_text, mcp_table, skill_files
+from harness_adapters.base import HarnessInfo, Installation, LaunchContext, LaunchPlan, WireApi
+from harness_adapters.toolkit.adapter import RunLimit, json_text, mcp_table
 from harness_adapters.toolkit.npm import NpmHarness
 
 # It chooses other models for titles, summaries and sub-agents; all of them are set to the model that Polar serves.
@@ -21,15 +19,14 @@ _MODELS = (
 
 
 class ClaudeCode(NpmHarness):
-    """Adapter for Claude Code."""
-
     name = "claude-code"
     default_version = "2.1.329"
+    skills_folder = ".claude/skills"
+    limits = (RunLimit(1, "its turn limit", r"^Error: Reached max turns \(\d+\)\s*$"),)
     entry = "node_modules/@anthropic-ai/claude-code/bin/claude.exe"
     info = HarnessInfo(
         homepage="https://code.claude.com",
         package="npm:@anthropic-ai/claude-code",
-        tested_versions=("2.1.329", "2.1.329"),
         wire_apis=("anthropic_messages",),
         runtime="native",
         features=frozenset({"stream", "resume", "mcp", "skills", "subagents", "parallel_tools", "reasoning"}),
@@ -41,7 +38,7 @@ class ClaudeCode(NpmHarness):
         argv = [*self.command(installed), "--print", "--dangerously-skip-permissions"]
         argv += ["--max-turns", str(context.max_steps)]
         argv += ["--continue"] if context.resume else []
-        files = skill_files(".claude/skills", context.skills)
+        files = {}
         if context.mcp_servers:
             files[".claude/mcp.json"] = json_text({"mcpServers": mcp_table(context.mcp_servers, type="http")})
             argv += ["--strict-mcp-config", f"--mcp-config={context.home}/.claude/mcp.json"]
@@ -60,8 +57,3 @@ class ClaudeCode(NpmHarness):
             "DISABLE_AUTOUPDATER": "1",
         }
         return LaunchPlan(argv=tuple(argv), env=env, files=files)
-
-    def interpret(self, exit_code: int | None, stdout_tail: str) -> tuple[ExitOutcome, str]:
-        if exit_code == 1 and re.search(r"^Error: Reached max turns \(\d+\)\s*$", stdout_tail, re.MULTILINE):
-            return "ok", "ended by its turn limit"
-        return super().interpret(exit_code, stdout_tail)

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from harness_adapters.base import HarnessInfo, Installation, LaunchContext, LaunchPlan, WireApi
-from harness_adapters.toolkit.config_files import json_text, mcp_table, skill_files
+from harness_adapters.toolkit.adapter import json_text, mcp_table
 from harness_adapters.toolkit.npm import NpmHarness
 
 _PROVIDER = "openai-compatible"
 
 
 class Cline(NpmHarness):
-    """Adapter for Cline CLI."""
-
     name = "cline"
     default_version = "3.0.65"
+    skills_folder = ".cline/skills"
     entry = "node_modules/@cline/cli-*/bin/cline"
     info = HarnessInfo(
         homepage="https://cline.bot",
         package="npm:cline",
-        tested_versions=("3.0.65", "3.0.65"),
         wire_apis=("openai_chat",),
         runtime="native",
         features=frozenset({"stream", "mcp", "skills", "subagents", "parallel_tools", "reasoning"}),
@@ -42,7 +40,6 @@ class Cline(NpmHarness):
             ".cline/data/settings/global-settings.json": json_text(
                 {"telemetryOptOut": True, "autoUpdateEnabled": False}
             ),
-            **skill_files(".cline/skills", context.skills),
         }
         if context.mcp_servers:
             servers = {"mcpServers": mcp_table(context.mcp_servers, type="streamableHttp")}

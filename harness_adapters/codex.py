@@ -7,22 +7,20 @@ Its endpoint is a custom provider in `config.toml`: the built-in one tries a Web
 from __future__ import annotations
 
 from harness_adapters.base import HarnessInfo, Installation, LaunchContext, LaunchPlan, WireApi
-from harness_adapters.toolkit.config_files import mcp_table, skill_files, toml_text
+from harness_adapters.toolkit.adapter import mcp_table, toml_text
 from harness_adapters.toolkit.npm import NpmHarness
 
 _KEY = "POLAR_API_KEY"
 
 
 class Codex(NpmHarness):
-    """Adapter for Codex CLI."""
-
     name = "codex"
     default_version = "0.169.0"
+    skills_folder = ".codex/skills"
     entry = "node_modules/@openai/codex-*/vendor/*/bin/codex"
     info = HarnessInfo(
         homepage="https://github.com/openai/codex",
         package="npm:@openai/codex",
-        tested_versions=("0.169.0", "0.169.0"),
         wire_apis=("openai_responses",),
         runtime="native",
         features=frozenset({"stream", "resume", "mcp", "skills", "subagents", "parallel_tools", "reasoning"}),
@@ -54,6 +52,5 @@ class Codex(NpmHarness):
         argv = [*self.command(installed), "exec", "--dangerously-bypass-approvals-and-sandbox", "--skip-git-repo-check"]
         argv += ["resume", "--last"] if context.resume else []
         argv += ["--", context.instruction]
-        files = {".codex/config.toml": toml_text(settings), **skill_files(".codex/skills", context.skills)}
         env = {"CODEX_HOME": f"{context.home}/.codex", _KEY: context.api_key}
-        return LaunchPlan(argv=tuple(argv), env=env, files=files)
+        return LaunchPlan(argv=tuple(argv), env=env, files={".codex/config.toml": toml_text(settings)})

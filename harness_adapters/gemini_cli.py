@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from harness_adapters.base import HarnessInfo, Installation, LaunchContext, LaunchPlan, WireApi
-from harness_adapters.toolkit.config_files import json_text, mcp_table, skill_files
+from harness_adapters.toolkit.adapter import RunLimit, json_text, mcp_table
 from harness_adapters.toolkit.npm import NpmHarness
 
 
 class GeminiCli(NpmHarness):
-    """Adapter for Gemini CLI."""
-
     name = "gemini-cli"
     default_version = "0.61.0"
     entry = "node_modules/@google/gemini-cli/bundle/gemini.js"
     needs_node = True
-    limit_exit_codes: ClassVar = {53: "its turn limit"}
+    limits = (RunLimit(53, "its turn limit"),)
+    skills_folder = ".gemini/skills"
     info = HarnessInfo(
         homepage="https://geminicli.com",
         package="npm:@google/gemini-cli",
-        tested_versions=("0.61.0", "0.61.0"),
         wire_apis=("google_generate_content",),
         runtime="node 22",
         features=frozenset({"stream", "resume", "mcp", "skills", "subagents", "parallel_tools", "reasoning"}),
@@ -43,7 +39,6 @@ class GeminiCli(NpmHarness):
         argv = [*self.command(installed), "--yolo", f"--model={context.model}"]
         argv += ["--resume=latest"] if context.resume else []
         argv += [f"--prompt={context.instruction}"]
-        files = {".gemini/settings.json": json_text(settings), **skill_files(".gemini/skills", context.skills)}
         env = {
             "GOOGLE_GEMINI_BASE_URL": context.root_url,
             "GEMINI_API_KEY": context.api_key,
@@ -51,7 +46,7 @@ class GeminiCli(NpmHarness):
             # Otherwise it starts a second process with more memory, and only forwards its exit code.
             "GEMINI_CLI_NO_RELAUNCH": "true",
         }
-        return LaunchPlan(argv=tuple(argv), env=env, files=files)
+        return LaunchPlan(argv=tuple(argv), env=env, files={".gemini/settings.json": json_text(settings)})
 
 
 def _compression(context_length: int | None) -> dict[str, float]:

@@ -6,24 +6,17 @@ with its local environment.
 
 from __future__ import annotations
 
-import re
-
-from harness_adapters.base import ExitOutcome, HarnessInfo, Installation, LaunchContext, LaunchPlan, WireApi
+from harness_adapters.base import HarnessInfo, Installation, LaunchContext, LaunchPlan, WireApi
+from harness_adapters.toolkit.adapter import RunLimit
 from harness_adapters.toolkit.python_venv import LITELLM_ENV, VenvHarness
-
-# The last message of a run that mini gave up.
-_GAVE_UP = ("LimitsExceeded", "TimeExceeded", "RepeatedFormatError")
 
 
 class MiniSweAgent(VenvHarness):
-    """Adapter for mini-swe-agent."""
-
     name = "mini-swe-agent"
     default_version = "2.4.6"
     info = HarnessInfo(
         homepage="https://mini-swe-agent.com",
         package="pypi:mini-swe-agent",
-        tested_versions=("2.4.6", "2.4.6"),
         wire_apis=("openai_chat", "openai_responses"),
         runtime="python 3.11 or newer",
         features=frozenset({"parallel_tools", "reasoning"}),
@@ -34,6 +27,12 @@ class MiniSweAgent(VenvHarness):
             "-c",
             "import importlib.metadata as m; print('mini-swe-agent', m.version('mini-swe-agent'))",
         ),
+    )
+    success = "submitted"
+    # mini exits with 0 when it gives up, too; its last message is then the reason instead of a submission.
+    limits = tuple(
+        RunLimit(0, reason, rf"^Exit:\s*\n{reason}\s*$")
+        for reason in ("LimitsExceeded", "TimeExceeded", "RepeatedFormatError")
     )
     imports = "litellm, minisweagent.run.mini, minisweagent.models.litellm_model"
     # litellm fails to import without mcp, and mini then retries silently for minutes.
@@ -69,11 +68,3 @@ class MiniSweAgent(VenvHarness):
             **LITELLM_ENV,
         }
         return LaunchPlan(argv=tuple(argv), env=env)
-
-    def interpret(self, exit_code: int | None, stdout_tail: str) -> tuple[ExitOutcome, str]:
-        if exit_code != 0:
-            without_frames = "\n".join(line for line in stdout_tail.splitlines() if line.strip(" │╭╮╰╯─"))
-            return super().interpret(exit_code, without_frames)
-        # mini exits with 0 when it gives up, too; its last message is then the reason instead of a submission.
-        ended = re.search(rf"^Exit:\s*\n({'|'.join(_GAVE_UP)})\s*$", stdout_tail, re.MULTILINE)
-        return "ok", f"ended by {ended[1]}" if ended else "submitted"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from harness_adapters.base import (
-    ExitOutcome,
     HarnessError,
     HarnessInfo,
     Installation,
@@ -12,27 +11,26 @@ from harness_adapters.base import (
     McpServer,
     WireApi,
 )
-from harness_adapters.toolkit import config_files
+from harness_adapters.toolkit.adapter import RunLimit, toml_text
 from harness_adapters.toolkit.python_venv import VenvHarness
 
 _KEY_NAME = "POLAR_API_KEY"
 
 
 class MistralVibe(VenvHarness):
-    """Adapter for Mistral Vibe."""
-
     name = "mistral-vibe"
     default_version = "3.0.2"
     info = HarnessInfo(
         homepage="https://github.com/mistralai/mistral-vibe",
         package="pypi:mistral-vibe",
-        tested_versions=("3.0.2", "3.0.2"),
         wire_apis=("openai_chat",),
         runtime="python 3.12 or 3.13, and its own native program",
         features=frozenset({"stream", "resume", "mcp", "skills", "parallel_tools", "reasoning"}),
         notes="Exits with 3 at its turn limit.",
         version_command=("{root}/bin/vibe", "--version"),
     )
+    limits = (RunLimit(3, "its turn limit", "Stopped: turn_limit"),)
+    skills_folder = ".vibe/skills"
     imports = "vibe.app_server, vibe.core.loop"
     pythons = ("3.12", "3.13")
 
@@ -48,45 +46,34 @@ class MistralVibe(VenvHarness):
             "PYTHON_KEYRING_BACKEND": "keyring.backends.null.Keyring",
             "PYTHONUNBUFFERED": "1",
         }
-        files = {".vibe/config.toml": _config(context)}
-        files |= config_files.skill_files(".vibe/skills", context.skills)
-        return LaunchPlan(argv=tuple(argv), env=env, files=files)
-
-    def interpret(self, exit_code: int | None, stdout_tail: str) -> tuple[ExitOutcome, str]:
-        if exit_code == 3 and "Stopped: turn_limit" in stdout_tail:
-            return "ok", "ended by its turn limit"
-        return super().interpret(exit_code, stdout_tail)
+        return LaunchPlan(argv=tuple(argv), env=env, files={".vibe/config.toml": _config(context)})
 
 
 def _config(context: LaunchContext) -> str:
     """Return Vibe's config.toml. The key itself stays in the environment."""
-    general = {
-        "active_model": "polar",
-        "enable_telemetry": False,
-        "enable_update_checks": False,
-        "enable_auto_update": False,
-        "enable_notifications": False,
-        "enable_connectors": False,
-        "api_timeout": context.request_timeout_seconds,
-    }
-    provider: dict[str, object] = {
+    provider = {
         "name": "polar",
         "api_base": context.base_url,
         "api_key_env_var": _KEY_NAME,
         "api_style": "openai",
         "backend": "generic",
     }
-    model: dict[str, object] = {"name": context.model, "provider": "polar", "alias": "polar"}
-    tables = [("providers", provider), ("models", model)]
-    tables += [("mcp_servers", _server(server)) for server in context.mcp_servers]
-    text = config_files.toml_text(general)
-    for name, table in tables:
-        text += f"\n[[{name}]]\n{config_files.toml_text({k: v for k, v in table.items() if not isinstance(v, dict)})}"
-        for key, value in table.items():
-            if isinstance(value, dict):
-                text += f"\n[{name}.{key}]\n{config_files.toml_text(value)}"
-    # Experiments are downloaded from Mistral's server.
-    return text + "\n[experiments]\nenable = false\n"
+    return toml_text(
+        {
+            "active_model": "polar",
+            "enable_telemetry": False,
+            "enable_update_checks": False,
+            "enable_auto_update": False,
+            "enable_notifications": False,
+            "enable_connectors": False,
+            "api_timeout": context.request_timeout_seconds,
+            "providers": [provider],
+            "models": [{"name": context.model, "provider": "polar", "alias": "polar"}],
+            "mcp_servers": [_server(server) for server in context.mcp_servers],
+            # Experiments are downloaded from Mistral's server.
+            "experiments": {"enable": False},
+        }
+    )
 
 
 def _server(server: McpServer) -> dict[str, object]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from harness_adapters.base import HarnessInfo, Installation, LaunchContext, LaunchPlan, McpServer, WireApi
-from harness_adapters.toolkit.config_files import json_text, skill_files
+from harness_adapters.toolkit.adapter import json_text
 from harness_adapters.toolkit.npm import NpmHarness
 
 _KEY = "POLAR_API_KEY"
@@ -18,15 +18,13 @@ _LIBRARIES: dict[WireApi, str] = {
 
 
 class OpenCode(NpmHarness):
-    """Adapter for opencode."""
-
     name = "opencode"
     default_version = "1.18.33"
+    skills_folder = ".config/opencode/skills"
     entry = "node_modules/opencode-ai/bin/opencode.exe"
     info = HarnessInfo(
         homepage="https://opencode.ai",
         package="npm:opencode-ai",
-        tested_versions=("1.18.33", "1.18.33"),
         wire_apis=tuple(_LIBRARIES),
         runtime="native",
         features=frozenset({"stream", "resume", "mcp", "skills", "subagents", "parallel_tools", "reasoning"}),
@@ -67,7 +65,6 @@ class OpenCode(NpmHarness):
             _INSTRUCTION: context.instruction,
             ".config/opencode/opencode.json": json_text(settings),
             **_installed_plugin(self.default_version),
-            **skill_files(".config/opencode/skills", context.skills),
         }
         env = {
             _KEY: context.api_key,

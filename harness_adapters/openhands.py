@@ -17,7 +17,7 @@ from harness_adapters.base import (
     LaunchPlan,
     WireApi,
 )
-from harness_adapters.toolkit import config_files
+from harness_adapters.toolkit.adapter import json_text, mcp_table
 from harness_adapters.toolkit.python_venv import LITELLM_ENV, VenvHarness
 
 # Names for which its SDK uses the Responses API.
@@ -27,14 +27,11 @@ _GITCONFIG = '[url "file:///dev/null/"]\n\tinsteadOf = https://github.com/OpenHa
 
 
 class OpenHands(VenvHarness):
-    """Adapter for the OpenHands CLI."""
-
     name = "openhands"
     default_version = "1.16.0"
     info = HarnessInfo(
         homepage="https://github.com/OpenHands/OpenHands-CLI",
         package="pypi:openhands",
-        tested_versions=("1.16.0", "1.16.0"),
         wire_apis=("openai_chat", "openai_responses", "anthropic_messages"),
         runtime="python 3.12",
         features=frozenset({"resume", "mcp", "skills", "subagents", "parallel_tools", "reasoning"}),
@@ -43,6 +40,7 @@ class OpenHands(VenvHarness):
         needs=("git",),
         version_command=("{root}/bin/openhands", "--version"),
     )
+    skills_folder = ".agents/skills"
     imports = "litellm, openhands_cli.entrypoint, openhands_cli.tui.textual_app"
     pythons = ("3.12",)
 
@@ -72,10 +70,9 @@ class OpenHands(VenvHarness):
             "TMUX_TMPDIR": context.home,
             **LITELLM_ENV,
         }
-        files = {".gitconfig": _GITCONFIG, **config_files.skill_files(".agents/skills", context.skills)}
+        files = {".gitconfig": _GITCONFIG}
         if context.mcp_servers:
-            servers = {"mcpServers": config_files.mcp_table(context.mcp_servers)}
-            files[".openhands/mcp.json"] = config_files.json_text(servers)
+            files[".openhands/mcp.json"] = json_text({"mcpServers": mcp_table(context.mcp_servers)})
         return LaunchPlan(argv=tuple(argv), env=env, files=files)
 
     def interpret(self, exit_code: int | None, stdout_tail: str) -> tuple[ExitOutcome, str]:

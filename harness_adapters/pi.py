@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from harness_adapters.base import HarnessInfo, Installation, LaunchContext, LaunchPlan, WireApi
-from harness_adapters.toolkit.config_files import json_text, skill_files
+from harness_adapters.toolkit.adapter import json_text
 from harness_adapters.toolkit.npm import NpmHarness
 
 _KEY = "POLAR_API_KEY"
@@ -15,16 +15,14 @@ _APIS: dict[WireApi, str] = {
 
 
 class Pi(NpmHarness):
-    """Adapter for Pi."""
-
     name = "pi"
     default_version = "0.87.1"
     entry = "node_modules/@earendil-works/pi-coding-agent/dist/bundle/cli.js"
+    skills_folder = ".pi/agent/skills"
     needs_node = True
     info = HarnessInfo(
         homepage="https://pi.dev",
         package="npm:@earendil-works/pi-coding-agent",
-        tested_versions=("0.87.1", "0.87.1"),
         wire_apis=tuple(_APIS),
         runtime="node 22.19",
         features=frozenset({"stream", "resume", "skills", "parallel_tools", "reasoning"}),
@@ -49,7 +47,6 @@ class Pi(NpmHarness):
         files = {
             ".pi/agent/models.json": json_text({"providers": {"polar": provider}}),
             ".pi/agent/settings.json": json_text(settings),
-            **skill_files(".pi/agent/skills", context.skills),
         }
         env = {_KEY: context.api_key, "PI_OFFLINE": "1", "PI_TELEMETRY": "0"}
         return LaunchPlan(argv=tuple(argv), env=env, files=files)

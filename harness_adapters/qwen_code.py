@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from harness_adapters.base import HarnessInfo, Installation, LaunchContext, LaunchPlan, WireApi
-from harness_adapters.toolkit.config_files import json_text, mcp_table, skill_files
+from harness_adapters.toolkit.adapter import RunLimit, json_text, mcp_table
 from harness_adapters.toolkit.npm import NpmHarness
 
 
 class QwenCode(NpmHarness):
-    """Adapter for Qwen Code."""
-
     name = "qwen-code"
     default_version = "0.24.4"
     entry = "node_modules/@qwen-code/qwen-code/cli-entry.js"
     needs_node = True
-    limit_exit_codes: ClassVar = {53: "its turn limit", 55: "its budget"}
+    limits = (RunLimit(53, "its turn limit"), RunLimit(55, "its budget"))
+    skills_folder = ".qwen/skills"
     info = HarnessInfo(
         homepage="https://github.com/QwenLM/qwen-code",
         package="npm:@qwen-code/qwen-code",
-        tested_versions=("0.24.4", "0.24.4"),
         wire_apis=("openai_chat",),
         runtime="node 22",
         features=frozenset({"stream", "resume", "mcp", "skills", "subagents", "parallel_tools", "reasoning"}),
@@ -40,7 +36,6 @@ class QwenCode(NpmHarness):
         argv = [*self.command(installed), "--yolo", "--max-session-turns", str(context.max_steps)]
         argv += ["--continue"] if context.resume else []
         argv += [f"--prompt={context.instruction}"]
-        files = {".qwen/settings.json": json_text(settings), **skill_files(".qwen/skills", context.skills)}
         env = {
             "OPENAI_BASE_URL": context.base_url,
             "OPENAI_API_KEY": context.api_key,
@@ -48,4 +43,4 @@ class QwenCode(NpmHarness):
             # Otherwise it starts a second process with more memory, and only forwards its exit code.
             "QWEN_CODE_NO_RELAUNCH": "true",
         }
-        return LaunchPlan(argv=tuple(argv), env=env, files=files)
+        return LaunchPlan(argv=tuple(argv), env=env, files={".qwen/settings.json": json_text(settings)})

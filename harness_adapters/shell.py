@@ -31,7 +31,8 @@ from harness_adapters.base import (
 _PLACEHOLDER = re.compile(r"\{\{|\}\}|\{mount:(?P<path>[^{}]+)\}|\{(?P<name>[a-z_]+)\}")
 _SHELLS = {"sh", "bash", "dash", "zsh", "ksh", "fish"}
 _KEY_NAME = "OPENAI_API_KEY"
-_NAMES = ("base_url", "root_url", "api_key_env", "model", "instruction", "home", "workdir")
+_CONTEXT_NAMES = ("base_url", "root_url", "model", "instruction", "home", "workdir")
+_NAMES = (*_CONTEXT_NAMES, "api_key_env")
 
 
 class ShellCommand:
@@ -41,7 +42,6 @@ class ShellCommand:
     info = HarnessInfo(
         homepage="",
         package="none",
-        tested_versions=("any", "any"),
         wire_apis=("openai_chat", "openai_responses", "anthropic_messages", "google_generate_content"),
         runtime="the sandbox's own",
         features=frozenset(),
@@ -51,6 +51,7 @@ class ShellCommand:
         "GOOGLE_GEMINI_BASE_URL and their keys; the task is also in POLAR_INSTRUCTION. The exit code decides the "
         "outcome.",
         version_command=(),
+        tested_versions=("any", "any"),
     )
 
     def __init__(self, command: str = "") -> None:
@@ -80,15 +81,7 @@ class ShellCommand:
 
     def launch(self, installed: Installation, context: LaunchContext) -> LaunchPlan:
         require_supported(self.name, self.info, context)
-        values = {
-            "base_url": context.base_url,
-            "root_url": context.root_url,
-            "api_key_env": _KEY_NAME,
-            "model": context.model,
-            "instruction": context.instruction,
-            "home": context.home,
-            "workdir": context.workdir,
-        }
+        values = {"api_key_env": _KEY_NAME, **{name: getattr(context, name) for name in _CONTEXT_NAMES}}
         env = {
             "HOME": context.home,
             "OPENAI_BASE_URL": context.base_url,

@@ -8,25 +8,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 
-from harness_adapters.base import ExitOutcome, HarnessInfo, Installation, LaunchContext, LaunchPlan, McpServer, WireApi
+from harness_adapters.base import HarnessInfo, Installation, LaunchContext, LaunchPlan, McpServer, WireApi
+from harness_adapters.toolkit.adapter import RunLimit
 from harness_adapters.toolkit.python_venv import LITELLM_ENV, VenvHarness
 
 _RUNNER = Path(__file__).with_name("terminus_2_runner.py")
 
 
 class Terminus2(VenvHarness):
-    """Adapter for Terminus 2."""
-
     name = "terminus-2"
     default_version = "0.24.0"
     info = HarnessInfo(
         homepage="https://github.com/harbor-framework/harbor",
         package="pypi:harbor",
-        tested_versions=("0.24.0", "0.24.0"),
         wire_apis=("openai_chat", "openai_responses"),
         runtime="python 3.12 or 3.13",
         features=frozenset({"mcp", "skills"}),
@@ -35,6 +32,9 @@ class Terminus2(VenvHarness):
         needs=("tmux", "bash"),
         version_command=("{program}", "-c", "import importlib.metadata as m; print('harbor', m.version('harbor'))"),
     )
+    success = "declared the task complete"
+    limits = (RunLimit(0, "its turn limit", r"^terminus-2 ended after .*: out of turns$"),)
+    skills_folder = "skills"
     imports = "litellm, harbor.agents.terminus_2.terminus_2"
     # litellm fails to import without mcp.
     extra_requirements = ("mcp",)
@@ -47,7 +47,6 @@ class Terminus2(VenvHarness):
         return replace(found, mounts=(*found.mounts, _RUNNER))
 
     def make_plan(self, installed: Installation, context: LaunchContext, wire_api: WireApi) -> LaunchPlan:
-        skills_dir = f"{context.home}/skills"
         argv = [str(installed.program), str(_RUNNER)]
         argv += ["--model", f"openai/{context.model}", "--api-base", context.base_url]
         argv += ["--max-turns", str(context.max_steps), "--request-timeout", str(context.request_timeout_seconds)]
@@ -61,21 +60,10 @@ class Terminus2(VenvHarness):
         if context.mcp_servers:
             argv += ["--mcp", json.dumps([_server(server) for server in context.mcp_servers])]
         if context.skills:
-            argv += ["--skills-dir", skills_dir]
+            argv += ["--skills-dir", f"{context.home}/{self.skills_folder}"]
         argv += ["--", context.instruction]
-        env = {
-            "OPENAI_API_KEY": context.api_key,
-            "HARBOR_TELEMETRY": "0",
-            **LITELLM_ENV,
-        }
-        files = {f"skills/{skill.name}/SKILL.md": skill.text for skill in context.skills}
-        return LaunchPlan(argv=tuple(argv), env=env, files=files)
-
-    def interpret(self, exit_code: int | None, stdout_tail: str) -> tuple[ExitOutcome, str]:
-        if exit_code != 0:
-            return super().interpret(exit_code, stdout_tail)
-        ended = re.search(r"^terminus-2 ended after .*: out of turns$", stdout_tail, re.MULTILINE)
-        return "ok", "ended by its turn limit" if ended else "declared the task complete"
+        env = {"OPENAI_API_KEY": context.api_key, "HARBOR_TELEMETRY": "0", **LITELLM_ENV}
+        return LaunchPlan(argv=tuple(argv), env=env)
 
 
 class Terminus2RolloutDetails(Terminus2):

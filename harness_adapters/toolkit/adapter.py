@@ -1,60 +1,151 @@
-"""The base of the adapters whose harness is installed into the cache."""
+"""The base of the adapters whose harness is installed into the cache, and the text of the files that harnesses read."""
 
 from __future__ import annotations
 
+import json
+import re
 from abc import ABC, abstractmethod
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 from harness_adapters.base import (
     ExitOutcome,
+    HarnessError,
     HarnessInfo,
     Installation,
     LaunchContext,
     LaunchPlan,
+    McpServer,
+    Skill,
     WireApi,
     failed_exit,
     require_supported,
 )
 
+_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+_FOLDER_NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
-class Recipe(Protocol):
-    """How to install one version of a harness."""
 
-    def install(self, cache_root: Path) -> Installation: ...
+@dataclass(frozen=True)
+class RunLimit:
+    """A limit of the harness that ends a run, which is no failure."""
 
-    def is_installed(self, cache_root: Path) -> bool: ...
+    exit_code: int
+    name: str
+    pattern: str = ""
+    """Regular expression that the output matches then; `^` and `$` match at lines."""
 
 
 class CachedHarness(ABC):
-    """Implements `HarnessAdapter` except for the recipe and the command line."""
+    """Implements `HarnessAdapter` except for the installation and the launch plan."""
 
     name: str
     default_version: str
     info: HarnessInfo
+    skills_folder: ClassVar[str] = ""
+    """Where it reads skills, relative to HOME."""
+    success: ClassVar[str] = "finished"
+    """Message of a run that ended with exit code 0."""
+    limits: ClassVar[Sequence[RunLimit]] = ()
     error_prefixes: ClassVar[tuple[str, ...]] = ()
     """Beginnings of the output lines that report an error, because the last line may be another one (Codex: a token
     count)."""
 
     @abstractmethod
-    def recipe(self, version: str) -> Recipe:
-        """Return the recipe for a version."""
+    def install(self, cache_root: Path, version: str | None = None) -> Installation: ...
+
+    @abstractmethod
+    def is_installed(self, cache_root: Path, version: str | None = None) -> bool: ...
 
     @abstractmethod
     def make_plan(self, installed: Installation, context: LaunchContext, wire_api: WireApi) -> LaunchPlan:
-        """Return argument list, environment and files of a run. `launch` adds HOME and the mounts."""
-
-    def install(self, cache_root: Path, version: str | None = None) -> Installation:
-        return self.recipe(version or self.default_version).install(cache_root)
-
-    def is_installed(self, cache_root: Path, version: str | None = None) -> bool:
-        return self.recipe(version or self.default_version).is_installed(cache_root)
+        """Return argument list, environment and files of a run. `launch` adds HOME, the skills and the mounts."""
 
     def launch(self, installed: Installation, context: LaunchContext) -> LaunchPlan:
         wire_api = require_supported(self.name, self.info, context)
         plan = self.make_plan(installed, context, wire_api)
-        return replace(plan, env={"HOME": context.home, **plan.env}, mounts=installed.mounts)
+        return replace(
+            plan,
+            env={"HOME": context.home, **plan.env},
+            files={**plan.files, **skill_files(self.skills_folder, context.skills)},
+            mounts=installed.mounts,
+        )
 
     def interpret(self, exit_code: int | None, stdout_tail: str) -> tuple[ExitOutcome, str]:
-        return failed_exit(self.name, exit_code, stdout_tail, self.error_prefixes) or ("ok", "finished")
+        for limit in self.limits:
+            if exit_code == limit.exit_code and re.search(limit.pattern, stdout_tail, re.MULTILINE):
+                return "ok", f"ended by {limit.name}"
+        return failed_exit(self.name, exit_code, stdout_tail, self.error_prefixes) or ("ok", self.success)
+
+
+def json_text(value: object) -> str:
+    """Return `value` as indented JSON."""
+    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+
+
+def toml_text(table: Mapping[str, object]) -> str:
+    """Return `table` as TOML. Values are strings, booleans, numbers, tables, and lists of these."""
+    return "\n".join(_toml_lines(table, ())) + "\n"
+
+
+def _toml_lines(table: Mapping[str, object], path: tuple[str, ...]) -> Iterable[str]:
+    # Plain values first: in TOML, all lines after a [table] belong to it.
+    tables = {key: value for key, value in table.items() if isinstance(value, Mapping)}
+    for key, value in table.items():
+        if key not in tables:
+            yield f"{_toml_key(key)} = {_toml_value(value)}"
+    for key, value in tables.items():
+        inner = (*path, key)
+        yield ""
+        yield f"[{'.'.join(map(_toml_key, inner))}]"
+        yield from _toml_lines(value, inner)
+
+
+def _toml_key(key: str) -> str:
+    return key if _BARE_KEY.fullmatch(key) else _toml_value(key)
+
+
+def _toml_value(value: object) -> str:
+    if isinstance(value, str):
+        # A JSON string is a TOML string, except for DEL. Escaping non-ASCII would write surrogate pairs, which TOML
+        # forbids.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, bool | int | float):
+        return json.dumps(value)
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{_toml_key(key)} = {_toml_value(item)}' for key, item in value.items())}}}"
+    if isinstance(value, Sequence):
+        return f"[{', '.join(map(_toml_value, value))}]"
+    raise TypeError(f"cannot write {value!r} as TOML")
+
+
+def skill_files(folder: str, skills: Iterable[Skill]) -> dict[str, str]:
+    """Return the files of `skills` below `folder`, which is relative to HOME.
+
+    Raises `HarnessError` for a name that the Agent Skills format forbids: it could lead out of the folder.
+    """
+    files = {}
+    for skill in skills:
+        if not _FOLDER_NAME.fullmatch(skill.name):
+            raise HarnessError(f"invalid skill name {skill.name!r}: use lower-case letters, digits and single hyphens")
+        files[f"{folder}/{skill.name}/SKILL.md"] = skill.text
+    return files
+
+
+def mcp_table(servers: Iterable[McpServer], url_key: str = "url", **remote: object) -> dict[str, dict[str, object]]:
+    """Return `servers` in the form most clients share: command, args and env; or `url_key` and `remote`."""
+    table: dict[str, dict[str, object]] = {}
+    for server in servers:
+        if server.url is not None:
+            table[server.name] = {**remote, url_key: server.url}
+        elif server.command:
+            table[server.name] = {
+                "command": server.command[0],
+                "args": list(server.command[1:]),
+                "env": dict(server.env),
+            }
+        else:
+            raise HarnessError(f"MCP server {server.name!r} has neither a command nor a url")
+    return table

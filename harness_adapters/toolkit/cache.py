@@ -35,8 +35,7 @@ def is_complete(folder: Path) -> bool:
 def ensure_folder(folder: Path, build: Callable[[Path], object]) -> None:
     """Make `folder` with `build` unless it is complete.
 
-    `build` gets the path, where nothing exists yet, and returns JSON for the marker file. If it fails, the folder is
-    removed.
+    `build` gets the path, where nothing exists yet. If it fails, the folder is removed.
     """
     if is_complete(folder):
         return
@@ -46,8 +45,8 @@ def ensure_folder(folder: Path, build: Callable[[Path], object]) -> None:
             return
         shutil.rmtree(folder, ignore_errors=True)
         try:
-            summary = build(folder)
-            (folder / _MARKER).write_text(json.dumps(summary) + "\n")
+            build(folder)
+            (folder / _MARKER).touch()
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise

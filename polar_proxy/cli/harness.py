@@ -241,7 +241,7 @@ def _describe(adapter: HarnessAdapter, cache: Path) -> Json:
         "runtime": info.runtime,
         "needs": list(info.needs),
         "package": info.package,
-        "tested_versions": list(info.tested_versions),
+        "tested_versions": list(info.tested_versions or (adapter.default_version, adapter.default_version)),
         "features": sorted(info.features),
         "homepage": info.homepage,
         "notes": info.notes,

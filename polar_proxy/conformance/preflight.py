@@ -25,7 +25,7 @@ class PreflightCheck:
 
 def check_version(adapter: HarnessAdapter, installed: Installation) -> list[PreflightCheck]:
     """Return a note if the adapter was not tested with the installed version."""
-    low, high = adapter.info.tested_versions
+    low, high = adapter.info.tested_versions or (adapter.default_version, adapter.default_version)
     if low == high == "any" or _version_key(low) <= _version_key(installed.version) <= _version_key(high):
         return []
     detail = f"this adapter was tested with {low} to {high}, not with {installed.version}"

@@ -38,7 +38,7 @@ class SmallAgent:
         from harness_adapters.base import HarnessInfo  # not available where the agent program itself runs
 
         features = frozenset({"resume", "parallel_tools", "reasoning"})
-        return HarnessInfo("https://example.org", "none", ("1", "1"), ("openai_chat",), "python 3", features)
+        return HarnessInfo("https://example.org", "none", ("openai_chat",), "python 3", features)
 
     def install(self, cache_root: Path, version: str | None = None):  # type: ignore[no-untyped-def]
         from harness_adapters.base import Installation

@@ -35,7 +35,7 @@ class TinyAgent:
     def info(self):  # type: ignore[no-untyped-def]
         from harness_adapters.base import HarnessInfo  # not available where the agent program itself runs
 
-        return HarnessInfo("https://example.org", "none", ("1", "1"), ("openai_chat",), "python 3", frozenset())
+        return HarnessInfo("https://example.org", "none", ("openai_chat",), "python 3", frozenset())
 
     def install(self, cache_root: Path, version: str | None = None):  # type: ignore[no-untyped-def]
         from harness_adapters.base import Installation

@@ -49,6 +49,5 @@ def info_is_complete(adapter: HarnessAdapter) -> None:
     info = adapter.info
     assert info.homepage.startswith("https://")
     assert info.package.partition(":")[0] in ("pypi", "npm")
-    assert info.tested_versions[0] <= adapter.default_version <= info.tested_versions[1]
     assert info.wire_apis
     assert info.runtime

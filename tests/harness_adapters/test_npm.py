@@ -11,14 +11,32 @@ from pathlib import Path
 import pytest
 
 from harness_adapters import HarnessError, InstallError, McpServer, Skill
+from harness_adapters.base import Installation, LaunchContext, LaunchPlan, WireApi
 from harness_adapters.codex import Codex
 from harness_adapters.qwen_code import QwenCode
-from harness_adapters.toolkit import cache, config_files
-from harness_adapters.toolkit.npm import NodeRuntime, NpmRecipe
+from harness_adapters.toolkit import cache, npm
+from harness_adapters.toolkit.adapter import mcp_table, skill_files, toml_text
+from harness_adapters.toolkit.npm import NodeRuntime, NpmHarness
 
-RECIPE = NpmRecipe(
-    name="tiny", version="1.2.3", package="@x/tiny", entry="node_modules/@x/*/bin/tiny", needs_node=False
-)
+
+class Tiny(NpmHarness):
+    """An npm harness with a native program."""
+
+    name = "tiny"
+    default_version = "1.2.3"
+    entry = "node_modules/@x/*/bin/tiny"
+    info = replace(Codex.info, package="npm:@x/tiny")
+
+    def make_plan(self, installed: Installation, context: LaunchContext, wire_api: WireApi) -> LaunchPlan:
+        raise NotImplementedError
+
+
+def tiny(**changes: object) -> Tiny:
+    """Return the harness with other attributes."""
+    return type("Changed", (Tiny,), changes)()
+
+
+TINY = Tiny()
 
 
 def npm_installs(steps: list[list[str]]) -> int:
@@ -26,10 +44,10 @@ def npm_installs(steps: list[list[str]]) -> int:
 
 
 def test_installs_a_native_program_once(tmp_path: Path, npm_steps: list[list[str]]) -> None:
-    assert not RECIPE.is_installed(tmp_path)
-    first = RECIPE.install(tmp_path)
-    assert RECIPE.is_installed(tmp_path)
-    assert RECIPE.install(tmp_path) == first
+    assert not TINY.is_installed(tmp_path)
+    first = TINY.install(tmp_path)
+    assert TINY.is_installed(tmp_path)
+    assert TINY.install(tmp_path) == first
     assert npm_installs(npm_steps) == 1
     assert first.program == first.root / "node_modules/@x/tiny-linux/bin/tiny"
     assert first.mounts == (first.root,)
@@ -38,26 +56,26 @@ def test_installs_a_native_program_once(tmp_path: Path, npm_steps: list[list[str
 
 
 def test_a_script_brings_its_node(tmp_path: Path, npm_steps: list[list[str]]) -> None:
-    recipe = replace(RECIPE, needs_node=True)
-    installed = recipe.install(tmp_path)
+    harness = tiny(needs_node=True)
+    installed = harness.install(tmp_path)
     node = NodeRuntime.at(tmp_path)
     assert installed.program == node.program
     assert installed.mounts == (installed.root, node.root)
     assert not (node.root / "venv").exists()
     (node.root / ".complete").unlink()
-    assert not recipe.is_installed(tmp_path)
-    assert RECIPE.is_installed(tmp_path)
+    assert not harness.is_installed(tmp_path)
+    assert TINY.is_installed(tmp_path)
     assert npm_steps
 
 
 def test_harnesses_share_one_node(tmp_path: Path, npm_steps: list[list[str]]) -> None:
-    RECIPE.install(tmp_path)
-    replace(RECIPE, name="other").install(tmp_path)
+    TINY.install(tmp_path)
+    tiny(name="other").install(tmp_path)
     assert sum("--target" in argv for argv in npm_steps) == 1
 
 
 def test_concurrent_installers_make_one_folder(tmp_path: Path, npm_steps: list[list[str]]) -> None:
-    threads = [threading.Thread(target=RECIPE.install, args=(tmp_path,)) for _ in range(4)]
+    threads = [threading.Thread(target=TINY.install, args=(tmp_path,)) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -66,19 +84,19 @@ def test_concurrent_installers_make_one_folder(tmp_path: Path, npm_steps: list[l
 
 
 def test_replaces_an_incomplete_folder(tmp_path: Path, npm_steps: list[list[str]]) -> None:
-    folder = RECIPE.folder(tmp_path)
+    folder = TINY.folder(tmp_path, "1.2.3")
     folder.mkdir(parents=True)
     (folder / "left over").write_text("from a killed installer")
-    RECIPE.install(tmp_path)
+    TINY.install(tmp_path)
     assert not (folder / "left over").exists()
     assert npm_steps
 
 
 def test_a_package_without_its_program_leaves_nothing(tmp_path: Path, npm_steps: list[list[str]]) -> None:
-    recipe = replace(RECIPE, entry="node_modules/@x/*/bin/other")
+    harness = tiny(entry="node_modules/@x/*/bin/other")
     with pytest.raises(InstallError, match="does not support this system"):
-        recipe.install(tmp_path)
-    assert not recipe.folder(tmp_path).exists()
+        harness.install(tmp_path)
+    assert not harness.folder(tmp_path, "1.2.3").exists()
     assert npm_steps
 
 
@@ -93,9 +111,12 @@ def test_failed_step_quotes_the_end_of_its_output(tmp_path: Path) -> None:
         cache.run_step("start it", [str(tmp_path / "nothing")], advice="Try again.")
 
 
-def test_recipe_change_gives_another_folder(tmp_path: Path) -> None:
-    others = [replace(RECIPE, node_version="24.0.0"), replace(RECIPE, package="tiny"), replace(RECIPE, version="2")]
-    assert len({recipe.folder(tmp_path) for recipe in [RECIPE, *others]}) == 4
+def test_recipe_change_gives_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = [TINY.folder(tmp_path, "1.2.3"), TINY.folder(tmp_path, "2")]
+    folders += [tiny(info=replace(Codex.info, package="npm:tiny")).folder(tmp_path, "1.2.3")]
+    monkeypatch.setattr(npm, "NODE_VERSION", "24.0.0")
+    folders += [TINY.folder(tmp_path, "1.2.3")]
+    assert len(set(folders)) == 4
 
 
 @pytest.mark.parametrize(
@@ -125,15 +146,15 @@ def test_toml_text_round_trip() -> None:
         "deep": {"a b": {"x": "y"}, "z": "plain value after a table", "é": 1},
         "empty": {},
     }
-    assert tomllib.loads(config_files.toml_text(table)) == table
+    assert tomllib.loads(toml_text(table)) == table
 
 
 @pytest.mark.parametrize("name", ["../up", "Big", "a/b", "", "a--b"])
 def test_skill_files_reject_names_that_leave_the_folder(name: str) -> None:
     with pytest.raises(HarnessError, match="invalid skill name"):
-        config_files.skill_files("skills", [Skill(name, "text")])
+        skill_files("skills", [Skill(name, "text")])
 
 
 def test_an_mcp_server_needs_a_command_or_a_url() -> None:
     with pytest.raises(HarnessError, match="neither a command nor a url"):
-        config_files.mcp_table([McpServer("empty")])
+        mcp_table([McpServer("empty")])

@@ -10,14 +10,32 @@ from pathlib import Path
 import pytest
 
 from harness_adapters import InstallError
-from harness_adapters.toolkit import python_runtime
-from harness_adapters.toolkit.python_runtime import PythonInterpreter, ensure_python, find_python, own_python
-from harness_adapters.toolkit.python_venv import VenvRecipe
+from harness_adapters.base import Installation, LaunchContext, LaunchPlan, WireApi
+from harness_adapters.mini_swe_agent import MiniSweAgent
+from harness_adapters.toolkit import cache, python_venv
+from harness_adapters.toolkit.python_venv import OWN_MINOR, VenvHarness, ensure_python, find_python
 
-OWN = f"{sys.version_info[0]}.{sys.version_info[1]}"
 OTHER = "3.99"
-# Without requirements the environment needs no package index.
-BARE = VenvRecipe(name="bare", version="1", requirements=(), check=("-c", "import json"))
+
+
+class Bare(VenvHarness):
+    """A Python harness whose environment needs no package index: pip is a fake."""
+
+    name = "bare"
+    default_version = "1"
+    info = replace(MiniSweAgent.info, package="pypi:bare")
+    imports = "json"
+
+    def make_plan(self, installed: Installation, context: LaunchContext, wire_api: WireApi) -> LaunchPlan:
+        raise NotImplementedError
+
+
+def bare(**changes: object) -> Bare:
+    """Return the harness with other attributes."""
+    return type("Changed", (Bare,), changes)()
+
+
+BARE = Bare()
 
 
 def fake_python(folder: Path, name: str, script: str) -> Path:
@@ -59,7 +77,7 @@ def test_concurrent_installers_make_one_environment(tmp_path: Path, pip_steps: l
 
 
 def test_replaces_an_incomplete_environment(tmp_path: Path, pip_steps: list[list[str]]) -> None:
-    folder = BARE.folder(tmp_path)
+    folder = BARE.folder(tmp_path, "1")
     folder.mkdir(parents=True)
     (folder / "left over").write_text("from a killed installer")
     BARE.install(tmp_path)
@@ -68,36 +86,37 @@ def test_replaces_an_incomplete_environment(tmp_path: Path, pip_steps: list[list
 
 
 def test_failed_install_explains_and_leaves_nothing(tmp_path: Path, pip_steps: list[list[str]]) -> None:
-    broken = replace(BARE, check=("-c", "raise SystemExit('the wheel is square')"))
+    broken = bare(imports="json; raise SystemExit('the wheel is square')")
     with pytest.raises(InstallError, match="could not start it once: bare 1") as caught:
         broken.install(tmp_path)
     assert "the wheel is square" in str(caught.value)
-    assert not broken.folder(tmp_path).exists()
+    assert not broken.folder(tmp_path, "1").exists()
     assert pip_steps
 
 
 def test_recipe_change_gives_another_folder(tmp_path: Path) -> None:
-    assert BARE.folder(tmp_path) != replace(BARE, requirements=("mcp",)).folder(tmp_path)
+    assert BARE.folder(tmp_path, "1") != bare(extra_requirements=("mcp",)).folder(tmp_path, "1")
 
 
 def test_own_python_comes_first(tmp_path: Path) -> None:
-    assert find_python((OTHER, OWN), tmp_path) == own_python()
+    assert find_python((OTHER, OWN_MINOR), tmp_path) == Path(sys.executable)
 
 
 def test_find_python_skips_one_that_does_not_start(empty_machine: Path) -> None:
     fake_python(empty_machine / "bin", f"python{OTHER}", "echo 'pyenv: command not found' >&2; exit 127")
     managed = empty_machine / "home" / ".pyenv" / "versions" / f"{OTHER}.1" / "bin"
-    good = fake_python(managed, f"python{OTHER}", """echo '[[3, 99, 1], "/base"]'""")
-    assert find_python((OTHER,), empty_machine) == PythonInterpreter(good, (3, 99, 1), Path("/base"))
+    good = fake_python(managed, f"python{OTHER}", f"echo {OTHER}")
+    assert find_python((OTHER,), empty_machine) == good
 
 
 def test_find_python_checks_the_version(empty_machine: Path) -> None:
-    fake_python(empty_machine / "bin", f"python{OTHER}", """echo '[[3, 98, 1], "/base"]'""")
+    fake_python(empty_machine / "bin", f"python{OTHER}", "echo 3.98")
     assert find_python((OTHER,), empty_machine) is None
 
 
-def test_missing_python_error_says_what_to_install(empty_machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(python_runtime, "_fetch", lambda minor, folder: "error: no route to host")
+def test_missing_python_error_says_what_to_install(empty_machine: Path) -> None:
+    script = "echo 'error: no route to host' >&2; exit 1"
+    fake_python(empty_machine / ".python" / "uv" / "bin", "uv", script)
     with pytest.raises(InstallError, match="no route to host") as caught:
         ensure_python((OTHER,), empty_machine)
     assert f"Python {OTHER} is needed" in str(caught.value)
@@ -105,22 +124,24 @@ def test_missing_python_error_says_what_to_install(empty_machine: Path, monkeypa
 
 
 def test_fetched_python_is_found_again(empty_machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fetch(minor: str, folder: Path) -> str:
-        fake_python(folder / f"cpython-{minor}.4-linux" / "bin", f"python{minor}", """echo '[[3, 99, 4], "/base"]'""")
-        return ""
+    fetched = empty_machine / ".python" / f"cpython-{OTHER}.4-linux" / "bin"
 
-    monkeypatch.setattr(python_runtime, "_fetch", fetch)
-    assert ensure_python((OTHER,), empty_machine).version == (3, 99, 4)
-    monkeypatch.setattr(python_runtime, "_fetch", lambda minor, folder: pytest.fail("fetched twice"))
-    assert ensure_python((OTHER,), empty_machine).version == (3, 99, 4)
+    def run_step(what: str, argv: list[str], **options: object) -> None:
+        if argv[0].endswith("uv"):
+            fake_python(fetched, f"python{OTHER}", f"echo {OTHER}")
+
+    monkeypatch.setattr(cache, "run_step", run_step)
+    assert ensure_python((OTHER,), empty_machine) == fetched / f"python{OTHER}"
+    monkeypatch.setattr(cache, "run_step", lambda *args, **options: pytest.fail("fetched twice"))
+    assert ensure_python((OTHER,), empty_machine) == fetched / f"python{OTHER}"
 
 
 def test_environment_of_another_python_mounts_its_base_and_is_rebuilt_without_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pip_steps: list[list[str]]
 ) -> None:
-    recipe = replace(BARE, pythons=(OTHER,))
-    monkeypatch.setattr(python_runtime, "ensure_python", lambda minors, cache_root: own_python())
-    assert recipe.folder(tmp_path) != BARE.folder(tmp_path)
+    recipe = bare(pythons=(OTHER,))
+    monkeypatch.setattr(python_venv, "ensure_python", lambda minors, cache_root: Path(sys.executable))
+    assert recipe.folder(tmp_path, "1") != BARE.folder(tmp_path, "1")
     installed = recipe.install(tmp_path)
     base = Path(sys.base_prefix)
     assert base.is_relative_to("/usr") or base in installed.mounts
