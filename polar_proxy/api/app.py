@@ -6,7 +6,7 @@ from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.security import HTTPBearer
 
 from polar_proxy import __version__
-from polar_proxy.api import events, jobs, rollouts, service, training
+from polar_proxy.api import jobs, rollouts, service, training
 from polar_proxy.api.context import ApiContext, Authenticate, KeyAuthenticator, make_routers
 from polar_proxy.api_models import API_PREFIX
 from polar_proxy.config import Settings
@@ -21,7 +21,7 @@ _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
 def create_router(context: ApiContext, auth: Authenticate | None = None) -> APIRouter:
     """Return all routes. `auth` defaults to the API keys in the store."""
     routers = make_routers(auth or KeyAuthenticator(context.store))
-    for resource in (jobs, rollouts, training, events, service):
+    for resource in (jobs, rollouts, training, service):
         resource.add_routes(routers, context)
 
     @routers.trainer.api_route("/{path:path}", methods=_METHODS, include_in_schema=False)

@@ -120,9 +120,8 @@ async def _lines(store: Store, rows: Sequence[RolloutRow], builder: str, all_gra
 async def _check_target(store: Store, body: m.RewardRequest) -> None:
     await require("rollout", body.rollout_id, store.rollouts.get(body.rollout_id))
     if body.call_id is not None:
-        for session_id in await store.sessions.ids_of_rollout(body.rollout_id):
-            if body.call_id in {row.call_id for row in await store.calls.summaries(session_id)}:
-                return
-        raise not_found("call of this rollout", body.call_id)
+        call = await store.calls.get(body.call_id)
+        if call is None or call.session_id not in await store.sessions.ids_of_rollout(body.rollout_id):
+            raise not_found("call of this rollout", body.call_id)
     if body.trace_id is not None and not await store.traces.belongs_to(body.rollout_id, body.trace_id):
         raise not_found("trace of this rollout", body.trace_id)

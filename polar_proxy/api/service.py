@@ -196,9 +196,8 @@ async def _engine_state(context: ApiContext) -> tuple[str | None, Json | None]:
 class ServiceCollector(Collector):
     """A Prometheus collector, to be registered with the gateway's registry."""
 
-    def __init__(self, counts: Callable[[], Json | None], feed_depth: Callable[[], dict[str, int]]) -> None:
-        """`counts`: `RolloutService.counts`, or a function that returns None on a server without a service."""
-        self._counts = counts
+    def __init__(self, service: RolloutService | None, feed_depth: Callable[[], dict[str, int]]) -> None:
+        self._service = service
         self._feed_depth = feed_depth
 
     def collect(self) -> Iterator[Metric]:
@@ -206,9 +205,9 @@ class ServiceCollector(Collector):
         for state, groups in self._feed_depth().items():
             feed.add_metric([state], groups)
         yield feed
-        counts = self._counts()
-        if counts is None:
+        if self._service is None:
             return
+        counts = self._service.counts()
         yield GaugeMetricFamily("polar_rollouts_in_flight", "Rollouts that this process works on.", counts["in_flight"])
         yield from _stage_metrics(counts)
         yield from _pool_metrics(counts["pool"])

@@ -110,8 +110,7 @@ async def _serve(settings: Settings, as_json: bool, *, with_workers: bool, ray_a
             await stack.enter_async_context(service)
         key_file = await local_admin_key(store, settings.home)
         loops = await stack.enter_async_context(BackgroundLoops(context))
-        counts = (lambda: None) if service is None else service.counts
-        gateway.metrics.registry.register(ServiceCollector(counts, lambda: loops.feed_depth))
+        gateway.metrics.registry.register(ServiceCollector(service, lambda: loops.feed_depth))
         if as_json:
             print_json(
                 {

@@ -70,7 +70,7 @@ class Client(ApiMethods):
     def stream(self, stream: ApiStream[T]) -> Iterator[T]:
         """Yield the values of a stream as they arrive, and reconnect if the connection breaks."""
         reader = StreamReader(stream, self._tries)
-        while not reader.ended:
+        while not reader.decoder.ended:
             time.sleep(reader.pause)
             try:
                 with contextlib.closing(self._http.send(reader.request(self._http), stream=True)) as response:
@@ -79,7 +79,7 @@ class Client(ApiMethods):
                     if reader.opened(response):
                         for data in response.iter_bytes():
                             yield from reader.feed(data)
-                        reader.response_ended()
+                        reader.decoder.response_ended()
             except httpx.TransportError as error:
                 reader.connection_lost(error)
 
@@ -115,7 +115,6 @@ class AsyncClient(ApiMethods):
         await self._http.aclose()
 
     async def send(self, call: ApiCall[T]) -> T:
-        """Send one request, with retries, and return its parsed response."""
         budget = RetryBudget(self._tries, call.idempotent)
         while True:
             reply: httpx.Response | httpx.TransportError
@@ -129,9 +128,8 @@ class AsyncClient(ApiMethods):
             await asyncio.sleep(pause or 0.0)
 
     async def stream(self, stream: ApiStream[T]) -> AsyncIterator[T]:
-        """Yield the values of a stream as they arrive, and reconnect if the connection breaks."""
         reader = StreamReader(stream, self._tries)
-        while not reader.ended:
+        while not reader.decoder.ended:
             await asyncio.sleep(reader.pause)
             try:
                 sent = await self._http.send(reader.request(self._http), stream=True)
@@ -142,12 +140,11 @@ class AsyncClient(ApiMethods):
                         async for data in response.aiter_bytes():
                             for value in reader.feed(data):
                                 yield value
-                        reader.response_ended()
+                        reader.decoder.response_ended()
             except httpx.TransportError as error:
                 reader.connection_lost(error)
 
     async def wait(self, job_id: str) -> JobDetail:
-        """Wait until the job has ended, and return it."""
         async for event in self.events(job_id):
             if event.event == "end":
                 break

@@ -1,16 +1,4 @@
-"""Errors of the API client: one class for each case that a caller would handle differently.
-
-PolarError
-  ApiError              the server refused
-    BadRequestError       400, 422
-    UnauthorisedError     401
-    ForbiddenError        403
-    NotFoundError         404
-    ConflictError         409
-      LeaseLostError        409 lease_lost
-    UnavailableError      503
-  UnreachableError      no response
-"""
+"""Errors of the API client: one class for each case that a caller would handle differently."""
 
 from __future__ import annotations
 
@@ -65,8 +53,7 @@ _CLASSES: Mapping[int, type[ApiError]] = {
 
 
 def error_from_response(status: int, body: bytes) -> ApiError:
-    """Return the typed error of a response with status 400 or more, whether it was sent by Polar or by a proxy in front
-    of it."""
+    """Return the typed error of a response with status 400 or more, from Polar or from a proxy in front of it."""
     code, message, detail = f"http_{status}", "", None
     try:
         error = orjson.loads(body)["error"]

@@ -70,7 +70,6 @@ class InProcessResponse(httpx.AsyncByteStream):
         return await asyncio.Future()  # never disconnects: `aclose` cancels the task instead
 
     async def start(self) -> tuple[int, list[tuple[bytes, bytes]]]:
-        """Return the status and headers."""
         message = await self._next()
         return message["status"], list(message.get("headers", ()))
 

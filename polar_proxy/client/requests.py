@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import random
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, get_args, overload
@@ -174,9 +175,7 @@ class EventDecoder(StreamDecoder[Event]):
     def __init__(self, last_id: str | None = None) -> None:
         super().__init__()
         self.last_id = last_id
-        self._id: str | None = None
-        self._event = ""
-        self._data: list[bytes] = []
+        self._lines: list[bytes] = []
 
     def headers(self) -> dict[str, str]:
         position = {} if self.last_id is None else {"last-event-id": self.last_id}
@@ -184,19 +183,9 @@ class EventDecoder(StreamDecoder[Event]):
 
     def feed(self, data: bytes) -> Iterator[Event]:
         for line in self.split_lines(data):
-            if not line:
-                if (event := self._complete()) is not None:
-                    yield event
-                continue
-            name, _, value = line.partition(b":")
-            value = value.removeprefix(b" ")
-            if name == b"data":
-                self._data.append(value)
-            elif name == b"event":
-                self._event = value.decode()
-            elif name == b"id":
-                self._id = value.decode()
-            # A line without a name is a comment, sent to keep the connection alive.
+            self._lines.append(line)
+            if not line and (event := self._complete_event()) is not None:
+                yield event
 
     def response_ended(self) -> None:
         """Accept the end of a response before the end of the stream: the server stopped, and the next one continues."""
@@ -204,17 +193,22 @@ class EventDecoder(StreamDecoder[Event]):
 
     def connection_lost(self) -> None:
         super().connection_lost()
-        self._id, self._event, self._data = None, "", []
+        self._lines = []
 
-    def _complete(self) -> Event | None:
-        name, data = self._event, b"\n".join(self._data)
-        # Advance the id only with a complete event, so that an interrupted event is sent again.
-        self.last_id = self._id or self.last_id
-        self._id, self._event, self._data = None, "", []
-        if name not in _EVENT_NAMES or not data:
-            return None  # an event of a newer server
-        self.ended = name == "end"
-        return Event.model_validate({"id": self.last_id or "", "event": name, "data": orjson.loads(data)})
+    def _complete_event(self) -> Event | None:
+        """Return the event that the lines so far describe; None for a comment, or an event of a newer server."""
+        fields: defaultdict[bytes, list[bytes]] = defaultdict(list)
+        for line in self._lines:
+            name, _, value = line.partition(b":")
+            fields[name].append(value.removeprefix(b" "))
+        self._lines = []
+        self.last_id = b"".join(fields[b"id"][-1:]).decode() or self.last_id
+        kind = b"".join(fields[b"event"][-1:]).decode()
+        data = b"\n".join(fields[b"data"])
+        if kind not in _EVENT_NAMES or not data:
+            return None
+        self.ended = kind == "end"
+        return Event.model_validate({"id": self.last_id or "", "event": kind, "data": orjson.loads(data)})
 
 
 class StreamReader(Generic[T]):
@@ -222,18 +216,14 @@ class StreamReader(Generic[T]):
 
     def __init__(self, stream: ApiStream[T], tries: int) -> None:
         self._stream = stream
-        self._decoder = stream.decoder()
+        self.decoder = stream.decoder()
         self._tries = tries
         self._budget = RetryBudget(tries, idempotent=True)
         self.pause = 0.0
         """Seconds until the next connection."""
 
-    @property
-    def ended(self) -> bool:
-        return self._decoder.ended
-
     def request(self, http: httpx.Client | httpx.AsyncClient) -> httpx.Request:
-        headers = self._decoder.headers()
+        headers = self.decoder.headers()
         return ApiCall("GET", self._stream.path, bytes, self._stream.params, headers=headers).request(http)
 
     def opened(self, response: httpx.Response) -> bool:
@@ -244,17 +234,14 @@ class StreamReader(Generic[T]):
 
     def feed(self, data: bytes) -> Iterator[T]:
         self._budget = RetryBudget(self._tries, idempotent=True)  # a later disconnect starts a fresh retry budget
-        return self._decoder.feed(data)
-
-    def response_ended(self) -> None:
-        self._decoder.response_ended()
+        return self.decoder.feed(data)
 
     def connection_lost(self, error: httpx.TransportError) -> None:
         """Raises UnreachableError if the stream cannot be resumed."""
-        if not self._decoder.resumable:
+        if not self.decoder.resumable:
             raise UnreachableError(f"The answer from {_origin(error)} broke off: {error or type(error).__name__}")
         self.pause = self._budget.pause(error) or RECONNECT_SECONDS
-        self._decoder.connection_lost()
+        self.decoder.connection_lost()
 
 
 class SyncTransport(Protocol):

@@ -47,12 +47,10 @@ class ApiMethods:
 
     @api_method
     def job(self, job_id: str) -> ApiCall[m.JobDetail]:
-        """Return a job and its groups."""
         return _get(f"/jobs/{quote_segment(job_id)}", m.JobDetail)
 
     @api_method
     def job_rollouts(self, job_id: str) -> ApiCall[m.RolloutList]:
-        """Return the rollouts of a job in the order of submission."""
         return _get(f"/jobs/{quote_segment(job_id)}/rollouts", m.RolloutList)
 
     @api_method
@@ -74,7 +72,6 @@ class ApiMethods:
 
     @api_method
     def resume(self, job_id: str) -> ApiCall[m.Job]:
-        """Resume a paused job."""
         return _post(f"/jobs/{quote_segment(job_id)}/resume", m.Job, idempotent=True)
 
     @api_method
@@ -113,7 +110,6 @@ class ApiMethods:
 
     @api_method
     def rollout(self, rollout_id: str) -> ApiCall[m.RolloutDetail]:
-        """Return a rollout with the stages of its attempts and all its rewards."""
         return _get(f"/rollouts/{quote_segment(rollout_id)}", m.RolloutDetail)
 
     @api_method
@@ -182,19 +178,16 @@ class ApiMethods:
 
     @api_method
     def training_runs(self) -> ApiCall[m.TrainingRunList]:
-        """List training runs, newest first."""
         return _get("/training", m.TrainingRunList)
 
     @api_method
     def training_run(self, run_id: str) -> ApiCall[m.TrainingRunDetail]:
-        """Return the settings and curves of a training run."""
         return _get(f"/training/{quote_segment(run_id)}", m.TrainingRunDetail)
 
     # The server
 
     @api_method
     def service(self) -> ApiCall[m.ServiceState]:
-        """Return the state of the server and of its rollout service."""
         return _get("/service", m.ServiceState)
 
     @api_method

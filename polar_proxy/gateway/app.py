@@ -24,7 +24,7 @@ from polar_proxy.dialects import (
     OpenAIResponses,
 )
 from polar_proxy.dialects.anthropic import HELLO_RESPONSE
-from polar_proxy.dialects.google import GoogleGenerateContent, google_model_card, google_model_list, google_route
+from polar_proxy.dialects.google import GoogleGenerateContent, google_model_card, google_route
 from polar_proxy.engines.base import Engine
 from polar_proxy.errors import RequestError
 from polar_proxy.gateway import asgi
@@ -57,7 +57,6 @@ class GatewayApp:
         self._rest = rest
 
     def include(self, router: APIRouter) -> None:
-        """Serve the routes of `router` from now on."""
         self._rest.include_router(router)
         self._rest.openapi_schema = None  # generated again when it is next requested
 
@@ -137,30 +136,24 @@ def create_app(engine: Engine, handler: RequestHandler, metrics: GatewayMetrics)
 
     @app.get("/models")
     @app.get("/v1/models")
+    @app.get("/v1alpha/models")
+    @app.get("/v1beta/models")
     async def models(request: Request) -> Response:
         if _is_google_client(request):
-            return await google_models()
+            return JSONResponse({"models": [google_model_card(engine.info.model, engine.info.context_length)]})
         card = model_card(engine.info.model)
         page = {"has_more": False, "first_id": card["id"], "last_id": card["id"]}
         return JSONResponse({"object": "list", "data": [card], **page})
 
     @app.get("/models/{model:path}")
     @app.get("/v1/models/{model:path}")
-    async def one_model(model: str, request: Request) -> Response:
-        if _is_google_client(request):
-            return await one_google_model(model)
-        # The engine answers under any model name, so every name exists.
-        return JSONResponse(model_card(model))
-
-    @app.get("/v1alpha/models")
-    @app.get("/v1beta/models")
-    async def google_models() -> Response:
-        return JSONResponse(google_model_list([google_model_card(engine.info.model, engine.info.context_length)]))
-
     @app.get("/v1alpha/models/{model:path}")
     @app.get("/v1beta/models/{model:path}")
-    async def one_google_model(model: str) -> Response:
-        return JSONResponse(google_model_card(model, engine.info.context_length))
+    async def one_model(model: str, request: Request) -> Response:
+        if _is_google_client(request):
+            return JSONResponse(google_model_card(model, engine.info.context_length))
+        # The engine answers under any model name, so every name exists.
+        return JSONResponse(model_card(model))
 
     @app.api_route("/api/hello", methods=["GET", "HEAD"], include_in_schema=False)
     async def hello() -> Response:
@@ -195,4 +188,6 @@ def create_app(engine: Engine, handler: RequestHandler, metrics: GatewayMetrics)
 
 def _is_google_client(request: Request) -> bool:
     """Return whether to answer in Google's format: its clients share the path `/v1/models` with OpenAI's."""
+    if request.url.path.startswith(("/v1alpha", "/v1beta")):
+        return True
     return "x-goog-api-key" in request.headers or "x-goog-api-client" in request.headers

@@ -80,7 +80,6 @@ def _reject_constant(name: str) -> object:
 
 
 async def send_json(send: Send, status: int, body: bytes, headers: Headers = ()) -> None:
-    """Send a complete JSON response."""
     await send(
         {
             "type": "http.response.start",

@@ -51,8 +51,6 @@ _LARGE_BODY = 1 << 20
 
 
 class RequestHandler:
-    """Answers the model requests of one gateway."""
-
     def __init__(
         self,
         engine: Engine,
@@ -120,7 +118,7 @@ class RequestHandler:
         """Place, sample, commit and answer a request. Return whether the agent got a complete answer."""
         session = request.session
         calls = self._place(request, buffer.size)
-        reply = self._open_reply(request, calls[0].call_id, buffer.wrap(send))
+        reply = Reply(buffer.wrap(send), request, calls[0].call_id, self._settings)
         session.begin(len(calls))
         self._metrics.in_flight.inc(len(calls))
         try:
@@ -156,15 +154,6 @@ class RequestHandler:
         session.remember_request(request.dialect.name, parsed, calls[0].lineage.conversation, size)
         return calls
 
-    def _open_reply(self, request: RequestContext, call_id: str, send: asgi.Send) -> Reply:
-        dialect = request.dialect
-        headers = [
-            (b"x-polar-call-id", call_id.encode()),
-            (b"x-polar-session-id", request.session.session_id.encode()),
-        ]
-        encoder = request.parsed.encoder(call_id, int(request.started_at))
-        return Reply(send, dialect, encoder, headers, self._settings, stream=request.parsed.stream)
-
     async def _sample(
         self,
         request: RequestContext,
@@ -173,8 +162,7 @@ class RequestHandler:
         buffer: ResponseBuffer,
         receive: asgi.Receive,
     ) -> CallOutcome:
-        """Sample the calls of a request, and return how they ended. Raises SessionClosedError if the session is
-        closed."""
+        """Sample the calls of a request, and return how they ended. Raises SessionClosedError."""
         try:
             if self._in_flight is not None:
                 # Awaited to its end, so that the row is not written after the commit that removes it.

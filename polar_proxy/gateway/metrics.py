@@ -23,7 +23,6 @@ class BusyClock:
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
-        """Count one call as in the engine while the block lasts."""
         if self._calls == 0:
             self._since = self._clock()
         self._calls += 1
@@ -40,8 +39,6 @@ class BusyClock:
 
 
 class GatewayMetrics:
-    """The counters, gauges and histograms of one gateway."""
-
     def __init__(self) -> None:
         registry = self.registry = CollectorRegistry()
         outcome = ["dialect", "status"]
@@ -69,7 +66,6 @@ class GatewayMetrics:
         self._calls_by_outcome: dict[tuple[str, str], Counter] = {}
 
     def count(self, record: CallRecord) -> None:
-        """Count a call that has ended."""
         outcome = (record.dialect, record.status)
         calls = self._calls_by_outcome.get(outcome)
         if calls is None:  # looking up a label costs as much as the rest of this function
@@ -83,5 +79,4 @@ class GatewayMetrics:
         self.duration.observe(record.ended_at - record.started_at)
 
     def render(self) -> bytes:
-        """Return the metrics in Prometheus text format."""
         return generate_latest(self.registry)

@@ -73,8 +73,6 @@ class CallOutcome:
 
 
 class CallRecorder:
-    """Commits the calls of one gateway."""
-
     def __init__(self, engine: Engine, store: Store, metrics: GatewayMetrics, in_flight: InFlightCalls | None) -> None:
         self._engine = engine
         self._store = store
@@ -83,8 +81,7 @@ class CallRecorder:
         self.observers: list[CallObserver] = []
 
     async def commit(self, request: RequestContext, calls: Sequence[PendingCall], outcome: CallOutcome) -> None:
-        """Commit the calls with their answers so far. A call that cannot be committed counts as lost, in its session
-        and in /metrics."""
+        """Commit the calls with their answers so far. One that cannot be committed counts as lost."""
         ended_at = time.time()
         session, version = request.session, await self._weight_version(calls[0])
         for call in calls:

@@ -6,9 +6,10 @@ import asyncio
 import time
 
 from polar_proxy.config import GatewaySettings
-from polar_proxy.dialects import Answer, Dialect, Encoder
+from polar_proxy.dialects import Answer, Dialect
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.gateway import asgi
+from polar_proxy.gateway.recording import RequestContext
 from polar_proxy.types import SampleEvent
 
 
@@ -31,28 +32,20 @@ class Reply:
     status. While it is silent it sends heartbeats.
     """
 
-    def __init__(
-        self,
-        send: asgi.Send,
-        dialect: Dialect,
-        encoder: Encoder,
-        headers: asgi.Headers,
-        settings: GatewaySettings,
-        *,
-        stream: bool,
-    ) -> None:
+    def __init__(self, send: asgi.Send, request: RequestContext, call_id: str, settings: GatewaySettings) -> None:
         self._send = send
-        self._dialect = dialect
-        self._encoder = encoder
-        self._headers = headers
-        self._stream = stream
+        self._dialect = request.dialect
+        self._encoder = request.parsed.encoder(call_id, int(request.started_at))
+        session_id = request.session.session_id
+        self._headers = [(b"x-polar-call-id", call_id.encode()), (b"x-polar-session-id", session_id.encode())]
+        self._stream = request.parsed.stream
         self._started = False
         self._closed = False
         self._lock = asyncio.Lock()
         self._last_sent = time.monotonic()
         self._heartbeat_seconds = settings.heartbeat_seconds
         self._heartbeats: asyncio.Task[None] | None = None
-        if stream:
+        if self._stream:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(settings.headers_after_seconds, self._start_heartbeats)
 

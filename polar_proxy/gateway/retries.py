@@ -82,8 +82,7 @@ class ResponseBuffer:
         self._notify()
 
     async def has_listener(self) -> bool:
-        """Return whether a client gets this response: the one that sent the request, or one that retries it within the
-        grace period."""
+        """Return whether a client gets this response: the first one, or one that retries within the grace period."""
         while self.disconnected and not self._listeners:
             try:
                 async with asyncio.timeout(max(0.0, self._deadline - time.monotonic())):
@@ -99,8 +98,7 @@ class ResponseBuffer:
         self._notify()
 
     async def follow(self, receive: asgi.Receive, send: asgi.Send) -> bool:
-        """Send the response to one more client until it ends. Return False if the response ended without sending
-        anything."""
+        """Send the response to one more client until it ends. Return False if nothing was sent."""
         self._listeners += 1
         self._notify()
         position = 0
@@ -137,8 +135,6 @@ class ResponseBuffer:
 
 
 class RetryCache:
-    """The response buffers of one gateway."""
-
     def __init__(self, settings: GatewaySettings) -> None:
         self._policy = settings.join_retries
         self._window = settings.retry_window_seconds
@@ -169,7 +165,6 @@ class RetryCache:
         return None
 
     def open(self, request: RequestContext) -> ResponseBuffer:
-        """Return a new buffer for a request that is not a retry."""
         buffer = ResponseBuffer(request, self._grace)
         self._buffers.setdefault(_retry_key(request), []).append(buffer)
         return buffer

@@ -58,13 +58,8 @@ class Gateway:
     def __init__(self, engine: Engine, store: Store, settings: GatewaySettings, *, grace: float = 5.0) -> None:
         self.settings = settings
         self.metrics = GatewayMetrics()
-        self.sessions = SessionRegistry(
-            store,
-            open_to_all=is_loopback(settings.host) and not settings.require_known_keys,
-            normalisers_off=settings.normalisers_off,
-            window=settings.retry_window_seconds,
-            shared=settings.shared,
-        )
+        open_to_all = is_loopback(settings.host) and not settings.require_known_keys
+        self.sessions = SessionRegistry(store, settings, open_to_all=open_to_all)
         self._in_flight = InFlightCalls(store) if settings.shared else None
         self._handler = RequestHandler(engine, store, self.sessions, settings, self.metrics, self._in_flight)
         self.app = create_app(engine, self._handler, self.metrics)

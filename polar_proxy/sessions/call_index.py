@@ -42,8 +42,6 @@ class Quote:
 
 @dataclass(frozen=True, slots=True)
 class AnswerNode:
-    """One answer of a call."""
-
     end: bytes
     """Key of the conversation that ends with this answer."""
     assistant_chain: bytes
@@ -58,8 +56,6 @@ class AnswerNode:
 
 @dataclass(slots=True)
 class CallNode:
-    """One call of a session."""
-
     call_id: str
     thread: str
     client_thread: str | None
@@ -131,7 +127,6 @@ class CallIndex:
             parent.continued += 1
 
     def add_answers(self, node: CallNode) -> None:
-        """Index a call by its answers."""
         for answer in node.answers:
             self.ends.setdefault(answer.end, []).append((node, answer))
             self.assistant_chains.setdefault(answer.assistant_chain, []).append((node, answer))
@@ -203,8 +198,7 @@ def node_from_store(row: StoredLineage) -> CallNode | None:
 
 
 def quotes_of(answers: Iterable[Message], compaction: bool) -> tuple[Quote, ...]:
-    """Return the texts of these answers that later conversations may quote. `compaction` means that they are
-    summaries."""
+    """Return the texts that later conversations may quote. `compaction`: the answers are summaries."""
     quotes: list[Quote] = []
     for answer in answers:
         for call in answer.tool_calls:

@@ -113,8 +113,6 @@ class _NotContinued(Exception):
 
 
 class PromptBuilder:
-    """Builds the prompts of one gateway's calls."""
-
     def __init__(self, engine: Engine, store: Store, settings: GatewaySettings) -> None:
         self._engine = engine
         self._store = store
@@ -179,8 +177,7 @@ class PromptBuilder:
         return PromptPlan(accepted, past_reasoning=past_reasoning)
 
     async def _load(self, session: SessionState, base: Base) -> AnsweredCall | None:
-        """Read a base from the store if it is not in memory, because another gateway answered it or this one was
-        restarted."""
+        """Read a base from the store: another gateway answered it, or this one was restarted."""
         call = await self._store.calls.get(base.call_id)
         choice = next((choice for choice in call.choices if choice.index == base.choice), None) if call else None
         if call is None or choice is None or call.prompt_ids is None or not choice.token_ids.size:
@@ -287,7 +284,6 @@ def find_suffix(probe_ids: Sequence[int], head: TurnEnding, end_of_turn: Collect
 
 
 def ends_in_suffix(rendering: Sequence[int], suffix: Suffix) -> bool:
-    """Return whether a rendering ends in an end of turn and exactly this suffix."""
     size = len(suffix.ids) + 1
     return len(rendering) > size and tuple(rendering[-size:]) == (suffix.end, *suffix.ids)
 

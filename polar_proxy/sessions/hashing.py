@@ -126,8 +126,6 @@ NORMALISERS: tuple[Normaliser, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class AssistantTurn:
-    """An assistant turn of a conversation."""
-
     end: int
     """Number of messages up to its end."""
     assistant_chain: bytes

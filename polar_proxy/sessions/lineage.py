@@ -57,8 +57,7 @@ _OPENING = 20_000
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """The answered call that a request extends. The request's first `messages` messages equal that call's messages and
-    answer in meaning."""
+    """An answered call. Its messages and answer mean the same as the first `messages` messages of a request."""
 
     call_id: str
     choice: int
@@ -86,8 +85,6 @@ class Lineage:
 
 @dataclass(frozen=True, slots=True)
 class PlacementQuery:
-    """A request whose lineage is to be decided."""
-
     messages: tuple[Message, ...]
     chain: HashChain
     texts: RequestTexts
@@ -377,7 +374,6 @@ def _root_or_quoted(index: CallIndex, query: PlacementQuery) -> Decision:
 
 
 def _has_quote(opening: str, node: CallNode, *kinds: QuoteKind) -> bool:
-    """Return whether an opening quotes this call's answer."""
     return any(quote.text in opening for quote in node.quotes if quote.kind in kinds)
 
 

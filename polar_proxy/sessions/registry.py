@@ -12,6 +12,7 @@ from collections import OrderedDict
 from itertools import islice
 from weakref import WeakValueDictionary
 
+from polar_proxy.config import GatewaySettings
 from polar_proxy.errors import RequestError
 from polar_proxy.sessions.hashing import MessageHasher
 from polar_proxy.sessions.identity import hash_key
@@ -22,31 +23,17 @@ _MAX_SESSIONS = 20_000
 
 
 class SessionClosedError(RequestError):
-    """The session of a request is closed."""
-
     def __init__(self) -> None:
         super().__init__("This session is closed.", status=401, code="session_closed")
 
 
 class SessionRegistry:
-    """Finds or opens the sessions of one gateway."""
-
-    def __init__(
-        self,
-        store: Store,
-        *,
-        open_to_all: bool,
-        normalisers_off: frozenset[str] = frozenset(),
-        window: float = 10.0,
-        shared: bool = False,
-    ) -> None:
-        """`open_to_all`: an unknown key opens a session. `window`: see `SessionState`. `shared`: other gateways
-        serve sessions of this store, too."""
+    def __init__(self, store: Store, settings: GatewaySettings, *, open_to_all: bool) -> None:
+        """`open_to_all`: an unknown key opens a session."""
         self._store = store
+        self._settings = settings
         self.open_to_all = open_to_all
-        self._hasher = MessageHasher(normalisers_off)
-        self._window = window
-        self._shared = shared
+        self._hasher = MessageHasher(settings.normalisers_off)
         self._cache = ConversationCache()
         self._by_hash: OrderedDict[bytes, SessionState] = OrderedDict()
         self._by_id: dict[str, SessionState] = {}
@@ -62,7 +49,7 @@ class SessionRegistry:
         session = self._by_hash.get(digest)
         if session is not None:
             self._by_hash.move_to_end(digest)
-            if self._shared:
+            if self._settings.shared:
                 await self._catch_up(session)
             return session
         # Two first requests with one key must not both open a session. Those with other keys need not wait.
@@ -96,9 +83,8 @@ class SessionRegistry:
         if session is None:
             # Calls from before a restart, or from before the session was evicted.
             lineages = [] if is_new else await self._store.calls.lineages(row.session_id)
-            session = SessionState(
-                row.session_id, row.policy or {}, hasher=self._hasher, window=self._window, cache=self._cache
-            )
+            window = self._settings.retry_window_seconds
+            session = SessionState(row.session_id, row.policy or {}, self._hasher, window=window, cache=self._cache)
             session.rebuild(lineages)
             session.elsewhere = len(lineages)
             session = self._by_id.setdefault(session.session_id, session)  # another name may have added it

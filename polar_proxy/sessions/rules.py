@@ -262,7 +262,6 @@ class RequestTexts:
 
 
 def match(rules: Iterable[Rule], texts: RequestTexts, metadata: ClientMetadata) -> Rule | None:
-    """Return the first rule that holds."""
     for rule in rules:
         if (
             (rule.tools is None or rule.tools == texts.tools)

@@ -83,7 +83,6 @@ class AnsweredCall:
 
     @property
     def size(self) -> int:
-        """Size in bytes."""
         return int(self.ids.nbytes)
 
 
@@ -107,8 +106,8 @@ class SessionState:
         self,
         session_id: str,
         policy: Json,
-        *,
         hasher: MessageHasher | None = None,
+        *,
         window: float = 10.0,
         cache: ConversationCache | None = None,
     ) -> None:
@@ -132,7 +131,6 @@ class SessionState:
         """Calls in the store that this gateway did not answer: from other gateways, or from before it started."""
 
     def begin(self, calls: int) -> None:
-        """Count calls as in flight until `end` is called."""
         self.in_flight += calls
         self.idle.clear()
 

@@ -95,8 +95,7 @@ def serve_api(store: Store, tmp_path: Path) -> ServeApi:
             parts = ApiContext(store, settings, service, opened)
             keeping = await stack.enter_async_context(BackgroundLoops(parts))
             gateway.include(create_router(parts))
-            counts = service.counts if service is not None else lambda: None
-            gateway.metrics.registry.register(ServiceCollector(counts, lambda: keeping.feed_depth))
+            gateway.metrics.registry.register(ServiceCollector(service, lambda: keeping.feed_depth))
 
             async def client(role: Role) -> httpx.AsyncClient:
                 headers = {"authorization": f"Bearer {await make_key(store, role)}"}

@@ -8,6 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from polar_proxy.config import GatewaySettings
 from polar_proxy.engines.scripted import ScriptedEngine
 from polar_proxy.gateway import is_loopback
 from polar_proxy.gateway.recording import apply_policy
@@ -157,7 +158,7 @@ async def test_a_slow_session_lookup_delays_no_other_key(store: Store, monkeypat
         return await by_key(key_hash)
 
     monkeypatch.setattr(store.sessions, "by_key", slow_by_key)
-    sessions = SessionRegistry(store, open_to_all=True)
+    sessions = SessionRegistry(store, GatewaySettings(), open_to_all=True)
     first, second = (asyncio.create_task(sessions.find("slow", None)) for _ in range(2))
     await asyncio.sleep(0)
     async with asyncio.timeout(120):

@@ -51,7 +51,7 @@ class SessionDriver:
     """A session with a clock. `ask` places a call, `answer` records its answer, `call` does both."""
 
     def __init__(self, *off: str) -> None:
-        self.state = SessionState("session", {}, hasher=MessageHasher(off))
+        self.state = SessionState("session", {}, MessageHasher(off))
         self.now = 1000.0
         self.stored: list[StoredLineage] = []
 

@@ -128,11 +128,6 @@ def google_model_card(name: str, context_length: int) -> Json:
     }
 
 
-def google_model_list(cards: list[Json]) -> Json:
-    """Return the answer to `GET /v1beta/models`."""
-    return {"models": cards}
-
-
 def _field(body: Json, name: str) -> Any:
     """Return a field of a body in either spelling, as it came; None when it is absent or null."""
     found = [value for key, value in body.items() if value is not None and camel_case(key) == name]
