@@ -31,9 +31,9 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from benchmarks._fleet.agents import AgentModel, MemoryUse, ModelAttempt, RolloutTimes, opener  # noqa: E402
-from benchmarks._fleet.clock import Outside, VirtualLoop  # noqa: E402
+from benchmarks._fleet.clock import RealTimeProxy, VirtualLoop  # noqa: E402
 from benchmarks._fleet.engine import EngineCount, EngineModel, Fleet  # noqa: E402
-from benchmarks._fleet.queue import ThinQueue  # noqa: E402
+from benchmarks._fleet.queue import MemoryQueue  # noqa: E402
 from polar_proxy.engines.base import EngineLoad  # noqa: E402
 from polar_proxy.rollouts.admission import EngineMonitor  # noqa: E402
 from polar_proxy.rollouts.pool import SandboxPool  # noqa: E402
@@ -110,7 +110,7 @@ def jobs(case: Case) -> list[NewGroup]:
 
 async def simulate(case: Case, agents: AgentModel, engines: EngineModel) -> dict[str, Any]:
     if case.store == "thin":
-        return await _simulate(case, agents, engines, ThinQueue())
+        return await _simulate(case, agents, engines, MemoryQueue())
     with tempfile.TemporaryDirectory(prefix="polar-fleet-") as folder:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
@@ -128,7 +128,7 @@ async def _simulate(case: Case, agents: AgentModel, engines: EngineModel, inner:
     assert isinstance(loop, VirtualLoop)
     began, cpu = time.perf_counter(), time.process_time()
     n = case.agents
-    store, memory = Outside(inner, loop), MemoryUse()
+    store, memory = RealTimeProxy(inner, loop), MemoryUse()
     fleet = Fleet(math.ceil(n / case.setting.agents_per_engine), engines, loop)
     groups = jobs(case)
     for task_id in sorted({group.task_id for group in groups}):
@@ -169,7 +169,7 @@ async def _simulate(case: Case, agents: AgentModel, engines: EngineModel, inner:
     return {
         "case": asdict(case),
         "virtual_seconds": round(max(settled.values())),
-        **_rates(watch, settled, attempt.seen),
+        **_rates(watch, settled, attempt.times),
         "engine": watch.engine(),
         "refusals": refusals,
         "pool": {"hits": shelf["hits"], "misses": shelf["misses"], "waited_seconds": round(shelf["waited_seconds"])},
@@ -266,29 +266,29 @@ class _Watch:
         }
 
 
-def _rates(watch: _Watch, settled: dict[str, float], seen: dict[str, RolloutTimes]) -> dict[str, Any]:
+def _rates(watch: _Watch, settled: dict[str, float], times: dict[str, RolloutTimes]) -> dict[str, Any]:
     began, ended = watch.span
     most = sorted(settled.values())[
         : math.ceil(0.9 * len(settled))
     ]  # without the last tenth, which waits for a few stragglers
     first: dict[str, float] = {}
-    for one in seen.values():
+    for one in times.values():
         first[one.group_id] = min(
             first.get(one.group_id, math.inf), one.running if one.running == one.running else math.inf
         )
     spans = [when - first[group] for group, when in settled.items()]
-    done = [one for one in seen.values() if one.status == "done"]
-    sampled = sum(one.sampled for one in seen.values())
+    done = [one for one in times.values() if one.status == "done"]
+    sampled = sum(one.sampled for one in times.values())
     return {
         "steady_seconds": round(ended - began),
         "places_taken": round(watch.places_taken, 4),
-        "rollouts": len(seen),
+        "rollouts": len(times),
         "done": len(done),
         "groups_per_hour": round(len(most) / most[-1] * 3600, 1),
         "group_seconds": _two(spans),
         "agent_seconds": _two([one.scoring - one.running for one in done]),
-        "preparing_seconds": _two([one.prepared - one.claimed for one in seen.values()]),
-        "ready_seconds": _two([one.running - one.prepared for one in seen.values()]),
+        "preparing_seconds": _two([one.prepared - one.claimed for one in times.values()]),
+        "ready_seconds": _two([one.running - one.prepared for one in times.values()]),
         "sampled_tokens": sampled,
         "sampled_in_vain": round(1 - sum(one.sampled for one in done) / max(1, sampled), 4),
         "empty_tail_seconds": round(max(settled.values()) - ended),

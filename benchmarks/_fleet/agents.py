@@ -29,8 +29,8 @@ class LogNormal:
     sigma: float
     most: float
 
-    def draw(self, chance: random.Random) -> float:
-        return min(self.most, chance.lognormvariate(math.log(self.median), self.sigma))
+    def draw(self, rng: random.Random) -> float:
+        return min(self.most, rng.lognormvariate(math.log(self.median), self.sigma))
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,17 +73,15 @@ class RolloutPlan:
 
 
 def plan(model: AgentModel, seed: int, number: int) -> RolloutPlan:
-    chance = random.Random(f"{seed} {number}")
+    rng = random.Random(f"{seed} {number}")
     turns, context = [], model.common + model.task
-    for _ in range(max(1, round(model.turns.draw(chance)))):
-        answer, result = round(model.answer.draw(chance)) + 1, round(model.result.draw(chance)) + 1
+    for _ in range(max(1, round(model.turns.draw(rng)))):
+        answer, result = round(model.answer.draw(rng)) + 1, round(model.result.draw(rng)) + 1
         if context + answer + result > model.context:
             break
         context += answer + result
-        turns.append((answer, result, model.tool.draw(chance)))
-    return RolloutPlan(
-        tuple(turns), model.workspace.draw(chance), model.tests.draw(chance), float(chance.random() < 0.4)
-    )
+        turns.append((answer, result, model.tool.draw(rng)))
+    return RolloutPlan(tuple(turns), model.workspace.draw(rng), model.tests.draw(rng), float(rng.random() < 0.4))
 
 
 class MemoryUse:
@@ -115,10 +113,10 @@ class ModelSandbox:
 
 
 def opener(model: AgentModel, memory: MemoryUse, seed: int) -> Callable[[SandboxKind, SandboxSpec], Any]:
-    chance = random.Random(f"{seed} sandboxes")
+    rng = random.Random(f"{seed} sandboxes")
 
     async def open_one(kind: SandboxKind, spec: SandboxSpec) -> Sandbox:
-        await asyncio.sleep(model.cold.draw(chance))
+        await asyncio.sleep(model.cold.draw(rng))
         return cast(Sandbox, ModelSandbox(model, memory))
 
     return open_one
@@ -154,7 +152,7 @@ class ModelAttempt:
         self._spec = SandboxSpec()
         self._judge = SandboxSpec(env={"role": "evaluator"})
         self._warm = warm
-        self.seen: dict[str, RolloutTimes] = {}
+        self.times: dict[str, RolloutTimes] = {}
         self.left: dict[str, int] = {}
         """Number of unfinished rollouts of each task."""
 
@@ -163,7 +161,7 @@ class ModelAttempt:
         number, task = claim.seed, str(claim.config["task"])
         assert number is not None
         drawn = plan(self._model, self._seed, number)
-        seen = self.seen[claim.rollout_id] = RolloutTimes(claim.group_id, task, loop.time())
+        times = self.times[claim.rollout_id] = RolloutTimes(claim.group_id, task, loop.time())
         try:
             async with limits.preparing.enter(request):
                 await self._store.rollouts.enter_stage(claim, "preparing")
@@ -173,38 +171,38 @@ class ModelAttempt:
                 except asyncio.CancelledError:
                     await sandbox.close()
                     raise
-            seen.prepared = loop.time()
+            times.prepared = loop.time()
             try:
                 await self._store.rollouts.enter_stage(claim, "ready")
                 async with limits.running.enter(request):
-                    seen.running = loop.time()
+                    times.running = loop.time()
                     await self._store.rollouts.enter_stage(claim, "running")
                     if self._warm:
                         self._pool.expect("process", self._judge)
-                    await self._work(claim, task, drawn, seen)
+                    await self._work(claim, task, drawn, times)
             finally:
                 await sandbox.close()
             async with limits.scoring.enter(request):
-                seen.scoring = loop.time()
+                times.scoring = loop.time()
                 await self._store.rollouts.enter_stage(claim, "scoring")
                 await self._score(drawn)
                 await self._store.rewards.add(claim.rollout_id, drawn.reward, "tests", {})
                 await self._store.rollouts.end(claim, "done")
-            seen.status = "done"
+            times.status = "done"
         finally:
-            seen.ended = loop.time()
+            times.ended = loop.time()
             self.left[task] -= 1
             if not self.left[task]:
                 self._fleet.forget(task)
 
-    async def _work(self, claim: Claim, task: str, drawn: RolloutPlan, seen: RolloutTimes) -> None:
+    async def _work(self, claim: Claim, task: str, drawn: RolloutPlan, times: RolloutTimes) -> None:
         model, own = self._model, 0
         self._memory.add(model.run_mb - model.open_mb)
         with self._fleet.place(task) as engine:
             try:
                 for answer, result, seconds in drawn.turns:
                     await engine.generate(claim.rollout_id, task, model.common, model.task, own, answer)
-                    seen.sampled += answer
+                    times.sampled += answer
                     own += answer + result
                     await asyncio.sleep(seconds)
             finally:

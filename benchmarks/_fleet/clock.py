@@ -66,7 +66,7 @@ def real_time(loop: VirtualLoop) -> Iterator[None]:
         loop.outside -= 1
 
 
-class Outside:
+class RealTimeProxy:
     """An object whose coroutine methods, and those of its attributes, take no virtual time.
 
     `seconds` and `operations` count the real time and the number of these calls.
@@ -85,7 +85,7 @@ class Outside:
 
     def _wrap(self, found: Any) -> Any:
         if isinstance(found, Repository | SimpleNamespace):
-            return _OutsideRepository(found, self._wrap)
+            return _RealTimeRepository(found, self._wrap)
         if not inspect.iscoroutinefunction(found):
             return found
 
@@ -105,7 +105,7 @@ class Outside:
         return method
 
 
-class _OutsideRepository:
+class _RealTimeRepository:
     """A repository of the store whose coroutine methods are wrapped."""
 
     def __init__(self, inner: Any, wrap: Callable[[Any], Any]) -> None:

@@ -49,7 +49,7 @@ class _Group:
     reason: str | None = None
 
 
-class ThinQueue:
+class MemoryQueue:
     """A queue of one job."""
 
     def __init__(self) -> None:
@@ -64,11 +64,11 @@ class ThinQueue:
             unsettled=self._unsettled_groups,
             get=self._group,
             cancel=self._cancel_group,
-            keep_overflow=self._keep_surplus,
+            keep_overflow=self._carry_over,
             settle=self._settle_group,
         )
         self.queue = SimpleNamespace(
-            claim=self._claim, heartbeat=self._hold, reclaim_expired=self._lost, release=self._release
+            claim=self._claim, heartbeat=self._heartbeat, reclaim_expired=self._reclaim_expired, release=self._release
         )
         self.rollouts = SimpleNamespace(
             enter_stage=self._enter_stage,
@@ -102,38 +102,38 @@ class ThinQueue:
     async def _claim(
         self, worker: str, limit: int, seconds: float, *, policy_version: str | None = None, job_id: str | None = None
     ) -> list[Claim]:
-        held: list[Claim] = []
-        while self._queue and len(held) < limit:
+        claims: list[Claim] = []
+        while self._queue and len(claims) < limit:
             one = self._queue.popleft()
             if one.status != "queued":
                 continue  # it was cancelled
             one.claimed_by = worker
-            place = (one.rollout_id, one.group_id, "job", "task", one.group_index)
-            held.append(Claim(*place, 1, "h", "process", one.seed, one.config, worker))
-        return held
+            ids = (one.rollout_id, one.group_id, "job", "task", one.group_index)
+            claims.append(Claim(*ids, 1, "h", "process", one.seed, one.config, worker))
+        return claims
 
-    async def _hold(self, worker: str, rollout_ids: Collection[str], seconds: float) -> tuple[set[str], set[str]]:
+    async def _heartbeat(self, worker: str, rollout_ids: Collection[str], seconds: float) -> tuple[set[str], set[str]]:
         return {name for name in rollout_ids if self._rollout_rows[name].cancelled}, set()
 
-    async def _lost(self, *, attempts: int, job_id: str | None = None) -> dict[str, int]:
+    async def _reclaim_expired(self, *, attempts: int, job_id: str | None = None) -> dict[str, int]:
         return {}
 
     async def _unsettled_groups(self) -> list[str]:
         return []
 
-    async def _enter_stage(self, held: Claim, stage: str, **given: Any) -> None:
-        self._held(held).status = stage
+    async def _enter_stage(self, claim: Claim, stage: str, **given: Any) -> None:
+        self._claimed(claim).status = stage
 
     async def _add_reward(self, rollout_id: str, value: float | None, source: str, detail: Json) -> None:
         self._rollout_rows[rollout_id].reward = value
 
-    async def _end_rollout(self, held: Claim, status: str, **given: Any) -> None:
-        self._held(held).status = status
+    async def _end_rollout(self, claim: Claim, status: str, **given: Any) -> None:
+        self._claimed(claim).status = status
 
-    def _held(self, held: Claim) -> _Rollout:
-        one = self._rollout_rows[held.rollout_id]
-        if one.final or one.claimed_by != held.claimed_by:
-            raise ClaimLostError(held.rollout_id)
+    def _claimed(self, claim: Claim) -> _Rollout:
+        one = self._rollout_rows[claim.rollout_id]
+        if one.final or one.claimed_by != claim.claimed_by:
+            raise ClaimLostError(claim.rollout_id)
         return one
 
     async def _rollout(self, rollout_id: str) -> _Rollout:
@@ -171,36 +171,38 @@ class ThinQueue:
                 in_flight.append(one.rollout_id)
         return in_flight
 
-    async def _keep_surplus(self, group_id: str, *, reason: str) -> dict[str, str]:
+    async def _carry_over(self, group_id: str, *, reason: str) -> dict[str, str]:
         group = self._group_rows[group_id]
         if group.status != "open":
             return {}
         group.reason = reason
-        gone: dict[str, str] = {}
-        shelf: _Group | None = None
+        moved: dict[str, str] = {}
+        overflow: _Group | None = None
         for one in list(group.rollouts):
             if one.final:
                 continue
             if one.claimed_by is None:
                 one.status = "cancelled"
                 continue
-            place = next((place for place in self._places(group) if place.config == one.config), None)
-            if place is None:
-                shelf = shelf or _Group(f"shelf_{len(self._group_rows):08}", "", 0, {})
-                self._group_rows[shelf.group_id] = shelf
+            unstarted = next(
+                (unstarted for unstarted in self._unstarted(group) if unstarted.config == one.config), None
+            )
+            if unstarted is None:
+                overflow = overflow or _Group(f"overflow_{len(self._group_rows):08}", "", 0, {})
+                self._group_rows[overflow.group_id] = overflow
                 group.rollouts.remove(one)
-                shelf.rollouts.append(one)
-                one.group_id = shelf.group_id
+                overflow.rollouts.append(one)
+                one.group_id = overflow.group_id
             else:
-                other = self._group_rows[place.group_id]
-                group.rollouts[group.rollouts.index(one)] = place
-                other.rollouts[other.rollouts.index(place)] = one
-                one.group_id, place.group_id = place.group_id, one.group_id
-                place.status = "cancelled"
-            gone[one.rollout_id] = one.group_id
-        return gone
+                other = self._group_rows[unstarted.group_id]
+                group.rollouts[group.rollouts.index(one)] = unstarted
+                other.rollouts[other.rollouts.index(unstarted)] = one
+                one.group_id, unstarted.group_id = unstarted.group_id, one.group_id
+                unstarted.status = "cancelled"
+            moved[one.rollout_id] = one.group_id
+        return moved
 
-    def _places(self, group: _Group) -> Iterator[_Rollout]:
+    def _unstarted(self, group: _Group) -> Iterator[_Rollout]:
         """Yield the rollouts that have not started, of other groups of the same task."""
         for other in self._of_task[group.task_id]:
             if other is not group and other.status == "open":
@@ -215,5 +217,5 @@ class ThinQueue:
         group.status = "finished"
         return await self._group(group_id), True
 
-    async def stands(self) -> Counter[str]:
+    async def status_counts(self) -> Counter[str]:
         return Counter(one.status for one in self._rollout_rows.values())

@@ -39,22 +39,22 @@ class CannedAnswer:
     """An HTTP answer around a hole for prompt ids."""
 
     before: bytes
-    behind: bytes
+    after: bytes
     framed: bool
     """The hole is inside an HTTP chunk or body whose length must be given: `before` has two more holes for it."""
 
     def bytes(self, ids: bytes) -> list[bytes]:
         if not self.framed:
-            return [self.before, ids, self.behind]
+            return [self.before, ids, self.after]
         head, size, rest = self.before.split(b"\0")
         form = b"%d" if b"content-length" in head else b"%x"
-        return [head, form % (int(size) + len(ids)), rest, ids, self.behind]
+        return [head, form % (int(size) + len(ids)), rest, ids, self.after]
 
 
 def _canned(head: bytes, raw: bytes, size: int) -> CannedAnswer:
     """Split `raw`, which follows its length in an HTTP head or chunk, at its hole."""
-    before, behind = raw.split(_HOLE.encode())
-    return CannedAnswer(head + b"\0%d\0" % (size - len(_HOLE)) + before, behind, True)
+    before, after = raw.split(_HOLE.encode())
+    return CannedAnswer(head + b"\0%d\0" % (size - len(_HOLE)) + before, after, True)
 
 
 def _usage(prompt: int, tokens: int) -> dict[str, int]:
@@ -75,7 +75,7 @@ def _streamed(chunks: list[dict[str, Any]]) -> CannedAnswer:
     head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
     made = _canned(head, b"\r\n" + first + b"\r\n", len(first))
     return CannedAnswer(
-        made.before, made.behind + b"".join(b"%x\r\n%b\r\n" % (len(e), e) for e in rest) + b"0\r\n\r\n", True
+        made.before, made.after + b"".join(b"%x\r\n%b\r\n" % (len(e), e) for e in rest) + b"0\r\n\r\n", True
     )
 
 

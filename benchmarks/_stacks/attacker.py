@@ -279,7 +279,7 @@ def forger() -> None:
 
 
 def neighbour() -> None:
-    """Play the victim: hold secrets and a key, and wait."""
+    """Run as another rollout that has secrets and a key, and wait."""
     for place in (Path.home() / "secret.txt", Path("secret.txt")):
         place.write_text("the neighbour's secret\n")
     request(f"{ROOT_URL}/v1/chat/completions", KEY, CHAT)

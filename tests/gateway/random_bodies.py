@@ -334,8 +334,8 @@ class RandomAnswers(ScriptedEngine):
         if not isinstance(request, ChatRequest) or self._rng.random() < 0.5:
             return "ab"
         names = [tool["function"]["name"] for tool in request.tools] or ["bash"]
-        said = ('{"command": "ls"}', '{"input": "x"}', "{}", "[1]", "null")
-        chosen = [(self._rng.choice(names), self._rng.choice(said)) for _ in range(self._rng.choice((1, 1, 2)))]
+        texts = ('{"command": "ls"}', '{"input": "x"}', "{}", "[1]", "null")
+        chosen = [(self._rng.choice(names), self._rng.choice(texts)) for _ in range(self._rng.choice((1, 1, 2)))]
         return [ToolCall(f"call_{number}", name, arguments) for number, (name, arguments) in enumerate(chosen)]
 
     async def render(self, request: ChatRequest, *, generation: bool = True) -> list[int]:

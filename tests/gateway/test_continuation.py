@@ -95,8 +95,8 @@ async def test_reserialised_history_does_not_drift(serve: Serve, store: Store) -
     assert "Hm, where?" in decode(prompt_and_answer(third)), "reasoning stays as it was sampled"
     assert SAMPLED in decode(prompt_and_answer(third))
     assert ECHOED not in decode(prompt_and_answer(third))
-    behind = prompt_and_answer(second)[len(prompt_and_answer(first)) :]
-    assert decode(behind).startswith("tool:result 0tool:result 1assistant:")
+    suffix = prompt_and_answer(second)[len(prompt_and_answer(first)) :]
+    assert decode(suffix).startswith("tool:result 0tool:result 1assistant:")
     (trace,) = build([first, second, third]).traces
     assert trace.token_ids.tolist() == prompt_and_answer(third)
     assert second.sampling["past_reasoning"] == "keep"
@@ -301,7 +301,7 @@ async def test_records_why_the_engine_cannot_continue(serve: Serve, store: Store
 
 async def test_records_weights_that_change_while_sampling(serve: Serve, store: Store) -> None:
     class Moving(ScriptedEngine):
-        told = False
+        versioned = False
         asked = 0
 
         async def weight_version(self) -> str | None:
@@ -313,19 +313,19 @@ async def test_records_weights_that_change_while_sampling(serve: Serve, store: S
             async for event in super().sample(request, stream=stream, prompt=prompt):
                 number += 1
                 values = {name: getattr(event, name) for name in event.__slots__}
-                yield type(event)(**{**values, "weight_version": f"v{min(number, 2)}" if self.told else None})
+                yield type(event)(**{**values, "weight_version": f"v{min(number, 2)}" if self.versioned else None})
 
     engine = Moving(lambda request: ScriptedReply("0123456789" * 3))
     async with serve(engine) as gateway, client(gateway.url) as http:
         await Conversation(http).say(user("one"))
-        engine.told = True
+        engine.versioned = True
         await Conversation(http).say(user("two"))
-    untold, told = await recorded_calls(store)
-    assert untold.weight_version == "1..2"
-    assert untold.choices[0].versions == ()
-    assert told.weight_version == "v2"
-    assert told.choices[0].versions == ((0, "v1"), (12, "v2"))
-    np.testing.assert_array_equal(told.choices[0].token_ids, [*encode("0123456789" * 3), END])
+    without, with_versions = await recorded_calls(store)
+    assert without.weight_version == "1..2"
+    assert without.choices[0].versions == ()
+    assert with_versions.weight_version == "v2"
+    assert with_versions.choices[0].versions == ((0, "v1"), (12, "v2"))
+    np.testing.assert_array_equal(with_versions.choices[0].token_ids, [*encode("0123456789" * 3), END])
 
 
 async def test_an_engine_that_dies_after_its_answer_loses_no_call(serve: Serve, store: Store) -> None:

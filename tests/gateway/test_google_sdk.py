@@ -116,21 +116,21 @@ async def test_parallel_tool_calls_round_trip(serve: Serve, store: Store, stream
             chunks = await client.models.generate_content_stream(
                 model="m", contents=[user], config=config(tools=[BASH])
             )
-            said = [part async for chunk in chunks for part in chunk.candidates[0].content.parts]
+            parts = [part async for chunk in chunks for part in chunk.candidates[0].content.parts]
         else:
             answer = await client.models.generate_content(model="m", contents=[user], config=config(tools=[BASH]))
-            said = answer.candidates[0].content.parts
-        calls = [part.function_call for part in said if part.function_call]
+            parts = answer.candidates[0].content.parts
+        calls = [part.function_call for part in parts if part.function_call]
         assert [(c.id, c.name, c.args) for c in calls] == [(c.id, c.name, json.loads(c.arguments)) for c in CALLS]
         results = [
             types.Part(function_response=types.FunctionResponse(id=c.id, name=c.name, response={"output": c.id}))
             for c in calls
         ]
         if not ids:
-            for part in (*said, *results):
+            for part in (*parts, *results):
                 for thing in filter(None, (part.function_call, part.function_response)):
                     thing.id = None
-        history = [user, types.Content(role="model", parts=said), types.Content(role="user", parts=results)]
+        history = [user, types.Content(role="model", parts=parts), types.Content(role="user", parts=results)]
         last = await client.models.generate_content(model="m", contents=history, config=config(tools=[BASH]))
     assert last.text == "done"
     request = engine.requests[-1]

@@ -173,9 +173,9 @@ async def test_continues_only_complete_responses(serve: Serve, store: Store) -> 
     assert chatted.call_id in completion.id
     assert (broken.status, broken.choices[0].message.content) == ("upstream_error", "he")
     async with connected(serve, engine) as client:
-        for call, told in ((chatted, "not found"), (broken, "ended early")):
+        for call, message in ((chatted, "not found"), (broken, "ended early")):
             identity = "resp_" + call.call_id.removeprefix("call_")
-            with pytest.raises(openai.BadRequestError, match=told) as caught:
+            with pytest.raises(openai.BadRequestError, match=message) as caught:
                 await client.responses.create(model="m", input="go on", previous_response_id=identity)
             assert caught.value.code == "previous_response_not_found"
 

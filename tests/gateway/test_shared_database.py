@@ -147,16 +147,16 @@ async def test_a_single_gateway_does_not_look_for_other_calls(url: str, monkeypa
         await talk([alone], "k", 4, "the task")
     assert asked == []
     read: list[int] = []
-    places = CallRepository.lineages
+    lineages = CallRepository.lineages
 
     async def measured(self: CallRepository, session_id: str, **given: Any) -> Any:
-        found = await places(self, session_id, **given)
+        found = await lineages(self, session_id, **given)
         read.append(len(found))
         return found
 
     monkeypatch.setattr(CallRepository, "lineages", measured)
-    async with run_gateway(url) as (told, store):
+    async with run_gateway(url) as (gateway, store):
         await new_session(store, "k2")
-        await talk([told], "k2", 4, "the task")
+        await talk([gateway], "k2", 4, "the task")
     assert len(asked) == 3  # except when it reads the session for the first time
     assert read == [0], "nothing of its own is read back"

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks import fleet
-from benchmarks._fleet.clock import Outside, VirtualLoop
+from benchmarks._fleet.clock import RealTimeProxy, VirtualLoop
 from benchmarks._fleet.engine import Engine, EngineModel
 
 pytestmark = pytest.mark.slow
@@ -37,7 +37,7 @@ def test_virtual_time_jumps_but_waits_for_threads() -> None:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
         await asyncio.sleep(3600)
-        outside = Outside(Slow(), loop)
+        outside = RealTimeProxy(Slow(), loop)
         sleeping = asyncio.create_task(asyncio.sleep(10))
         there = await outside.work()
         await sleeping

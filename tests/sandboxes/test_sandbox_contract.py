@@ -419,8 +419,8 @@ async def test_network_has_only_the_listening_socket(opener: Opener, kind: str) 
         # A server on the host's own network with the same port number is another server.
         host = await asyncio.start_server(answer, "127.0.0.1", 0)
         async with host:
-            elsewhere = host.sockets[0].getsockname()[1]
-            denied = await sandbox.exec(["bash", "-c", ask.replace(str(port), str(elsewhere))], timeout=120)
+            other_port = host.sockets[0].getsockname()[1]
+            denied = await sandbox.exec(["bash", "-c", ask.replace(str(port), str(other_port))], timeout=120)
             assert denied.exit_code != 0
     assert (await sh(sandbox, "cat /proc/net/route | wc -l")).stdout.strip() in (b"0", b"1")
     again = await sandbox.listen(port)

@@ -189,9 +189,9 @@ def test_a_repeated_request_in_one_run_is_a_retry() -> None:
     second = session.call(talk, calls(command="cat a.txt"))
     again = session.ask(*talk)
     assert (edge_parent_rule(again), again.ambiguous) == (("retries", second.call_id, "asked_again_in_one_run"), True)
-    said = calls(command="cat a.txt")
-    session.answer(again, said)
-    session.call([*talk, said, result(said, "hello")], says("done"))
+    answer = calls(command="cat a.txt")
+    session.answer(again, answer)
+    session.call([*talk, answer, result(answer, "hello")], says("done"))
     assert session.ask(*talk).edge == "continues"
 
 

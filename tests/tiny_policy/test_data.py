@@ -31,11 +31,11 @@ def text(encoder: Encoder, ids: Any) -> str:
 
 
 def test_assistant_tokens_and_their_end_of_turn_have_weight_one(encoder: Encoder, whole: Example) -> None:
-    said = text(encoder, whole.ids[whole.weights == 1.0])
-    turns = said.split("<|im_end|>")
+    trained_text = text(encoder, whole.ids[whole.weights == 1.0])
+    turns = trained_text.split("<|im_end|>")
     assert turns[-1] == ""
     assert all(turn.startswith("<think>\n") and turn.endswith("</tool_call>") for turn in turns[:-1])
-    assert "tool_response" not in said
+    assert "tool_response" not in trained_text
 
 
 def test_constant_text_has_no_weight_and_reports_a_small_one(encoder: Encoder, whole: Example) -> None:
@@ -110,12 +110,12 @@ def test_renaming_replaces_names_and_numbers_consistently(encoder: Encoder, whol
 
 
 def test_padding_varies_only_after_the_constant_text(encoder: Encoder, whole: Example) -> None:
-    behind = encoder.constant(whole.ids)[1]
+    first_moved = encoder.constant(whole.ids)[1]
     rng = random.Random(1)
     moves = set()
     for _ in range(20):
         moved = encoder.shifted(whole, rng).positions - whole.positions
-        assert (moved[:behind] == 0).all()
-        assert len(set(moved[behind:].tolist())) == 1
+        assert (moved[:first_moved] == 0).all()
+        assert len(set(moved[first_moved:].tolist())) == 1
         moves.add(int(moved[-1]))
     assert len(moves) > 10
