@@ -23,14 +23,11 @@ from polar_proxy.store.database import Repository
 from polar_proxy.store.encoding.cells import CellCodec
 from polar_proxy.store.encoding.chains import token_chain
 from polar_proxy.store.encoding.loader import CallLoader, engine_info, fetch, fetch_nodes
-from polar_proxy.store.encoding.serializer import TableRow, engine_row, node_row
+from polar_proxy.store.encoding.serializer import RowBatch, TableRow, engine_row, node_row
 from polar_proxy.types import CallRecord, EngineInfo, Logprobs, TokenIds
 
 RESCORED_BUILDER = "rescored"
 """The builder whose traces use rescores."""
-LoadCalls = Callable[[], list[CallRecord]]
-"""Unpacks calls: CPU work for a thread."""
-
 _rs = schema.rescores.c
 _c = schema.calls.c
 
@@ -53,11 +50,11 @@ class Rescore:
 
 
 @dataclass(frozen=True, slots=True)
-class _RescoreRows:
-    engines: list[TableRow]
-    nodes: list[TableRow]
-    """Parents first."""
-    rescores: list[TableRow]
+class BuilderCalls:
+    """The calls of sessions as they were recorded, and with the tokens that the traces of a builder refer to."""
+
+    recorded: list[CallRecord]
+    of_traces: list[CallRecord]
 
 
 class RescoreRepository(Repository):
@@ -71,20 +68,22 @@ class RescoreRepository(Repository):
                     f"The answer {one.choice} of {one.call_id} has {one.token_ids.size} tokens "
                     f"and {one.logprobs.size} log-probabilities"
                 )
-        rows = await asyncio.to_thread(_serialize, rescores)
+        shared, rows = await asyncio.to_thread(_serialize, rescores)
         of_session = select(_c.call_id).where(_c.session_id == session_id)
         async with self._database.writing() as connection:
             await connection.execute(delete(schema.rescores).where(_rs.call_id.in_(of_session)))
-            for table, values in ((schema.engines, rows.engines), (schema.nodes, rows.nodes)):
+            for statement, values in (
+                (self._database.insert_new(schema.engines), list(shared.engines.values())),
+                (self._database.insert_new(schema.nodes), shared.node_rows()),
+                (insert(schema.rescores), rows),
+            ):
                 if values:
-                    await connection.execute(self._database.insert_new(table), values)
-            if rows.rescores:
-                await connection.execute(insert(schema.rescores), rows.rescores)
+                    await connection.execute(statement, values)
 
     async def of_session(self, session_id: str) -> list[Rescore]:
         """Return the rescores of a session, ordered by call and choice."""
         async with self._database.reading() as connection:
-            load = await fetch_rescores(connection, _c.session_id == session_id)
+            load = await _fetch_rescores(connection, _c.session_id == session_id)
         return await asyncio.to_thread(load)
 
 
@@ -103,29 +102,27 @@ def _apply(call: CallRecord, rescores: dict[int, Rescore]) -> CallRecord:
     is_complete = not {choice.index for choice in call.choices} - rescores.keys()
     if call.status != "no_tokens" or not call.choices or not is_complete:
         return call
-    choices = tuple(
-        replace(
-            choice,
-            token_ids=rescores[choice.index].token_ids,
-            logprobs=rescores[choice.index].logprobs,
-            versions=(),
-        )
-        for choice in call.choices
-    )
-    prompt = rescores[call.choices[0].index].prompt_ids
-    return replace(call, status="ok", prompt_ids=prompt, choices=choices, logprob_mode="raw")
+    answers = [(choice, rescores[choice.index]) for choice in call.choices]
+    choices = [replace(choice, token_ids=one.token_ids, logprobs=one.logprobs, versions=()) for choice, one in answers]
+    prompt = answers[0][1].prompt_ids
+    return replace(call, status="ok", prompt_ids=prompt, choices=tuple(choices), logprob_mode="raw")
 
 
-async def fetch_for(connection: AsyncConnection, where: ColumnElement[bool], builder: str) -> LoadCalls:
-    """Read the calls that meet `where` (a condition on `calls`) as the builder's traces use them, without text."""
-    loader = await fetch(connection, where, text=False)
-    if builder != RESCORED_BUILDER:
-        return loader.records
-    load_rescores = await fetch_rescores(connection, where)
-    return lambda: apply_rescores(loader.records(), load_rescores())
+async def fetch_for(
+    connection: AsyncConnection, where: ColumnElement[bool], builder: str, *, text: bool = False
+) -> Callable[[], BuilderCalls]:
+    """Read the calls that meet `where` (a condition on `calls`); the result unpacks them: CPU work for a thread."""
+    loader = await fetch(connection, where, text=text)
+    load_rescores = await _fetch_rescores(connection, where) if builder == RESCORED_BUILDER else None
+
+    def load() -> BuilderCalls:
+        calls = loader.records()
+        return BuilderCalls(calls, calls if load_rescores is None else apply_rescores(calls, load_rescores()))
+
+    return load
 
 
-async def fetch_rescores(connection: AsyncConnection, where: ColumnElement[bool]) -> Callable[[], list[Rescore]]:
+async def _fetch_rescores(connection: AsyncConnection, where: ColumnElement[bool]) -> Callable[[], list[Rescore]]:
     """Read the rescores of the calls that meet `where` (a condition on `calls`); the result unpacks them."""
     joined = schema.rescores.join(schema.calls, _c.call_id == _rs.call_id).join(
         schema.engines, schema.engines.c.engine_hash == _rs.engine_hash
@@ -156,19 +153,20 @@ def _load(rows: Sequence[Any], loader: CallLoader) -> list[Rescore]:
     return found
 
 
-def _serialize(rescores: Sequence[Rescore]) -> _RescoreRows:
+def _serialize(rescores: Sequence[Rescore]) -> tuple[RowBatch, list[TableRow]]:
+    """Return the rows of engines and nodes, and those of the rescores."""
     codec, now = CellCodec(), time.time()
-    engines: dict[bytes, TableRow] = {}
-    nodes: dict[bytes, TableRow] = {}
+    shared = RowBatch()
     rows: list[TableRow] = []
     for one in rescores:
-        key, row = engine_row(one.engine)
-        engines[key] = row
+        key, engine = engine_row(one.engine)
+        shared.engines[key] = engine
         prompt = one.prompt_ids
         chain = token_chain(prompt, one.engine.eos_token_ids)
         for node in chain:
-            if node.id not in nodes:
-                nodes[node.id] = node_row(node, codec, prompt[: node.chain_length - node.length])
+            if node.id not in shared.nodes:
+                before = prompt[: node.chain_length - node.length]
+                shared.nodes[node.id] = (node.depth, node_row(node, codec, before))
         rows.append(
             {
                 "call_id": one.call_id,
@@ -182,4 +180,4 @@ def _serialize(rescores: Sequence[Rescore]) -> _RescoreRows:
                 "created_at": now,
             }
         )
-    return _RescoreRows(list(engines.values()), list(nodes.values()), rows)
+    return shared, rows

@@ -21,12 +21,17 @@ from polar_proxy.sequences import SpanError, assemble, find_problem
 from polar_proxy.store import schema
 from polar_proxy.store.database import Repository
 from polar_proxy.store.encoding.cells import CellCodec
-from polar_proxy.store.encoding.loader import fetch
-from polar_proxy.store.rescores import RESCORED_BUILDER, apply_rescores, fetch_for, fetch_rescores
+from polar_proxy.store.rescores import fetch_for
 from polar_proxy.types import CallRecord, Json, Logprobs, Span, Trace
 
 _t = schema.traces.c
 _p = schema.trace_spans.c
+_x = schema.exclusions.c
+_SAME_COLUMNS = (
+    *("trace_id", "session_id", "rollout_id", "builder", "prompt_length", "reward", "grade"),
+    *("parent_trace_id", "branch_at"),
+)
+"""The fields of a trace that are stored as they are, in columns of the same name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +79,7 @@ class TraceRepository(Repository):
         if traces and not validated:
             async with self._database.reading() as connection:
                 load_calls = await fetch_for(connection, schema.calls.c.session_id == session_id, builder)
-            await asyncio.to_thread(lambda: _require_valid(traces, load_calls()))
+            await asyncio.to_thread(lambda: _require_valid(traces, load_calls().of_traces))
         now = time.time()
         codec = CellCodec()
         rows = [_trace_row(trace, (certificates or {}).get(trace.trace_id), now, codec) for trace in traces]
@@ -84,15 +89,12 @@ class TraceRepository(Repository):
             for call_id, reason in excluded.items()
         ]
         mine = (_t.session_id == session_id) & (_t.builder == builder)
-        x = schema.exclusions.c
         async with self._database.writing() as connection:
             await connection.execute(delete(schema.traces).where(mine))
-            await connection.execute(delete(schema.exclusions).where(x.session_id == session_id, x.builder == builder))
-            for table, values in (
-                (schema.traces, rows),
-                (schema.trace_spans, spans),
-                (schema.exclusions, reasons),
-            ):
+            await connection.execute(
+                delete(schema.exclusions).where(_x.session_id == session_id, _x.builder == builder)
+            )
+            for table, values in ((schema.traces, rows), (schema.trace_spans, spans), (schema.exclusions, reasons)):
                 if values:
                     await connection.execute(insert(table), values)
 
@@ -110,7 +112,7 @@ class TraceRepository(Repository):
                 return []
             sessions = sorted({row.session_id for row in rows})
             load_calls = await fetch_for(connection, schema.calls.c.session_id.in_(sessions), builder)
-        return await asyncio.to_thread(lambda: _rebuild(rows, spans, load_calls()))
+        return await asyncio.to_thread(lambda: _rebuild(rows, spans, load_calls().of_traces))
 
     async def of_session(self, session_id: str, *, builder: str = "merged", text: bool = True) -> SessionTraces:
         """Return the traces of a session with its calls, reading each call once.
@@ -118,31 +120,24 @@ class TraceRepository(Repository):
         Without `text` the calls have tokens, but no messages and tools.
         """
         where = (_t.session_id == session_id) & (_t.builder == builder)
-        x = schema.exclusions.c
-        excluded = select(x.call_id, x.reason).where(x.session_id == session_id, x.builder == builder)
-        of_session = schema.calls.c.session_id == session_id
         async with self._database.reading() as connection:
             rows, spans = await _trace_rows(connection, where)
-            reasons = {row.call_id: row.reason for row in await connection.execute(excluded.order_by(x.call_id))}
+            excluded = await _read_exclusions(connection, session_id, builder)
             # The calls come last, so that a call committed meanwhile cannot be missing.
-            recorded = await fetch(connection, of_session, text=text)
-            rescores = await fetch_rescores(connection, of_session) if builder == RESCORED_BUILDER else None
+            load_calls = await fetch_for(connection, schema.calls.c.session_id == session_id, builder, text=text)
 
         def load() -> SessionTraces:
-            calls = recorded.records()
-            trace_calls = calls if rescores is None else apply_rescores(calls, rescores())
-            traces = _rebuild(rows, spans, trace_calls)
+            calls = load_calls()
+            traces = _rebuild(rows, spans, calls.of_traces)
             certificates = {row.trace_id: row.certificate for row in rows}
-            return SessionTraces(tuple(traces), reasons, certificates, calls, trace_calls)
+            return SessionTraces(tuple(traces), excluded, certificates, calls.recorded, calls.of_traces)
 
         return await asyncio.to_thread(load)
 
     async def belongs_to(self, rollout_id: str, trace_id: str) -> bool:
         """Return whether this trace, of any builder, belongs to the rollout."""
-        t = schema.traces.c
-        query = select(t.trace_id).where(t.trace_id == trace_id, t.rollout_id == rollout_id)
-        async with self._database.reading() as connection:
-            return (await connection.execute(query)).scalar_one_or_none() is not None
+        query = select(_t.trace_id).where(_t.trace_id == trace_id, _t.rollout_id == rollout_id)
+        return bool(await self._scalars(query))
 
     async def set_audit(self, trace_id: str, grade: str, audit: Json) -> None:
         """Store the result of an audit in the trace's certificate, and its grade. Replaces an earlier audit.
@@ -165,48 +160,35 @@ class TraceRepository(Repository):
 
     async def exclusions(self, session_id: str, *, builder: str = "merged") -> dict[str, str]:
         """Return the reasons why calls are in no trace, by call id."""
-        x = schema.exclusions.c
-        query = select(x.call_id, x.reason).where(x.session_id == session_id, x.builder == builder)
         async with self._database.reading() as connection:
-            return {row.call_id: row.reason for row in await connection.execute(query.order_by(x.call_id))}
+            return await _read_exclusions(connection, session_id, builder)
+
+
+async def _read_exclusions(connection: AsyncConnection, session_id: str, builder: str) -> dict[str, str]:
+    query = select(_x.call_id, _x.reason).where(_x.session_id == session_id, _x.builder == builder)
+    return {row.call_id: row.reason for row in await connection.execute(query.order_by(_x.call_id))}
 
 
 async def _trace_rows(
     connection: AsyncConnection, where: ColumnElement[bool]
-) -> tuple[Sequence[Any], dict[str, tuple[Span, ...]]]:
+) -> tuple[Sequence[Any], dict[str, list[Span]]]:
     """Return the rows of `traces` that meet `where`, in the builder's order, and trace id -> spans."""
     query = select(schema.traces).where(where).order_by(_t.session_id, _t.trace_index)
     rows = (await connection.execute(query)).all()
-    return rows, await _spans(connection, where) if rows else {}
-
-
-async def _spans(connection: AsyncConnection, where: ColumnElement[bool]) -> dict[str, tuple[Span, ...]]:
-    query = (
-        select(schema.trace_spans)
-        .join(schema.traces, _t.trace_id == _p.trace_id)
-        .where(where)
-        .order_by(_p.trace_id, _p.position)
-    )
-    found: dict[str, list[Span]] = defaultdict(list)
-    for row in await connection.execute(query):
-        found[row.trace_id].append(Span(row.kind, row.call_id, row.start_token, row.end_token, row.choice_index))
-    return {trace_id: tuple(spans) for trace_id, spans in found.items()}
+    spans: dict[str, list[Span]] = defaultdict(list)
+    if rows:
+        joined = select(schema.trace_spans).join(schema.traces, _t.trace_id == _p.trace_id).where(where)
+        for row in await connection.execute(joined.order_by(_p.trace_id, _p.position)):
+            span = Span(row.kind, row.call_id, row.start_token, row.end_token, row.choice_index)
+            spans[row.trace_id].append(span)
+    return rows, spans
 
 
 def _trace_row(trace: Trace, certificate: Json | None, now: float, codec: CellCodec) -> dict[str, Any]:
-    return {
-        "trace_id": trace.trace_id,
-        "session_id": trace.session_id,
-        "rollout_id": trace.rollout_id,
-        "builder": trace.builder,
+    return {name: getattr(trace, name) for name in _SAME_COLUMNS} | {
         "trace_index": trace.index,
-        "prompt_length": trace.prompt_length,
         "length": int(trace.token_ids.size),
         "trained_tokens": int(np.count_nonzero(trace.loss_mask)),
-        "reward": trace.reward,
-        "grade": trace.grade,
-        "parent_trace_id": trace.parent_trace_id,
-        "branch_at": trace.branch_at,
         "logprobs": codec.pack_logprobs(trace.logprobs[trace.loss_mask == 1]) if trace.rescored else None,
         "call_ids": list(trace.call_ids),
         "certificate": certificate,
@@ -229,12 +211,12 @@ def _span_rows(trace: Trace) -> list[dict[str, Any]]:
     ]
 
 
-def _rebuild(rows: Sequence[Any], spans: Mapping[str, tuple[Span, ...]], calls: Sequence[CallRecord]) -> list[Trace]:
+def _rebuild(rows: Sequence[Any], spans: Mapping[str, Sequence[Span]], calls: Sequence[CallRecord]) -> list[Trace]:
     found = []
     codec = CellCodec()
     by_id = {call.call_id: call for call in calls}
     for row in rows:
-        own = spans.get(row.trace_id, ())
+        own = tuple(spans[row.trace_id])
         try:
             token_ids, loss_mask, logprobs = assemble(own, by_id)
         except SpanError as error:
@@ -243,21 +225,13 @@ def _rebuild(rows: Sequence[Any], spans: Mapping[str, tuple[Span, ...]], calls: 
             logprobs = _rescored(row.trace_id, loss_mask, codec.unpack_logprobs(row.logprobs))
         found.append(
             Trace(
-                trace_id=row.trace_id,
-                session_id=row.session_id,
-                rollout_id=row.rollout_id,
-                builder=row.builder,
+                **{name: getattr(row, name) for name in _SAME_COLUMNS},
                 index=row.trace_index,
-                prompt_length=row.prompt_length,
                 token_ids=token_ids,
                 loss_mask=loss_mask,
                 logprobs=logprobs,
                 spans=own,
                 call_ids=tuple(row.call_ids),
-                reward=row.reward,
-                grade=row.grade,
-                parent_trace_id=row.parent_trace_id,
-                branch_at=row.branch_at,
                 rescored=row.logprobs is not None,
             )
         )
