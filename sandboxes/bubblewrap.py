@@ -7,14 +7,11 @@ mounted.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
 import socket
 import stat
 import subprocess
-import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
@@ -132,28 +129,14 @@ def unreadable_files() -> tuple[str, ...]:
     return tuple(found)
 
 
-def why_not() -> str | None:
-    """Return why bubblewrap cannot be used here, or None. Blocking, about 100 ms."""
-    if shutil.which("bwrap") is None:
-        return "bwrap is not installed"
+def require_bwrap() -> None:
+    """Raise `SandboxError` if bwrap is missing or makes no namespaces. Blocking."""
     try:
         done = subprocess.run([*bwrap_command(), "--", "true"], capture_output=True, text=True, timeout=30, check=False)
-    except subprocess.TimeoutExpired:
-        return "bwrap does not answer"
+    except subprocess.TimeoutExpired as error:
+        raise SandboxError("bwrap does not answer") from error
     if done.returncode != 0:
-        return f"bwrap fails: {done.stderr.strip() or done.returncode}"
-    # A system may allow bwrap to make namespaces and not allow this process to enter them: only a trial shows that.
-    with tempfile.TemporaryDirectory(prefix="polar-trial-") as folder, ThreadPoolExecutor(1) as pool:
-        try:
-            pool.submit(asyncio.run, _trial(Path(folder))).result()
-        except SandboxError as error:
-            return str(error)
-    return None
-
-
-async def _trial(folder: Path) -> None:
-    async with await BubblewrapSandbox.open(SandboxSpec(), orphans.SandboxRegistry(folder)) as sandbox:
-        await sandbox.exec(["true"], timeout=30)
+        raise SandboxError(f"bwrap fails: {done.stderr.strip() or done.returncode}")
 
 
 def installed() -> bool:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from sandboxes import bubblewrap, docker, docker_engine, orphans
-from sandboxes.base import Sandbox, SandboxKind, SandboxSpec, SandboxUnavailable
+from sandboxes.base import Sandbox, SandboxError, SandboxKind, SandboxSpec, SandboxUnavailable
 from sandboxes.process import ProcessSandbox
 
+KINDS: dict[SandboxKind, type[Sandbox]] = {
+    "docker": docker.DockerSandbox,
+    "bubblewrap": bubblewrap.BubblewrapSandbox,
+    "process": ProcessSandbox,
+}
 STRONGEST_FIRST: tuple[SandboxKind, ...] = ("docker", "bubblewrap", "process")
 HOW_TO_GET: dict[SandboxKind, str] = {
     "docker": "install a Docker engine, then: python -m sandboxes.images.build",
@@ -55,10 +60,34 @@ def choose(kind: SandboxKind | Literal["auto"] = "auto", image: str | None = Non
     for candidate in STRONGEST_FIRST:
         found = _availability(candidate, image)
         if found.ok:
-            missing = f" ({'; '.join(passed_over)})" if passed_over else ""
-            return SandboxChoice(candidate, f"{candidate}, the strongest sandbox here{missing}")
+            break
         passed_over.append(f"no {candidate}: {found.why_not}")
-    raise SandboxUnavailable("; ".join(passed_over))
+    missing = f" ({'; '.join(passed_over)})" if passed_over else ""
+    return SandboxChoice(candidate, f"{candidate}, the strongest sandbox here{missing}")
+
+
+def _availability(kind: SandboxKind, image: str | None) -> Availability:
+    try:
+        # In a new event loop and thread, because the caller may already run in an event loop.
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(asyncio.run, _try(kind, image)).result()
+    except SandboxError as error:
+        return Availability(kind, False, str(error), HOW_TO_GET[kind])
+    return Availability(kind, True)
+
+
+async def _try(kind: SandboxKind, image: str | None) -> None:
+    """Raise `SandboxError` if this kind cannot be used here. About 100 ms."""
+    if kind == "docker":
+        async with docker_engine.docker_client() as engine:
+            await docker_engine.find_image(engine, image)
+    elif kind == "bubblewrap":
+        bubblewrap.require_bwrap()
+        # A system may allow bwrap to make namespaces and not allow this process to enter them: only a trial shows that.
+        with tempfile.TemporaryDirectory(prefix="polar-trial-") as folder:
+            registry = orphans.SandboxRegistry(Path(folder))
+            async with await bubblewrap.BubblewrapSandbox.open(SandboxSpec(), registry) as sandbox:
+                await sandbox.exec(["true"], timeout=30)
 
 
 async def open_sandbox(
@@ -73,40 +102,9 @@ async def open_sandbox(
     `orphans.sweep`. Raise `SandboxUnavailable` if this machine has no such kind, `SandboxError` if it does not start.
     """
     spec = spec or SandboxSpec()
-    chosen = kind
-    if chosen == "auto":
-        chosen = (await asyncio.to_thread(choose, "auto", spec.image)).kind
+    if kind == "auto" or (kind == "bubblewrap" and not bubblewrap.installed()):
+        kind = (await asyncio.to_thread(choose, kind, spec.image)).kind
     if state_dir is None:
         state_dir = await asyncio.to_thread(orphans.default_state_dir)
     registry = orphans.SandboxRegistry(state_dir)
-    if chosen == "docker":
-        return await docker.DockerSandbox.open(spec, registry)
-    if chosen == "bubblewrap":
-        if not await asyncio.to_thread(bubblewrap.installed):
-            await asyncio.to_thread(choose, chosen)  # raises with the reason and the remedy
-        return await bubblewrap.BubblewrapSandbox.open(spec, registry)
-    return await ProcessSandbox.open(spec, registry)
-
-
-def _availability(kind: SandboxKind, image: str | None) -> Availability:
-    probes: dict[SandboxKind, Callable[[], str | None]] = {
-        "docker": lambda: _docker_why_not(image),
-        "bubblewrap": bubblewrap.why_not,
-        "process": lambda: None,
-    }
-    why = probes[kind]()
-    return Availability(kind, True) if why is None else Availability(kind, False, why, HOW_TO_GET[kind])
-
-
-def _docker_why_not(image: str | None) -> str | None:
-    async def probe() -> None:
-        async with docker_engine.docker_client() as engine:
-            await docker_engine.find_image(engine, image)
-
-    try:
-        # In a new event loop and thread, because the caller may already run in an event loop.
-        with ThreadPoolExecutor(1) as pool:
-            pool.submit(asyncio.run, probe()).result()
-    except SandboxUnavailable as error:
-        return str(error)
-    return None
+    return await KINDS[kind].open(spec, registry)

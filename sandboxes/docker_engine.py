@@ -52,16 +52,22 @@ async def docker_client() -> AsyncIterator[aiodocker.Docker]:
         yield engine
 
 
+async def inspect_image(engine: aiodocker.Docker, name: str) -> dict[str, Any] | None:
+    """Return the engine's description of an image, or None if it has no such image. Raise `SandboxError`."""
+    try:
+        return await engine.images.inspect(name)
+    except require_aiodocker().DockerError as error:
+        if error.status == 404:
+            return None
+        raise SandboxError(f"the Docker engine: {error.message}") from error
+
+
 async def find_image(engine: aiodocker.Docker, image: str | None) -> str:
     """Return the name of an image that exists. Raise `SandboxUnavailable` with the command that gets it."""
     name = image or images.tag()
-    try:
-        await engine.images.inspect(name)
-    except require_aiodocker().DockerError as error:
-        if error.status != 404:
-            raise
+    if await inspect_image(engine, name) is None:
         command = f"docker pull {image}" if image else "python -m sandboxes.images.build"
-        raise SandboxUnavailable(f"the image {name} is not on this machine (get it with: {command})") from error
+        raise SandboxUnavailable(f"the image {name} is not on this machine (get it with: {command})")
     return name
 
 

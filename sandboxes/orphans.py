@@ -208,8 +208,8 @@ def _sweep_local(records: list[SandboxRecord], removed: list[RemovedItem], probl
 
 def _kill_processes(record: SandboxRecord, removed: list[RemovedItem]) -> None:
     # The marked processes first: without its supervisor a process tree is harder to find.
-    for ident, pid in kill_marked({record.id}):
-        removed.append(RemovedItem(ident, "process", str(pid)))
+    for pid in kill_marked(record.id):
+        removed.append(RemovedItem(record.id, "process", str(pid)))
     for pid, start in record.processes:
         if _signal(pid, start, signal.SIGKILL):
             removed.append(RemovedItem(record.id, "process", str(pid)))
@@ -247,37 +247,32 @@ def _marker(pid: int) -> str:
     return next((v[len(prefix) :].decode(errors="replace") for v in variables if v.startswith(prefix)), "")
 
 
-def kill_marked(idents: set[str], seconds: float = 30.0) -> list[tuple[str, int]]:
-    """Kill every process with one of these sandbox ids and all its descendants, until none is left.
+def kill_marked(ident: str, seconds: float = 30.0) -> set[int]:
+    """Kill every process with this sandbox id and all its descendants, until none is left. Return their pids.
 
     All are stopped before any is killed: the children of a killed process are no longer its descendants, and their own
     environment may not have the id.
     """
-    killed: dict[tuple[int, str], str] = {}
+    killed: set[int] = set()
     deadline = time.monotonic() + seconds
-    while list(marked_processes(idents)):
-        stopped: dict[tuple[int, str], str] = {}
-        while fresh := _trees(idents).items() - stopped.items():
-            for process, _ident in fresh:
-                _signal(*process, signal.SIGSTOP)
-            stopped.update(fresh)
-        for process, ident in stopped.items():
-            if _signal(*process, signal.SIGKILL):
-                killed[process] = ident
+    while any(marked_processes({ident})):
+        stopped: set[tuple[int, str]] = set()
+        while fresh := _tree(ident) - stopped:
+            for pid, start in fresh:
+                _signal(pid, start, signal.SIGSTOP)
+            stopped |= fresh
+        killed |= {pid for pid, start in stopped if _signal(pid, start, signal.SIGKILL)}
         if time.monotonic() > deadline:
-            raise SandboxError(f"processes of {sorted(set(stopped.values()))} could not be killed: {sorted(stopped)}")
+            raise SandboxError(f"processes of {ident} could not be killed: {sorted(stopped)}")
         time.sleep(0.005)
-    return [(ident, pid) for (pid, _start), ident in killed.items()]
+    return killed
 
 
-def _trees(idents: set[str]) -> dict[tuple[int, str], str]:
-    """Return (pid, start time) -> sandbox id of the marked processes and their descendants, except this process."""
-    found: dict[tuple[int, str], str] = {}
-    for ident, pid in list(marked_processes(idents)):
-        for member in {pid, *descendants(pid)} - {os.getpid()}:
-            if (start := start_time(member)) is not None:
-                found[member, start] = ident
-    return found
+def _tree(ident: str) -> set[tuple[int, str]]:
+    """Return (pid, start time) of the marked processes and their descendants, except this process."""
+    marked = [pid for _, pid in marked_processes({ident})]
+    members = {*marked, *descendants(*marked)} - {os.getpid()}
+    return {(pid, start) for pid in members if (start := start_time(pid)) is not None}
 
 
 def _signal(pid: int, start: str, number: signal.Signals) -> bool:

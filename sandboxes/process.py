@@ -122,7 +122,7 @@ class SupervisedSandbox(Sandbox):
 
     def _end_remains(self) -> None:
         # Processes that outlived the supervisor, for example because it had to be killed, are found by the sandbox id.
-        orphans.kill_marked({self.id})
+        orphans.kill_marked(self.id)
         if self._cgroup is not None:
             self._cgroup.remove()
 

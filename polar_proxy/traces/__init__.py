@@ -12,8 +12,8 @@ audit        recorded against fresh     operations  all of it on a store
 from polar_proxy.traces.builders import BUILDERS, ON_DRIFT, BuildResult, build
 from polar_proxy.traces.certificate import Certificate, CertificateError, certify, restore
 from polar_proxy.traces.drift import DriftEvent, drift_events
-from polar_proxy.traces.grades import TRAINABLE, excluded_calls, exclusion_reason, grade_of
-from polar_proxy.traces.validation import InvariantError, count_calls, validate
+from polar_proxy.traces.grades import TRAINABLE, exclusion_reason
+from polar_proxy.traces.validation import InvariantError, validate
 
 __all__ = [
     "BUILDERS",
@@ -26,11 +26,8 @@ __all__ = [
     "InvariantError",
     "build",
     "certify",
-    "count_calls",
     "drift_events",
-    "excluded_calls",
     "exclusion_reason",
-    "grade_of",
     "restore",
     "validate",
 ]

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
@@ -155,9 +155,9 @@ def _turn_ends_within_answer(turn_ends: np.ndarray, spans: Sequence[Span]) -> bo
 
 # ---------------------------------------------------------------- causes
 #
-# Found from two texts: the base's prompt and answer, and the prompt that the engine rendered for the next turn. Both
-# are converted to forms that each ignore one kind of difference (white space, how JSON is written, reasoning). The
-# first form in which the actual text begins with the expected one names the cause.
+# Found from two texts: the base's prompt and answer, and the prompt that the engine rendered for the next turn. Each
+# cause makes one kind of difference (white space, how JSON is written, reasoning). The first causes without whose
+# differences the actual text begins with the expected one explain the drift.
 
 DriftCause = Literal[
     "retokenised",
@@ -198,6 +198,15 @@ CAUSE_FIXES: Mapping[DriftCause, str] = {
     "answer_changed": f"{_CONTINUE} If the harness edits answers on purpose, a new sequence is right.",
 }
 
+_EXPLANATIONS: tuple[tuple[DriftCause, ...], ...] = (
+    ("arguments_reserialised",),
+    ("whitespace",),
+    ("arguments_reserialised", "whitespace"),
+    ("reasoning_dropped",),
+    ("arguments_reserialised", "reasoning_dropped"),
+)
+"""Causes that explain a difference together, fewest and least first."""
+
 _THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)
 _THINK_TAG = re.compile(r"</?think>")
 _WHITE_SPACE = re.compile(r"\s+")
@@ -224,39 +233,21 @@ def explain_drift(
         return ("retokenised",)
     if tools == "changed":
         return ("tools_changed",)
-    forms = _forms(reasoning)
-    for form, causes in forms:
-        if form(actual).startswith(form(expected)):
+    for causes in _EXPLANATIONS:
+        if _without(causes, actual, reasoning).startswith(_without(causes, expected, reasoning)):
             return causes
-    coarsest, _ = forms[-1]
-    if coarsest(actual).startswith(coarsest(context)):
+    if _without(_EXPLANATIONS[-1], actual, reasoning).startswith(_without(_EXPLANATIONS[-1], context, reasoning)):
         return ("answer_changed",)
     return ("tools_rewritten",) if tools == "rewritten" else ("context_changed",)
 
 
-TextForm = Callable[[str], str]
-
-
-def _forms(reasoning: Sequence[str]) -> list[tuple[TextForm, tuple[DriftCause, ...]]]:
-    """Return functions that normalise a text, each with the causes whose differences it removes, fewest first."""
-
-    def without_reasoning(text: str) -> str:
-        return _remove_reasoning(text, reasoning)
-
-    return [
-        (canonical_json, ("arguments_reserialised",)),
-        (_remove_white_space, ("whitespace",)),
-        (lambda text: _remove_white_space(canonical_json(text)), ("arguments_reserialised", "whitespace")),
-        (lambda text: _remove_white_space(without_reasoning(text)), ("reasoning_dropped",)),
-        (
-            lambda text: _remove_white_space(canonical_json(without_reasoning(text))),
-            ("arguments_reserialised", "reasoning_dropped"),
-        ),
-    ]
-
-
-def _remove_white_space(text: str) -> str:
-    return _WHITE_SPACE.sub("", text)
+def _without(causes: tuple[DriftCause, ...], text: str, reasoning: Sequence[str]) -> str:
+    """Return the text without the differences that these causes make. Dropped reasoning changes white space too."""
+    if "reasoning_dropped" in causes:
+        text = _remove_reasoning(text, reasoning)
+    if "arguments_reserialised" in causes:
+        text = canonical_json(text)
+    return text if causes == ("arguments_reserialised",) else _WHITE_SPACE.sub("", text)
 
 
 def _remove_reasoning(text: str, reasoning: Sequence[str]) -> str:
@@ -272,7 +263,7 @@ def canonical_json(text: str) -> str:
     Python's True, False and None, as some templates write them, become JSON's literals.
     """
     text = _LITERAL.sub(lambda word: _LITERALS[word[0]], text)
-    decoder = json.JSONDecoder()
+    decoder = json.JSONDecoder(parse_float=_whole_number)
     out: list[str] = []
     position = 0
     while (start := text.find("{", position)) >= 0:
@@ -283,14 +274,10 @@ def canonical_json(text: str) -> str:
             out.append("{")
             position = start + 1
         else:
-            value = _with_whole_numbers(value)
             out.append(json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False))
     return "".join(out) + text[position:]
 
 
-def _with_whole_numbers(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _with_whole_numbers(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_with_whole_numbers(item) for item in value]
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+def _whole_number(text: str) -> float:
+    number = float(text)
+    return int(number) if number.is_integer() else number

@@ -23,8 +23,8 @@ from polar_proxy.traces.scoring import RescoreReport, Scorer, build_rescored, re
 from polar_proxy.traces.validation import count_calls
 from polar_proxy.types import CallRecord, Json
 
-STORED_BUILDERS = ("merged",)
-"""The builders whose traces are stored when a rollout ends. Traces of any other builder are made from the calls on
+STORED_BUILDER = "merged"
+"""The builder whose traces are stored when a rollout ends. Traces of any other builder are made from the calls on
 request: stored for each rollout, those of `per_call` alone would be a third of its size."""
 
 SUPERSEDED = "superseded_attempt"
@@ -100,16 +100,14 @@ async def build_traces(
 ) -> None:
     """Build and store the traces of a session that has ended. `incomplete`: a call was lost, so no call is trained."""
     calls = await store.calls.of_session(session_id, text=False)
-    for builder in STORED_BUILDERS:
-        result = await asyncio.to_thread(build, calls, builder, rollout_id=rollout_id, reward=reward)
-        await _save(store, session_id, rollout_id, calls, _without_traces(result, calls) if incomplete else result)
+    result = await asyncio.to_thread(build, calls, STORED_BUILDER, rollout_id=rollout_id, reward=reward)
+    await _save(store, session_id, rollout_id, calls, _without_traces(result, calls) if incomplete else result)
 
 
 async def exclude_session(store: Store, session_id: str, rollout_id: str) -> None:
     """Exclude all calls of an attempt that was tried again, and remove its traces."""
     reasons = dict.fromkeys([call.call_id for call in await store.calls.summaries(session_id)], SUPERSEDED)
-    for builder in STORED_BUILDERS:
-        await store.traces.put((), reasons, builder, session_id, rollout_id)
+    await store.traces.put((), reasons, STORED_BUILDER, session_id, rollout_id)
 
 
 @dataclass(slots=True)

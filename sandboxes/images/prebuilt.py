@@ -51,13 +51,7 @@ async def prebuild(engine: aiodocker.Docker, base: str | None, paths: Sequence[P
     with docker_engine.translate_errors():
         parent = str((await engine.images.inspect(name))["Id"])
     image = await asyncio.to_thread(prebuilt_tag, parent, paths)
-    library = docker_engine.require_aiodocker()
-    try:
-        await engine.images.inspect(image)
-    except library.DockerError as error:
-        if error.status != 404:
-            raise SandboxError(f"the Docker engine: {error.message}") from error
-    else:
+    if await docker_engine.inspect_image(engine, image) is not None:
         return PrebuiltImage(image, name, False, time.monotonic() - began)
     with tempfile.TemporaryFile(prefix="polar-prebuild-") as context:
         await asyncio.to_thread(write_context, context, parent, paths)
@@ -67,7 +61,7 @@ async def prebuild(engine: aiodocker.Docker, base: str | None, paths: Sequence[P
                     fileobj=context, encoding="identity", tag=image, stream=True, rm=True, labels={BASE_LABEL: name}
                 )
                 output = [str(line.get("stream", "")) async for line in stream]
-        except library.DockerError as error:
+        except docker_engine.require_aiodocker().DockerError as error:
             raise SandboxError(f"the image {image} could not be built: {error.message}") from error
         except TimeoutError as error:
             raise SandboxError(f"the image {image} was not built within {BUILD_SECONDS:.0f} s") from error
@@ -129,11 +123,8 @@ async def prune_prebuilt(
 async def _current(engine: aiodocker.Docker, base: str, agents: Sequence[Sequence[Path]]) -> tuple[set[str], int]:
     """Return the names that prebuilding `agents` on `base` would give, and the size of `base`; no names and 0 if it is
     gone."""
-    try:
-        parent = await engine.images.inspect(base)
-    except docker_engine.require_aiodocker().DockerError as error:
-        if error.status != 404:
-            raise SandboxError(f"the Docker engine: {error.message}") from error
+    parent = await docker_engine.inspect_image(engine, base)
+    if parent is None:
         return set(), 0
     names = {await asyncio.to_thread(prebuilt_tag, str(parent["Id"]), paths) for paths in agents if paths}
     return names, int(parent["Size"])

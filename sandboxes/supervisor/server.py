@@ -11,8 +11,7 @@ import socket
 import stat
 from typing import Any
 
-from . import kernel
-from .protocol import Channel
+from . import Channel, kernel
 from .shim import send_signal, shim
 
 
