@@ -170,7 +170,6 @@ def find_problem(trace: Trace, calls: Mapping[str, CallRecord]) -> str | None:
 
 
 def common_prefix_length(one: TokenIds, other: TokenIds) -> int:
-    """Return the length of the common prefix."""
     size = min(len(one), len(other))
     if size == 0 or _same_short(one[:size], other[:size]) or share_buffer(one, other):
         return size

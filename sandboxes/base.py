@@ -311,7 +311,6 @@ class Sandbox(ABC):
         """
 
     def path(self, path: str) -> str:
-        """Return the absolute form of a path inside the sandbox."""
         return posixpath.join(self.workdir, path)
 
 

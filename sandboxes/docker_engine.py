@@ -73,7 +73,6 @@ async def find_image(engine: aiodocker.Docker, image: str | None) -> str:
 
 @contextlib.contextmanager
 def translate_errors() -> Iterator[None]:
-    """Raise the engine's errors as SandboxError or SandboxEnded."""
     library = require_aiodocker()
     try:
         yield
@@ -105,8 +104,6 @@ async def _stream_of(execution: Any) -> AsyncIterator[Any]:
 
 
 class CommandStream:
-    """The input and output of one command."""
-
     def __init__(self, stdin: bytes, callback: OutputCallback | None, limit: int) -> None:
         self.out, self.err = OutputTail(limit), OutputTail(limit)
         self._stdin = stdin

@@ -11,12 +11,11 @@ sandbox's network: it binds, and passes the socket out through a Unix socket in 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ctypes
 import os
 import socket
 import tempfile
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,23 +35,12 @@ class CannotEnterNamespace(SandboxError):
 def listen(pid: int, ident: str, port: int) -> socket.socket:
     """Bind 127.0.0.1:`port` in the network namespace of `pid`, a process of sandbox `ident`. Blocking; needs root."""
     _check(pid, ident)
-    result: list[socket.socket | OSError] = []
-
-    def visit() -> None:
+    try:
         # In a new thread, which then ends: setns changes the calling thread permanently.
-        try:
-            result.append(_bind(pid, port))
-        except OSError as error:
-            result.append(error)
-
-    thread = threading.Thread(target=visit, name=f"netns-{ident}")
-    thread.start()
-    thread.join()
-    if isinstance(result[0], PermissionError):
-        raise CannotEnterNamespace("entering a container's network needs root (CAP_SYS_ADMIN)") from result[0]
-    if isinstance(result[0], OSError):
-        raise result[0]
-    return result[0]
+        with ThreadPoolExecutor(1, f"netns-{ident}") as pool:
+            return pool.submit(_bind, pid, port).result()
+    except PermissionError as error:
+        raise CannotEnterNamespace("entering a container's network needs root (CAP_SYS_ADMIN)") from error
 
 
 def _check(pid: int, ident: str) -> None:
@@ -116,11 +104,10 @@ async def listen_by_helper(
     name = f"{sandbox}-net"
     loop = asyncio.get_running_loop()
     with (
-        contextlib.ExitStack() as stack,
+        tempfile.TemporaryDirectory(prefix="polar-net-") as outer,
         socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as door,
     ):
         # The path is short, as Unix sockets require. The outer folder is private, so the inner one may be open.
-        outer = stack.enter_context(tempfile.TemporaryDirectory(prefix="polar-net-"))
         inner = Path(outer) / "s"
         inner.mkdir()
         inner.chmod(0o777)

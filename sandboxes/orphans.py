@@ -46,8 +46,6 @@ class RemovedItem:
 
 @dataclass(frozen=True)
 class OwnerProcess:
-    """The process that owns a sandbox, identified uniquely."""
-
     machine: str
     boot: str
     pid_namespace: str

@@ -7,6 +7,7 @@ the programs; their output comes through pipes straight to this process.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import posixpath
 import socket
@@ -268,10 +269,10 @@ def process_limits(spec: SandboxSpec) -> dict[str, int]:
 
 
 async def _wait_for_output(*pipes: OutputPipe) -> None:
-    waits = [asyncio.ensure_future(pipe.ended.wait()) for pipe in pipes]
-    await asyncio.wait(waits, timeout=DRAIN_SECONDS)
-    for wait in waits:
-        wait.cancel()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(DRAIN_SECONDS):
+            for pipe in pipes:
+                await pipe.ended.wait()
 
 
 def _end_process(process: subprocess.Popen[bytes]) -> None:

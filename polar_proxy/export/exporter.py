@@ -37,8 +37,6 @@ _ROLLOUT_FIELDS = (
 
 @dataclass(slots=True)
 class ExportReport:
-    """Counts of what an export wrote and left out."""
-
     rows: int = 0
     rollouts: int = 0
     sessions: int = 0

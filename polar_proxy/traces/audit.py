@@ -64,8 +64,6 @@ class AuditReference:
 
 @dataclass(frozen=True, slots=True)
 class LogprobDifference:
-    """One token whose recorded and fresh log-probability differ."""
-
     trace_id: str
     call_id: str
     choice: int
@@ -115,8 +113,6 @@ class DifferenceStats:
 
 @dataclass(slots=True)
 class AuditReport:
-    """The results for many traces."""
-
     reference: AuditReference
     all: DifferenceStats = field(default_factory=DifferenceStats)
     grades: Counter[str] = field(default_factory=Counter)
@@ -348,7 +344,6 @@ class TraceAudit:
         del self.worst[_WORST_PER_TRACE:]
 
     def conclude(self) -> None:
-        """Set findings and grade."""
         tolerance = self._reference.tolerance
         for (mode, temperature), pairs in self._pairs.items():
             recorded, fresh = np.concatenate(pairs, axis=1)

@@ -29,25 +29,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from polar_proxy.errors import PolarError
 from polar_proxy.sequences import trace_path
 from polar_proxy.traces.drift import DriftEvent, DriftPolicy
-from polar_proxy.traces.grades import (
-    Grade,
-    Reason,
-    grade_of,
-    is_off_distribution,
-    policy_versions,
-    sampling_overrides,
-)
-from polar_proxy.types import (
-    CallRecord,
-    EngineInfo,
-    Json,
-    LogprobMode,
-    Logprobs,
-    PromptMode,
-    Span,
-    TokenIds,
-    Trace,
-)
+from polar_proxy.traces.grades import Grade, Reason, grade_of, is_off_distribution, policy_versions, sampling_overrides
+from polar_proxy.types import CallRecord, EngineInfo, Json, LogprobMode, Logprobs, PromptMode, Span, TokenIds, Trace
 
 if TYPE_CHECKING:
     from polar_proxy.traces.builders import BuildResult
@@ -112,8 +95,6 @@ class CallSpan(CertificateModel):
 
 
 class ContextSpan(CallSpan):
-    """Tokens of a call's prompt."""
-
     kind: Literal["context"]
 
 

@@ -74,7 +74,6 @@ def check_lines(lines: Iterable[bytes]) -> FileCheck:
 
 
 def check_row(row: Any) -> RowCheck:
-    """Check one row by itself."""
     if not isinstance(row, dict):
         return RowCheck(["this is not a row: a row is a JSON object"])
     fields = row.get("certificate")
@@ -102,7 +101,6 @@ def check_row(row: Any) -> RowCheck:
 
 
 def _identity_problems(trace: Trace, certificate: Certificate) -> Iterator[str]:
-    """Yield the problems if the row and its certificate do not describe the same trace."""
     for name in ("trace_id", "session_id", "rollout_id", "builder", "grade", "parent_trace_id", "branch_at"):
         if getattr(trace, name) != getattr(certificate, name):
             yield f"{name} is {getattr(trace, name)!r}, and {getattr(certificate, name)!r} in the certificate"

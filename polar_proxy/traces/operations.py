@@ -112,8 +112,6 @@ async def exclude_session(store: Store, session_id: str, rollout_id: str) -> Non
 
 @dataclass(slots=True)
 class RebuildReport:
-    """The sessions that `rebuild` built and skipped."""
-
     sessions: list[Json] = field(default_factory=list)
     """One entry for each session: ids, traces, tokens, calls, traces by grade, drift by outcome."""
     skipped: dict[str, str] = field(default_factory=dict)

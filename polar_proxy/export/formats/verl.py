@@ -91,7 +91,6 @@ class RecordedGroups:
 
     @classmethod
     def from_file(cls, path: str) -> RecordedGroups:
-        """Read a tokens-jsonl file."""
         return cls(read_jsonl(path))
 
     def session(self, extra_info: Mapping[str, Any], session_id: int) -> list[Json]:

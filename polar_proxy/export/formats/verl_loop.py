@@ -31,5 +31,4 @@ class RecordedAgentLoop(AgentLoopBase):  # type: ignore[misc, unused-ignore]
         self._rows = rows
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> list[Any]:
-        """Return verl's `AgentLoopOutput`s of one rollout, one for each trace."""
         return outputs(_groups(self._rows).session(kwargs["extra_info"], int(kwargs["session_id"])))
