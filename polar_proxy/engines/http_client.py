@@ -17,7 +17,6 @@ import asyncio
 import ssl
 import time
 from base64 import b64encode
-from collections import deque
 from collections.abc import Mapping
 from typing import cast
 from urllib.parse import quote, unquote, urlsplit
@@ -40,59 +39,35 @@ class HttpResponse:
         """By lower-case name."""
         self.complete = False
         """The whole body has arrived; the unread part of it can still be read."""
+        self.body = asyncio.StreamReader(_HIGH_WATER // 2)  # pauses its transport at twice this limit
+        self.body.set_transport(cast(asyncio.Transport, connection))
         self._connection = connection
-        self._chunks: deque[bytes] = deque()
-        self._size = 0
         self._error: OSError | None = None
-        self._waiter: asyncio.Future[None] | None = None
 
     async def read_some(self) -> bytes:
         """Return what has arrived of the body; empty at its end. Raises OSError if the connection broke."""
-        while not self._chunks:
-            if self._error is not None:
-                raise self._error
-            if self.complete:
-                return b""
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        data = self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)
-        self._chunks.clear()
-        self._size = 0
-        self._connection.read_on()
+        data = await self.body.read(_HIGH_WATER)
+        if not data and self._error is not None:
+            raise self._error
         return data
 
     async def read(self) -> bytes:
-        """Return the whole body."""
-        parts = []
-        while data := await self.read_some():
-            parts.append(data)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        """Return the whole body. Raises OSError if the connection broke."""
+        data = await self.body.read()
+        if self._error is not None:
+            raise self._error
+        return data
 
     def close(self) -> None:
         """Drop what has not arrived. Safe to call more than once."""
         if not self.complete:
             self._connection.drop()
 
-    # Called by the connection
-
-    def add(self, data: bytes) -> bool:
-        """Store a piece of the body, and return whether the reader should catch up before more is received."""
-        self._chunks.append(data)
-        self._size += len(data)
-        self._wake()
-        return self._size > _HIGH_WATER
-
     def end(self, error: OSError | None = None) -> None:
+        """Called by the connection at the end of the body."""
         self.complete = error is None
         self._error = error
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        self.body.feed_eof()
 
 
 class _ClientConnection(asyncio.Protocol):
@@ -103,7 +78,6 @@ class _ClientConnection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._response: HttpResponse | None = None
         self._head: asyncio.Future[HttpResponse] | None = None
-        self._paused = False
         self._until_close = False
         self._transport: asyncio.Transport | None = None
         self.idle_since = 0.0
@@ -130,10 +104,15 @@ class _ClientConnection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    def read_on(self) -> None:
-        if self._paused and self._transport is not None and not self._transport.is_closing():
+    # Called by the reader of a response, which may outlive the connection
+
+    def pause_reading(self) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        if self._transport is not None and not self._transport.is_closing():
             self._transport.resume_reading()
-        self._paused = False
 
     # asyncio.Protocol
 
@@ -187,16 +166,15 @@ class _ClientConnection(asyncio.Protocol):
             self._head.set_result(response)
 
     def on_body(self, data: bytes) -> None:
-        if self._response is not None and self._response.add(data) and not self._paused and self._transport is not None:
-            self._paused = True
-            self._transport.pause_reading()
+        if self._response is not None:
+            self._response.body.feed_data(data)
 
     def on_message_complete(self) -> None:
         response = self._response
         if response is None or response.status < 200:
             return
         self._response = self._head = None
-        self.read_on()
+        self.resume_reading()
         response.end()
         if self.usable and self._parser.should_keep_alive():
             self._client.idle(self)

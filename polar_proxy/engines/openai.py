@@ -11,14 +11,13 @@ repeats the request in the other form, and uses that form from then on (`_ALTERN
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
-from types import TracebackType
-from typing import Self
+from contextlib import aclosing
 from urllib.parse import urlsplit
 
-from polar_proxy.engines.base import Engine, ExactPrompt
+from polar_proxy.engines.base import ExactPrompt
 from polar_proxy.engines.http_client import HttpResponse
-from polar_proxy.engines.openai_client import OpenAIClient, parse_json
-from polar_proxy.engines.openai_stream import ChunkDecoder
+from polar_proxy.engines.openai_client import OpenAIClient, ServerEngine, sampling_fields
+from polar_proxy.engines.openai_stream import ChunkDecoder, parse_json
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.types import ChatRequest, EngineInfo, EngineRequest, Json, SampleEvent, TextRequest
 
@@ -31,7 +30,7 @@ _ALTERNATIVES = ("max_completion_tokens", "reasoning_content")
 require the reasoning of earlier answers, in a field that most APIs do not know."""
 
 
-class OpenAIEngine(Engine):
+class OpenAIEngine(ServerEngine):
     """`async with OpenAIEngine("https://api.example.com/v1", model="m", api_key="...") as engine:`.
 
     `url` is the API's root, with or without `/v1`; a path that ends in anything else is used as it is. Entering raises
@@ -39,48 +38,27 @@ class OpenAIEngine(Engine):
     """
 
     def __init__(self, url: str, *, model: str | None = None, api_key: str | None = None) -> None:
-        self._client = OpenAIClient(url, api_key)
-        no_path = url.rstrip("/").endswith("/v1") or not urlsplit(self._client.url).path.strip("/")
+        self.client = OpenAIClient(url, api_key)
+        no_path = url.rstrip("/").endswith("/v1") or not urlsplit(self.client.url).path.strip("/")
         self._root = "/v1" if no_path else ""
         self._requested_model = model
-        self._info: EngineInfo | None = None
         self._alternatives: set[str] = set()
         """The members of `_ALTERNATIVES` that this API was found to need."""
 
-    @property
-    def info(self) -> EngineInfo:
-        if self._info is None:
-            raise EngineError("The engine is not open: use it as `async with engine:`.", status=500)
-        return self._info
-
-    async def __aenter__(self) -> Self:
-        await self._client.open()
-        try:
-            self._info = await self._find_model()
-        except BaseException:
-            await self._client.close()
-            raise
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._client.close()
-
-    async def _find_model(self) -> EngineInfo:
+    async def _connect(self) -> EngineInfo:
         served = await self._list_models()
         model = self._requested_model
         if model is None:
             if served is None or len(served) != 1:
                 problem = "does not list its models" if served is None else f"serves {len(served)} models"
-                raise EngineError(f"{self._client.name} {problem}: name one with --model.")
+                raise EngineError(f"{self.client.name} {problem}: name one with --model.")
             model = next(iter(served))
         # A model that is not listed may still be served (an alias, a fine-tuned one): the API will report it if not.
         row = (served or {}).get(model, {})
         length = next((row[name] for name in _LENGTH_FIELDS if isinstance(row.get(name), int)), CONTEXT_LENGTH)
         return EngineInfo(
             engine="openai",
-            version=urlsplit(self._client.url).hostname or "unknown",
+            version=urlsplit(self.client.url).hostname or "unknown",
             model=model,
             context_length=length,
             template_hash=None,
@@ -90,13 +68,13 @@ class OpenAIEngine(Engine):
 
     async def _list_models(self) -> dict[str, Json] | None:
         """Return the rows of `/models` by id; None if the API has no such list."""
-        response = await self._client.send("GET", f"{self._root}/models")
+        response = await self.client.send("GET", f"{self._root}/models")
         if response.status in (404, 405, 501):
-            await self._client.read(response)
+            await self.client.read(response)
             return None
         if response.status != 200:
-            raise await self._client.failure(response)
-        answer = parse_json(await self._client.read(response), self._client.url)
+            raise await self.client.failure(response)
+        answer = parse_json(await self.client.read(response), self.client.url)
         rows = answer.get("data") if isinstance(answer, dict) else answer
         if not isinstance(rows, list):
             return None
@@ -110,25 +88,19 @@ class OpenAIEngine(Engine):
         Log-probabilities are not requested even if the client wants them: without ids they cannot be assigned to
         tokens.
         """
-        decoder = ChunkDecoder(request.sampling, self._client.name, expect_ids=False)
+        decoder = ChunkDecoder(request.sampling, self.client.name, expect_ids=False)
         response = await self._start(request, stream)
-        try:
-            async for chunks in self._client.chunks(response, stream=stream):
-                for event in decoder.feed(chunks):
+        async with aclosing(self.client.events(response, decoder, stream=stream)) as steps:
+            async for events in steps:
+                for event in events:
                     yield event
-            for event in decoder.end():
-                yield event
-            await self._client.finish(response)
-        finally:
-            # Closing an answer that was not read to its end makes the API stop generating.
-            response.close()
 
     async def _start(self, request: EngineRequest, stream: bool) -> HttpResponse:
         """Send the request, once more if the API refuses a field that has an alternative form."""
         while True:
             path, body = self._body(request, stream)
             try:
-                return await self._client.post(self._root + path, body)
+                return await self.client.post(self._root + path, body)
             except RequestError as error:
                 named = {name for name in _ALTERNATIVES if name in str(error)} - self._alternatives
                 if not named or error.code == "context_length_exceeded":
@@ -137,21 +109,20 @@ class OpenAIEngine(Engine):
 
     def _body(self, request: EngineRequest, stream: bool) -> tuple[str, Json]:
         """Return the route below the API's root, and the body."""
-        body = _sampling_fields(self.info.model, request, "max_completion_tokens" in self._alternatives)
-        if stream:
-            body["stream"] = True
-            body["stream_options"] = {"include_usage": True}
+        body = {"model": self.info.model, **sampling_fields(request.sampling, _SAMPLING, stream=stream)}
+        if "max_tokens" in body and "max_completion_tokens" in self._alternatives:
+            body["max_completion_tokens"] = body.pop("max_tokens")
         if isinstance(request, TextRequest):
             if not isinstance(request.prompt, str):
-                raise RequestError(f"{self._client.name} does not accept token ids.", param="prompt")
+                raise RequestError(f"{self.client.name} does not accept token ids.", param="prompt")
             return "/completions", {**body, "prompt": request.prompt}
         return "/chat/completions", {**body, **_chat_fields(request, "reasoning_content" in self._alternatives)}
 
     async def render(self, request: ChatRequest, *, generation: bool = True) -> list[int]:
-        raise RequestError(f"{self._client.name} does not return a prompt's tokens.", status=501, code="unsupported")
+        raise RequestError(f"{self.client.name} does not return a prompt's tokens.", status=501, code="unsupported")
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        raise RequestError(f"{self._client.name} does not accept token ids.", status=501, code="unsupported")
+        raise RequestError(f"{self.client.name} does not accept token ids.", status=501, code="unsupported")
 
     async def health(self) -> str | None:
         try:
@@ -159,21 +130,6 @@ class OpenAIEngine(Engine):
         except (EngineError, RequestError) as error:
             return str(error)
         return None
-
-
-def _sampling_fields(model: str, request: EngineRequest, newer_limit: bool) -> Json:
-    sampling = request.sampling
-    body: Json = {"model": model}
-    for name in _SAMPLING:
-        if (value := getattr(sampling, name)) is not None:
-            body["max_completion_tokens" if newer_limit and name == "max_tokens" else name] = value
-    if sampling.n != 1:
-        body["n"] = sampling.n
-    if sampling.stop:
-        body["stop"] = list(sampling.stop)
-    if sampling.logit_bias:
-        body["logit_bias"] = dict(sampling.logit_bias)
-    return body
 
 
 def _chat_fields(request: ChatRequest, reasoning: bool) -> Json:

@@ -1,4 +1,4 @@
-"""Answers of an OpenAI-compatible server, streamed or in one piece, as `SampleEvent`s. Pure data.
+"""Answers of an OpenAI-compatible server, streamed or in one piece, as `SampleEvent`s or typed errors. Pure data.
 
 Invariant: all `token_ids` that the server sent for a choice come out once and in order, each with the log-probability
 that the server reported for it. Missing values are marked as unknown and never made up:
@@ -12,48 +12,38 @@ Such a call is answered like any other, and must not be trained on.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import nan
 from typing import Any
 
-from polar_proxy.engines.openai_client import api_error
-from polar_proxy.errors import EngineError
+import orjson
+
+from polar_proxy.errors import EngineError, PolarError, RequestError
 from polar_proxy.types import Json, SampleEvent, Sampling, ToolDelta, TopLogprob
 
 MISSING_BELOW = -9000.0
 """vLLM floors log-probabilities at -9999.0; no float32 softmax over real logits gives such a small value."""
 UNKNOWN_ID = -1
+_CONTEXT_LENGTH = re.compile(r"maximum context length|longer than the maximum model length", re.IGNORECASE)
 
 
+@dataclass(slots=True)
 class _PendingEvent:
     """The part of one choice that has arrived and was not emitted yet."""
 
-    __slots__ = (
-        "finish",
-        "ids",
-        "logprobs",
-        "reasoning",
-        "stage",
-        "stop",
-        "text",
-        "tokens",
-        "tools",
-        "top",
-        "versions",
-    )
-
-    def __init__(self) -> None:
-        self.stage = 0
-        self.text = ""
-        self.reasoning = ""
-        self.tools: list[ToolDelta] = []
-        self.ids: list[int] = []
-        self.logprobs: list[float] = []
-        self.tokens: list[str] = []
-        self.top: list[tuple[TopLogprob, ...]] = []
-        self.finish: str | None = None
-        self.stop: str | None = None
-        self.versions: tuple[tuple[int, str], ...] = ()
+    stage: int = 0
+    text: str = ""
+    reasoning: str = ""
+    tools: list[ToolDelta] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    tokens: list[str] = field(default_factory=list)
+    top: list[tuple[TopLogprob, ...]] = field(default_factory=list)
+    finish: str | None = None
+    stop: str | None = None
+    versions: tuple[tuple[int, str], ...] = ()
 
 
 class ChunkDecoder:
@@ -298,3 +288,87 @@ def _top(row: Iterable[tuple[str, float]]) -> tuple[TopLogprob, ...]:
         TopLogprob(int(name[9:]) if name.startswith("token_id:") else UNKNOWN_ID, name, logprob)
         for name, logprob in row
     )
+
+
+def parse_json(raw: bytes, url: str) -> Any:
+    """Decode JSON that the engine at `url` sent. Raises EngineError."""
+    try:
+        return orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        start = raw[:80].decode(errors="replace")
+        raise EngineError(f"The engine at {url} sent malformed JSON ({error}): {start!r}.") from error
+
+
+def api_error(body: Any, status: int, name: str) -> PolarError:
+    """Return the typed error for an OpenAI error body; `name` is the server's name in its text.
+
+    A 400, 404, 413 or 422 is the request's own fault and keeps status, `param` and `code`. A refused key or an unknown
+    route is a fault of the set-up, which the agent cannot fix: 502. Overload (429, 503) is passed to the agent as it
+    is, so that it waits and tries again.
+    """
+    error = body.get("error", body) if isinstance(body, Mapping) else {}
+    if isinstance(error, Mapping):
+        text = str(error.get("message") or error.get("detail") or "")
+        param, code = error.get("param"), error.get("code")
+    else:  # some servers send {"error": "text"}
+        text, param, code = str(error), None, None
+    text = text or (body if isinstance(body, str) else "") or f"HTTP {status}"
+    if status in (401, 403):
+        return EngineError(f"{name} refused the API key it was given ({status}): {text} Set the engine's API key.")
+    if status == 404 and param is None and "model" not in text.lower():
+        return EngineError(f"{name} does not have this route (404 {text}). Is it an OpenAI-compatible server?")
+    if status in (429, 503):
+        return EngineError(f"{name} is overloaded ({status}): {text}", status=status)
+    if 400 <= status < 500:
+        # vLLM repeats the status in `code`; agents recognise a conversation that is too long by OpenAI's own code.
+        error_code = code if isinstance(code, str) else None
+        if _CONTEXT_LENGTH.search(text):
+            error_code = "context_length_exceeded"
+        return RequestError(text, status=status, param=param if isinstance(param, str) else None, code=error_code)
+    return EngineError(f"{name} failed ({status}): {text}")
+
+
+class SseDecoder:
+    """Decode the bytes of an event stream into JSON, as many events at a time as one read of the socket holds.
+
+    One `bytes.split` and one call of the JSON parser per read: with one event per token, decoding each event by itself
+    would cost more than all other work on the token.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._rest = b""
+        self.done = False
+        """`data: [DONE]` has arrived."""
+
+    def feed(self, data: bytes) -> list[Json]:
+        """Return the events that `data` completes. Raises EngineError for malformed JSON."""
+        data = self._rest + data
+        if b"\r" in data:
+            data = data.replace(b"\r\n", b"\n")
+        end = data.rfind(b"\n\n")
+        if end < 0:
+            self._rest = data
+            return []
+        block, self._rest = data[:end], data[end + 2 :]
+        payloads = [payload for event in block.split(b"\n\n") if (payload := _payload(event))]
+        if payloads and payloads[-1] == b"[DONE]":
+            payloads.pop()
+            self.done = True
+        if not payloads:
+            return []
+        try:
+            events: list[Json] = orjson.loads(b"[" + b",".join(payloads) + b"]")
+        except orjson.JSONDecodeError:
+            for payload in payloads:
+                parse_json(payload, self._url)  # raises for the malformed one
+            raise
+        return events
+
+
+def _payload(event: bytes) -> bytes:
+    """Return the data of one event; empty for a comment or another field."""
+    if event.startswith(b"data: ") and b"\n" not in event:
+        return event[6:]
+    lines = [line for line in event.split(b"\n") if line.startswith(b"data:")]
+    return b"\n".join(line[5:].removeprefix(b" ") for line in lines)

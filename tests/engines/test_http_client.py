@@ -205,17 +205,15 @@ async def test_retries_once_if_an_idle_connection_was_closed(
     monkeypatch.setattr(openai_client, "RETRY_WITHIN_SECONDS", 3600.0)
     async with serving([OK], [CLOSE], [OK]) as (server, _):
         http = OpenAIClient(server.url)
-        await http.open()
         for _ in range(2):
             assert await http.read(await http.send("GET", "/health")) == b"hi"
-        await http.close()
+        http.close()
         assert server.connections == 2
     async with serving([CLOSE], [CLOSE]) as (server, _):
         http = OpenAIClient(server.url)
-        await http.open()
         with pytest.raises(EngineError, match="broke off"):
             await http.send("GET", "/health")
-        await http.close()
+        http.close()
 
 
 @pytest.mark.parametrize("url", ["http://", "http://h:port", "http://h\u00e4st\u2028/"])

@@ -13,9 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polar_proxy.engines.openai_client import SseDecoder
-from polar_proxy.engines.openai_stream import ChunkDecoder
-from polar_proxy.engines.vllm.requests import chat_body, text_body
+from polar_proxy.engines.openai_stream import ChunkDecoder, SseDecoder
+from polar_proxy.engines.vllm.client import chat_body, text_body
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.types import ChatRequest, Message, SampleEvent, Sampling, TextRequest, ToolCall
 

@@ -14,9 +14,8 @@ from polar_proxy.dialects import Answer as EncodedAnswer
 from polar_proxy.engines.base import ExactPrompt
 from polar_proxy.engines.openai_stream import version_runs
 from polar_proxy.engines.vllm import VllmEngine
-from polar_proxy.engines.vllm.client import DERENDER
+from polar_proxy.engines.vllm.client import DERENDER, render_body
 from polar_proxy.engines.vllm.parser_proof import ForcedAnswer, ParsedAnswer, matching_reasoning_mode
-from polar_proxy.engines.vllm.requests import render_body
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.types import ChatRequest, Message, SampleEvent, Sampling
 from tests.engines.engine_contract import WEATHER, chat, read, run

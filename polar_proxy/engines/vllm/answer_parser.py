@@ -20,8 +20,7 @@ from typing import Any, Literal, Protocol
 
 from polar_proxy.engines.base import CannotContinueError, uses_tools
 from polar_proxy.engines.hermes import HermesParser, Reasoning
-from polar_proxy.engines.vllm.client import DERENDER, VllmClient
-from polar_proxy.engines.vllm.requests import chat_body
+from polar_proxy.engines.vllm.client import DERENDER, VllmClient, chat_body
 from polar_proxy.errors import EngineError
 from polar_proxy.types import ChatRequest, Json, Message, SampleEvent, Sampling, TokenIds, ToolDelta
 

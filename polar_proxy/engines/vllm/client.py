@@ -1,24 +1,46 @@
-"""The routes of a vLLM server as methods, besides those that sample an answer for an agent."""
+"""The routes of a vLLM server as methods, and Polar's requests as the bodies of these routes."""
 
 from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from dataclasses import replace
+from math import nan
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
-from polar_proxy.engines.base import EngineLoad
+import orjson
+
+from polar_proxy.engines.base import EngineLoad, enforced_format
 from polar_proxy.engines.http_client import HttpResponse
-from polar_proxy.engines.openai_client import OpenAIClient
-from polar_proxy.engines.openai_stream import ChunkDecoder
-from polar_proxy.engines.vllm.requests import score_body, scores
-from polar_proxy.errors import EngineError
-from polar_proxy.types import Json, SampleEvent, Sampling, TopLogprob
+from polar_proxy.engines.openai_client import OpenAIClient, sampling_fields
+from polar_proxy.engines.openai_stream import MISSING_BELOW, ChunkDecoder
+from polar_proxy.errors import EngineError, PolarError, RequestError
+from polar_proxy.types import (
+    ChatRequest,
+    Json,
+    Message,
+    SampleEvent,
+    Sampling,
+    TextRequest,
+    TokenIds,
+    TopLogprob,
+)
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 DERENDER = "/v1/chat/completions/derender"
+T = TypeVar("T")
+_SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "max_tokens",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+)
 
 _KV_USAGE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
 """A share from 0 to 1, despite the name; versions before 0.10 use the second name."""
@@ -45,19 +67,11 @@ class VllmClient(OpenAIClient):
             raise EngineError(f"{self.name} answered a chat without choices.")
         return answer
 
-    async def events(self, path: str, body: Json) -> list[SampleEvent]:
+    async def sampled(self, path: str, body: Json) -> list[SampleEvent]:
         """Return all events of a streamed answer."""
-        decoder = ChunkDecoder(Sampling(), self.name)
-        events: list[SampleEvent] = []
         response = await self.post(path, {**body, "stream": True})
-        try:
-            async for chunks in self.chunks(response, stream=True):
-                events += decoder.feed(chunks)
-            events += decoder.end()
-            await self.finish(response)
-        finally:
-            response.close()
-        return events
+        steps = self.events(response, ChunkDecoder(Sampling(), self.name), stream=True)
+        return [event async for events in steps for event in events]
 
     async def tokenize(self, body: Json) -> list[int]:
         """Return the ids of `/tokenize`, of a rendered conversation (`messages`) or a text (`prompt`)."""
@@ -74,7 +88,18 @@ class VllmClient(OpenAIClient):
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Return the log-probabilities of token_ids[1:]. The server samples one extra token."""
-        return scores(token_ids, await self.json("POST", COMPLETIONS, score_body(token_ids)), self.name)
+        body = {"prompt": list(token_ids), "max_tokens": 1, "prompt_logprobs": 0, "temperature": 0}
+        answer = await self.json("POST", COMPLETIONS, body)
+        rows = answer["choices"][0].get("prompt_logprobs") if answer.get("choices") else None
+        if not rows or len(rows) != len(token_ids):
+            raise EngineError(f"{self.name} returned no log-probabilities for the {len(token_ids)} tokens of a prompt.")
+        out: list[float] = []
+        for token, row in zip(token_ids[1:], rows[1:], strict=True):
+            entry = (row or {}).get(str(token))
+            if entry is None:
+                raise EngineError(f"{self.name} returned no log-probability for token {token} of a prompt.")
+            out.append(entry["logprob"] if entry["logprob"] > MISSING_BELOW else nan)
+        return out
 
     async def weight_version(self) -> str:
         """Return the policy version that `/weight_info` reports (in development mode only)."""
@@ -92,6 +117,14 @@ class VllmClient(OpenAIClient):
         if value is None:
             raise EngineError(f"{self.name} sent an answer without {name!r}.")
         return value
+
+
+async def unless_refused(call: Awaitable[T]) -> T | None:
+    """Return the result; None if the server refuses (some answer 500 to a request that they do not support)."""
+    try:
+        return await call
+    except PolarError:
+        return None
 
 
 def parse_load(text: str) -> EngineLoad | None:
@@ -165,3 +198,103 @@ class TokenTexts:
                 return
         texts = await asyncio.gather(*(self._client.decode([token]) for token in token_ids))
         self._table.update(zip(token_ids, texts, strict=True))
+
+
+# The bodies of requests, without the model's name
+
+
+def chat_body(request: ChatRequest, *, stream: bool) -> Json:
+    """Return the body for `/v1/chat/completions`.
+
+    Its `response_format` is `enforced_format`: vLLM's grammar would constrain the whole answer and forbid tool calls.
+    """
+    body = _sampling_body(request.sampling, stream) | _conversation(request)
+    body["logprobs"] = True
+    if request.sampling.top_logprobs:
+        body["top_logprobs"] = request.sampling.top_logprobs
+    if request.tools and request.tool_choice is not None:
+        body["tool_choice"] = request.tool_choice
+    if request.tools and request.parallel_tool_calls is not None:
+        body["parallel_tool_calls"] = request.parallel_tool_calls
+    if (form := enforced_format(request)) is not None:
+        body["response_format"] = form
+    return body
+
+
+def render_body(request: ChatRequest, *, generation: bool = True) -> Json:
+    """Return the body for `/tokenize` that renders a conversation; `generation` includes the tokens that open the
+    answer."""
+    return {**_conversation(request), "add_generation_prompt": generation}
+
+
+def _conversation(request: ChatRequest) -> Json:
+    body: Json = {"messages": [_message(message) for message in request.messages]}
+    if request.tools:
+        body["tools"] = list(request.tools)
+    if request.template_kwargs:
+        body["chat_template_kwargs"] = dict(request.template_kwargs)
+    return body
+
+
+def _message(message: Message) -> Json:
+    """Return a message in the form that vLLM accepts.
+
+    vLLM refuses a conversation in which the arguments of a call are not JSON, although a model wrote them. It accepts
+    them as a JSON string, which templates print unchanged. Reasoning is sent under both of its names: the chat route
+    accepts `reasoning_content` for `reasoning`, while `/tokenize` of the same server (0.32) drops it; older servers
+    accept only the long name.
+    """
+    out = message.to_openai()
+    if message.reasoning is not None:
+        out["reasoning"] = message.reasoning
+    for call in out.get("tool_calls", ()):
+        function = call["function"]
+        if not _is_json(function["arguments"]):
+            function["arguments"] = orjson.dumps(function["arguments"]).decode()
+    return out
+
+
+def _is_json(text: str) -> bool:
+    try:
+        orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return False
+    return True
+
+
+def text_body(request: TextRequest, *, stream: bool) -> Json:
+    """Return the body for `/v1/completions` of a raw prompt."""
+    body = _sampling_body(request.sampling, stream)
+    body["prompt"] = request.prompt if isinstance(request.prompt, str) else list(request.prompt)
+    body["logprobs"] = request.sampling.top_logprobs  # counts the alternatives; the sampled token is always included
+    return body
+
+
+def exact_body(
+    request: ChatRequest, prompt: TokenIds, context_length: int, *, stream: bool, show_special: bool
+) -> Json:
+    """Return the body for `/v1/completions` that samples the answer to a chat from exactly these prompt ids.
+
+    Without `max_tokens` a completion ends after 16 tokens, a chat at the end of the context: the body sets the limit of
+    the chat. `show_special` keeps special tokens in the answer's text, except for the one at which it ends.
+    """
+    room = context_length - prompt.size
+    if room < 1:
+        raise RequestError(
+            f"This model's maximum context length is {context_length} tokens and the prompt has {prompt.size}.",
+            code="context_length_exceeded",
+        )
+    wanted = request.sampling.max_tokens
+    sampling = replace(request.sampling, max_tokens=room if wanted is None else min(wanted, room))
+    body = text_body(TextRequest(request.model, (), sampling), stream=stream)
+    body["prompt"] = prompt.tolist()
+    if show_special:
+        body["skip_special_tokens"] = False
+    return body
+
+
+def _sampling_body(sampling: Sampling, stream: bool) -> Json:
+    body = {"return_token_ids": True, **sampling_fields(sampling, _SAMPLING, stream=stream)}
+    if sampling.top_logprobs:
+        body["return_tokens_as_token_ids"] = True
+    return body

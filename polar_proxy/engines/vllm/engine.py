@@ -17,20 +17,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
+from contextlib import aclosing
+from dataclasses import dataclass, replace
 
-from polar_proxy.engines.base import CannotContinueError, Engine, EngineLoad, ExactPrompt, is_constrained
+from polar_proxy.engines.base import CannotContinueError, EngineLoad, ExactPrompt, is_constrained
 from polar_proxy.engines.http_client import HttpResponse
+from polar_proxy.engines.openai_client import ServerEngine
 from polar_proxy.engines.openai_stream import ChunkDecoder
 from polar_proxy.engines.vllm.answer_parser import AnswerParser, make_answer_parser
-from polar_proxy.engines.vllm.client import CHAT, COMPLETIONS, TokenTexts, VllmClient
-from polar_proxy.engines.vllm.parser_proof import ProvenParsers
+from polar_proxy.engines.vllm.client import (
+    CHAT,
+    COMPLETIONS,
+    TokenTexts,
+    VllmClient,
+    chat_body,
+    exact_body,
+    render_body,
+    text_body,
+)
+from polar_proxy.engines.vllm.parser_proof import ParserProofs
 from polar_proxy.engines.vllm.probe import ServerProbe, VerifiedServer
-from polar_proxy.engines.vllm.requests import chat_body, exact_body, prompt_body, render_body, text_body
 from polar_proxy.errors import EngineError, RequestError
-from polar_proxy.types import ChatRequest, EngineInfo, EngineRequest, Json, SampleEvent, TokenIds
+from polar_proxy.types import ChatRequest, EngineInfo, EngineRequest, Json, SampleEvent, Sampling, TokenIds
 
 WEIGHT_VERSION_SECONDS = 1.0
 """Seconds for which a policy version is used without asking the server again."""
@@ -45,12 +53,15 @@ class VllmPrompt(ExactPrompt):
     """The answer's raw text has to show special tokens."""
 
 
-class VllmEngine(Engine):
+class VllmEngine(ServerEngine):
     """`async with VllmEngine("http://127.0.0.1:8000") as engine:` connects to the server and verifies it.
 
     Entering raises EngineError if the server cannot be reached, serves another model, or does not return token ids and
     log-probabilities (unless `require_tokens` is off: then calls are answered and cannot be trained on).
     """
+
+    client: VllmClient
+    _server: VerifiedServer
 
     def __init__(
         self, url: str, *, model: str | None = None, api_key: str | None = None, require_tokens: bool = True
@@ -58,41 +69,20 @@ class VllmEngine(Engine):
         """`model` may be left out if the server serves one model. `api_key` is sent as a bearer token."""
         self.client = VllmClient(url, api_key, model=model)
         self._require_tokens = require_tokens
-        self._verified: VerifiedServer | None = None
         self._weight_version: str | None = None
         self._weight_version_at = self._weights_changed_at = 0.0
 
-    @property
-    def _server(self) -> VerifiedServer:
-        if self._verified is None:
-            raise EngineError("The engine is not open: use it as `async with engine:`.", status=500)
-        return self._verified
-
-    @property
-    def info(self) -> EngineInfo:
+    async def _connect(self) -> EngineInfo:
+        self._server = await ServerProbe(self.client, require_tokens=self._require_tokens).run()
+        self._weight_version = self._server.weight_version
+        self._weight_version_at = time.monotonic()
+        self._texts = TokenTexts(self.client, separator=next(iter(self._server.info.eos_token_ids), None))
         return self._server.info
 
     @property
     def continue_problem(self) -> str | None:
         parsers = self._server.parsers
-        return None if isinstance(parsers, ProvenParsers) else str(parsers)
-
-    async def __aenter__(self) -> Self:
-        await self.client.open()
-        try:
-            self._verified = await ServerProbe(self.client, require_tokens=self._require_tokens).run()
-        except BaseException:
-            await self.client.close()
-            raise
-        self._weight_version = self._verified.weight_version
-        self._weight_version_at = time.monotonic()
-        self._texts = TokenTexts(self.client, separator=next(iter(self.info.eos_token_ids), None))
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.client.close()
+        return None if isinstance(parsers, ParserProofs) else str(parsers)
 
     async def accept_prompt(self, request: ChatRequest, token_ids: TokenIds) -> VllmPrompt:
         """Implement `Engine.accept_prompt`.
@@ -103,7 +93,7 @@ class VllmEngine(Engine):
         if is_constrained(request):
             raise CannotContinueError("a grammar constrains the answer, which the server supports for chats only.")
         parsers = self._server.parsers
-        if not isinstance(parsers, ProvenParsers):
+        if not isinstance(parsers, ParserProofs):
             raise CannotContinueError(parsers.reason)
         config = await parsers.config_for(request.template_kwargs, token_ids)
         parser = make_answer_parser(self.client, request, token_ids, config)
@@ -118,16 +108,10 @@ class VllmEngine(Engine):
         if prompt is None and isinstance(request, ChatRequest):
             stream = stream or bool(request.tools)  # see the module docstring
         response = await self._start(*self._request(request, stream, prompt))
-        try:
-            async for chunks in self.client.chunks(response, stream=stream):
-                for event in await self._complete(decoder.feed(chunks), request, prompt):
+        async with aclosing(self.client.events(response, decoder, stream=stream)) as steps:
+            async for events in steps:
+                for event in await self._complete(events, request, prompt):
                     yield event
-            for event in await self._complete(decoder.end(), request, prompt):
-                yield event
-            await self.client.finish(response)
-        finally:
-            # Closing an answer that was not read to its end makes vLLM abort the generation.
-            response.close()
 
     def _request(self, request: EngineRequest, stream: bool, prompt: VllmPrompt | None) -> tuple[str, Json]:
         """Return route and body."""
@@ -173,7 +157,8 @@ class VllmEngine(Engine):
             return await self.client.tokenize(render_body(request, generation=generation))
         if not generation:
             raise RequestError(f"{self.client.name} renders conversations only together with what opens the answer.")
-        answer = await self.client.chat(prompt_body(request))
+        one_token = replace(request, sampling=Sampling(max_tokens=1), response_format=None)
+        answer = await self.client.chat(chat_body(one_token, stream=False))
         return list(self.client.field(answer, "prompt_token_ids"))
 
     async def decode(self, token_ids: Sequence[int]) -> str:

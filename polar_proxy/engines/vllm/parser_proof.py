@@ -28,7 +28,7 @@ import orjson
 from polar_proxy.engines.base import CannotContinueError
 from polar_proxy.engines.hermes import CALL, END_CALL, END_THINK, THINK, HermesParser, Reasoning
 from polar_proxy.engines.vllm.answer_parser import DerenderAnswerParser, ParserConfig, PromptTail
-from polar_proxy.engines.vllm.client import CHAT, COMPLETIONS, DERENDER, VllmClient
+from polar_proxy.engines.vllm.client import CHAT, COMPLETIONS, DERENDER, VllmClient, unless_refused
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.types import ChatRequest, Json, SampleEvent, TokenIds
 
@@ -92,9 +92,9 @@ class ForcedAnswer:
     text: str = ""
 
 
-class ParserProof:
-    """Proofs for one server. Each set of template options needs its own proof, because the options decide whether the
-    model reasons."""
+class ParserProofs:
+    """Parser configurations of one server. Each set of template options needs its own proof, because the options decide
+    whether the model reasons; it is proved when it is first used."""
 
     def __init__(self, client: VllmClient, *, end: int, tools: bool) -> None:
         """`end` is the end-of-turn token; `tools` says that the server accepts `tool_choice: auto`."""
@@ -102,17 +102,39 @@ class ParserProof:
         self._end = end
         self._tools = tools
         self._tags: dict[str, tuple[int, ...]] = {}
+        self._proved: dict[bytes, ParserConfig | CannotContinueError] = {}
+        self._lock = asyncio.Lock()
+
+    async def config_for(self, options: Mapping[str, Any], prompt: TokenIds) -> ParserConfig:
+        """Return how an answer to `prompt` under these template options is parsed. Raises CannotContinueError."""
+        config = await self.prove(options)
+        if (tail := self.tail(prompt)) != config.tail:
+            raise CannotContinueError(f"the prompt leaves reasoning {tail}, but the template leaves it {config.tail}.")
+        return config
 
     async def prove(self, options: Mapping[str, Any]) -> ParserConfig:
         """Return how this server's answers are parsed under these template options. Raises CannotContinueError."""
+        key = orjson.dumps(dict(options), option=orjson.OPT_SORT_KEYS)
+        if key not in self._proved:
+            async with self._lock:
+                if key not in self._proved:
+                    if len(self._proved) >= _KEPT_CONFIGS:
+                        raise CannotContinueError("too many different sets of template options are in use.")
+                    self._proved[key] = await self._try_to_prove(options)
+        proved = self._proved[key]
+        if isinstance(proved, CannotContinueError):
+            raise CannotContinueError(proved.reason)
+        return proved
+
+    async def _try_to_prove(self, options: Mapping[str, Any]) -> ParserConfig | CannotContinueError:
         try:
             return await self._prove({"chat_template_kwargs": dict(options)} if options else {})
-        except CannotContinueError:
-            raise
+        except CannotContinueError as error:
+            return error
         except RequestError as error:
-            raise CannotContinueError(f"the server refused a request of its verification: {error}") from error
+            return CannotContinueError(f"the server refused a request of its verification: {error}")
         except EngineError as error:
-            raise CannotContinueError(f"its verification failed: {error}") from error
+            return CannotContinueError(f"its verification failed: {error}")
 
     async def _prove(self, options: Json) -> ParserConfig:
         if not self._tags:
@@ -160,7 +182,7 @@ class ParserProof:
         return await self._client.tokenize({"messages": messages, "add_generation_prompt": generation, **frame})
 
     async def _sample(self, path: str, body: Json) -> list[SampleEvent]:
-        return await self._client.events(path, {"temperature": 0, "return_token_ids": True, **body})
+        return await self._client.sampled(path, {"temperature": 0, "return_token_ids": True, **body})
 
     async def _chat(self, name: str, wanted: str, body: Json) -> ForcedAnswer:
         events = await self._sample(CHAT, {"messages": USER, "max_tokens": 200, **body})
@@ -271,47 +293,14 @@ class ParserProof:
             halves = [SampleEvent(token_ids=ids[:half]), SampleEvent(token_ids=ids[half:], finish_reason=finish)]
             return ParsedAnswer.of([await parser.parse(event) for event in halves])
 
-        try:
-            first = await derender(answers[0])
-        except (RequestError, EngineError):
+        first = await unless_refused(derender(answers[0]))
+        if first is None:
             return f"The server does not offer {DERENDER}."
         others = await asyncio.gather(*map(derender, answers[1:]))
         for answer, derendered in zip(answers, [first, *others], strict=True):
             if derendered != answer.parsed:
                 return f"And {DERENDER} parses {answer.name} otherwise than its chat route."
         return None
-
-
-class ProvenParsers:
-    """Parser configurations by template options; each set of options is proved when it is first used."""
-
-    def __init__(self, proof: ParserProof, without_options: ParserConfig) -> None:
-        self._proof = proof
-        self._known: dict[bytes, ParserConfig | CannotContinueError] = {_key({}): without_options}
-        self._lock = asyncio.Lock()
-
-    async def config_for(self, options: Mapping[str, Any], prompt: TokenIds) -> ParserConfig:
-        """Return how an answer to `prompt` under these template options is parsed. Raises CannotContinueError."""
-        config = await self._config(options)
-        if (tail := self._proof.tail(prompt)) != config.tail:
-            raise CannotContinueError(f"the prompt leaves reasoning {tail}, but the template leaves it {config.tail}.")
-        return config
-
-    async def _config(self, options: Mapping[str, Any]) -> ParserConfig:
-        key = _key(options)
-        if key not in self._known:
-            async with self._lock:
-                if key not in self._known:
-                    if len(self._known) >= _KEPT_CONFIGS:
-                        raise CannotContinueError("too many different sets of template options are in use.")
-                    try:
-                        self._known[key] = await self._proof.prove(options)
-                    except CannotContinueError as error:
-                        self._known[key] = error
-        found = self._known[key]
-        if isinstance(found, CannotContinueError):
-            raise CannotContinueError(found.reason)
-        return found
 
 
 def unforced(answers: Sequence[ForcedAnswer], optional: set[str]) -> str | None:
@@ -352,10 +341,6 @@ def _parse_json(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return text
-
-
-def _key(options: Mapping[str, Any]) -> bytes:
-    return orjson.dumps(dict(options), option=orjson.OPT_SORT_KEYS)
 
 
 def _last(row: tuple[int, ...], wanted: tuple[int, ...]) -> int:

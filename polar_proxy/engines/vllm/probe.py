@@ -17,8 +17,8 @@ import numpy as np
 from polar_proxy.engines.base import CannotContinueError
 from polar_proxy.engines.hermes import END_THINK
 from polar_proxy.engines.openai_stream import MISSING_BELOW, version_runs
-from polar_proxy.engines.vllm.client import CHAT, COMPLETIONS, VllmClient
-from polar_proxy.engines.vllm.parser_proof import TOOL, USER, ParserProof, ProvenParsers
+from polar_proxy.engines.vllm.client import CHAT, COMPLETIONS, VllmClient, unless_refused
+from polar_proxy.engines.vllm.parser_proof import TOOL, USER, ParserProofs
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.types import EngineInfo, Json, LogprobMode
 
@@ -53,7 +53,7 @@ class VerifiedServer:
     """`/tokenize` returned exactly the prompt ids of the chat route."""
     weight_version: str | None
     """The policy version; None if the server does not report it."""
-    parsers: ProvenParsers | CannotContinueError
+    parsers: ParserProofs | CannotContinueError
     """How answers to exact ids are parsed, or why they cannot be."""
 
 
@@ -68,8 +68,9 @@ class ServerProbe:
 
     async def run(self) -> VerifiedServer:
         """Raises EngineError with the remedy if the server cannot be recorded from."""
-        version = await self._version()
         context_length = await self._find_model()
+        reported = await unless_refused(self._client.json("GET", "/version"))
+        version = str(reported.get("version", "unknown")) if isinstance(reported, dict) else "unknown"
         model = self._client.model
         problem = await self._missing_evidence()
         if problem is not None:
@@ -85,8 +86,11 @@ class ServerProbe:
             self._accepts_schema(),
             self._tokenize_renders(),
         )
-        token_prompt, score, weight_version, token_versions = await asyncio.gather(
-            self._accepts_token_prompt(), self._scores(), self._weight_version(), self._reports_token_versions()
+        token_prompt, scores, weight_version, token_versions = await asyncio.gather(
+            self._accepts_token_prompt(),
+            unless_refused(self._client.score([self._any_token] * 3)),
+            unless_refused(self._client.weight_version()),
+            self._reports_token_versions(),
         )
         if tools and tokenize:
             tokenize = await self._tokenize_renders(tools=[TOOL])
@@ -101,8 +105,8 @@ class ServerProbe:
             "tool_choice_required": required,
             "json_schema": schema,
             "token_prompt": token_prompt,
-            "score": score,
-            "continue": isinstance(parsers, ProvenParsers),
+            "score": scores is not None,
+            "continue": isinstance(parsers, ParserProofs),
             "weight_versions": token_versions,
         }
         info = EngineInfo(
@@ -119,29 +123,19 @@ class ServerProbe:
 
     async def _prove_parsers(
         self, tokenize: bool, token_prompt: bool, end: tuple[int, ...], *, tools: bool
-    ) -> ProvenParsers | CannotContinueError:
+    ) -> ParserProofs | CannotContinueError:
         if not tokenize:
             return CannotContinueError("its `/tokenize` does not render conversations as its chat route does.")
         if not token_prompt:
             return CannotContinueError("it does not sample from token ids with the evidence that recording needs.")
         if not end:
             return CannotContinueError("no token ends the turns of its template at which it also stops by itself.")
-        proof = ParserProof(self._client, end=end[0], tools=tools)
+        proofs = ParserProofs(self._client, end=end[0], tools=tools)
         try:
-            return ProvenParsers(proof, await proof.prove({}))
+            await proofs.prove({})
         except CannotContinueError as error:
             return error
-
-    async def _version(self) -> str:
-        try:
-            answer = await self._client.json("GET", "/version")
-        except RequestError:
-            return "unknown"
-        except EngineError as error:
-            if "does not have this route" in str(error):
-                return "unknown"
-            raise
-        return str(answer.get("version", "unknown")) if isinstance(answer, dict) else "unknown"
+        return proofs
 
     async def _find_model(self) -> int:
         """Check or choose the model, and return its context length (0 if the server does not report it)."""
@@ -164,11 +158,7 @@ class ServerProbe:
         return await self._client.chat({"messages": USER, "max_tokens": 1, **fields})
 
     async def _accepts(self, **fields: Any) -> bool:
-        try:
-            await self._chat(**fields)
-        except (RequestError, EngineError):  # some servers answer 500 to what they do not support
-            return False
-        return True
+        return await unless_refused(self._chat(**fields)) is not None
 
     async def _accepts_schema(self) -> bool:
         """Return whether a chat with a JSON schema is accepted.
@@ -176,12 +166,8 @@ class ServerProbe:
         vLLM leaves reasoning free before a grammar. If the model ends its reasoning with a token that the grammar
         forbids (a tool call), the request fails with 500: a bias makes the reasoning end with its own tag.
         """
-        bias: Json = {}
-        try:
-            ids = await self._client.encode(END_THINK)
-            bias = {"logit_bias": {str(ids[0]): 100}} if len(ids) == 1 else {}
-        except (RequestError, EngineError):
-            pass  # without the route there is no bias
+        ids = await unless_refused(self._client.encode(END_THINK)) or []
+        bias = {"logit_bias": {str(ids[0]): 100}} if len(ids) == 1 else {}
         return await self._accepts(response_format=_SCHEMA, **bias)
 
     async def _missing_evidence(self) -> str | None:
@@ -207,7 +193,7 @@ class ServerProbe:
             return f"returned {len(ids)} token ids that are not those of its {len(entries)} log-probabilities."
         if any(entry["logprob"] <= MISSING_BELOW for entry in entries):
             return "returned -9999 in place of log-probabilities of sampled tokens."
-        events = await self._client.events(CHAT, {"messages": USER, **body})
+        events = await self._client.sampled(CHAT, {"messages": USER, **body})
         logprobs = [value for event in events for value in event.logprobs]
         if not events or not events[0].prompt_ids or not logprobs or any(map(math.isnan, logprobs)):
             return (
@@ -231,19 +217,10 @@ class ServerProbe:
     async def _accepts_token_prompt(self) -> bool:
         prompt = [self._any_token] * 3
         body = {"prompt": prompt, "max_tokens": 1, "logprobs": 0, "return_token_ids": True}
-        try:
-            answer = await self._client.json("POST", COMPLETIONS, body)
-        except (RequestError, EngineError):
-            return False
+        answer = await unless_refused(self._client.json("POST", COMPLETIONS, body)) or {}
         choice = (answer.get("choices") or [{}])[0]
         reported = (choice.get("logprobs") or {}).get("token_logprobs") or []
         return choice.get("prompt_token_ids") == prompt and len(choice.get("token_ids") or []) == len(reported) == 1
-
-    async def _scores(self) -> bool:
-        try:
-            return len(await self._client.score([self._any_token] * 3)) == 2
-        except (RequestError, EngineError):
-            return False
 
     async def _reports_token_versions(self) -> bool:
         answer = await self._chat(return_token_ids=True, return_weight_versions=True)
@@ -252,12 +229,6 @@ class ServerProbe:
         except (KeyError, TypeError):
             return False
 
-    async def _weight_version(self) -> str | None:
-        try:
-            return await self._client.weight_version()
-        except (RequestError, EngineError):
-            return None
-
     # The chat template, seen through the server's routes
 
     async def _render(self, messages: list[Json], **fields: Any) -> list[int]:
@@ -265,12 +236,11 @@ class ServerProbe:
 
     async def _tokenize_renders(self, messages: list[Json] = USER, **fields: Any) -> bool:
         """Return whether `/tokenize` renders a conversation to the prompt ids of the chat route."""
-        try:
-            rendered = await self._render(messages, **fields)
-        except (RequestError, EngineError):
+        rendered = await unless_refused(self._render(messages, **fields))
+        if not rendered:
             return False
         answer = await self._chat(messages=messages, return_token_ids=True, **fields)
-        return bool(rendered) and rendered == answer.get("prompt_token_ids")
+        return rendered == answer.get("prompt_token_ids")
 
     async def _template_hash(self, tokenize: bool) -> str | None:
         """Return `render:` and a hash of the ids of a canonical conversation, because a server does not show its
@@ -280,12 +250,12 @@ class ServerProbe:
         system message, tools), the hash covers the part that it accepts.
         """
         for messages, fields in ((_CANONICAL, {"tools": [TOOL]}), (_CANONICAL[-2:], {}), (USER, {})):
-            try:
-                if tokenize:
-                    ids = await self._render(messages, **fields)
-                else:
-                    ids = (await self._chat(messages=messages, return_token_ids=True, **fields))["prompt_token_ids"]
-            except (RequestError, EngineError):
+            if tokenize:
+                ids = await unless_refused(self._render(messages, **fields))
+            else:
+                chat = self._chat(messages=messages, return_token_ids=True, **fields)
+                ids = (await unless_refused(chat) or {}).get("prompt_token_ids")
+            if ids is None:
                 continue
             return "render:" + hashlib.sha256(np.asarray(ids, dtype="<i4").tobytes()).hexdigest()[:32]
         return None
@@ -298,10 +268,9 @@ class ServerProbe:
         line break before it.)
         """
         turn = [*USER, {"role": "assistant", "content": "One"}]
-        try:
-            closed = await self._render(turn, add_generation_prompt=False)
-            unfinished = await self._render(turn, add_generation_prompt=False, continue_final_message=True)
-        except (RequestError, EngineError):
+        closed = await unless_refused(self._render(turn, add_generation_prompt=False))
+        unfinished = await unless_refused(self._render(turn, add_generation_prompt=False, continue_final_message=True))
+        if closed is None or unfinished is None:
             return ()
         pairs = enumerate(zip(closed, unfinished, strict=False))
         same = next((place for place, (one, two) in pairs if one != two), len(unfinished))
