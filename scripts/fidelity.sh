@@ -23,7 +23,7 @@ trap stop EXIT
 
 "$BIN/python" -c "
 import pathlib, sys
-from polar_proxy.conformance.fidelity.model import make_model
+from polar_proxy.conformance.forced_vllm import make_model
 make_model(pathlib.Path(sys.argv[1]))" "$WORK/model"
 
 # One thread is fastest with a model this small.

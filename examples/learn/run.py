@@ -17,7 +17,7 @@ import json
 import sys
 from pathlib import Path
 
-from polar_proxy.cli.common import load_settings, open_or_create
+from polar_proxy.cli.common import load_settings, open_database
 from polar_proxy.config import Settings
 from polar_proxy.engines.factory import POLAR_TINY
 from polar_proxy.training.checkpoint import TrainerState
@@ -45,7 +45,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 async def train(settings: Settings, config: GrpoConfig, folder: Path) -> TrainerState:
-    async with open_or_create(settings) as store:
+    async with open_database(settings, create=True) as store:
         return await train_locally(settings, config, folder, store, lambda line: print(line, file=sys.stderr))
 
 

@@ -7,18 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from polar_proxy.cli.common import (
-    DbOption,
-    JsonOption,
-    PastReasoningOption,
-    PromptModeOption,
-    UrlOption,
-    load_client_settings,
-    load_settings,
-    with_client,
-    with_store,
-)
-from polar_proxy.cli.output import format_time, make_table, out, print_json, print_note
+from polar_proxy.cli import options
+from polar_proxy.cli.common import given, load_settings, with_client, with_store
+from polar_proxy.cli.output import format_time, make_table, print_note, print_result
 from polar_proxy.errors import UsageError
 
 if TYPE_CHECKING:
@@ -28,10 +19,9 @@ key_app = typer.Typer(help="Manage keys of the HTTP API.", no_args_is_help=True)
 session_app = typer.Typer(help="Create sessions for agents that you start yourself.", no_args_is_help=True)
 service_app = typer.Typer(help="Pause, resume and drain servers.", no_args_is_help=True)
 
-AllServersOption = Annotated[
+AllServers = Annotated[
     bool, typer.Option("--all", help="All servers of the database. Required without --url, except for status.")
 ]
-PauseForOption = Annotated[float | None, typer.Option("--for", help="Resume automatically after N seconds.")]
 
 
 # API keys
@@ -41,8 +31,8 @@ PauseForOption = Annotated[float | None, typer.Option("--for", help="Resume auto
 def new_key(
     role: Annotated[str, typer.Option(help="admin (everything) or trainer (read, feed, rewards, pauses).")],
     label: Annotated[str | None, typer.Option(help="A name to find the key by.")] = None,
-    db: DbOption = None,
-    as_json: JsonOption = False,
+    db: options.Db = None,
+    as_json: options.AsJson = False,
 ) -> None:
     """Create an API key and print it. The key is shown once; only its hash is stored."""
     settings = load_settings(db)
@@ -54,38 +44,32 @@ def new_key(
     checked: Role = "admin" if role == "admin" else "trainer"
     key = new_api_key(checked)
     row = with_store(settings, lambda store: store.api_keys.add(hash_key(key), checked, label), create=True)
-    if as_json:
-        print_json({**asdict(row), "key": key})
-    else:
-        print_note(f"{row.role} key {row.name}:")
-        typer.echo(key)
+    print_result({**asdict(row), "key": key}, lambda: _print_key(f"{row.role} key {row.name}", key), as_json)
 
 
 @key_app.command("list")
-def list_keys(db: DbOption = None, as_json: JsonOption = False) -> None:
+def list_keys(db: options.Db = None, as_json: options.AsJson = False) -> None:
     """List all API keys, including revoked ones. The keys themselves are not stored."""
     rows = with_store(load_settings(db), lambda store: store.api_keys.all())
-    if as_json:
-        print_json({"keys": [asdict(row) for row in rows]})
-        return
-    table = make_table("key", "role", "created", "revoked", "label")
-    for row in rows:
-        table.add_row(row.name, row.role, format_time(row.created_at), format_time(row.revoked_at), row.label or "")
-    out.print(table)
+    table = make_table(
+        ("key", "role", "created", "revoked", "label"),
+        (
+            (row.name, row.role, format_time(row.created_at), format_time(row.revoked_at), row.label or "")
+            for row in rows
+        ),
+    )
+    print_result({"keys": rows}, table, as_json)
 
 
 @key_app.command("revoke")
 def revoke_key(
     name: Annotated[str, typer.Argument(help="Name of the key, as `polar key list` prints it.")],
-    db: DbOption = None,
-    as_json: JsonOption = False,
+    db: options.Db = None,
+    as_json: options.AsJson = False,
 ) -> None:
     """Revoke an API key. It is refused from now on."""
     row = with_store(load_settings(db), lambda store: store.api_keys.revoke(name), create=True)
-    if as_json:
-        print_json(asdict(row))
-    else:
-        print_note(f"{row.role} key {row.name} is revoked")
+    print_result(row, lambda: print_note(f"{row.role} key {row.name} is revoked"), as_json)
 
 
 # Sessions
@@ -98,86 +82,85 @@ def new_session(
         float | None, typer.Option(min=0, help="Sampling temperature; overrides what the agent asks for.")
     ] = None,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Upper limit of tokens in one answer.")] = None,
-    prompt_mode: PromptModeOption = None,
-    past_reasoning: PastReasoningOption = None,
-    db: DbOption = None,
-    as_json: JsonOption = False,
+    prompt_mode: options.PromptMode = None,
+    past_reasoning: options.PastReasoning = None,
+    db: options.Db = None,
+    as_json: options.AsJson = False,
 ) -> None:
     """Create a session and print its key. The key is shown once; only its hash is stored."""
-    modes = {"prompt_mode": prompt_mode, "past_reasoning": past_reasoning}
-    settings = load_settings(db, gateway=dict(modes))  # validates the modes
-    policy = {"temperature": temperature, "max_tokens": max_tokens}
-    policy |= {name: getattr(settings.gateway, name) for name, value in modes.items() if value is not None}
+    modes = given({"prompt_mode": prompt_mode, "past_reasoning": past_reasoning})
+    settings = load_settings(db, gateway=modes)  # validates the modes
+    policy = given({"temperature": temperature, "max_tokens": max_tokens})
+    policy |= {name: getattr(settings.gateway, name) for name in modes}
     from polar_proxy.sessions import hash_key, new_key
 
     key = new_key()
-    given = {name: value for name, value in policy.items() if value is not None}
     session = with_store(
         settings,
-        lambda store: store.sessions.create(key_hash=hash_key(key), label=label, policy=given or None, origin="key"),
+        lambda store: store.sessions.create(key_hash=hash_key(key), label=label, policy=policy or None, origin="key"),
         create=True,
     )
-    if as_json:
-        print_json({"session_id": session.session_id, "key": key})
-    else:
-        print_note(f"session {session.session_id}; its key:")
-        typer.echo(key)
+    created = {"session_id": session.session_id, "key": key}
+    print_result(created, lambda: _print_key(f"session {session.session_id}; its key", key), as_json)
+
+
+def _print_key(title: str, key: str) -> None:
+    print_note(f"{title}:")
+    typer.echo(key)
 
 
 # Servers
 
 
 @service_app.command("status")
-def service_status(url: UrlOption = None, db: DbOption = None, as_json: JsonOption = False) -> None:
+def service_status(url: options.Url = None, db: options.Db = None, as_json: options.AsJson = False) -> None:
     """Show the state of the server, and of all servers of its database."""
-    _print_state(with_client(load_client_settings(url, db), lambda client: client.service()), as_json)
+    _print_state(with_client(url, db, lambda client: client.service()), as_json)
 
 
 @service_app.command("pause")
 def pause_service(
-    all_servers: AllServersOption = False,
-    seconds: PauseForOption = None,
+    all_servers: AllServers = False,
+    seconds: options.PauseFor = None,
     wait_idle: Annotated[
         float | None,
         typer.Option(help="Wait up to N seconds until no rollout runs; if some still run, nothing stays paused."),
     ] = None,
-    url: UrlOption = None,
-    db: DbOption = None,
-    as_json: JsonOption = False,
+    url: options.Url = None,
+    db: options.Db = None,
+    as_json: options.AsJson = False,
 ) -> None:
     """Start no more rollouts of any job; running rollouts continue."""
-    scope = _scope(all_servers)
     state = with_client(
-        load_client_settings(url, db),
-        lambda client: client.pause_service(seconds=seconds, wait_idle=wait_idle, scope=scope),
+        url,
+        db,
+        lambda client: client.pause_service(seconds=seconds, wait_idle=wait_idle, scope=_scope(all_servers)),
     )
     _print_state(state, as_json)
 
 
 @service_app.command("resume")
 def resume_service(
-    all_servers: AllServersOption = False, url: UrlOption = None, db: DbOption = None, as_json: JsonOption = False
+    all_servers: AllServers = False, url: options.Url = None, db: options.Db = None, as_json: options.AsJson = False
 ) -> None:
     """Start rollouts again, after a pause or a drain of the same servers."""
-    scope = _scope(all_servers)
-    settings = load_client_settings(url, db)
-    _print_state(with_client(settings, lambda client: client.resume_service(scope=scope)), as_json)
+    state = with_client(url, db, lambda client: client.resume_service(scope=_scope(all_servers)))
+    _print_state(state, as_json)
 
 
 @service_app.command("drain")
 def drain_service(
-    all_servers: AllServersOption = False,
+    all_servers: AllServers = False,
     timeout: Annotated[
         float, typer.Option(min=0, help="Start rollouts again if some still run after N seconds.")
     ] = 600.0,
-    url: UrlOption = None,
-    db: DbOption = None,
-    as_json: JsonOption = False,
+    url: options.Url = None,
+    db: options.Db = None,
+    as_json: options.AsJson = False,
 ) -> None:
     """Start no more rollouts, and wait until none runs."""
-    scope = _scope(all_servers)
-    settings = load_client_settings(url, db)
-    _print_state(with_client(settings, lambda client: client.drain(timeout=timeout, scope=scope)), as_json)
+    state = with_client(url, db, lambda client: client.drain(timeout=timeout, scope=_scope(all_servers)))
+    _print_state(state, as_json)
 
 
 def _scope(all_servers: bool) -> Scope:
@@ -185,9 +168,6 @@ def _scope(all_servers: bool) -> Scope:
 
 
 def _print_state(state: ServiceState, as_json: bool) -> None:
-    if as_json:
-        print_json(state.model_dump())
-        return
     own = "no rollout workers" if state.state is None else f"{state.state}, {state.in_flight} rollouts in flight"
-    out.print(f"this server: {own}")
-    out.print(f"all servers: {state.fleet.state}, {state.fleet.in_flight} rollouts in flight")
+    fleet = f"all servers: {state.fleet.state}, {state.fleet.in_flight} rollouts in flight"
+    print_result(state, f"this server: {own}\n{fleet}", as_json)

@@ -9,20 +9,7 @@ import typer
 from rich.markup import escape
 
 from polar_proxy import __version__
-from polar_proxy.cli import (
-    admin,
-    conformance,
-    db,
-    doctor,
-    export,
-    harness,
-    jobs,
-    run,
-    serve,
-    show,
-    traces,
-    train,
-)
+from polar_proxy.cli import admin, conformance, db, doctor, harness, jobs, run, serve, show, traces, train
 from polar_proxy.cli.output import err
 from polar_proxy.errors import PolarError
 from sandboxes import SandboxError
@@ -34,32 +21,23 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-app.command("run")(run.run)
-app.command("serve")(serve.serve)
-app.command("node")(serve.node)
-app.command("submit")(jobs.submit)
-app.command("status")(jobs.status)
-app.command("results")(jobs.results)
-app.command("watch")(jobs.watch)
-app.command("events")(jobs.events)
-app.command("cancel")(jobs.cancel)
-app.command("pause")(jobs.pause)
-app.command("resume")(jobs.resume)
-app.command("reward")(jobs.reward)
-app.command("sessions")(show.sessions)
-app.command("show")(show.show)
-app.command("export")(export.export)
-app.command("build")(traces.build)
-app.command("audit")(traces.audit)
-app.command("rescore")(traces.rescore)
-app.command("conformance")(conformance.conformance)
-app.add_typer(admin.session_app, name="session")
-app.add_typer(admin.key_app, name="key")
-app.add_typer(admin.service_app, name="service")
-app.add_typer(harness.app, name="harness")
-app.add_typer(db.app, name="db")
-app.add_typer(doctor.app, name="doctor")
-app.add_typer(train.app, name="train")
+for verb in (
+    *(run.run, serve.serve, serve.node),
+    *(jobs.submit, jobs.status, jobs.results, jobs.watch, jobs.events, jobs.cancel, jobs.pause, jobs.resume),
+    *(jobs.reward, show.sessions, show.show),
+    *(traces.export, traces.build, traces.audit, traces.rescore, conformance.conformance),
+):
+    app.command(verb.__name__)(verb)
+for name, group in {
+    "session": admin.session_app,
+    "key": admin.key_app,
+    "service": admin.service_app,
+    "harness": harness.app,
+    "db": db.app,
+    "doctor": doctor.app,
+    "train": train.app,
+}.items():
+    app.add_typer(group, name=name)
 
 
 def _print_version(value: bool) -> None:

@@ -1,4 +1,4 @@
-"""Parts that all commands share: options, settings, the event loop, and the connection to a store or an API."""
+"""Parts that all commands share: settings, the event loop, and the connection to a store or an API."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 import typer
@@ -25,52 +25,13 @@ T = TypeVar("T")
 PATIENT_TRIES = 12
 """Number of tries of a request that waits for a server that restarts, for about a minute."""
 
-# Options
-
-DbOption = Annotated[
-    str | None, typer.Option("--db", help="Database: a file, sqlite:///FILE or postgresql://...", show_default=False)
-]
-UrlOption = Annotated[
-    str | None,
-    typer.Option("--url", help="Server to talk to (or POLAR_URL). Default: use the database.", show_default=False),
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")]
-EngineOption = Annotated[str | None, typer.Option("--engine", help="local, vllm, openai, or module:Class.")]
-EngineUrlOption = Annotated[str | None, typer.Option("--engine-url", help="URL of the engine (vllm, openai).")]
-ModelOption = Annotated[
-    str | None, typer.Option("--model", help="local: a folder of weights; vllm, openai: name of the served model.")
-]
-PromptModeOption = Annotated[
-    str | None,
-    typer.Option(
-        help="continue: begin each prompt with the exact tokens of the last turn; render: let the engine render it.",
-        show_default=False,
-    ),
-]
-PastReasoningOption = Annotated[
-    str | None,
-    typer.Option(help="Reasoning of earlier turns in continued prompts: keep or strip.", show_default=False),
-]
-SandboxOption = Annotated[str | None, typer.Option("--sandbox", help="auto, docker, bubblewrap or process.")]
-WhereOption = Annotated[
-    str | None,
-    typer.Option("--where", metavar="CONDITIONS", help="Only rollouts that match, such as 'reward>=1, harness=codex'."),
-]
-SessionsOption = Annotated[list[str] | None, typer.Option("--session", help="Only this session. Repeatable.")]
-
-
-# Settings
-
 
 def load_settings(db: str | None = None, **sections: dict[str, Any]) -> Settings:
     """Return the settings with the given flags on top. A flag that is None was not given. Raises UsageError."""
-    given: dict[str, Any] = {
-        name: {key: value for key, value in section.items() if value is not None} for name, section in sections.items()
-    }
-    if db is not None:
-        given["db"] = db
+    flags: dict[str, Any] = {"db": db}
+    flags |= {name: given(section) or None for name, section in sections.items()}
     try:
-        return Settings(**{name: value for name, value in given.items() if value})
+        return Settings(**given(flags))
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
@@ -80,19 +41,19 @@ def load_settings(db: str | None = None, **sections: dict[str, Any]) -> Settings
         raise UsageError(f"The settings (polar.toml, POLAR_... variables) cannot be read: {error}.") from error
 
 
-def load_client_settings(url: str | None, db: str | None, **sections: dict[str, Any]) -> Settings:
+def given(flags: dict[str, Any]) -> dict[str, Any]:
+    """Return the flags that were given."""
+    return {name: value for name, value in flags.items() if value is not None}
+
+
+def load_client_settings(url: str | None, db: str | None) -> Settings:
     """`load_settings` for commands that take --url: a flag overrides POLAR_URL and POLAR_DB."""
     if url is not None and db is not None:
         raise UsageError("Give --url (a server) or --db (a database), not both.")
-    settings = load_settings(db, **sections)
-    if db is not None:
-        settings.url = None
-    elif url is not None:
+    settings = load_settings(db)
+    if url is not None or db is not None:
         settings.url = url
     return settings
-
-
-# Running
 
 
 def run_async(main: Coroutine[Any, Any, T]) -> T:
@@ -124,17 +85,8 @@ def database_url(settings: Settings) -> str:
     return settings.db or default_url(settings.home)
 
 
-def open_existing(settings: Settings) -> Store:
-    """Return the store for reading. Entering it fails if the database does not exist."""
-    return _open_store(settings, create=False)
-
-
-def open_or_create(settings: Settings) -> Store:
-    """Return the store for recording. Entering it creates the database, or upgrades it to this version's schema."""
-    return _open_store(settings, create=True)
-
-
-def _open_store(settings: Settings, *, create: bool) -> Store:
+def open_database(settings: Settings, *, create: bool = False) -> Store:
+    """Return the store. Entering it fails if the database does not exist; with `create` it is created or upgraded."""
     from polar_proxy.store import normalise_url, open_store
 
     url = database_url(settings)
@@ -147,7 +99,7 @@ def with_store(settings: Settings, work: Callable[[Store], Awaitable[T]], *, cre
     """Open the store, run `work` with it, and return its result."""
 
     async def main() -> T:
-        async with _open_store(settings, create=create) as store:
+        async with open_database(settings, create=create) as store:
             return await work(store)
 
     return run_async(main())
@@ -173,17 +125,19 @@ async def connect(settings: Settings, *, create: bool = False, patient: bool = F
     from polar_proxy.api import allow_all, create_api
     from polar_proxy.client.inprocess import InProcessTransport
 
-    async with _open_store(settings, create=create) as store:
+    async with open_database(settings, create=create) as store:
         application = create_api(store, settings=settings, auth=allow_all)
         async with AsyncClient("http://in-process", transport=InProcessTransport(application)) as client:
             yield client
 
 
-def with_client(settings: Settings, work: Callable[[AsyncClient], Coroutine[Any, Any, T]], **how: bool) -> T:
+def with_client(
+    url: str | None, db: str | None, work: Callable[[AsyncClient], Coroutine[Any, Any, T]], **how: bool
+) -> T:
     """Connect (see `connect`), run `work` with the client, and return its result."""
 
     async def main() -> T:
-        async with connect(settings, **how) as client:
+        async with connect(load_client_settings(url, db), **how) as client:
             return await work(client)
 
     return run_async(main())

@@ -5,20 +5,22 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from rich.markup import escape
+from rich.text import Text
 
-from polar_proxy.cli.common import JsonOption, load_settings, run_async
-from polar_proxy.cli.output import make_table, out, print_check, print_json, print_note, spinner
+from polar_proxy.cli import options
+from polar_proxy.cli.common import load_settings, run_async
+from polar_proxy.cli.output import make_table, out, print_checks, print_note, print_result, spinner
 from polar_proxy.errors import PolarError, UsageError
 from polar_proxy.types import Json
 
 if TYPE_CHECKING:
     from harness_adapters.base import HarnessAdapter, Installation
+    from polar_proxy.conformance.preflight import PreflightCheck
 
 T = TypeVar("T")
 
@@ -33,65 +35,73 @@ class HarnessUnusableError(PolarError):
 
 
 @app.command("list")
-def list_harnesses(as_json: JsonOption = False) -> None:
+def list_harnesses(as_json: options.AsJson = False) -> None:
     """List the harnesses."""
     from harness_adapters.base import get_adapter, list_adapters
 
     cache = load_settings().harness_cache
     rows = [_describe(get_adapter(name), cache) for name in list_adapters()]
-    if as_json:
-        print_json({"harnesses": rows})
-        return
-    table = make_table("harness", "version", "installed", "speaks", "runs on", wrap=("installed", "speaks", "runs on"))
-    for row in rows:
-        installed = "[green]yes[/]" if row["installed"] else "no"
-        table.add_row(row["name"], row["version"], installed, ", ".join(row["wire_apis"]), escape(row["runtime"]))
-    out.print(table)
+    table = make_table(
+        ("harness", "version", "installed", "speaks", "runs on"),
+        (
+            (
+                row["name"],
+                row["version"],
+                Text("yes", "green") if row["installed"] else "no",
+                ", ".join(row["wire_apis"]),
+                row["runtime"],
+            )
+            for row in rows
+        ),
+        wrap=("installed", "speaks", "runs on"),
+    )
+    print_result({"harnesses": rows}, table, as_json)
 
 
 @app.command("info")
-def show_info(name: NameArgument, as_json: JsonOption = False) -> None:
+def show_info(name: NameArgument, as_json: options.AsJson = False) -> None:
     """Show everything that is known about a harness before it is installed."""
-    adapter, _ = _get_adapter(name)
+    adapter, _ = find_adapter(name)
     info = _describe(adapter, load_settings().harness_cache)
-    if as_json:
-        print_json(info)
-        return
+    lines = []
     for key, value in info.items():
         text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-        out.print(f"[bold]{key}[/]: {escape(text)}", soft_wrap=True)
+        lines.append(f"[bold]{key}[/]: {escape(text)}")
+    print_result(info, "\n".join(lines), as_json)
 
 
 @app.command("install")
-def install(name: NameArgument, version: VersionOption = None, as_json: JsonOption = False) -> None:
+def install(name: NameArgument, version: VersionOption = None, as_json: options.AsJson = False) -> None:
     """Install a harness into the cache, unless it is already there."""
     cache = load_settings().harness_cache
-    adapter, version = _get_adapter(name, version)
+    adapter, version = find_adapter(name, version)
     already = adapter.is_installed(cache, version)
     started = time.monotonic()
-    installed = _install(adapter, version, cache, quiet=as_json)
+    installed = install_harness(adapter, version, cache, quiet=as_json)
     seconds = round(time.monotonic() - started, 1)
     megabytes = _megabytes(installed.root)
-    if as_json:
-        found = {"name": installed.name, "version": installed.version, "already_there": already}
-        print_json({**found, "seconds": seconds, "megabytes": megabytes, "path": str(installed.root)})
-        return
+    found = {
+        "name": installed.name,
+        "version": installed.version,
+        "already_there": already,
+        "seconds": seconds,
+        "megabytes": megabytes,
+        "path": str(installed.root),
+    }
     did = "already installed" if already else f"installed in {seconds:.0f} s"
-    out.print(
-        f"{installed.name} {escape(installed.version)}: {did}, {megabytes} MB in {escape(str(installed.root))}",
-        soft_wrap=True,
-    )
+    text = escape(f"{installed.name} {installed.version}: {did}, {megabytes} MB in {installed.root}")
+    print_result(found, text, as_json)
 
 
 @app.command("check")
 def check(
     name: NameArgument,
     version: VersionOption = None,
-    sandbox: Annotated[str, typer.Option(help="auto, docker, bubblewrap or process.")] = "auto",
+    sandbox: options.Sandbox = "auto",
     no_install: Annotated[
         bool, typer.Option("--no-install", help="If it is not installed, only print how to install it.")
     ] = False,
-    as_json: JsonOption = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Check that a harness starts in the sandbox that rollouts would use, without calling a model.
 
@@ -99,15 +109,14 @@ def check(
     """
     from polar_proxy.conformance.preflight import PreflightCheck, check_in_sandbox, check_version
 
-    require_sandbox_kind(sandbox)
     cache = load_settings().harness_cache
-    adapter, version = _get_adapter(name, version)
+    adapter, version = find_adapter(name, version)
     installed = None
     if no_install and not adapter.is_installed(cache, version):
         checks = [PreflightCheck("installed", "missing", "not in the cache", f"polar harness install {name}")]
     else:
         try:
-            installed = _install(adapter, version, cache, quiet=as_json)
+            installed = install_harness(adapter, version, cache, quiet=as_json)
         except PolarError as error:
             checks = [PreflightCheck("installed", "failed", str(error))]
         else:
@@ -117,15 +126,13 @@ def check(
                 *run_async(check_in_sandbox(adapter, installed, sandbox)),  # type: ignore[arg-type]
             ]
     good = all(one.state in ("ok", "note") for one in checks)
-    if as_json:
-        found = {"name": adapter.name, "version": installed.version if installed else version, "ok": good}
-        print_json({**found, "checks": [asdict(one) for one in checks]})
-    else:
-        for one in checks:
-            print_check(one.name, one.state, one.detail, one.fix)
-        out.print(f"{adapter.name}: " + ("[green]OK[/]: it would run" if good else "[red]not OK[/]: see above"))
-    if not good:
-        raise typer.Exit(1)
+    found = {"name": adapter.name, "version": installed.version if installed else version, "ok": good, "checks": checks}
+    print_result(found, lambda: _print_checks(adapter.name, checks, good), as_json, good=good)
+
+
+def _print_checks(name: str, checks: list[PreflightCheck], good: bool) -> None:
+    print_checks(checks)
+    out.print(f"{name}: " + ("[green]OK[/]: it would run" if good else "[red]not OK[/]: see above"))
 
 
 @app.command("prebuild")
@@ -133,7 +140,7 @@ def prebuild(
     name: NameArgument,
     version: VersionOption = None,
     base: Annotated[str | None, typer.Option(help="Image to build on. Default: the image of docker sandboxes.")] = None,
-    as_json: JsonOption = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Build the Docker image that contains a harness, unless it exists, and print its name.
 
@@ -141,24 +148,29 @@ def prebuild(
     """
     from sandboxes.images.prebuilt import prebuild as build_image
 
-    adapter, version = _get_adapter(name, version)
-    installed = _install(adapter, version, load_settings().harness_cache, quiet=as_json)
+    adapter, version = find_adapter(name, version)
+    installed = install_harness(adapter, version, load_settings().harness_cache, quiet=as_json)
     with spinner(f"building an image with {adapter.name} {installed.version}", quiet=as_json):
         image = _with_docker(lambda engine: build_image(engine, base, installed.mounts))
-    if as_json:
-        found = {"name": installed.name, "version": installed.version, "image": image.image, "base": image.base}
-        print_json({**found, "already_there": not image.made, "seconds": round(image.seconds, 1)})
-        return
-    did = f"built in {image.seconds:.0f} s" if image.made else "already there"
-    print_note(f"{installed.name} {installed.version} on {image.base}: {did}")
-    typer.echo(image.image)
+    found = {
+        "name": installed.name,
+        "version": installed.version,
+        "image": image.image,
+        "base": image.base,
+        "already_there": not image.made,
+        "seconds": round(image.seconds, 1),
+    }
+    if not as_json:
+        did = f"built in {image.seconds:.0f} s" if image.made else "already there"
+        print_note(f"{installed.name} {installed.version} on {image.base}: {did}")
+    print_result(found, escape(image.image), as_json)
 
 
 @app.command("prune")
 def prune(
     base: Annotated[str | None, typer.Option(help="Only images built on this one.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="Also remove images of installed agents.")] = False,
-    as_json: JsonOption = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Remove images of `polar harness prebuild` that are no longer needed.
 
@@ -175,25 +187,16 @@ def prune(
     agents = [] if everything else [adapter.install(cache).mounts for adapter in adapters]
     images = _with_docker(lambda engine: prune_prebuilt(engine, agents, base=base, everything=everything))
     freed = sum(image.bytes for image in images if image.removed)
-    if as_json:
-        removed, kept = ([asdict(image) for image in images if image.removed is which] for which in (True, False))
-        print_json({"removed": removed, "kept": kept, "bytes": freed})
-        return
+    lines = []
     for image in images:
         did = "removed" if image.removed else "kept"
-        out.print(
-            escape(f"{did} {image.image} on {image.base}, {image.bytes / 1e6:.0f} MB: {image.why}"), soft_wrap=True
-        )
-    out.print(f"{sum(image.removed for image in images)} removed, {freed / 1e6:.0f} MB")
+        lines.append(f"{did} {image.image} on {image.base}, {image.bytes / 1e6:.0f} MB: {image.why}")
+    removed, kept = ([image for image in images if image.removed is which] for which in (True, False))
+    lines.append(f"{len(removed)} removed, {freed / 1e6:.0f} MB")
+    print_result({"removed": removed, "kept": kept, "bytes": freed}, escape("\n".join(lines)), as_json)
 
 
-def require_sandbox_kind(kind: str) -> None:
-    """Raises UsageError for an unknown kind of sandbox."""
-    if kind not in ("auto", "docker", "bubblewrap", "process"):
-        raise UsageError(f"There is no sandbox {kind!r}: choose auto, docker, bubblewrap or process.")
-
-
-def _get_adapter(name: str, version: str | None = None) -> tuple[HarnessAdapter, str | None]:
+def find_adapter(name: str, version: str | None = None) -> tuple[HarnessAdapter, str | None]:
     """Return the adapter and the requested version."""
     from harness_adapters.base import HarnessError, get_adapter, split_version
 
@@ -206,7 +209,7 @@ def _get_adapter(name: str, version: str | None = None) -> tuple[HarnessAdapter,
         raise UsageError(str(error)) from error
 
 
-def _install(adapter: HarnessAdapter, version: str | None, cache: Path, *, quiet: bool) -> Installation:
+def install_harness(adapter: HarnessAdapter, version: str | None, cache: Path, *, quiet: bool) -> Installation:
     from harness_adapters.base import HarnessError
 
     try:

@@ -6,33 +6,27 @@ They talk to a server (--url), or to an API in this process on the database.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import orjson
 import typer
 from pydantic import BaseModel, ValidationError
+from rich.table import Table
 
-from polar_proxy.cli.common import (
-    DbOption,
-    JsonOption,
-    UrlOption,
-    is_local_url,
-    load_client_settings,
-    with_client,
-)
-from polar_proxy.cli.options import model_options
+from polar_proxy.cli import options
+from polar_proxy.cli.common import given, is_local_url, load_client_settings, with_client
 from polar_proxy.cli.output import (
     JobProgressView,
     format_counts,
     format_number,
     make_table,
     out,
-    print_json,
     print_note,
     print_refused_task,
+    print_result,
 )
-from polar_proxy.cli.run import InstancesOption, SeedOption
 from polar_proxy.errors import UsageError
 from polar_proxy.rollout_spec import JobSpec
 from polar_proxy.types import Json
@@ -43,23 +37,22 @@ if TYPE_CHECKING:
 
 M = TypeVar("M", bound=BaseModel)
 
-JobArgument = Annotated[str, typer.Argument(help="A job's id, as `polar submit` prints it.")]
-_STATES = ("open", "paused", "done", "cancelled")
+JobId = Annotated[str, typer.Argument(help="A job's id, as `polar submit` prints it.")]
 
 
-@model_options(JobSpec)
+@options.model_options(JobSpec)
 def submit(
     task: Annotated[str, typer.Argument(help="As for `polar run`. A file is read where the server runs.")],
     *,
-    seed: SeedOption = None,
-    instances: InstancesOption = None,
-    options: Json,
+    seed: options.Seed = None,
+    instances: options.Instances = None,
+    rollout_options: Json,
     key: Annotated[
         str | None, typer.Option(help="Idempotency key: submitting again under the same key returns the same job.")
     ] = None,
-    url: UrlOption = None,
-    db: DbOption = None,
-    as_json: JsonOption = False,
+    url: options.Url = None,
+    db: options.Db = None,
+    as_json: options.AsJson = False,
 ) -> None:
     """Queue rollouts and print the job's id.
 
@@ -68,65 +61,62 @@ def submit(
     from polar_proxy.api_models import JobRequest, RefusedTask
     from polar_proxy.client import BadRequestError
 
-    settings = load_client_settings(url, db)
-    chosen = {name: value for name, value in (("seed", seed), ("instances", instances)) if value is not None}
-    request = _make_request(JobRequest, task=_absolute_task(task, settings.url), **chosen, **options)
+    chosen = given({"seed": seed, "instances": instances}) | rollout_options
+    task = _absolute_task(task, load_client_settings(url, db).url)
+    request = _make_request(JobRequest, task=task, **chosen)
     try:
-        job = with_client(settings, lambda client: client.submit(request, idempotency_key=key), create=True)
+        job = with_client(url, db, lambda client: client.submit(request, idempotency_key=key), create=True)
     except BadRequestError as error:
         if error.code == "bad_request" and isinstance(error.detail, list):  # all tasks were refused
             _print_refused([RefusedTask.model_validate(one) for one in error.detail])
         raise
-    if as_json:
-        print_json(job.model_dump())
-        return
-    _print_refused(job.refused)
-    known = "" if job.new else " (submitted before)"
-    print_note(f"{job.groups} groups, {sum(job.rollouts.values())} rollouts{known}")
-    typer.echo(job.job_id)
+    if not as_json:
+        _print_refused(job.refused)
+        known = "" if job.new else " (submitted before)"
+        print_note(f"{job.groups} groups, {sum(job.rollouts.values())} rollouts{known}")
+    print_result(job, job.job_id, as_json)
 
 
 def status(
     job: Annotated[str | None, typer.Argument(help="A job's id. Default: list the newest jobs.")] = None,
     state: Annotated[str | None, typer.Option(help="Only jobs that are open, paused, done or cancelled.")] = None,
     limit: Annotated[int, typer.Option(min=1, help="List at most N jobs.")] = 20,
-    url: UrlOption = None,
-    db: DbOption = None,
-    as_json: JsonOption = False,
+    url: options.Url = None,
+    db: options.Db = None,
+    as_json: options.AsJson = False,
 ) -> None:
     """Show the progress of jobs."""
-    if state is not None and state not in _STATES:
-        raise UsageError(f"There is no job state {state!r}: choose {', '.join(_STATES)}.")
-    settings = load_client_settings(url, db)
-    if job is not None:
-        detail = with_client(settings, lambda client: client.job(job))
-        if as_json:
-            print_json(_job_detail_json(detail))
-        else:
-            _print_jobs([detail])
-            for group in detail.group_list:
-                reason = f" ({group.reason})" if group.reason else ""
-                out.print(f"{group.group_id} {group.task_id}: {group.status}{reason}", markup=False)
-        return
-    page = with_client(settings, lambda client: client.jobs(state=state, limit=limit))
-    if as_json:
-        print_json({"jobs": [_job_json(one) for one in page.jobs], "feed": page.feed})
+    if state is not None:
+        options.require_choice("job state", state, ("open", "paused", "done", "cancelled"))
+    if job is None:
+        page = with_client(url, db, lambda client: client.jobs(state=state, limit=limit))
+        found = {"jobs": [_job_json(one) for one in page.jobs], "feed": page.feed}
+        print_result(found, _job_table(page.jobs), as_json)
     else:
-        _print_jobs(page.jobs)
+        detail = with_client(url, db, lambda client: client.job(job))
+        print_result(_job_detail_json(detail), lambda: _print_groups(detail), as_json)
 
 
-def results(job: JobArgument, url: UrlOption = None, db: DbOption = None, as_json: JsonOption = False) -> None:
+def _print_groups(job: JobDetail) -> None:
+    out.print(_job_table([job]))
+    for group in job.group_list:
+        reason = f" ({group.reason})" if group.reason else ""
+        out.print(f"{group.group_id} {group.task_id}: {group.status}{reason}", markup=False)
+
+
+def results(job: JobId, url: options.Url = None, db: options.Db = None, as_json: options.AsJson = False) -> None:
     """Show the rollouts of a job with their rewards."""
-    rollouts = with_client(load_client_settings(url, db), lambda client: client.job_rollouts(job)).rollouts
-    if as_json:
-        print_json({"job_id": job, "rollouts": [rollout.model_dump() for rollout in rollouts]})
-        return
-    for row in rollouts:
-        words = (row.rollout_id, row.task_id, row.status, format_number(row.reward), row.cause or "")
-        out.print("  ".join(words), markup=False, soft_wrap=True)
+    rollouts = with_client(url, db, lambda client: client.job_rollouts(job)).rollouts
+
+    def show() -> None:
+        for row in rollouts:
+            words = (row.rollout_id, row.task_id, row.status, format_number(row.reward), row.cause or "")
+            out.print("  ".join(words), markup=False, soft_wrap=True)
+
+    print_result({"job_id": job, "rollouts": rollouts}, show, as_json)
 
 
-def watch(job: JobArgument, url: UrlOption = None, db: DbOption = None, as_json: JsonOption = False) -> None:
+def watch(job: JobId, url: options.Url = None, db: options.Db = None, as_json: options.AsJson = False) -> None:
     """Show the progress of a job until it has ended. The exit code is 0 if it is done, 1 if it was cancelled.
 
     If the server restarts meanwhile, this waits for it. Ctrl-C stops watching, not the job.
@@ -139,13 +129,9 @@ def watch(job: JobArgument, url: UrlOption = None, db: DbOption = None, as_json:
                 view.update(event)
         return await client.job(job)
 
-    ended = with_client(load_client_settings(url, db), follow, patient=True)
-    if as_json:
-        print_json(_job_detail_json(ended))
-    else:
-        out.print(f"{ended.job_id} is {ended.status}: {format_counts(ended.rollouts)}", markup=False)
-    if ended.status != "done":
-        raise typer.Exit(1)
+    ended = with_client(url, db, follow, patient=True)
+    text = f"{ended.job_id} is {ended.status}: {format_counts(ended.rollouts)}"
+    print_result(_job_detail_json(ended), text, as_json, good=ended.status == "done")
 
 
 def events(
@@ -153,8 +139,8 @@ def events(
         str | None, typer.Argument(help="A job's id: print its events until it has ended. Default: all jobs, endless.")
     ] = None,
     after: Annotated[str | None, typer.Option(help="Continue after the event with this id.")] = None,
-    url: UrlOption = None,
-    db: DbOption = None,
+    url: options.Url = None,
+    db: options.Db = None,
 ) -> None:
     """Print events as they happen, one JSON object per line."""
 
@@ -163,14 +149,14 @@ def events(
             sys.stdout.write(orjson.dumps(event.model_dump()).decode() + "\n")
             sys.stdout.flush()
 
-    with_client(load_client_settings(url, db), follow, patient=True)
+    with_client(url, db, follow, patient=True)
 
 
 def cancel(
     target: Annotated[str, typer.Argument(metavar="JOB|GROUP|ROLLOUT", help="The id of what to cancel.")],
-    url: UrlOption = None,
-    db: DbOption = None,
-    as_json: JsonOption = False,
+    url: options.Url = None,
+    db: options.Db = None,
+    as_json: options.AsJson = False,
 ) -> None:
     """Cancel a job, a group or a rollout.
 
@@ -179,34 +165,33 @@ def cancel(
     from polar_proxy.client import NotFoundError
 
     try:
-        done = with_client(load_client_settings(url, db), lambda client: client.cancel(target))
+        done = with_client(url, db, lambda client: client.cancel(target))
     except NotFoundError as error:
         raise UsageError(f"There is no job, group or rollout {target}.") from error
-    if as_json:
-        print_json(done.model_dump())
-    else:
-        print_note(f"{len(done.in_flight)} rollouts were running and are now ended")
+    note = f"{len(done.in_flight)} rollouts were running and are now ended"
+    print_result(done, lambda: print_note(note), as_json)
 
 
 def pause(
-    job: JobArgument,
-    seconds: Annotated[float | None, typer.Option("--for", help="Resume automatically after N seconds.")] = None,
+    job: JobId,
+    seconds: options.PauseFor = None,
     wait_idle: Annotated[
         float | None,
         typer.Option(help="Wait up to N seconds until none of its rollouts runs; if some still run, do not pause."),
     ] = None,
-    url: UrlOption = None,
-    db: DbOption = None,
-    as_json: JsonOption = False,
+    url: options.Url = None,
+    db: options.Db = None,
+    as_json: options.AsJson = False,
 ) -> None:
     """Start no more rollouts of a job; running rollouts continue."""
-    settings = load_client_settings(url, db)
-    _print_job(with_client(settings, lambda client: client.pause(job, seconds=seconds, wait_idle=wait_idle)), as_json)
+    paused = with_client(url, db, lambda client: client.pause(job, seconds=seconds, wait_idle=wait_idle))
+    print_result(_job_json(paused), _job_table([paused]), as_json)
 
 
-def resume(job: JobArgument, url: UrlOption = None, db: DbOption = None, as_json: JsonOption = False) -> None:
+def resume(job: JobId, url: options.Url = None, db: options.Db = None, as_json: options.AsJson = False) -> None:
     """Resume a paused job."""
-    _print_job(with_client(load_client_settings(url, db), lambda client: client.resume(job)), as_json)
+    resumed = with_client(url, db, lambda client: client.resume(job))
+    print_result(_job_json(resumed), _job_table([resumed]), as_json)
 
 
 def reward(
@@ -216,26 +201,23 @@ def reward(
     call: Annotated[str | None, typer.Option(help="Reward only this call.")] = None,
     trace: Annotated[str | None, typer.Option(help="Reward only this trace.")] = None,
     detail: Annotated[str | None, typer.Option(help="A JSON object to store with the reward.")] = None,
-    url: UrlOption = None,
-    db: DbOption = None,
-    as_json: JsonOption = False,
+    url: options.Url = None,
+    db: options.Db = None,
+    as_json: options.AsJson = False,
 ) -> None:
     """Add a reward to a rollout. Earlier rewards are kept; the newest one of the rollout as a whole is its reward."""
     from polar_proxy.api_models import RewardRequest
 
     try:
         number = None if value == "none" else float(value)
-        given = {} if detail is None else orjson.loads(detail)
+        details = {} if detail is None else orjson.loads(detail)
     except ValueError as error:  # includes JSONDecodeError
         raise UsageError(f"A reward is a number or `none`, and its detail a JSON object: {error}.") from error
     request = _make_request(
-        RewardRequest, rollout_id=rollout, value=number, source=source, call_id=call, trace_id=trace, detail=given
+        RewardRequest, rollout_id=rollout, value=number, source=source, call_id=call, trace_id=trace, detail=details
     )
-    stored = with_client(load_client_settings(url, db), lambda client: client.reward(request))
-    if as_json:
-        print_json(stored.model_dump())
-    else:
-        typer.echo(stored.reward_id)
+    stored = with_client(url, db, lambda client: client.reward(request))
+    print_result(stored, stored.reward_id, as_json)
 
 
 def _make_request(model: type[M], **fields: Any) -> M:
@@ -261,7 +243,7 @@ def _job_json(job: Job) -> Json:
 
 
 def _job_detail_json(job: JobDetail) -> Json:
-    return {**_job_json(job), "groups": [group.model_dump() for group in job.group_list]}
+    return {**_job_json(job), "groups": job.group_list}
 
 
 def _print_refused(refused: list[RefusedTask]) -> None:
@@ -270,15 +252,8 @@ def _print_refused(refused: list[RefusedTask]) -> None:
         print_refused_task(f"{task.where}{name}: {task.reason}")
 
 
-def _print_job(job: Job, as_json: bool) -> None:
-    if as_json:
-        print_json(_job_json(job))
-    else:
-        _print_jobs([job])
-
-
-def _print_jobs(jobs: list[Any]) -> None:
-    table = make_table("job", "status", "groups", "rollouts", "label")
-    for job in jobs:
-        table.add_row(job.job_id, job.status, str(job.groups), format_counts(job.rollouts), job.label or "")
-    out.print(table)
+def _job_table(jobs: Sequence[Job]) -> Table:
+    return make_table(
+        ("job", "status", "groups", "rollouts", "label"),
+        ((job.job_id, job.status, job.groups, format_counts(job.rollouts), job.label or "") for job in jobs),
+    )

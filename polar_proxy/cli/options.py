@@ -1,10 +1,10 @@
-"""Command-line options made from the fields of a pydantic model, so that an option is defined in one place."""
+"""Options that several commands share, and options made from the fields of a pydantic model."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import NoneType
 from typing import Annotated, Any, get_args
 
@@ -13,11 +13,63 @@ from annotated_types import Ge
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from polar_proxy.errors import UsageError
+
+
+def require_choice(what: str, value: str, choices: Collection[str]) -> None:
+    """Raises UsageError if `value` is not one of the choices."""
+    if value not in choices:
+        raise UsageError(f"There is no {what} {value!r}: choose {', '.join(choices)}.")
+
+
+def _check_sandbox(kind: str | None) -> str | None:
+    if kind is not None:
+        require_choice("sandbox", kind, ("auto", "docker", "bubblewrap", "process"))
+    return kind
+
+
+Db = Annotated[
+    str | None, typer.Option("--db", help="Database: a file, sqlite:///FILE or postgresql://...", show_default=False)
+]
+Url = Annotated[
+    str | None,
+    typer.Option("--url", help="Server to talk to (or POLAR_URL). Default: use the database.", show_default=False),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")]
+Engine = Annotated[str | None, typer.Option("--engine", help="local, vllm, openai, or module:Class.")]
+EngineUrl = Annotated[str | None, typer.Option("--engine-url", help="URL of the engine (vllm, openai).")]
+Model = Annotated[
+    str | None, typer.Option("--model", help="local: a folder of weights; vllm, openai: name of the served model.")
+]
+PromptMode = Annotated[
+    str | None,
+    typer.Option(
+        help="continue: begin each prompt with the exact tokens of the last turn; render: let the engine render it.",
+        show_default=False,
+    ),
+]
+PastReasoning = Annotated[
+    str | None,
+    typer.Option(help="Reasoning of earlier turns in continued prompts: keep or strip.", show_default=False),
+]
+Sandbox = Annotated[str, typer.Option(help="auto, docker, bubblewrap or process.", callback=_check_sandbox)]
+Where = Annotated[
+    str | None,
+    typer.Option("--where", metavar="CONDITIONS", help="Only rollouts that match, such as 'reward>=1, harness=codex'."),
+]
+Sessions = Annotated[list[str] | None, typer.Option("--session", help="Only this session. Repeatable.")]
+Seed = Annotated[int | None, typer.Option(min=0, help="Run only this instance; in a file: the task at this position.")]
+Instances = Annotated[
+    int | None, typer.Option(min=1, help="Run the first N tasks. Default: one of a family, all of a file or folder.")
+]
+Concurrency = Annotated[int | None, typer.Option(min=1, help="Rollouts at a time.")]
+PauseFor = Annotated[float | None, typer.Option("--for", help="Resume automatically after N seconds.")]
+
 
 def model_options(
-    model: type[BaseModel], *, parameter: str = "options", exclude: frozenset[str] = frozenset()
+    model: type[BaseModel], *, exclude: Collection[str] = ()
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command one option for each field of `model`, which replace its parameter `parameter`.
+    """Give a command one option for each field of `model`, which replace its parameter `rollout_options`.
 
     The command receives a dict with the options that were given. Values are validated by the model, not here.
     """
@@ -27,11 +79,11 @@ def model_options(
         @functools.wraps(command)
         def wrapper(**arguments: Any) -> None:
             given = {name: arguments.pop(name) for name in fields}
-            command(**arguments, **{parameter: {name: value for name, value in given.items() if value is not None}})
+            command(**arguments, rollout_options={name: value for name, value in given.items() if value is not None})
 
         parameters = []
         for name, own in inspect.signature(command, eval_str=True).parameters.items():
-            if name == parameter:
+            if name == "rollout_options":
                 parameters += [_option(field_name, field) for field_name, field in fields.items()]
             else:
                 parameters.append(own.replace(kind=inspect.Parameter.KEYWORD_ONLY))
@@ -44,12 +96,9 @@ def model_options(
 
 def _option(name: str, field: FieldInfo) -> inspect.Parameter:
     minimum: Any = next((limit.ge for limit in field.metadata if isinstance(limit, Ge)), None)
+    members = [member for member in get_args(field.annotation) if member is not NoneType]
+    value_type: Any = members[0] if NoneType in get_args(field.annotation) else field.annotation
     option = typer.Option(help=field.description, min=minimum, show_default=False)
-    annotation: Any = Annotated[_without_none(field.annotation) | None, option]
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-
-
-def _without_none(annotation: Any) -> Any:
-    """Return `X` for `X | None`."""
-    members = get_args(annotation)
-    return next(member for member in members if member is not NoneType) if NoneType in members else annotation
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[value_type | None, option]
+    )

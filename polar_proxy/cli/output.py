@@ -6,21 +6,25 @@ import contextlib
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import orjson
+import typer
+from pydantic import BaseModel
 from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from polar_proxy.types import Message
 
 if TYPE_CHECKING:
     from polar_proxy.api_models import Event, Job
+    from polar_proxy.conformance.preflight import PreflightCheck
     from polar_proxy.types import CallRecord
 
 out = Console(highlight=False)
@@ -31,10 +35,36 @@ _CHECK_COLOURS = {"ok": "green", "note": "cyan", "missing": "yellow", "failed": 
 _MAX_LIVE_ROWS = 24
 
 
+def print_result(
+    result: object, shown: str | Table | Callable[[], object], as_json: bool, *, good: bool = True
+) -> None:
+    """End a command: print its result as one JSON document, or print `shown`. The exit code is 1 unless it is `good`.
+
+    `shown` is text with markup, a table, or a function that prints.
+    """
+    if as_json:
+        print_json(result)
+    elif callable(shown):
+        shown()
+    else:
+        out.print(shown, soft_wrap=isinstance(shown, str))
+    if not good:
+        raise typer.Exit(1)
+
+
 def print_json(value: Any) -> None:
-    """Print one JSON document on standard output."""
-    sys.stdout.write(orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS).decode() + "\n")
+    """Print one JSON document on standard output. It may contain dataclasses and pydantic models."""
+    options = orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS
+    sys.stdout.write(orjson.dumps(value, default=_to_json, option=options).decode() + "\n")
     sys.stdout.flush()
+
+
+def _to_json(value: Any) -> Any:
+    if isinstance(value, BaseModel):
+        return value.model_dump()
+    if isinstance(value, frozenset):
+        return sorted(value)
+    return str(value)
 
 
 def print_note(text: str) -> None:
@@ -46,19 +76,32 @@ def print_refused_task(text: str) -> None:
     err.print(f"[yellow]refused[/] {escape(text)}", soft_wrap=True)
 
 
-def print_check(name: str, state: str, detail: str, fix: str) -> None:
-    """Print one line of `polar doctor` or `polar harness check`, and what to do about it."""
-    out.print(f"[{_CHECK_COLOURS[state]}]{state:<7}[/] {name}: {escape(detail)}", soft_wrap=True)
-    if fix and state not in ("ok", "note"):
-        out.print(f"          -> {escape(fix)}", soft_wrap=True)
+def print_checks(checks: Iterable[PreflightCheck]) -> None:
+    """Print the lines of `polar doctor` or `polar harness check`, with what to do about each."""
+    for check in checks:
+        colour = _CHECK_COLOURS[check.state]
+        out.print(f"[{colour}]{check.state:<7}[/] {check.name}: {escape(check.detail)}", soft_wrap=True)
+        if check.fix and check.state not in ("ok", "note"):
+            out.print(f"          -> {escape(check.fix)}", soft_wrap=True)
 
 
-def make_table(*columns: str, right: Collection[str] = (), wrap: Collection[str] = ()) -> Table:
-    """Return a table without borders. Columns in `right` are aligned to the right; those in `wrap` may wrap."""
+def make_table(
+    columns: Sequence[str], rows: Iterable[Sequence[object]], *, right: Collection[str] = (), wrap: Collection[str] = ()
+) -> Table:
+    """Return a table without borders; None is shown as `-`, and only a rich `Text` has a style.
+
+    Columns in `right` are aligned to the right; those in `wrap` may wrap.
+    """
     table = Table(box=None, padding=(0, 1), header_style="dim")
     for name in columns:
         table.add_column(name, justify="right" if name in right else "left", no_wrap=name not in wrap, overflow="fold")
+    for row in rows:
+        table.add_row(*(cell if isinstance(cell, Text) else Text(_cell_text(cell)) for cell in row))
     return table
+
+
+def _cell_text(value: object) -> str:
+    return "-" if value is None else str(value)
 
 
 def format_time(seconds: float | None) -> str:
@@ -92,25 +135,16 @@ def last_command(message: Message) -> str:
 
 
 @contextlib.contextmanager
-def progress_bar(title: str, total: int) -> Iterator[Callable[[int, str], None]]:
-    """`with progress_bar("audit", 20) as update: update(1, "3 traces")`. Shown on a terminal only."""
-    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
-    bar = Progress(*columns, TimeElapsedColumn(), console=err, transient=True, disable=not err.is_terminal)
-    task = bar.add_task("", total=total)
-    with bar:
-        yield lambda done, text: bar.update(task, completed=done, description=text)
-
-
-@contextlib.contextmanager
-def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
-    """Yield a function of (kind of work, done, total); each kind gets a bar when its work begins."""
+def progress_bars() -> Iterator[Callable[..., None]]:
+    """Yield `update(kind of work, done, total, note="")`; each kind gets a bar when its work begins."""
     bars: dict[str, TaskID] = {}
-    with Progress(console=err, transient=True) as progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"))
+    with Progress(*columns, TimeElapsedColumn(), console=err, transient=True, disable=not err.is_terminal) as progress:
 
-        def update(kind: str, done: int, total: int) -> None:
+        def update(kind: str, done: int, total: int, note: str = "") -> None:
             if kind not in bars:
-                bars[kind] = progress.add_task(kind)
-            progress.update(bars[kind], completed=done, total=max(total, done))
+                bars[kind] = progress.add_task(kind, note="")
+            progress.update(bars[kind], completed=done, total=max(total, done), note=note)
 
         yield update
 
@@ -193,12 +227,14 @@ class RolloutProgressView:
             line.command = last_command(record.choices[0].message) or line.command
 
     def _table(self) -> Table:
-        table = make_table("task", "stage", "calls", "tokens", "s", "last command", right=("calls", "tokens", "s"))
         lines = self._lines.values()
         active = [line for line in lines if line.status not in _END_COLOURS and line.status != "queued"]
-        for line in active[:_MAX_LIVE_ROWS]:
-            numbers = (str(line.calls), str(line.tokens), f"{time.monotonic() - line.since:.0f}")
-            table.add_row(escape(line.task), f"[cyan]{line.status}[/]", *numbers, escape(line.command))
+        rows = (
+            (one.task, Text(one.status, "cyan"), one.calls, one.tokens, _seconds_since(one.since), one.command)
+            for one in active[:_MAX_LIVE_ROWS]
+        )
+        columns = ("task", "stage", "calls", "tokens", "s", "last command")
+        table = make_table(columns, rows, right=("calls", "tokens", "s"))
         finished = sum(line.status in _END_COLOURS for line in lines)
         queued = sum(line.status == "queued" for line in lines)
         table.caption = f"{finished} finished, {len(active)} active, {queued} queued"
@@ -238,12 +274,18 @@ class JobProgressView:
         err.print(line, markup=False, soft_wrap=True)
 
     def _table(self) -> Table:
-        table = make_table("rollout", "stage", "s")
         active = {one: to for one, to in self._stages.items() if to not in _END_COLOURS and to != "queued"}
-        for rollout_id, stage in list(active.items())[:_MAX_LIVE_ROWS]:
-            table.add_row(rollout_id, f"[cyan]{stage}[/]", f"{time.monotonic() - self._since[rollout_id]:.0f}")
+        rows = (
+            (rollout_id, Text(stage, "cyan"), _seconds_since(self._since[rollout_id]))
+            for rollout_id, stage in list(active.items())[:_MAX_LIVE_ROWS]
+        )
+        table = make_table(("rollout", "stage", "s"), rows)
         ends = Counter(to for to in self._stages.values() if to in _END_COLOURS)
         counts = [f"[{colour}]{ends[name]} {name}[/]" for name, colour in _END_COLOURS.items() if ends[name]]
         queued = sum(self._job.rollouts.values()) - len(active) - ends.total()
         table.caption = ", ".join([*counts, f"{len(active)} active", f"{queued} queued"])
         return table
+
+
+def _seconds_since(start: float) -> str:
+    return f"{time.monotonic() - start:.0f}"

@@ -8,28 +8,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from polar_proxy.cli.common import (
-    DbOption,
-    EngineOption,
-    EngineUrlOption,
-    JsonOption,
-    ModelOption,
-    PastReasoningOption,
-    PromptModeOption,
-    database_url,
-    load_settings,
-    open_or_create,
-    run_async,
-)
-from polar_proxy.cli.options import model_options
+from polar_proxy.cli import options
+from polar_proxy.cli.common import database_url, load_settings, open_database, run_async
 from polar_proxy.cli.output import (
     RolloutProgressView,
     format_number,
     make_table,
     out,
-    print_json,
     print_note,
     print_refused_task,
+    print_result,
 )
 from polar_proxy.config import Settings
 from polar_proxy.errors import UsageError
@@ -40,15 +28,14 @@ if TYPE_CHECKING:
     from polar_proxy.store import RolloutRow
     from polar_proxy.tasks import Task
 
-SeedOption = Annotated[
-    int | None, typer.Option(min=0, help="Run only this instance; in a file: the task at this position.")
-]
-InstancesOption = Annotated[
-    int | None, typer.Option(min=1, help="Run the first N tasks. Default: one of a family, all of a file or folder.")
-]
+_SUMMARY = (
+    *("rollout_id", "task_id", "group_id", "seed", "status", "cause", "attempt", "masked", "reward", "calls", "traces"),
+    *("prompt_tokens", "completion_tokens", "trained_tokens", "wall_seconds", "exit_code", "session_id", "error"),
+)
+"""Fields of a rollout that `--json` prints."""
 
 
-@model_options(RolloutSpec, parameter="rollout_options")
+@options.model_options(RolloutSpec)
 def run(
     task: Annotated[
         str,
@@ -58,18 +45,18 @@ def run(
         ),
     ],
     *,
-    seed: SeedOption = None,
-    instances: InstancesOption = None,
+    seed: options.Seed = None,
+    instances: options.Instances = None,
     rollout_options: Json,
     samples: Annotated[int | None, typer.Option(min=1, help="Rollouts of each task (a group).")] = None,
-    concurrency: Annotated[int | None, typer.Option(min=1, help="Rollouts at a time.")] = None,
-    engine: EngineOption = None,
-    engine_url: EngineUrlOption = None,
-    model: ModelOption = None,
-    prompt_mode: PromptModeOption = None,
-    past_reasoning: PastReasoningOption = None,
-    db: DbOption = None,
-    as_json: JsonOption = False,
+    concurrency: options.Concurrency = None,
+    engine: options.Engine = None,
+    engine_url: options.EngineUrl = None,
+    model: options.Model = None,
+    prompt_mode: options.PromptMode = None,
+    past_reasoning: options.PastReasoning = None,
+    db: options.Db = None,
+    as_json: options.AsJson = False,
 ) -> None:
     """Run an agent on tasks; record its model calls, score its work and build training sequences.
 
@@ -86,13 +73,10 @@ def run(
     tasks, refused = _load_tasks(task, seed, instances)
     rows = run_async(_run(settings, tasks, quiet=as_json))
     url = display_url(database_url(settings))
-    if as_json:
-        document: Json = {"rollouts": [summary(row) for row in rows], "db": url}
-        if refused is not None:
-            document["refused"] = refused
-        print_json(document)
-    else:
-        _print_summary(rows, url)
+    document: Json = {"rollouts": [{name: getattr(row, name) for name in _SUMMARY} for row in rows], "db": url}
+    if refused is not None:
+        document["refused"] = refused
+    print_result(document, lambda: _print_summary(rows, url), as_json)
 
 
 def _load_tasks(task: str, seed: int | None, instances: int | None) -> tuple[list[Task], list[Json] | None]:
@@ -115,7 +99,7 @@ async def _run(settings: Settings, tasks: list[Task], *, quiet: bool) -> list[Ro
     from polar_proxy.rollouts import local_gateway, recover, run_job
 
     view = RolloutProgressView(quiet=quiet)
-    async with open_or_create(settings) as store:
+    async with open_database(settings, create=True) as store:
         for line in await recover(store):
             print_note(line)
         print_note(f"database: {store.display_url}")
@@ -130,38 +114,21 @@ async def _run(settings: Settings, tasks: list[Task], *, quiet: bool) -> list[Ro
         return [rows[rollout_id] for rollout_id in ids]
 
 
-def summary(row: RolloutRow) -> Json:
-    """Return a rollout as `--json` prints it."""
-    return {
-        "rollout_id": row.rollout_id,
-        "task_id": row.task_id,
-        "group_id": row.group_id,
-        "seed": row.seed,
-        "status": row.status,
-        "cause": row.cause,
-        "attempt": row.attempt,
-        "masked": row.masked,
-        "reward": row.reward,
-        "calls": row.calls,
-        "traces": row.traces,
-        "prompt_tokens": row.prompt_tokens,
-        "completion_tokens": row.completion_tokens,
-        "trained_tokens": row.trained_tokens,
-        "wall_seconds": row.wall_seconds,
-        "exit_code": row.exit_code,
-        "session_id": row.session_id,
-        "error": row.error,
-    }
-
-
 def _print_summary(rows: list[RolloutRow], url: str) -> None:
-    columns = ("rollout", "task", "status", "reward", "calls", "trained", "s")
-    table = make_table(*columns, right=("reward", "calls", "trained", "s"))
-    for row in rows:
-        seconds = format_number(row.wall_seconds, ".1f")
-        numbers = (format_number(row.reward), str(row.calls), str(row.trained_tokens), seconds)
-        table.add_row(row.rollout_id, row.task_id, row.status, *numbers)
-    out.print(table)
+    numbers = ("reward", "calls", "trained", "s")
+    cells = (
+        (
+            row.rollout_id,
+            row.task_id,
+            row.status,
+            format_number(row.reward),
+            row.calls,
+            row.trained_tokens,
+            format_number(row.wall_seconds, ".1f"),
+        )
+        for row in rows
+    )
+    out.print(make_table(("rollout", "task", "status", *numbers), cells, right=numbers))
     scored = [row.reward for row in rows if row.reward is not None]
     solved = sum(reward >= 1 for reward in scored)
     out.print(f"solved {solved} of {len(scored)} scored rollouts ({len(rows)} in all)")

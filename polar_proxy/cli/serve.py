@@ -14,18 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from polar_proxy.cli.common import (
-    DbOption,
-    EngineOption,
-    EngineUrlOption,
-    JsonOption,
-    ModelOption,
-    PastReasoningOption,
-    PromptModeOption,
-    load_settings,
-    open_or_create,
-    run_async,
-)
+from polar_proxy.cli import options
+from polar_proxy.cli.common import load_settings, open_database, run_async
 from polar_proxy.cli.output import out, print_json, print_note
 from polar_proxy.config import Settings
 from polar_proxy.errors import PolarError, UsageError
@@ -44,15 +34,15 @@ class NodeEndedError(PolarError):
 def serve(
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(min=0, max=65535, help="Port; 0 takes any free port.")] = None,
-    engine: EngineOption = None,
-    engine_url: EngineUrlOption = None,
-    model: ModelOption = None,
+    engine: options.Engine = None,
+    engine_url: options.EngineUrl = None,
+    model: options.Model = None,
     require_known_keys: Annotated[
         bool | None, typer.Option("--require-known-keys", help="Refuse unknown session keys on loopback too.")
     ] = None,
-    prompt_mode: PromptModeOption = None,
-    past_reasoning: PastReasoningOption = None,
-    db: DbOption = None,
+    prompt_mode: options.PromptMode = None,
+    past_reasoning: options.PastReasoning = None,
+    db: options.Db = None,
     rollout_workers: Annotated[
         int | None, typer.Option(min=1, help="Also run the rollouts that `polar submit` queues, N at a time.")
     ] = None,
@@ -64,7 +54,7 @@ def serve(
     ray_address: Annotated[
         str, typer.Option(help="HOST:PORT of the Ray cluster; auto: the cluster of this machine.")
     ] = "auto",
-    as_json: JsonOption = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Serve the gateway and the HTTP API until stopped. --json prints one JSON document when the server is ready."""
     settings = load_settings(
@@ -80,8 +70,7 @@ def serve(
         engine={"kind": engine, "url": engine_url, "model": model},
         run={"concurrency": rollout_workers, "backlog": backlog},
     )
-    if executor not in ("local", "ray"):
-        raise UsageError(f"There is no executor {executor!r}: choose local or ray.")
+    options.require_choice("executor", executor, ("local", "ray"))
     ray = ray_address if executor == "ray" else None
     run_async(_serve(settings, as_json, with_workers=rollout_workers is not None, ray_address=ray))
 
@@ -93,7 +82,7 @@ async def _serve(settings: Settings, as_json: bool, *, with_workers: bool, ray_a
     from polar_proxy.gateway import Gateway
     from polar_proxy.rollouts import RolloutService, ServiceLimits, recover
 
-    async with open_or_create(settings) as store, contextlib.AsyncExitStack() as stack:
+    async with open_database(settings, create=True) as store, contextlib.AsyncExitStack() as stack:
         for line in await recover(store):
             print_note(line)
         engine = await stack.enter_async_context(make_engine(settings.engine))

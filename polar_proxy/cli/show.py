@@ -10,72 +10,73 @@ import orjson
 import typer
 from rich.markup import escape
 
-from polar_proxy.cli.common import DbOption, JsonOption, load_settings, with_store
-from polar_proxy.cli.output import format_number, format_time, last_command, make_table, out, print_json
+from polar_proxy.cli import options
+from polar_proxy.cli.common import load_settings, with_store
+from polar_proxy.cli.output import format_number, format_time, last_command, make_table, out, print_result
 from polar_proxy.errors import UsageError
 from polar_proxy.types import Json
 
 if TYPE_CHECKING:
     from polar_proxy.store import Store
-    from polar_proxy.types import CallRecord
 
+_CALL_FIELDS = (
+    *("call_id", "session_id", "dialect", "path", "stream", "model", "engine", "weight_version", "logprob_mode"),
+    *("status", "http_status", "error", "edge", "parent_call_id", "params", "sampling"),
+    *("started_at", "first_token_at", "ended_at", "cached_tokens"),
+)
 _NUMBERS = ("calls", "failed", "prompt", "sampled", "s")
 
 
 def sessions(
     limit: Annotated[int, typer.Option(min=1, help="Show the newest N.")] = 20,
-    db: DbOption = None,
-    as_json: JsonOption = False,
+    db: options.Db = None,
+    as_json: options.AsJson = False,
 ) -> None:
     """List sessions, newest first."""
     rows = with_store(load_settings(db), lambda store: store.sessions.recent(limit=limit))
-    if as_json:
-        print_json({"sessions": [asdict(row) for row in rows]})
-        return
-    columns = ("session", "label", "opened", "calls", "failed", "prompt", "sampled", "last call", "rollout")
-    table = make_table(*columns, right=_NUMBERS)
-    for row in rows:
-        table.add_row(
+    cells = (
+        (
             row.session_id,
-            escape(row.label or row.origin),
+            row.label or row.origin,
             format_time(row.created_at),
-            str(row.calls),
-            str(row.failed_calls),
-            str(row.prompt_tokens),
-            str(row.completion_tokens),
+            row.calls,
+            row.failed_calls,
+            row.prompt_tokens,
+            row.completion_tokens,
             format_time(row.last_call_at),
-            row.rollout_id or "-",
+            row.rollout_id,
         )
-    out.print(table)
+        for row in rows
+    )
+    columns = ("session", "label", "opened", "calls", "failed", "prompt", "sampled", "last call", "rollout")
+    print_result({"sessions": rows}, make_table(columns, cells, right=_NUMBERS), as_json)
 
 
 def show(
     ident: Annotated[str, typer.Argument(metavar="ROLLOUT|SESSION|CALL", help="Id of a rollout, a session or a call.")],
     tokens: Annotated[bool, typer.Option(help="For a call: print every token id with its log-probability.")] = False,
-    db: DbOption = None,
-    as_json: JsonOption = False,
+    db: options.Db = None,
+    as_json: options.AsJson = False,
 ) -> None:
     """Show a rollout, a session or a call in full."""
+    kinds = {
+        "roll": (_load_rollout, _print_rollout),
+        "sess": (_load_session, _print_session),
+        "call": (_load_call, lambda call: _print_call(call, tokens)),
+    }
     kind = ident.partition("_")[0]
-    loaders = {"roll": _load_rollout, "sess": _load_session, "call": _load_call}
-    if kind not in loaders:
+    if kind not in kinds:
         raise UsageError(f"{ident!r} is not an id: ids begin with roll_, sess_ or call_ (see `polar sessions`).")
+    read, show_found = kinds[kind]
 
     async def load(store: Store) -> Json:
-        found = await loaders[kind](store, ident)
+        found = await read(store, ident)
         if found is None:
             raise UsageError(f"There is no {ident} in {store.display_url}.")
         return found
 
     found = with_store(load_settings(db), load)
-    if as_json:
-        print_json(found)
-    elif kind == "call":
-        _print_call(found, tokens)
-    elif kind == "roll":
-        _print_rollout(found)
-    else:
-        _print_session(found)
+    print_result(found, lambda: show_found(found), as_json)
 
 
 async def _load_rollout(store: Store, rollout_id: str) -> Json | None:
@@ -86,8 +87,8 @@ async def _load_rollout(store: Store, rollout_id: str) -> Json | None:
     return {
         **asdict(row),
         "instruction": task.instruction if task else None,
-        "rewards": [asdict(reward) for reward in await store.rewards.of_rollout(rollout_id)],
-        "events": [asdict(event) for event in await store.rollouts.events(rollout_id)],
+        "rewards": await store.rewards.of_rollout(rollout_id),
+        "events": await store.rollouts.events(rollout_id),
         "artifacts": [
             {**asdict(item), "path": str(item.path)} for item in await store.artifacts.of_rollout(rollout_id)
         ],
@@ -123,37 +124,19 @@ async def _load_session(store: Store, session_id: str) -> Json | None:
 
 
 async def _load_call(store: Store, call_id: str) -> Json | None:
-    call = await store.calls.get(call_id)
-    return None if call is None else call_json(call)
-
-
-def call_json(call: CallRecord) -> Json:
-    """Return a call with everything, as JSON.
+    """Return a call with everything.
 
     `messages` and `tools` are as the agent sent them, in the dialect's own form; `conversation` has both in OpenAI's.
     """
     from polar_proxy.export import conversation
 
-    return {
-        "call_id": call.call_id,
-        "session_id": call.session_id,
-        "dialect": call.dialect,
-        "path": call.path,
-        "stream": call.stream,
-        "model": call.model,
-        "engine": {**asdict(call.engine), "capabilities": sorted(call.engine.capabilities)} if call.engine else None,
-        "weight_version": call.weight_version,
-        "logprob_mode": call.logprob_mode,
-        "status": call.status,
-        "http_status": call.http_status,
-        "error": call.error,
-        "edge": call.edge,
-        "parent_call_id": call.parent_call_id,
+    call = await store.calls.get(call_id)
+    if call is None:
+        return None
+    return {name: getattr(call, name) for name in _CALL_FIELDS} | {
         "messages": [orjson.loads(message) for message in call.messages],
         "tools": None if call.tools is None else orjson.loads(call.tools),
         "conversation": conversation(call),
-        "params": call.params,
-        "sampling": call.sampling,
         "prompt_ids": None if call.prompt_ids is None else call.prompt_ids.tolist(),
         "choices": [
             {
@@ -161,14 +144,10 @@ def call_json(call: CallRecord) -> Json:
                 "message": choice.message.to_openai(),
                 "finish_reason": choice.finish_reason,
                 "token_ids": choice.token_ids.tolist(),
-                "logprobs": [float(value) for value in choice.logprobs],
+                "logprobs": choice.logprobs.tolist(),
             }
             for choice in call.choices
         ],
-        "started_at": call.started_at,
-        "first_token_at": call.first_token_at,
-        "ended_at": call.ended_at,
-        "cached_tokens": call.cached_tokens,
     }
 
 
@@ -188,19 +167,21 @@ def _print_rollout(rollout: Json) -> None:
 
 def _print_session(session: Json) -> None:
     out.print(f"session {session['session_id']}")
-    table = make_table("call", "edge", "status", "prompt", "sampled", "s", "finish", "answer", right=_NUMBERS)
-    for call in session["calls"]:
-        table.add_row(
+    rows = (
+        (
             call["call_id"],
             call["edge"],
             call["status"],
-            str(call["prompt_tokens"] or "-"),
-            str(call["completion_tokens"]),
+            call["prompt_tokens"] or "-",
+            call["completion_tokens"],
             f"{call['ended_at'] - call['started_at']:.2f}",
-            call["finish_reason"] or "-",
-            escape(call["said"][:60]),
+            call["finish_reason"],
+            call["said"][:60],
         )
-    out.print(table)
+        for call in session["calls"]
+    )
+    columns = ("call", "edge", "status", "prompt", "sampled", "s", "finish", "answer")
+    out.print(make_table(columns, rows, right=_NUMBERS))
     for trace in session["traces"]:
         size = f"{trace['tokens']} tokens, {trace['trained_tokens']} trained, {len(trace['calls'])} calls"
         out.print(f"trace {trace['trace_id']}: {trace['grade']}, {size}")

@@ -1,35 +1,41 @@
-"""`polar build`, `polar audit` and `polar rescore`: training sequences from recorded calls."""
+"""`polar build`, `polar audit`, `polar rescore` and `polar export`: training data from recorded calls."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
 from collections import Counter
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, BinaryIO
 
 import typer
 from rich.markup import escape
 
-from polar_proxy.cli.common import (
-    DbOption,
-    EngineOption,
-    EngineUrlOption,
-    JsonOption,
-    ModelOption,
-    SessionsOption,
-    WhereOption,
-    load_settings,
-    with_store,
+from polar_proxy.cli import options
+from polar_proxy.cli.common import load_settings, with_store
+from polar_proxy.cli.output import (
+    err,
+    format_counts,
+    format_number,
+    make_table,
+    out,
+    print_note,
+    print_result,
+    progress_bars,
 )
-from polar_proxy.cli.output import format_counts, format_number, make_table, out, print_json, print_note, progress_bar
 from polar_proxy.errors import UsageError
 from polar_proxy.types import Json
 
 if TYPE_CHECKING:
+    from polar_proxy.export import ExportReport
     from polar_proxy.store import Store
     from polar_proxy.traces.audit import AuditReport
     from polar_proxy.traces.operations import RebuildReport
 
-NewestOption = Annotated[int | None, typer.Option("--limit", min=1, help="Only the newest N rollouts or sessions.")]
-ConcurrencyOption = Annotated[int, typer.Option("--concurrency", min=1, help="Sequences to score at a time.")]
+Newest = Annotated[int | None, typer.Option("--limit", min=1, help="Only the newest N rollouts or sessions.")]
+ScoringConcurrency = Annotated[int, typer.Option("--concurrency", min=1, help="Sequences to score at a time.")]
 
 
 def build(
@@ -37,16 +43,16 @@ def build(
         list[str] | None,
         typer.Argument(metavar="[ROLLOUT|SESSION]...", help="Ids of rollouts or sessions.", show_default=False),
     ] = None,
-    where: WhereOption = None,
+    where: options.Where = None,
     builder: Annotated[str, typer.Option(help="merged, per_call or tree.")] = "merged",
     on_drift: Annotated[
         str, typer.Option(help="What the merged builder does with a drifted turn: split, canonical or rescore.")
     ] = "split",
-    engine: EngineOption = None,
-    engine_url: EngineUrlOption = None,
-    model: ModelOption = None,
-    db: DbOption = None,
-    as_json: JsonOption = False,
+    engine: options.Engine = None,
+    engine_url: options.EngineUrl = None,
+    model: options.Model = None,
+    db: options.Db = None,
+    as_json: options.AsJson = False,
 ) -> None:
     """Build the traces of rollouts and sessions from their recorded calls, replacing the builder's earlier traces.
 
@@ -74,41 +80,41 @@ def build(
             return await rebuild(store, targets, builder=builder, on_drift=on_drift, engine=entered)
 
     found = with_store(settings, work).to_json()
-    if as_json:
-        print_json({"builder": builder, "on_drift": on_drift if builder == "merged" else None, **found})
-    else:
-        _print_built(found)
+    chosen = {"builder": builder, "on_drift": on_drift if builder == "merged" else None}
+    print_result({**chosen, **found}, lambda: _print_built(found), as_json)
 
 
 def _print_built(found: Json) -> None:
-    numbers = ("calls", "trained", "traces", "tokens", "sampled")
-    columns = ("session", "rollout", "calls", "trained", "excluded", *numbers[2:], "grades", "drift")
-    table = make_table(*columns, right=numbers, wrap=columns[2:])
-    for row in found["sessions"]:
-        calls = row["calls"]
-        table.add_row(
+    columns = ("session", "rollout", "calls", "trained", "excluded", "traces", "tokens", "sampled", "grades", "drift")
+    rows = (
+        (
             row["session_id"],
             row["rollout_id"] or "-",
-            str(calls["recorded"]),
-            str(calls["trained"]),
-            escape(format_counts(calls["excluded"])),
-            *(str(row[name]) for name in ("traces", "tokens", "trained_tokens")),
-            escape(format_counts(row["grades"])),
-            escape(format_counts(row["drift"])),
+            row["calls"]["recorded"],
+            row["calls"]["trained"],
+            format_counts(row["calls"]["excluded"]),
+            row["traces"],
+            row["tokens"],
+            row["trained_tokens"],
+            format_counts(row["grades"]),
+            format_counts(row["drift"]),
         )
-    out.print(table)
+        for row in found["sessions"]
+    )
+    numbers = ("calls", "trained", "traces", "tokens", "sampled")
+    out.print(make_table(columns, rows, right=numbers, wrap=columns[2:]))
     if found["skipped"]:
         print_note(f"skipped, because they still run: {format_counts(Counter(found['skipped'].values()))}")
 
 
 def audit(
-    where: WhereOption = None,
-    session: SessionsOption = None,
+    where: options.Where = None,
+    session: options.Sessions = None,
     builder: Annotated[str, typer.Option(help="Audit the traces of this builder: merged, per_call, tree.")] = "merged",
-    limit: NewestOption = None,
-    engine: EngineOption = None,
-    engine_url: EngineUrlOption = None,
-    model: ModelOption = None,
+    limit: Newest = None,
+    engine: options.Engine = None,
+    engine_url: options.EngineUrl = None,
+    model: options.Model = None,
     policy_version: Annotated[
         str | None, typer.Option(help="Version of the engine's weights, if the engine does not report it.")
     ] = None,
@@ -118,9 +124,9 @@ def audit(
     tolerance: Annotated[
         float, typer.Option(min=0, help="Reject traces with a larger difference, in nats. 0.01 suits fp32 engines.")
     ] = 0.01,
-    concurrency: ConcurrencyOption = 4,
-    db: DbOption = None,
-    as_json: JsonOption = False,
+    concurrency: ScoringConcurrency = 4,
+    db: options.Db = None,
+    as_json: options.AsJson = False,
 ) -> None:
     """Score traces again with the engine, and compare with the recorded log-probabilities.
 
@@ -128,7 +134,7 @@ def audit(
     """
     settings = load_settings(db, engine={"kind": engine, "url": engine_url, "model": model})
 
-    async def work(store: Store) -> tuple[AuditReport, Json]:
+    async def work(store: Store) -> Json:
         from polar_proxy.engines.factory import make_engine
         from polar_proxy.traces.audit import AuditReference
         from polar_proxy.traces.operations import audit_store, find_targets
@@ -137,7 +143,7 @@ def audit(
         async with make_engine(settings.engine) as entered:
             version = policy_version or await entered.weight_version()
             reference = AuditReference(entered.info, version, tolerance, same_model)
-            with progress_bar("audit", len(targets)) as update:
+            with progress_bars() as update:
                 report = await audit_store(
                     store,
                     entered,
@@ -145,21 +151,16 @@ def audit(
                     targets,
                     builder=builder,
                     at_once=concurrency,
-                    progress=lambda report: update(report.sessions, _audit_progress(report)),
+                    progress=lambda report: update("audit", report.sessions, len(targets), _audit_progress(report)),
                 )
             texts = [
                 (await entered.decode([worst.token_id]), await entered.decode(list(worst.before)))
                 for worst, _ in report.worst
             ]
-        return report, report.to_json(texts)
+        return report.to_json(texts)
 
-    report, found = with_store(settings, work)
-    if as_json:
-        print_json(found)
-    else:
-        _print_audit(found)
-    if report.grades["rejected"]:
-        raise typer.Exit(1)
+    found = with_store(settings, work)
+    print_result(found, lambda: _print_audit(found), as_json, good=not found["grades"].get("rejected"))
 
 
 def _audit_progress(report: AuditReport) -> str:
@@ -171,15 +172,21 @@ def _print_audit(found: Json) -> None:
     engine = found["engine"]
     version = engine["policy_version"] or "unknown"
     out.print(f"against {engine['engine']} {engine['version']}, {engine['model']}, policy {version}")
-    numbers = ("traces", "tokens", "max |diff|", "mean |diff|")
-    table = make_table("", *numbers, right=numbers)
     rows = [("all", found)]
     rows += [(f"harness {name}", row) for name, row in sorted(found["by_harness"].items())]
     rows += [(f"policy version {name}", row) for name, row in sorted(found["by_policy_version"].items())]
-    for name, row in rows:
-        differences = [format_number(row[key], ".2e") for key in ("max_abs_diff", "mean_abs_diff")]
-        table.add_row(escape(name), str(row["traces"]), str(row["tokens"]), *differences)
-    out.print(table)
+    numbers = ("traces", "tokens", "max |diff|", "mean |diff|")
+    cells = (
+        (
+            name,
+            row["traces"],
+            row["tokens"],
+            format_number(row["max_abs_diff"], ".2e"),
+            format_number(row["mean_abs_diff"], ".2e"),
+        )
+        for name, row in rows
+    )
+    out.print(make_table(("", *numbers), cells, right=numbers))
     for title, counts in (
         ("grades", found["grades"]),
         ("traces not compared", found["skipped"]),
@@ -206,15 +213,15 @@ def _one_line(text: str) -> str:
 
 
 def rescore(
-    where: WhereOption = None,
-    session: SessionsOption = None,
-    limit: NewestOption = None,
-    engine: EngineOption = None,
-    engine_url: EngineUrlOption = None,
-    model: ModelOption = None,
-    concurrency: ConcurrencyOption = 4,
-    db: DbOption = None,
-    as_json: JsonOption = False,
+    where: options.Where = None,
+    session: options.Sessions = None,
+    limit: Newest = None,
+    engine: options.Engine = None,
+    engine_url: options.EngineUrl = None,
+    model: options.Model = None,
+    concurrency: ScoringConcurrency = 4,
+    db: options.Db = None,
+    as_json: options.AsJson = False,
 ) -> None:
     """Give recorded text the tokens and log-probabilities of another engine, and build off-policy traces from it.
 
@@ -235,24 +242,99 @@ def rescore(
         async with make_engine(settings.engine) as entered:
             require_scoring_engine(entered)
             scorer = Scorer(entered, concurrency)
-            with progress_bar("rescore", len(targets)) as update:
+            with progress_bars() as update:
                 for number, target in enumerate(targets, 1):
                     await rescore_session(store, scorer, target, report)
-                    update(number, f"{report.answers} answers, {report.scored_tokens:,} tokens scored")
+                    note = f"{report.answers} answers, {report.scored_tokens:,} tokens scored"
+                    update("rescore", number, len(targets), note)
             info = entered.info
-        return {
-            **report.to_json(),
-            "engine": {"engine": info.engine, "version": info.version, "model": info.model},
-        }
+        return {**report.to_json(), "engine": {"engine": info.engine, "version": info.version, "model": info.model}}
 
     found = with_store(settings, work)
-    if as_json:
-        print_json(found)
-        return
     scorer = found["engine"]
     made = f"{found['answers']} answers of {found['calls']} calls, {found['tokens']} tokens, {found['traces']} traces"
-    out.print(f"rescored by {scorer['engine']}, {escape(scorer['model'])}: {made}")
+    lines = [f"rescored by {scorer['engine']}, {escape(scorer['model'])}: {made}"]
     if found["skipped"]:
-        out.print(f"calls left out: {format_counts(found['skipped'])}")
+        lines.append(f"calls left out: {format_counts(found['skipped'])}")
     if found["traces"]:
-        out.print("off-policy, graded approximate: polar export --builder rescored --all-grades")
+        lines.append("off-policy, graded approximate: polar export --builder rescored --all-grades")
+    print_result(found, "\n".join(lines), as_json)
+
+
+def export(
+    form: Annotated[
+        str,
+        typer.Option(
+            "--format",
+            help="jsonl, chat-jsonl, tokens-jsonl; for other trainers: trl, verl, slime, nemo-rl, tinker.",
+        ),
+    ] = "jsonl",
+    where: options.Where = None,
+    session: options.Sessions = None,
+    builder: Annotated[
+        str, typer.Option(help="Export the traces of this builder: merged, per_call, tree or rescored.")
+    ] = "merged",
+    all_grades: Annotated[bool, typer.Option(help="Also export traces that are graded unfit for training.")] = False,
+    advantage: Annotated[
+        str, typer.Option(help="For trl and tinker, the advantage: grpo, dr_grpo, rloo, mc_grpo or raft.")
+    ] = "grpo",
+    file: Annotated[str, typer.Option("--out", help="File to write; - is standard output.")] = "-",
+    db: options.Db = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Write recorded runs as JSON lines, and print counts of what was left out to standard error.
+
+    --json prints these counts as one JSON document on standard output; --out must then be a file.
+    """
+    if as_json and file == "-":
+        raise UsageError("--json reports on standard output, so --out must be a file.")
+
+    async def work(store: Store) -> ExportReport:
+        from polar_proxy.export import export as write_rows
+
+        with open_output(file) as target:
+            return await write_rows(
+                store,
+                form,
+                target.write,
+                where=where,
+                session_ids=session or (),
+                builder=builder,
+                all_grades=all_grades,
+                advantage=advantage,
+            )
+
+    report = with_store(load_settings(db), work)
+    counts = f"{report.rows} rows from {report.rollouts} rollouts and {report.sessions} other sessions"
+    left_out = format_counts(report.left_out) if report.left_out else "nothing"
+    found = {"out": file, "format": form, **report.to_json()}
+    print_result(found, lambda: err.print(f"{counts}; left out: {left_out}"), as_json)
+
+
+@contextlib.contextmanager
+def open_output(file: str) -> Iterator[BinaryIO]:
+    """Yield standard output, or a file that gets its name only when it is complete."""
+    if file == "-":
+        try:
+            yield sys.stdout.buffer
+            sys.stdout.buffer.flush()
+        except BrokenPipeError:  # the reader (`| head`) ended; Python's own flush at exit must not fail again
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(1) from None
+        return
+    path = Path(file).resolve()
+    if not file or path.is_dir():
+        raise UsageError(f"Cannot write {file!r}: --out is the name of a file.")
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        if path.exists() and not path.is_file():  # /dev/null or a named pipe: write to it, never replace it
+            with path.open("wb") as target:
+                yield target
+            return
+        with partial.open("wb") as target:
+            yield target
+        partial.replace(path)
+    except OSError as error:
+        raise UsageError(f"Cannot write {file}: {error.strerror}.") from error
+    finally:
+        partial.unlink(missing_ok=True)

@@ -7,24 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.markup import escape
 
-from polar_proxy.cli.common import (
-    DbOption,
-    EngineOption,
-    EngineUrlOption,
-    JsonOption,
-    ModelOption,
-    UrlOption,
-    api_key_for,
-    load_client_settings,
-    load_settings,
-    open_or_create,
-    run_async,
-    with_client,
-)
-from polar_proxy.cli.options import model_options
-from polar_proxy.cli.output import format_counts, format_number, format_time, make_table, out, print_json, print_note
+from polar_proxy.cli import options
+from polar_proxy.cli.common import api_key_for, given, load_settings, open_database, run_async, with_client
+from polar_proxy.cli.output import format_counts, format_number, format_time, make_table, out, print_note, print_result
 from polar_proxy.config import Settings
 from polar_proxy.errors import UsageError
 from polar_proxy.rollout_spec import RolloutSpec
@@ -36,12 +22,10 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, help="Train a policy on rollouts.")
 
 _SHOWN_STEPS = 20
-_SET_BY_GRPO = frozenset({"temperature", "train_timed_out"})
-"""Rollout options that the settings of [grpo] replace."""
 
 
 @app.command("grpo")
-@model_options(RolloutSpec, parameter="rollout_options", exclude=_SET_BY_GRPO)
+@options.model_options(RolloutSpec, exclude=("temperature", "train_timed_out"))  # settings of [grpo] replace these
 def grpo(
     *,
     config: Annotated[
@@ -51,14 +35,14 @@ def grpo(
         str | None, typer.Option(help="Name or folder of the run; an existing run is resumed. Default: a new run.")
     ] = None,
     task: Annotated[str | None, typer.Option(help="Task family, file or folder, as for `polar run`.")] = None,
-    engine: EngineOption = None,
-    engine_url: EngineUrlOption = None,
-    model: ModelOption = None,
+    engine: options.Engine = None,
+    engine_url: options.EngineUrl = None,
+    model: options.Model = None,
     weights: Annotated[
         str | None, typer.Option(help="Folder of the weights to start from. Required for vllm; local has its own.")
     ] = None,
     rollout_options: Json,
-    concurrency: Annotated[int | None, typer.Option(min=1, help="Rollouts at a time.")] = None,
+    concurrency: options.Concurrency = None,
     feed: Annotated[
         str | None,
         typer.Option(help="URL of a server: train on the groups of its feed; rollouts run there, steps here."),
@@ -83,8 +67,8 @@ def grpo(
         list[str] | None,
         typer.Option("--set", help="NAME=VALUE: any setting of [grpo], such as lora.rank=16. Repeatable."),
     ] = None,
-    db: DbOption = None,
-    as_json: JsonOption = False,
+    db: options.Db = None,
+    as_json: options.AsJson = False,
 ) -> None:
     """Train with GRPO: run rollouts, lease their groups, take steps, and send new weights to the engine.
 
@@ -103,7 +87,7 @@ def grpo(
         "gateway": {},
     }
     settings = load_settings(
-        db, **{name: {**tables.get(name, {}), **_given(own_flags)} for name, own_flags in sections.items()}
+        db, **{name: {**tables.get(name, {}), **given(own_flags)} for name, own_flags in sections.items()}
     )
     flags: Json = {"task": task, "weights": weights, "steps": steps, "groups": groups, "samples": samples}
     flags |= {"learning_rate": lr, "loss": loss, "advantage": advantage, "eval_every": eval_every}
@@ -119,7 +103,7 @@ def grpo(
 def status(
     run: Annotated[str, typer.Argument(help="Name or folder of a run.")],
     png: Annotated[Path | None, typer.Option(help="Draw the curves into this file (needs matplotlib).")] = None,
-    as_json: JsonOption = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Show the steps of a run, its rewards, the counts of left-out data, and the time spent in each phase.
 
@@ -132,16 +116,14 @@ def status(
 
 
 @app.command("list")
-def list_runs(url: UrlOption = None, db: DbOption = None, as_json: JsonOption = False) -> None:
+def list_runs(url: options.Url = None, db: options.Db = None, as_json: options.AsJson = False) -> None:
     """List the training runs that were reported to the database or server, newest first."""
-    found = with_client(load_client_settings(url, db), lambda client: client.training_runs())
-    if as_json:
-        print_json(found.model_dump())
-        return
-    table = make_table("run", "name", "steps", "last line")
-    for run in found.runs:
-        table.add_row(run.run_id, escape(run.name), str(run.step), format_time(run.updated_at))
-    out.print(table)
+    found = with_client(url, db, lambda client: client.training_runs())
+    table = make_table(
+        ("run", "name", "steps", "last line"),
+        ((run.run_id, run.name, run.step, format_time(run.updated_at)) for run in found.runs),
+    )
+    print_result(found, table, as_json)
 
 
 @app.command("adapter")
@@ -169,17 +151,13 @@ async def _train(settings: Settings, config: GrpoConfig, folder: Path) -> None:
         key = api_key_for(settings.model_copy(update={"url": config.feed}))
         await train_remotely(settings, config, folder, key, print_note)
         return
-    async with open_or_create(settings) as store:
+    async with open_database(settings, create=True) as store:
         await train_locally(settings, config, folder, store, print_note)
 
 
 def _run_folder(settings: Settings, run: str) -> Path:
     """Return the folder of a run: a path if it has a slash, else a folder in the Polar home."""
     return Path(run).expanduser() if "/" in run else settings.home / "runs" / run
-
-
-def _given(flags: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in flags.items() if value is not None}
 
 
 def _draw(folder: Path, png: Path) -> None:
@@ -196,17 +174,23 @@ def _print_run(folder: Path, *, as_json: bool) -> None:
     from polar_proxy.training import metrics
 
     found = metrics.run_summary(folder)
-    if as_json:
-        print_json(found)
-        return
+    steps = [line for line in metrics.read_lines(folder) if line["kind"] == "step"]
+    print_result(found, lambda: _print_steps(steps[-_SHOWN_STEPS:], found), as_json)
+
+
+def _print_steps(steps: list[Json], found: Json) -> None:
+    names = ("reward", "reward_interval", "solved_share", "entropy", "approx_kl", "clipped_share", "mismatch_max")
+    rows = (
+        (
+            line["step"],
+            *(format_number(line.get(name), ".3g") for name in names),
+            line["trained_tokens"],
+            f"{line['waiting_seconds'] + line['training_seconds']:.1f}",
+        )
+        for line in steps
+    )
     columns = ("step", "reward", "+-", "solved", "entropy", "kl", "clipped", "mismatch", "trained", "s")
-    table = make_table(*columns, right=columns)
-    for line in [line for line in metrics.read_lines(folder) if line["kind"] == "step"][-_SHOWN_STEPS:]:
-        names = ("reward", "reward_interval", "solved_share", "entropy", "approx_kl", "clipped_share", "mismatch_max")
-        values = [format_number(line.get(name), ".3g") for name in names]
-        seconds = line["waiting_seconds"] + line["training_seconds"]
-        table.add_row(str(line["step"]), *values, str(line["trained_tokens"]), f"{seconds:.1f}")
-    out.print(table)
+    out.print(make_table(columns, rows, right=columns))
     for one in found["heldout"]:
         out.print(f"held-out reward after {one['step']} steps: {format_number(one['reward'], '.3g')}")
     total = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in found["seconds"].items())

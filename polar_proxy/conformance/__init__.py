@@ -3,31 +3,9 @@
 The program is installed by its adapter and runs in a sandbox (`runner.py`). Between it and the gateway a TCP proxy
 records exchanges and breaks connections (`recording_proxy.py`). The engine answers with the tool calls that the program
 needs (`scripted_model.py`, `profiles.py`). Each check has a measured result; what cannot be measured is marked as such
-(`checks.py`, which also defines *lost* and *doubled*).
+(`checks.py`, which also defines *lost* and *doubled*; `measure.py` makes the rows, `report.py` the files).
+
+Fidelity: real agents and a real vLLM with forced answers show whether the trained tokens are the sampled ones.
+`awkward_answers.py` writes the answers, `forced_vllm.py` makes vLLM sample them, and `fidelity.py` counts every sampled
+token as trained or excluded and explains where a prompt differs from them.
 """
-
-from polar_proxy.conformance.checks import SCENARIO_CHECKS, CheckResult
-from polar_proxy.conformance.measure import CHECK_NAMES, HarnessRow, install_and_measure, measure
-from polar_proxy.conformance.profiles import PROFILES, HarnessProfile, profile_of
-from polar_proxy.conformance.report import document, is_good, markdown, merged, save
-from polar_proxy.conformance.runner import ProgramRun, ScenarioRun, ScenarioRunner
-
-__all__ = [
-    "CHECK_NAMES",
-    "PROFILES",
-    "SCENARIO_CHECKS",
-    "CheckResult",
-    "HarnessProfile",
-    "HarnessRow",
-    "ProgramRun",
-    "ScenarioRun",
-    "ScenarioRunner",
-    "document",
-    "install_and_measure",
-    "is_good",
-    "markdown",
-    "measure",
-    "merged",
-    "profile_of",
-    "save",
-]

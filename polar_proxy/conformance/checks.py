@@ -19,19 +19,19 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import orjson
 
-from polar_proxy.conformance.profiles import HarnessProfile
+from polar_proxy.conformance.recording_proxy import Exchange
 from polar_proxy.conformance.runner import ScenarioRun
 from polar_proxy.conformance.scripted_model import FaultKind, ReceivedRequest
 from polar_proxy.types import CallRecord, Message
 
 CheckStatus = Literal["ok", "failed", "n/a", "gives up", "not run"]
-_ANSWERED = ("ok", "no_tokens")
+F = TypeVar("F", bound="Callable[..., CheckResult]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,39 +41,51 @@ class CheckResult:
 
 
 @dataclass(frozen=True, slots=True)
-class CheckInput:
-    """One run of a harness, and its profile."""
+class ConformanceCheck:
+    """A check of the runs of one scenario (`function` takes one), or of all runs (`function` takes them all)."""
 
-    profile: HarnessProfile
-    run: ScenarioRun
-
-    def requests(self, kind: str = "main") -> list[ReceivedRequest]:
-        return [request for request in self.run.model.requests if request.kind == kind]
-
-    def last_request(self, step: int) -> ReceivedRequest | None:
-        """Return the last request of the main conversation that asks for this step."""
-        return next((request for request in reversed(self.requests()) if request.step == step), None)
+    scenario: str | None
+    title: str
+    meaning: str
+    function: Callable[..., CheckResult]
 
 
-CheckFunction = Callable[[CheckInput], CheckResult]
+CHECKS: dict[str, ConformanceCheck] = {}
+"""All checks by name."""
 
 
-def tool_round_trip(case: CheckInput) -> CheckResult:
-    after = case.last_request(1)
+def _check(scenario: str | None, title: str, meaning: str) -> Callable[[F], F]:
+    """Add a function to the checks, by its name."""
+
+    def register(function: F) -> F:
+        CHECKS[function.__name__] = ConformanceCheck(scenario, title, meaning, function)
+        return function
+
+    return register
+
+
+@_check("basic", "tool call", "the next request contains the output of a command that was really run")
+def tool_round_trip(run: ScenarioRun) -> CheckResult:
+    after = run.last_request(1)
     if after is None:
-        return CheckResult("failed", _describe_end(case.run))
+        return CheckResult("failed", _describe_end(run))
     results = "\n".join(_texts(after, "tool") or _texts(after, "user"))
-    if f"{case.run.model.tag(0)} ran-42" in results:
+    if f"{run.model.tag(0)} ran-42" in results:
         return CheckResult("ok")
     return CheckResult("failed", f"the next request does not contain what the command printed: {results[-300:]!r}")
 
 
-def parallel_calls(case: CheckInput) -> CheckResult:
-    after = case.last_request(2)
+@_check(
+    "basic",
+    "parallel calls",
+    "two tool calls of one answer are both run, and both outputs are in the next request",
+)
+def parallel_calls(run: ScenarioRun) -> CheckResult:
+    after = run.last_request(2)
     if after is None:
-        return CheckResult("failed", _describe_end(case.run))
+        return CheckResult("failed", _describe_end(run))
     results = _texts(after, "tool")
-    tag = case.run.model.tag(1)
+    tag = run.model.tag(1)
     found = [f"{tag} ran-{number}" in "\n".join(results) for number in (42, 43)]
     turns = [message for message in after.request.messages if message.role == "assistant" and message.tool_calls]
     calls = max((len(turn.tool_calls) for turn in turns), default=0)
@@ -82,13 +94,14 @@ def parallel_calls(case: CheckInput) -> CheckResult:
     return CheckResult("failed", f"{sum(found)} of 2 outputs came back: {[text[-200:] for text in results[-2:]]}")
 
 
-def reasoning(case: CheckInput) -> CheckResult:
-    after = case.last_request(1)
-    if after is None and case.run.model.scenario.second:
-        after = next((request for request in case.requests() if request.step > 0), None)
+@_check("basic", "reasoning", "whether the reasoning of one answer is in the messages of the next request")
+def reasoning(run: ScenarioRun) -> CheckResult:
+    after = run.last_request(1)
+    if after is None and run.model.scenario.second:
+        after = next((request for request in run.requests() if request.step > 0), None)
     if after is None:
-        return CheckResult("failed", _describe_end(case.run))
-    thought = f"thought-{case.run.model.tag(0)}"
+        return CheckResult("failed", _describe_end(run))
+    thought = f"thought-{run.model.tag(0)}"
     kept = any(thought in (message.reasoning or "") for message in after.request.messages)
     shown = any(thought in _text(message) for message in after.request.messages)
     if kept:
@@ -96,13 +109,17 @@ def reasoning(case: CheckInput) -> CheckResult:
     return CheckResult("ok", "comes back as text" if shown else "the harness drops it")
 
 
-def second_turn(case: CheckInput) -> CheckResult:
-    run = case.run
+@_check(
+    "basic",
+    "second turn",
+    "the program is started again to continue; its first request is joined to the first turn",
+)
+def second_turn(run: ScenarioRun) -> CheckResult:
     if len(run.starts) < 2:
         return CheckResult("failed", _describe_end(run))
     if run.last.outcome != "ok":
         return CheckResult("failed", run.last.detail)
-    first = next((request for request in case.requests() if "part 2" in "\n".join(_texts(request, "user"))), None)
+    first = next((request for request in run.requests() if "part 2" in "\n".join(_texts(request, "user"))), None)
     if first is None:
         return CheckResult("failed", "no request carries the user's second text")
     has_first_turn = f"main-{run.model.nonce}, part 1" in "\n".join(_texts(first, "user"))
@@ -111,17 +128,25 @@ def second_turn(case: CheckInput) -> CheckResult:
     found = edge + (f" ({calls[0].rule})" if calls and calls[0].rule not in (None, "extends") else "")
     if not has_first_turn:
         return CheckResult("ok" if edge == "root" else "failed", f"the first turn is not sent again: {found}")
-    if edge == "root" and case.profile.rebuilds_history:
-        return CheckResult("ok", f"root: {case.profile.rebuilds_history}")
+    if edge == "root" and run.model.profile.rebuilds_history:
+        return CheckResult("ok", f"root: {run.model.profile.rebuilds_history}")
     return CheckResult("ok" if edge in ("continues", "rewinds", "compacts") else "failed", found)
 
 
-def long_run(case: CheckInput) -> CheckResult:
-    run = case.run
+@_check("basic", "exit, good run", "a run that succeeds counts as such")
+def exit_ok(run: ScenarioRun) -> CheckResult:
+    bad = [start for start in run.starts if start.outcome != "ok"]
+    if not run.starts or bad:
+        return CheckResult("failed", bad[0].detail if bad else _describe_end(run))
+    return CheckResult("ok", f"exit {run.starts[0].exit_code}")
+
+
+@_check("long", "26 turns", "26 model calls in a row: one `root`, all others `continues`, none of them ambiguous")
+def long_run(run: ScenarioRun) -> CheckResult:
     edges = edge_counts(call for call in run.calls if call.edge != "side_call")
     wanted = len(run.model.scenario.steps)
     found = ", ".join(f"{number} {edge}" for edge, number in edges.most_common())
-    if not run.starts or run.last.outcome != "ok" or case.last_request(wanted - 1) is None:
+    if not run.starts or run.last.outcome != "ok" or run.last_request(wanted - 1) is None:
         return CheckResult("failed", f"{_describe_end(run)} ({found})")
     masked = [call for call in run.calls if call.edge == "compacts"]
     rules = sorted({call.rule or "" for call in masked})
@@ -133,9 +158,9 @@ def long_run(case: CheckInput) -> CheckResult:
     return CheckResult("ok" if good and not ambiguous else "failed", found)
 
 
-def subagent(case: CheckInput) -> CheckResult:
-    run = case.run
-    requests = case.requests("subagent")
+@_check("subagent", "sub-agent", "the calls of a sub-agent have the edge `subagent` and a parent")
+def subagent(run: ScenarioRun) -> CheckResult:
+    requests = run.requests("subagent")
     if not requests:
         return CheckResult("failed", f"no request of a sub-agent; {_describe_end(run)}")
     calls = [call for call in run.calls if call.edge == "subagent"]
@@ -146,44 +171,67 @@ def subagent(case: CheckInput) -> CheckResult:
     return CheckResult("ok", found) if calls[0].parent_call_id else CheckResult("failed", f"{found}; no parent")
 
 
-def compaction(case: CheckInput) -> CheckResult:
-    requests = case.requests("compaction")
-    calls = [call for call in case.run.calls if call.edge == "compacts"]
+@_check(
+    "compaction",
+    "compaction",
+    "the context is reported as full; the conversation after the summary has the edge `compacts`",
+)
+def compaction(run: ScenarioRun) -> CheckResult:
+    requests = run.requests("compaction")
+    calls = [call for call in run.calls if call.edge == "compacts"]
     if calls:
         return CheckResult("ok", f"{len(requests)} requests for a summary; found by {_rules(calls)}")
     if requests:
         return CheckResult("failed", f"{len(requests)} requests for a summary, but no call has the edge `compacts`")
-    return CheckResult("not run", f"a full context did not make it ask for a summary; {_describe_end(case.run)}")
+    return CheckResult("not run", f"a full context did not make it ask for a summary; {_describe_end(run)}")
 
 
-def fault(kind: FaultKind) -> CheckFunction:
-    """Return the check of one fault of the faults scenario."""
+@_check("faults", "429", "one 429 (with `retry-after`)")
+def retry_429(run: ScenarioRun) -> CheckResult:
+    return _after_fault(run, "429")
 
-    def check(case: CheckInput) -> CheckResult:
-        run = case.run
-        hit = next((request for request in case.requests() if request.fault == kind), None)
-        if hit is None:
-            return CheckResult("not run", f"the run ended before it: {_describe_end(run)}")
-        same = [request for request in case.requests() if request.step == hit.step]
-        later = [request for request in case.requests() if request.step > hit.step]
-        if later or run.last.outcome == "ok":
-            if kind == "slow":
-                more = f", asked {len(same) - 1} times more" if len(same) > 1 else ""
-                return CheckResult("ok", f"waited {run.model.slow:g} s{more}")
-            if len(same) > 1:
-                return CheckResult("ok", f"asked again after {same[1].at - same[0].at:.1f} s")
-            if joined_retries(run):  # a retry that Polar joins to the first call does not reach the engine
-                return CheckResult("ok", "asked again, got the recorded answer")
-            return CheckResult("ok", "continued with the part it had" if later else "ended as after a good answer")
-        if run.last.outcome == "timed_out":
-            return CheckResult("not run", f"no end within {run.last.seconds:.0f} s")
+
+@_check("faults", "500", "one 500")
+def retry_500(run: ScenarioRun) -> CheckResult:
+    return _after_fault(run, "500")
+
+
+@_check("faults", "slow first byte", "the first token takes long")
+def slow_first_byte(run: ScenarioRun) -> CheckResult:
+    return _after_fault(run, "slow")
+
+
+@_check("faults", "dropped stream", "the connection is reset after some bytes of the answer")
+def dropped_stream(run: ScenarioRun) -> CheckResult:
+    return _after_fault(run, "drop")
+
+
+def _after_fault(run: ScenarioRun, kind: FaultKind) -> CheckResult:
+    hit = next((request for request in run.requests() if request.fault == kind), None)
+    if hit is None:
+        return CheckResult("not run", f"the run ended before it: {_describe_end(run)}")
+    same = [request for request in run.requests() if request.step == hit.step]
+    later = any(request.step > hit.step for request in run.requests())
+    if not later and run.last.outcome == "timed_out":
+        return CheckResult("not run", f"no end within {run.last.seconds:.0f} s")
+    if not later and run.last.outcome != "ok":
         return CheckResult("gives up", f"ends its run: {run.last.detail}"[:200])
+    if kind == "slow":
+        more = f", asked {len(same) - 1} times more" if len(same) > 1 else ""
+        return CheckResult("ok", f"waited {run.model.slow:g} s{more}")
+    if len(same) > 1:
+        return CheckResult("ok", f"asked again after {same[1].at - same[0].at:.1f} s")
+    if joined_retries(run):  # a retry that Polar joins to the first call does not reach the engine
+        return CheckResult("ok", "asked again, got the recorded answer")
+    return CheckResult("ok", "continued with the part it had" if later else "ended as after a good answer")
 
-    return check
 
-
-def client_killed(case: CheckInput) -> CheckResult:
-    run = case.run
+@_check(
+    "killed",
+    "client killed",
+    "the program is killed in the middle of an answer; the sampled tokens are kept as `client_gone`",
+)
+def client_killed(run: ScenarioRun) -> CheckResult:
     if not run.killed:
         return CheckResult("not run", f"it ended before it could be killed: {_describe_end(run)}")
     gone = [call for call in run.calls if call.status == "client_gone"]
@@ -195,19 +243,16 @@ def client_killed(case: CheckInput) -> CheckResult:
     return CheckResult("ok", f"recorded as client_gone with the {sampled} tokens sampled until then")
 
 
-def exit_ok(case: CheckInput) -> CheckResult:
-    bad = [start for start in case.run.starts if start.outcome != "ok"]
-    if not case.run.starts or bad:
-        return CheckResult("failed", bad[0].detail if bad else _describe_end(case.run))
-    return CheckResult("ok", f"exit {case.run.starts[0].exit_code}")
-
-
-def exit_failed(case: CheckInput) -> CheckResult:
-    run = case.run
+@_check(
+    "refused",
+    "exit, bad run",
+    "a run whose every request is refused counts as failed, whatever its exit status is",
+)
+def exit_failed(run: ScenarioRun) -> CheckResult:
     attempts = sum(exchange.model_call for exchange in run.exchanges)
     if not attempts:
         return CheckResult("not run", _describe_end(run))
-    found = f"{case.profile.refusal_status} every time: {attempts} attempts, exit {run.last.exit_code}"
+    found = f"{run.model.profile.refusal_status} every time: {attempts} attempts, exit {run.last.exit_code}"
     if run.last.outcome == "timed_out":
         return CheckResult("not run", f"{found}: still trying after {run.last.seconds:.0f} s")
     if run.last.outcome != "failed":
@@ -215,82 +260,81 @@ def exit_failed(case: CheckInput) -> CheckResult:
     return CheckResult("ok", found + (", read from its output" if run.last.exit_code == 0 else ""))
 
 
-SCENARIO_CHECKS: Mapping[str, tuple[str, CheckFunction]] = {
-    "tool_round_trip": ("basic", tool_round_trip),
-    "parallel_calls": ("basic", parallel_calls),
-    "reasoning": ("basic", reasoning),
-    "second_turn": ("basic", second_turn),
-    "exit_ok": ("basic", exit_ok),
-    "long_run": ("long", long_run),
-    "subagent": ("subagent", subagent),
-    "compaction": ("compaction", compaction),
-    "retry_429": ("faults", fault("429")),
-    "retry_500": ("faults", fault("500")),
-    "slow_first_byte": ("faults", fault("slow")),
-    "dropped_stream": ("faults", fault("drop")),
-    "client_killed": ("killed", client_killed),
-    "exit_failed": ("refused", exit_failed),
-}
-"""Name of a check -> the scenario that it needs, and its function."""
+# Counted over all scenarios
 
 
-def lost(run: ScenarioRun) -> int:
-    """Count the lost calls of a run."""
-    stored = {call.call_id for call in run.calls}
-    return sum(
-        exchange.model_call and exchange.complete and exchange.status == 200 and exchange.call_id not in stored
-        for exchange in run.exchanges
-    )
+@_check(
+    None,
+    "ids and log-probabilities",
+    "every answered call has its prompt's ids, and an id and a log-probability for each sampled token",
+)
+def evidence(runs: Sequence[ScenarioRun]) -> CheckResult:
+    found = sum(_without_evidence(call) for run in runs for call in run.calls)
+    return _none_of(found, "answered calls without an id and a log-probability for every token")
 
 
-def doubled(calls: Sequence[CallRecord]) -> int:
-    """Count the doubled calls of one session."""
-    found = 0
-    seen: set[object] = set()
-    for call in calls:
-        if call.status not in _ANSWERED:
-            continue
-        tools = hashlib.sha256(call.tools or b"").digest()
-        names: list[object] = [_request_hash(call)]
-        if call.fingerprint and call.fingerprint.get("asked"):
-            names.append(
-                (call.fingerprint["asked"], call.fingerprint.get("ids"), call.fingerprint.get("thread"), tools)
-            )
-        if call.edge != "retries" and any(name in seen for name in names):
-            found += 1
-        seen.update(names)
-    return found
+@_check(None, "recorded before sent", "when the last byte of an answer was handed on, its call was committed")
+def recorded_first(runs: Sequence[ScenarioRun]) -> CheckResult:
+    found = sum(not exchange.committed_first for exchange in _answers(runs))
+    return _none_of(found, "answers that were sent before they were recorded")
 
 
-def sent_before_recorded(run: ScenarioRun) -> int:
-    """Count answers whose last byte was sent to the agent before their call was committed."""
-    return sum(
-        exchange.model_call and exchange.complete and exchange.status == 200 and not exchange.committed_first
-        for exchange in run.exchanges
-    )
-
-
-def without_evidence(calls: Iterable[CallRecord]) -> int:
-    """Count answered calls without prompt ids, or without one log-probability for each id of every answer."""
-    return sum(
-        call.status in _ANSWERED
-        and (
-            call.status == "no_tokens"
-            or call.prompt_ids is None
-            or not call.choices
-            or any(not 0 < len(choice.token_ids) == len(choice.logprobs) for choice in call.choices)
-        )
-        for call in calls
-    )
-
-
-def refused(run: ScenarioRun) -> Counter[str]:
-    """Count model requests that Polar itself answered with an error (so they have no call), by status and path."""
-    return Counter(
+@_check(None, "refused requests", "no request of the program was refused by Polar itself (4xx without a call)")
+def refused(runs: Sequence[ScenarioRun]) -> CheckResult:
+    found = Counter(
         f"{exchange.status} {exchange.path.partition('?')[0]}"
+        for run in runs
         for exchange in run.exchanges
         if exchange.model_call and exchange.complete and exchange.status >= 400 and exchange.call_id is None
     )
+    return _none_of(found.total(), "; ".join(f"{number} x {what}" for what, number in found.items()))
+
+
+@_check(None, "lost", "see above")
+def lost(runs: Sequence[ScenarioRun]) -> CheckResult:
+    answers = sum(exchange.model_call and exchange.complete for run in runs for exchange in run.exchanges)
+    return _none_of(count_lost(runs), f"of {answers} whole answers")
+
+
+@_check(None, "doubled", "see above")
+def doubled(runs: Sequence[ScenarioRun]) -> CheckResult:
+    return _none_of(count_doubled(runs), f"of {sum(len(run.calls) for run in runs)} calls")
+
+
+def _none_of(found: int, what: str) -> CheckResult:
+    return CheckResult("failed" if found else "ok", f"{found} {what}".strip())
+
+
+def count_lost(runs: Sequence[ScenarioRun]) -> int:
+    stored = {call.call_id for run in runs for call in run.calls}
+    return sum(exchange.call_id not in stored for exchange in _answers(runs))
+
+
+def count_doubled(runs: Sequence[ScenarioRun]) -> int:
+    found = 0
+    for run in runs:
+        seen: set[object] = set()
+        for call in run.calls:
+            if call.status not in ("ok", "no_tokens"):
+                continue
+            names = _request_names(call)
+            found += call.edge != "retries" and not seen.isdisjoint(names)
+            seen.update(names)
+    return found
+
+
+def _answers(runs: Sequence[ScenarioRun]) -> list[Exchange]:
+    """Return the model answers with status 200 that were handed on completely."""
+    exchanges = [exchange for run in runs for exchange in run.exchanges]
+    return [one for one in exchanges if one.model_call and one.complete and one.status == 200]
+
+
+def _without_evidence(call: CallRecord) -> bool:
+    """Return whether an answered call has no prompt ids, or not one log-probability for each id of every answer."""
+    if call.status == "ok":
+        uneven = any(not 0 < len(choice.token_ids) == len(choice.logprobs) for choice in call.choices)
+        return call.prompt_ids is None or not call.choices or uneven
+    return call.status == "no_tokens"
 
 
 def edge_counts(calls: Iterable[CallRecord]) -> Counter[str]:
@@ -303,13 +347,16 @@ def joined_retries(run: ScenarioRun) -> int:
     return len(answered) - len(set(answered))
 
 
-def _request_hash(call: CallRecord) -> bytes:
-    """Return a hash of a call's messages and tools."""
+def _request_names(call: CallRecord) -> list[object]:
+    """Return a hash of a call's messages and tools, and its stored fingerprint if it has one."""
     digest = hashlib.sha256()
     for message in call.messages:
         digest.update(orjson.dumps(_without_cache_marks(orjson.loads(message)), option=orjson.OPT_SORT_KEYS))
     digest.update(call.tools or b"")
-    return digest.digest()
+    stored = call.fingerprint or {}
+    if not stored.get("asked"):
+        return [digest.digest()]
+    return [digest.digest(), (stored["asked"], stored.get("ids"), stored.get("thread"), call.tools)]
 
 
 def _without_cache_marks(value: Any) -> Any:

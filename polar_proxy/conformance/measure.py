@@ -1,19 +1,20 @@
-"""Run the scenarios of one harness and collect its row of the table."""
+"""Run the scenarios of each harness and collect its row of the table."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from harness_adapters.base import HarnessAdapter, HarnessError, HarnessInfo, Installation
 from polar_proxy.conformance import checks
-from polar_proxy.conformance.checks import SCENARIO_CHECKS, CheckInput, CheckResult
+from polar_proxy.conformance.checks import CHECKS, CheckResult
 from polar_proxy.conformance.profiles import HarnessProfile, profile_of
-from polar_proxy.conformance.runner import ScenarioRun, ScenarioRunner
+from polar_proxy.conformance.report import CONFORMANCE
+from polar_proxy.conformance.runner import ScenarioRun, ScenarioRunner, choose_kind, temporary_store
 from polar_proxy.conformance.scripted_model import (
     BASIC,
     SCENARIOS,
@@ -24,13 +25,10 @@ from polar_proxy.conformance.scripted_model import (
     ScriptedModel,
     Step,
 )
+from polar_proxy.engines.base import Engine
 from polar_proxy.engines.scripted import ScriptedEngine
 from polar_proxy.types import CallRecord, Json
-from sandboxes import SandboxError
 
-COUNTED_CHECKS = ("evidence", "recorded_first", "refused", "lost", "doubled")
-"""Checks that are counted over all scenarios."""
-CHECK_NAMES = (*SCENARIO_CHECKS, *COUNTED_CHECKS)
 Progress = Callable[[str], None]
 
 
@@ -40,8 +38,8 @@ class HarnessRow:
 
     name: str
     version: str
-    dialect: str
-    streamed: str
+    dialect: str = "-"
+    streamed: str = "-"
     calls: int = 0
     edges: dict[str, int] = field(default_factory=dict)
     lost: int = 0
@@ -50,32 +48,43 @@ class HarnessRow:
     scenarios: list[Json] = field(default_factory=list)
     seconds: float = 0.0
 
-    @property
-    def good(self) -> bool:
-        return not self.lost and not self.doubled and all(cell.status != "failed" for cell in self.checks.values())
 
-
-async def install_and_measure(
-    runner: ScenarioRunner,
-    adapter: HarnessAdapter,
-    version: str | None,
+async def measure_conformance(
+    adapters: Sequence[tuple[HarnessAdapter, str | None]],
+    engine: Engine,
+    sandbox: str,
     check_names: Sequence[str],
     *,
     cache: Path,
     slow: float,
+    patience: float,
     progress: Progress,
-) -> HarnessRow:
-    """Install a harness if necessary and measure it. If it cannot be installed, its checks are `not run`."""
-    try:
-        if not await asyncio.to_thread(adapter.is_installed, cache, version):
-            progress("installing (once; a minute or two)")
-        installed = await asyncio.to_thread(adapter.install, cache, version)
-    except HarnessError as error:
-        row = HarnessRow(adapter.name, version or adapter.default_version, "-", "-")
-        result = CheckResult("not run", f"could not be installed: {str(error)[:300]}")
-        row.checks = dict.fromkeys(check_names, result)
-        return row
-    return await measure(runner, adapter, installed, check_names, slow=slow, progress=progress)
+) -> AsyncGenerator[Json, None]:
+    """Measure one harness (and version) after another, and yield a document with the row of each.
+
+    If a harness cannot be installed, its checks are `not run`.
+    """
+    kind = await choose_kind(sandbox)
+    async with temporary_store() as store, ScenarioRunner(engine, store, kind, patience=patience) as runner:
+        for number, (adapter, version) in enumerate(adapters, 1):
+            title = f"{number}/{len(adapters)} {adapter.name}: "
+            try:
+                if not await asyncio.to_thread(adapter.is_installed, cache, version):
+                    progress(title + "installing (once; a minute or two)")
+                installed = await asyncio.to_thread(adapter.install, cache, version)
+            except HarnessError as error:
+                row = HarnessRow(adapter.name, version or adapter.default_version)
+                result = CheckResult("not run", f"could not be installed: {str(error)[:300]}")
+                row.checks = dict.fromkeys(check_names, result)
+            else:
+                row, _ = await measure(
+                    runner, adapter, installed, check_names, slow=slow, progress=progress, title=title
+                )
+            document = CONFORMANCE.document([asdict(row)], engine=engine.info, sandbox=kind, slow_seconds=slow)
+            state = "ok" if CONFORMANCE.is_good(document) else "failed"
+            counts = f"{row.calls} calls, {row.lost} lost, {row.doubled} doubled, {row.seconds:.0f} s"
+            progress(f"{title}{row.version}: {state} ({counts})")
+            yield document
 
 
 async def measure(
@@ -85,32 +94,27 @@ async def measure(
     check_names: Iterable[str],
     *,
     slow: float,
-    progress: Progress,
-    keep: Callable[[ScenarioRun], None] = lambda run: None,
-) -> HarnessRow:
-    """Run the scenarios that the checks need, and evaluate them. `keep` receives every run."""
+    progress: Progress = lambda text: None,
+    title: str = "",
+) -> tuple[HarnessRow, list[ScenarioRun]]:
+    """Run the scenarios that the checks need, and evaluate them."""
     profile, started = profile_of(adapter.name), time.monotonic()
-    wanted = list(check_names)
-    results = {name: _not_applicable(name, profile, adapter.info) for name in wanted if name in SCENARIO_CHECKS}
+    wanted = [name for name in CHECKS if name in check_names]
+    results = {name: _not_applicable(name, profile, adapter.info) for name in wanted if CHECKS[name].scenario}
     scripted = isinstance(runner.engine, ScriptedEngine)
     if not scripted:
         reason = "needs the scripted engine: the answers of another one are unknown"
         results = {name: result or CheckResult("not run", reason) for name, result in results.items()}
-    runs: list[ScenarioRun] = []
+    played: dict[str, list[ScenarioRun]] = {}
     for scenario in _needed_scenarios(results) if scripted else [BASIC]:
-        progress(scenario.title)
-        played = await _play(runner, profile, scenario, adapter, installed, slow)
-        runs += played
-        for run in played:
-            keep(run)
-        for name in results:
-            if results[name] is None and SCENARIO_CHECKS[name][0] == scenario.name:
-                results[name] = _evaluate(name, profile, played)
+        progress(title + scenario.title)
+        played[scenario.name] = await _play(runner, profile, scenario, adapter, installed, slow)
+    runs = [run for some in played.values() for run in some]
     row = _row(adapter, installed, runs)
-    row.checks = {name: result for name, result in results.items() if result is not None}
-    row.checks |= {name: result for name, result in _count(runs, row).items() if name in wanted}
+    for name in wanted:
+        row.checks[name] = results.get(name) or _evaluate(name, played)
     row.seconds = round(time.monotonic() - started, 1)
-    return row
+    return row, runs
 
 
 def _not_applicable(name: str, profile: HarnessProfile, info: HarnessInfo) -> CheckResult | None:
@@ -125,7 +129,7 @@ def _not_applicable(name: str, profile: HarnessProfile, info: HarnessInfo) -> Ch
 
 
 def _needed_scenarios(results: Mapping[str, CheckResult | None]) -> list[Scenario]:
-    names = {SCENARIO_CHECKS[name][0] for name, result in results.items() if result is None}
+    names = {CHECKS[name].scenario for name, result in results.items() if result is None}
     return [scenario for scenario in SCENARIOS if scenario.name in names] or [BASIC]
 
 
@@ -140,14 +144,14 @@ async def _play(
     """Run a scenario. One with faults is repeated until every fault was reached."""
     if not scenario.faults:
         model = ScriptedModel(profile, _adapted(scenario, profile, adapter.info), slow)
-        return [await _play_once(runner, model, adapter, installed)]
+        return [await runner.play(model, adapter, installed)]
     runs: list[ScenarioRun] = []
     left: list[FaultKind] = list(scenario.faults)
     while left:
         at_once = left[:1] if profile.one_request_per_turn else left
         faults = {number + (not profile.one_request_per_turn): kind for number, kind in enumerate(at_once)}
         model = ScriptedModel(profile, scenario, slow, faults)
-        runs.append(await _play_once(runner, model, adapter, installed))
+        runs.append(await runner.play(model, adapter, installed))
         hit = {request.fault for request in model.requests}
         if not hit & set(left):
             break
@@ -164,19 +168,15 @@ def _adapted(scenario: Scenario, profile: HarnessProfile, info: HarnessInfo) -> 
     return scenario if "resume" in info.features else replace(scenario, second=())
 
 
-async def _play_once(
-    runner: ScenarioRunner, model: ScriptedModel, adapter: HarnessAdapter, installed: Installation
-) -> ScenarioRun:
-    try:
-        return await runner.play(model, adapter, installed)
-    except (HarnessError, SandboxError, OSError, TimeoutError) as error:
-        return ScenarioRun(model, fault=f"{type(error).__name__}: {error}")
-
-
-def _evaluate(name: str, profile: HarnessProfile, runs: Sequence[ScenarioRun]) -> CheckResult:
-    if broken := [run for run in runs if run.fault is not None]:
+def _evaluate(name: str, played: Mapping[str, Sequence[ScenarioRun]]) -> CheckResult:
+    check = CHECKS[name]
+    if check.scenario is None:
+        runs = [run for some in played.values() for run in some]
+        no_calls = CheckResult("not run", "no call was made")
+        return check.function(runs) if any(run.calls for run in runs) else no_calls
+    if broken := [run for run in played[check.scenario] if run.fault is not None]:
         return CheckResult("not run", str(broken[0].fault))
-    results = [SCENARIO_CHECKS[name][1](CheckInput(profile, run)) for run in runs]
+    results = [check.function(run) for run in played[check.scenario]]
     return next((result for result in results if result.status != "not run"), results[-1])
 
 
@@ -189,8 +189,8 @@ def _row(adapter: HarnessAdapter, installed: Installation, runs: Sequence[Scenar
         streamed=_streamed(calls),
         calls=len(calls),
         edges=dict(checks.edge_counts(calls).most_common()),
-        lost=sum(checks.lost(run) for run in runs),
-        doubled=sum(checks.doubled(run.calls) for run in runs),
+        lost=checks.count_lost(runs),
+        doubled=checks.count_doubled(runs),
         scenarios=[_run_to_json(run) for run in runs],
     )
 
@@ -198,27 +198,6 @@ def _row(adapter: HarnessAdapter, installed: Installation, runs: Sequence[Scenar
 def _streamed(calls: Sequence[CallRecord]) -> str:
     kinds = {call.stream for call in calls if call.edge != "side_call"}
     return {frozenset({True}): "yes", frozenset({False}): "no", frozenset(): "-"}.get(frozenset(kinds), "both")
-
-
-def _count(runs: Sequence[ScenarioRun], row: HarnessRow) -> dict[str, CheckResult]:
-    calls = [call for run in runs for call in run.calls]
-    if not calls:
-        return dict.fromkeys(COUNTED_CHECKS, CheckResult("not run", "no call was made"))
-    refused = sum((checks.refused(run) for run in runs), Counter[str]())
-    answers = sum(exchange.model_call and exchange.complete for run in runs for exchange in run.exchanges)
-    no_evidence = checks.without_evidence(calls)
-    early = sum(checks.sent_before_recorded(run) for run in runs)
-    return {
-        "evidence": _none_of(no_evidence, "answered calls without an id and a log-probability for every token"),
-        "recorded_first": _none_of(early, "answers that were sent before they were recorded"),
-        "refused": _none_of(sum(refused.values()), "; ".join(f"{n} x {what}" for what, n in refused.items())),
-        "lost": _none_of(row.lost, f"of {answers} whole answers"),
-        "doubled": _none_of(row.doubled, f"of {row.calls} calls"),
-    }
-
-
-def _none_of(found: int, what: str) -> CheckResult:
-    return CheckResult("failed" if found else "ok", f"{found} {what}".strip())
 
 
 def _run_to_json(run: ScenarioRun) -> Json:

@@ -34,7 +34,6 @@ class HarnessProfile:
     max_steps: int = 40
     refusal_status: int = 401
     """The status at which it gives up instead of retrying forever."""
-    model: str = "scripted-model"
     not_applicable: Mapping[str, str] = field(default_factory=dict)
     """Checks that do not apply to it, with the reason."""
     rebuilds_history: str = ""

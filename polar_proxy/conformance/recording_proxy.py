@@ -9,24 +9,21 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import httptools
 
 _CHUNK = 1 << 16
 _CUT_AFTER = 400
 """Number of bytes of a streamed answer that pass before it is cut."""
-_ROUTES = ("/chat/completions", "/responses", "/messages", "/completions")
+_ROUTES = ("/chat/completions", "/responses", "/messages", "/completions", ":generateContent", ":streamGenerateContent")
 
 
 def is_model_route(path: str) -> bool:
     """Return whether a POST to `path` asks a model for an answer (counting tokens does not)."""
-    path = path.partition("?")[0]
-    return path.endswith(_ROUTES) or path.endswith((":generateContent", ":streamGenerateContent"))
+    return path.partition("?")[0].endswith(_ROUTES)
 
 
 @dataclass(slots=True)
@@ -36,19 +33,16 @@ class Exchange:
     method: str = ""
     path: str = ""
     body: bytearray = field(default_factory=bytearray)
-    started_at: float = 0.0
     status: int = 0
     call_id: str | None = None
     """The answer's header `x-polar-call-id`."""
-    streamed: bool = False
     body_bytes: int = 0
     complete: bool = False
     """The whole answer was handed to the client's socket."""
     committed_first: bool = False
     """The call was already committed when the last byte was about to be sent."""
     cut: bool = False
-    """The proxy broke the connection in the middle of the answer."""
-    ended_at: float | None = None
+    """The proxy breaks the connection in the middle of the answer."""
 
     @property
     def model_call(self) -> bool:
@@ -64,7 +58,7 @@ class RecordingProxy:
 
     def __init__(self, host: str, port: int, committed: Callable[[str], bool]) -> None:
         self._upstream = (host, port)
-        self._committed = committed
+        self.committed = committed
         self.should_cut: Callable[[Exchange], bool] = lambda exchange: False
         self.exchanges: list[Exchange] = []
         self._connections: set[asyncio.Task[None]] = set()
@@ -77,7 +71,7 @@ class RecordingProxy:
         await self.serve_on(listener)
         return self
 
-    async def __aexit__(self, *_: Any) -> None:
+    async def __aexit__(self, *_: object) -> None:
         for server in self._servers:
             server.close()
         await self.close_connections()
@@ -87,7 +81,6 @@ class RecordingProxy:
         self._servers.append(await asyncio.start_server(self._accept, sock=listener))
 
     async def close_connections(self) -> None:
-        """Close every connection."""
         for task in list(self._connections):
             task.cancel()
         await asyncio.gather(*self._connections, return_exceptions=True)
@@ -104,12 +97,6 @@ class RecordingProxy:
             self._connections.discard(task)
             writer.close()
 
-    def add(self, exchange: Exchange) -> None:
-        self.exchanges.append(exchange)
-
-    def is_committed(self, exchange: Exchange) -> bool:
-        return exchange.call_id is not None and self._committed(exchange.call_id)
-
 
 class _RequestObserver:
     """Callbacks of the parser of a connection's requests."""
@@ -120,7 +107,7 @@ class _RequestObserver:
         self.parser = httptools.HttpRequestParser(self)
 
     def on_message_begin(self) -> None:
-        self._exchange = Exchange(started_at=time.time())
+        self._exchange = Exchange()
 
     def on_url(self, url: bytes) -> None:
         self._exchange.path += url.decode("latin-1")
@@ -132,7 +119,7 @@ class _RequestObserver:
         exchange = self._exchange
         exchange.method = self.parser.get_method().decode()
         if exchange.model_call:
-            self._proxy.add(exchange)
+            self._proxy.exchanges.append(exchange)
             exchange.cut = self._proxy.should_cut(exchange)
         self._pending.append(exchange)
 
@@ -151,8 +138,6 @@ class _ResponseObserver:
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._pending and name.lower() == b"x-polar-call-id":
             self._pending[0].call_id = value.decode()
-        if self._pending and name.lower() == b"content-type":
-            self._pending[0].streamed = value.startswith(b"text/event-stream")
 
     def on_headers_complete(self) -> None:
         if self._pending:
@@ -192,9 +177,6 @@ class _ProxiedConnection:
                 direction.cancel()
             await asyncio.gather(*directions, return_exceptions=True)
             up_writer.close()
-            now = time.time()
-            for exchange in self._pending:
-                exchange.ended_at = now
 
     async def _requests(self, up_writer: asyncio.StreamWriter) -> None:
         parser = _RequestObserver(self._proxy, self._pending).parser
@@ -208,30 +190,25 @@ class _ProxiedConnection:
         while data := await up_reader.read(_CHUNK):
             current = self._pending[0] if self._pending else None
             responses.parser.feed_data(data)
-            if (
-                current is not None
-                and current.cut
-                and (current.body_bytes >= _CUT_AFTER or current in responses.finished)
-            ):
-                responses.finished.clear()
-                await self._cut(current, data)
+            cut = current if current is not None and current.cut else None
+            if cut is not None and (cut.body_bytes >= _CUT_AFTER or cut in responses.finished):
+                await self._cut(data)
                 return
             for exchange in responses.finished:
-                exchange.committed_first = self._proxy.is_committed(exchange)
+                exchange.committed_first = exchange.call_id is not None and self._proxy.committed(exchange.call_id)
             self._writer.write(data)
             await self._writer.drain()
             for exchange in responses.finished:
-                exchange.complete, exchange.ended_at = True, time.time()
+                exchange.complete = True
                 if exchange.method == "HEAD":
                     responses.restart()
             responses.finished.clear()
 
-    async def _cut(self, exchange: Exchange, data: bytes) -> None:
+    async def _cut(self, data: bytes) -> None:
         """Send half of the data, then reset the connection."""
         self._writer.write(data[: len(data) // 2])
         await self._writer.drain()
         await asyncio.sleep(0.2)
         client: socket.socket = self._writer.get_extra_info("socket")
         client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        exchange.ended_at = time.time()
         self._writer.transport.abort()

@@ -1,170 +1,71 @@
-"""The measured rows as a JSON file and as a Markdown page. The page is made from the file, so they agree."""
+"""The two reports, each a JSON file and a Markdown page that is made from it, so that they agree.
+
+CONFORMANCE has a row for each harness, FIDELITY one for each harness, chat template and prompt mode.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import orjson
 
 from polar_proxy import __version__
-from polar_proxy.conformance.checks import SCENARIO_CHECKS
-from polar_proxy.conformance.measure import CHECK_NAMES, HarnessRow
+from polar_proxy.conformance.checks import CHECKS
 from polar_proxy.conformance.scripted_model import SCENARIOS
+from polar_proxy.traces.drift import CAUSE_MEANINGS
 from polar_proxy.types import EngineInfo, Json
 
-DESCRIPTIONS = {
-    "tool_round_trip": ("tool call", "the next request contains the output of a command that was really run"),
-    "parallel_calls": (
-        "parallel calls",
-        "two tool calls of one answer are both run, and both outputs are in the next request",
-    ),
-    "reasoning": ("reasoning", "whether the reasoning of one answer is in the messages of the next request"),
-    "second_turn": (
-        "second turn",
-        "the program is started again to continue; its first request is joined to the first turn",
-    ),
-    "exit_ok": ("exit, good run", "a run that succeeds counts as such"),
-    "long_run": ("26 turns", "26 model calls in a row: one `root`, all others `continues`, none of them ambiguous"),
-    "subagent": ("sub-agent", "the calls of a sub-agent have the edge `subagent` and a parent"),
-    "compaction": (
-        "compaction",
-        "the context is reported as full; the conversation after the summary has the edge `compacts`",
-    ),
-    "retry_429": ("429", "one 429 (with `retry-after`)"),
-    "retry_500": ("500", "one 500"),
-    "slow_first_byte": ("slow first byte", "the first token takes long"),
-    "dropped_stream": ("dropped stream", "the connection is reset after some bytes of the answer"),
-    "client_killed": (
-        "client killed",
-        "the program is killed in the middle of an answer; the sampled tokens are kept as `client_gone`",
-    ),
-    "exit_failed": (
-        "exit, bad run",
-        "a run whose every request is refused counts as failed, whatever its exit status is",
-    ),
-    "evidence": (
-        "ids and log-probabilities",
-        "every answered call has its prompt's ids, and an id and a log-probability for each sampled token",
-    ),
-    "recorded_first": (
-        "recorded before sent",
-        "when the last byte of an answer was handed on, its call was committed",
-    ),
-    "refused": ("refused requests", "no request of the program was refused by Polar itself (4xx without a call)"),
-    "lost": ("lost", "see above"),
-    "doubled": ("doubled", "see above"),
-}
-"""Name of a check -> its title and its meaning."""
+_SHOWN_DIFFERENCES = 3
 
 
-def document(rows: Iterable[HarnessRow], *, engine: EngineInfo, sandbox: str, slow: float) -> Json:
-    """Return the rows as they are written to the JSON file."""
-    measured = {
-        "measured": now(),
-        "polar": __version__,
-        "engine": engine_name(engine),
-        "sandbox": sandbox,
-        "slow_seconds": slow,
-    }
-    harnesses = [{**asdict(row), **measured} for row in rows]
-    for row in harnesses:
-        row["checks"] = {name: row["checks"][name] for name in CHECK_NAMES if name in row["checks"]}
-    return {"schema": 1, "harnesses": harnesses}
+@dataclass(frozen=True, slots=True)
+class MeasurementReport:
+    """One kind of report: documents of rows, which are merged and saved."""
 
+    name: str
+    """Name of its files."""
+    rows: str
+    """The document's key of the rows."""
+    key: Callable[[Json], Any]
+    """Identity of a row, by which rows are sorted."""
+    is_good_row: Callable[[Json], bool]
+    page: Callable[[Sequence[Json]], list[str]]
+    """Makes the lines of the Markdown page from the rows."""
 
-def merged(old: Json | None, new: Json) -> Json:
-    """Return `new` plus the harnesses that only `old` has, sorted by name."""
-    rows = {row["name"]: row for row in (old or {}).get("harnesses", [])}
-    rows |= {row["name"]: row for row in new["harnesses"]}
-    return {**new, "harnesses": [rows[name] for name in sorted(rows)]}
+    def document(self, rows: Iterable[Json], *, engine: EngineInfo, sandbox: str, **more: float) -> Json:
+        """Return the rows as they are written to the JSON file."""
+        measured = {
+            "measured": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+            "polar": __version__,
+            "engine": engine.engine,
+            "sandbox": sandbox,
+        }
+        if engine.engine != "scripted":
+            measured["engine"] += f" {engine.version}, {engine.model}"
+        return {"schema": 1, self.rows: [{**row, **measured, **more} for row in rows]}
 
+    def merged(self, old: Json | None, new: Json) -> Json:
+        """Return `new` plus the rows that only `old` has, sorted."""
+        rows = {self.key(row): row for document in (old or {}, new) for row in document.get(self.rows, ())}
+        return {**new, self.rows: [rows[key] for key in sorted(rows)]}
 
-def is_good(row: Json) -> bool:
-    """Return whether no check of a row failed and no call was lost or doubled."""
-    failed = any(cell["status"] == "failed" for cell in row["checks"].values())
-    return not (failed or row["lost"] or row["doubled"])
+    def is_good(self, document: Json) -> bool:
+        return all(map(self.is_good_row, document[self.rows]))
 
+    def markdown(self, document: Json) -> str:
+        return "\n".join(self.page(document[self.rows])) + "\n"
 
-def save(folder: Path, new: Json) -> None:
-    """Write conformance.json and conformance.md. Harnesses that were not run keep the rows they have there."""
-    write_report(folder, "conformance", new, merged, markdown)
-
-
-def markdown(document: Json) -> str:
-    rows = document["harnesses"]
-    lines = [_HEAD, "", "## The table", ""]
-    heads = ["harness", "version", "wire API", "streamed", "calls", "lost", "doubled"]
-    keys = ("name", "version", "dialect", "streamed", "calls", "lost", "doubled")
-    lines += markdown_table(heads, ([row[key] for key in keys] for row in rows))
-    shown = [name for name in CHECK_NAMES if name not in ("lost", "doubled")]
-    statuses = ([row["checks"].get(name, {"status": "not run"})["status"] for row in rows] for name in shown)
-    titles = [DESCRIPTIONS[name][0] for name in shown]
-    lines += ["", *markdown_table(["check", *(row["name"] for row in rows)], map(_prepend, titles, statuses))]
-    lines += ["", "## What each check means", ""]
-    scenarios = {scenario.name: scenario.title for scenario in SCENARIOS}
-    for name in CHECK_NAMES:
-        title, meaning = DESCRIPTIONS[name]
-        scope = f"scenario: {scenarios[SCENARIO_CHECKS[name][0]]}" if name in SCENARIO_CHECKS else "over all scenarios"
-        lines.append(f"* **{title}**: {meaning} ({scope})")
-    for row in rows:
-        lines += ["", *_section(row)]
-    return "\n".join(lines) + "\n"
-
-
-def _prepend(title: str, cells: list[str]) -> list[str]:
-    return [title, *cells]
-
-
-def _section(row: Json) -> list[str]:
-    edges = ", ".join(f"{number} {edge}" for edge, number in row["edges"].items()) or "none"
-    lines = [
-        f"## {row['name']} {row['version']}",
-        "",
-        f"Measured {row['measured']} with Polar {row['polar']}, engine {row['engine']}, sandbox {row['sandbox']}, "
-        f"slow first byte {row['slow_seconds']:g} s; it took {row['seconds']:.0f} s. "
-        f"{row['calls']} calls; edges: {edges}.",
-        "",
-    ]
-    cells = ([DESCRIPTIONS[name][0], cell["status"], cell["detail"]] for name, cell in row["checks"].items())
-    lines += [*markdown_table(["check", "result", "detail"], cells), ""]
-    heads = ["scenario", "exit", "seconds", "requests", "calls", "joined retries", "edges", "status"]
-    return lines + markdown_table(heads, map(_scenario_cells, row["scenarios"]))
-
-
-def _scenario_cells(run: Json) -> list[object]:
-    def counts(value: Json) -> str:
-        return ", ".join(f"{number} {name}" for name, number in value.items())
-
-    exits = ", ".join("stopped" if start["exit_code"] is None else str(start["exit_code"]) for start in run["starts"])
-    seconds = ", ".join(str(start["seconds"]) for start in run["starts"])
-    numbers = [run[key] for key in ("requests", "calls", "joined")]
-    return [run["scenario"], exits or run["fault"], seconds, *numbers, counts(run["edges"]), counts(run["status"])]
-
-
-# Shared with the fidelity report
-
-
-def now() -> str:
-    return datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-
-
-def engine_name(info: EngineInfo) -> str:
-    return info.engine if info.engine == "scripted" else f"{info.engine} {info.version}, {info.model}"
-
-
-def write_report(
-    folder: Path, name: str, new: Json, merge: Callable[[Json | None, Json], Json], page: Callable[[Json], str]
-) -> None:
-    """Merge `new` into `name`.json in a folder, and write `name`.md from the result."""
-    path = folder / f"{name}.json"
-    old = orjson.loads(path.read_bytes()) if path.is_file() else None
-    document = merge(old, new)
-    folder.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(orjson.dumps(document, option=orjson.OPT_INDENT_2) + b"\n")
-    (folder / f"{name}.md").write_text(page(document))
+    def save(self, folder: Path, new: Json) -> None:
+        """Write both files. Rows that were not measured again stay as they are there."""
+        path = folder / f"{self.name}.json"
+        document = self.merged(orjson.loads(path.read_bytes()) if path.is_file() else None, new)
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(orjson.dumps(document, option=orjson.OPT_INDENT_2) + b"\n")
+        path.with_suffix(".md").write_text(self.markdown(document))
 
 
 def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
@@ -176,7 +77,155 @@ def _cell(value: object) -> str:
     return " ".join(str(value).split()).replace("|", "\\|") or "-"
 
 
-_HEAD = """# Conformance: real agents through Polar
+def _counts(value: Mapping[str, int], between: str = " ") -> str:
+    return ", ".join(f"{number}{between}{name}" for name, number in value.items())
+
+
+# Conformance
+
+
+def _conformance_page(rows: Sequence[Json]) -> list[str]:
+    lines = [_CONFORMANCE_HEAD, "", "## The table", ""]
+    heads = ["harness", "version", "wire API", "streamed", "calls", "lost", "doubled"]
+    keys = ("name", "version", "dialect", "streamed", "calls", "lost", "doubled")
+    lines += markdown_table(heads, ([row[key] for key in keys] for row in rows))
+    results = (
+        [check.title, *(row["checks"].get(name, {"status": "not run"})["status"] for row in rows)]
+        for name, check in CHECKS.items()
+        if name not in ("lost", "doubled")
+    )
+    lines += ["", *markdown_table(["check", *(row["name"] for row in rows)], results)]
+    lines += ["", "## What each check means", ""]
+    scenarios = {scenario.name: scenario.title for scenario in SCENARIOS}
+    for check in CHECKS.values():
+        scope = f"scenario: {scenarios[check.scenario]}" if check.scenario else "over all scenarios"
+        lines.append(f"* **{check.title}**: {check.meaning} ({scope})")
+    for row in rows:
+        lines += ["", *_section(row)]
+    return lines
+
+
+def _section(row: Json) -> list[str]:
+    lines = [
+        f"## {row['name']} {row['version']}",
+        "",
+        f"Measured {row['measured']} with Polar {row['polar']}, engine {row['engine']}, sandbox {row['sandbox']}, "
+        f"slow first byte {row['slow_seconds']:g} s; it took {row['seconds']:.0f} s. "
+        f"{row['calls']} calls; edges: {_counts(row['edges']) or 'none'}.",
+        "",
+    ]
+    cells = ([CHECKS[name].title, cell["status"], cell["detail"]] for name, cell in row["checks"].items())
+    lines += [*markdown_table(["check", "result", "detail"], cells), ""]
+    heads = ["scenario", "exit", "seconds", "requests", "calls", "joined retries", "edges", "status"]
+    return lines + markdown_table(heads, map(_scenario_cells, row["scenarios"]))
+
+
+def _scenario_cells(run: Json) -> list[object]:
+    exits = ", ".join("stopped" if start["exit_code"] is None else str(start["exit_code"]) for start in run["starts"])
+    seconds = ", ".join(str(start["seconds"]) for start in run["starts"])
+    numbers = [run[key] for key in ("requests", "calls", "joined")]
+    return [run["scenario"], exits or run["fault"], seconds, *numbers, _counts(run["edges"]), _counts(run["status"])]
+
+
+def _is_good_harness(row: Json) -> bool:
+    """Return whether no check failed and no call was lost or doubled."""
+    failed = any(cell["status"] == "failed" for cell in row["checks"].values())
+    return not (failed or row["lost"] or row["doubled"])
+
+
+# Fidelity
+
+
+def _fidelity_page(rows: Sequence[Json]) -> list[str]:
+    lines = [_FIDELITY_HEAD]
+    for template, title in TEMPLATE_TITLES.items():
+        if shown := [row for row in rows if row["template"] == template]:
+            lines += ["", f"## {title}", "", *_comparison(shown)]
+    lines += ["", "## The token counts of every run", "", _COUNTS, "", *_token_counts(rows)]
+    lines += ["", "## Why prompts drifted", "", *_causes(rows)]
+    lines += ["", "## Why calls were not continued", "", *_reasons(rows)]
+    return [*lines, "", "## Where prompts left the sampled tokens", "", _EXAMPLES, *_examples(rows)]
+
+
+def _is_faithful(row: Json) -> bool:
+    """Return whether the run was possible, its counts add up, and in continue mode drift splits no sequence."""
+    return row["fault"] is None and row["adds_up"] and not (row["mode"] == "continue" and row["drifted"])
+
+
+def _comparison(rows: Sequence[Json]) -> list[str]:
+    heads = ["harness", "version", "wire API", "calls", "calls that continue an answer"]
+    heads += ["splits by drift, render", "splits by drift, continue", "traces, render", "traces, continue"]
+    modes = ("render", "continue")
+    by_mode = {(row["harness"], row["mode"]): row for row in rows}
+    cells = []
+    for name in sorted({row["harness"] for row in rows}):
+        pair = [by_mode.get((name, mode)) for mode in modes]
+        measured = next(row for row in reversed(pair) if row is not None)
+        both = [[_number(row, key) for row in pair] for key in ("calls", "bases", "drifted", "traces")]
+        calls, bases = (" / ".join(dict.fromkeys(values)) for values in both[:2])
+        cells.append([name, measured["version"], measured["dialect"], calls, bases, *both[2], *both[3]])
+    totals = [sum(row["drifted"] for row in rows if row["mode"] == mode and not row["fault"]) for mode in modes]
+    cells.append(["**all**", "", "", "", "", *(f"**{total}**" for total in totals), "", ""])
+    return markdown_table(heads, cells)
+
+
+def _number(row: Json | None, key: str) -> str:
+    return "not run" if row is None or row["fault"] else str(row[key])
+
+
+def _token_counts(rows: Sequence[Json]) -> list[str]:
+    heads = ["harness", "template", "mode", "ended", "recorded", "trained", "excluded", "adds up", "largest difference"]
+
+    def cells(row: Json) -> list[object]:
+        ended = row["fault"] or row["detail"] or ", ".join(row["outcomes"])
+        largest = "-" if row["largest"] is None else f"{row['largest']:.1e} ({row['scored']} tokens)"
+        counts = [row["recorded"], row["trained"], _counts(row["excluded"]), "yes" if row["adds_up"] else "NO"]
+        return [row["harness"], row["template"], row["mode"], ended, *counts, largest]
+
+    return markdown_table(heads, map(cells, rows))
+
+
+def _causes(rows: Sequence[Json]) -> list[str]:
+    lines = [f"* **{name}**: {text}" for name, text in CAUSE_MEANINGS.items()]
+    heads = ["harness", "template", "mode", "splits by drift", "of these, by cause"]
+    cells = (
+        [row["harness"], row["template"], row["mode"], row["drifted"], _counts(row["causes"], " x ")]
+        for row in rows
+        if row["drifted"]
+    )
+    return [*lines, "", _PAIRS, "", *markdown_table(heads, cells)]
+
+
+def _reasons(rows: Sequence[Json]) -> list[str]:
+    heads = ["harness", "template", "calls", "continued", "not continued, by reason", "edges"]
+
+    def cells(row: Json) -> list[object]:
+        counts = [row["calls"], row["continued"], _counts(row["reasons"]), _counts(row["edges"])]
+        return [row["harness"], row["template"], *counts]
+
+    return markdown_table(heads, (cells(row) for row in rows if row["mode"] == "continue"))
+
+
+def _examples(rows: Sequence[Json]) -> list[str]:
+    lines: list[str] = []
+    for row in rows:
+        for difference in row["differences"][:_SHOWN_DIFFERENCES] if row["template"] == "keeps" else ():
+            cause = " + ".join(difference["causes"])
+            lines += ["", f"* {row['harness']}, {row['mode']}, token {difference['position']} ({cause}), after"]
+            lines += [f"  `{_code(difference['before'])}`", f"  * sampled: `{_tokens(difference['sampled'])}`"]
+            lines += [f"  * rendered: `{_tokens(difference['rendered'])}`"]
+    return lines
+
+
+def _tokens(texts: Sequence[str]) -> str:
+    return _code(" ¦ ".join(texts))
+
+
+def _code(text: str) -> str:
+    return text.replace("\n", "⏎").replace("`", "'").replace("\t", "⇥")
+
+
+_CONFORMANCE_HEAD = """# Conformance: real agents through Polar
 
 Made by `polar conformance`; do not edit. Each program, as its adapter installs it, ran in a sandbox against the real
 gateway. The engine was scripted: it answers with the tool calls that the program needs, with real token ids and
@@ -191,3 +240,49 @@ needs that.
 
 Results: `ok`; `failed`; `n/a`, the program cannot have it; `gives up`, the program itself ends its run there and Polar
 recorded that correctly; `not run`, it could not be measured. The section of each program has the details."""
+
+TEMPLATE_TITLES = {
+    "keeps": "A template that shows the reasoning of every turn",
+    "strips": "A template that shows only the reasoning after the last message of a user",
+}
+"""The chat templates in the order of the page."""
+
+_FIDELITY_HEAD = """# Fidelity: are the trained tokens those that were sampled?
+
+Made by `polar conformance --fidelity` (`scripts/fidelity.sh` starts the server that it needs); do not edit.
+
+Real agent programs ran against the real gateway and a real vLLM: its template, tokenizer, parsers, prompts and
+log-probabilities. Only the choice of tokens was forced, by a plugin in the server, so that every run has the same
+awkward answers: JSON with odd spaces, escapes, key order and numbers, booleans, empty and nested arguments, two calls
+at once, a tool that does not exist, 30 kB of output, long answers, reasoning, text before calls, a second turn of the
+user if the program can continue. About once in 40 characters an answer is cut into other tokens than the tokenizer's
+own, as a policy at temperature 1 samples them. So `render` has as much drift here as it can have; how much your policy
+has depends on how it writes.
+
+* **calls**: model calls of the run (render / continue, if the two differ).
+* **calls that continue an answer**: calls whose conversation extends a recorded answer by meaning.
+* **splits by drift**: such calls whose prompt does not begin with the tokens of a trained answer, although nothing was
+  changed on purpose (`polar_proxy/traces/drift.py`). Each ends a training sequence and begins another one.
+* **traces**: sequences that the builder `merged` makes of the run.
+
+With your own model and harness: `polar doctor drift --harness H --engine vllm --engine-url URL` shows the first token
+that differs, names the cause and the remedy."""
+
+_COUNTS = """Every sampled token is trained, or excluded with a reason. The largest difference, in nats, is that between
+the log-probabilities recorded for the longest merged sequence and those of a fresh teacher-forced pass over it."""
+
+_PAIRS = """`retokenised +`: the first tokens that differ have the same text; later the texts differ too. Other pairs:
+both causes together explain the difference."""
+
+_EXAMPLES = """The first differences of each run: text before, then token by token (`¦` between tokens)."""
+
+CONFORMANCE = MeasurementReport(
+    "conformance", "harnesses", lambda row: row["name"], _is_good_harness, _conformance_page
+)
+FIDELITY = MeasurementReport(
+    "fidelity",
+    "rows",
+    lambda row: (list(TEMPLATE_TITLES).index(row["template"]), row["harness"], row["mode"]),
+    _is_faithful,
+    _fidelity_page,
+)

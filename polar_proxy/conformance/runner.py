@@ -4,27 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import tempfile
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Protocol, Self, runtime_checkable
 
-from harness_adapters.base import ExitOutcome, HarnessAdapter, Installation, LaunchContext, LaunchPlan
+from harness_adapters.base import ExitOutcome, HarnessAdapter, HarnessError, Installation, LaunchContext, LaunchPlan
 from polar_proxy.config import GatewaySettings
 from polar_proxy.conformance.recording_proxy import Exchange, RecordingProxy
-from polar_proxy.conformance.scripted_model import ScriptedModel
+from polar_proxy.conformance.scripted_model import ReceivedRequest, ScriptedModel
 from polar_proxy.engines.base import Engine
-from polar_proxy.engines.scripted import Script, ScriptedEngine
-from polar_proxy.store import Store
+from polar_proxy.engines.scripted import Script
+from polar_proxy.gateway import Gateway
+from polar_proxy.sessions import hash_key, new_key
+from polar_proxy.store import Store, open_store
 from polar_proxy.types import CallRecord, PromptMode
-from sandboxes import Mount, ResourceLimits, Sandbox, SandboxSpec, open_sandbox
+from sandboxes import Mount, ResourceLimits, Sandbox, SandboxError, SandboxSpec, choose, open_sandbox
 from sandboxes.base import SandboxKind
 
 _TAIL = 200_000
 _PREPARE_SECONDS = 120.0
 _SETTLE_SECONDS = 30.0
 _BEFORE_KILL = 1.5
+_REPOSITORY = """
+git init -q -b main && git add -A &&
+git -c user.name=polar -c user.email=polar@localhost commit -q -m 'Initial commit'
+"""
 
 
 @runtime_checkable
@@ -42,7 +48,6 @@ class ProgramRun:
     """None if it reached its time limit or was killed on purpose."""
     outcome: ExitOutcome
     detail: str
-    output: str
     seconds: float
 
 
@@ -51,19 +56,35 @@ class ScenarioRun:
     """One scenario with one harness, and everything that was recorded of it."""
 
     model: ScriptedModel
-    session_id: str = ""
     starts: list[ProgramRun] = field(default_factory=list)
     exchanges: list[Exchange] = field(default_factory=list)
     calls: list[CallRecord] = field(default_factory=list)
     killed: bool = False
     fault: str | None = None
     """Why the scenario could not be run."""
-    time_limit: float = 0.0
-    """Seconds that a start may take."""
 
     @property
     def last(self) -> ProgramRun:
         return self.starts[-1]
+
+    def requests(self, kind: str = "main") -> list[ReceivedRequest]:
+        return [request for request in self.model.requests if request.kind == kind]
+
+    def last_request(self, step: int) -> ReceivedRequest | None:
+        """Return the last request of the main conversation that asks for this step."""
+        return next((request for request in reversed(self.requests()) if request.step == step), None)
+
+
+@contextlib.asynccontextmanager
+async def temporary_store() -> AsyncIterator[Store]:
+    with tempfile.TemporaryDirectory(prefix="polar-conformance-") as folder:
+        async with open_store(f"sqlite:///{folder}/conformance.db") as store:
+            yield store
+
+
+async def choose_kind(sandbox: str) -> SandboxKind:
+    """Return the kind of sandbox that is used; for `auto`, the strongest that works here."""
+    return (await asyncio.to_thread(choose, sandbox)).kind  # type: ignore[arg-type]
 
 
 class ScenarioRunner:
@@ -90,8 +111,6 @@ class ScenarioRunner:
         self._committed: set[str] = set()
 
     async def __aenter__(self) -> Self:
-        from polar_proxy.gateway import Gateway  # imported here to keep a web framework out of `polar --help`
-
         self._stack = contextlib.AsyncExitStack()
         await self._stack.enter_async_context(self.engine)
         settings = GatewaySettings(host="127.0.0.1", port=0, require_known_keys=True, prompt_mode=self._prompt_mode)
@@ -101,33 +120,28 @@ class ScenarioRunner:
         self._proxy = await self._stack.enter_async_context(proxy)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
 
     async def play(self, model: ScriptedModel, adapter: HarnessAdapter, installed: Installation) -> ScenarioRun:
-        """Run the model's scenario: start the program once or twice, in a new sandbox and a new session."""
-        scenario = model.scenario
+        """Run the model's scenario: start the program once or twice, in a new sandbox and a new session.
+
+        A run that is not possible has a `fault`, and nothing else.
+        """
         run = ScenarioRun(model)
         self._proxy.exchanges = run.exchanges
         self._proxy.should_cut = model.should_cut
         if isinstance(self.engine, ScriptableEngine):
             self.engine.script = model
-        from polar_proxy.sessions import hash_key, new_key
-
         key = new_key()
         session = await self._store.sessions.create(key_hash=hash_key(key), label=None, policy=None, origin="key")
-        run.session_id = session.session_id
-        run.time_limit = self._patience * scenario.seconds
-        run.time_limit += model.slow if "slow" in model.faults.values() else 0
         try:
             async with self._sandbox(installed) as (sandbox, url):
-                for turn in range(2 if scenario.second else 1):
+                for turn in range(2 if model.scenario.second else 1):
                     context = LaunchContext(
                         base_url=url + "/v1",
                         api_key=key,
-                        model=self._model_name(model),
+                        model=self.engine.info.model,
                         instruction=model.instruction(turn),
                         home=sandbox.home,
                         workdir=sandbox.workdir,
@@ -135,19 +149,17 @@ class ScenarioRunner:
                         resume=turn > 0,
                         context_length=model.profile.context_window,
                     )
-                    plan = adapter.launch(installed, context)
-                    run.starts.append(await self._start(run, sandbox, plan, adapter))
+                    run.starts.append(await self._start(run, sandbox, adapter.launch(installed, context), adapter))
                     if run.last.outcome != "ok":
                         break
+        except (HarnessError, SandboxError, OSError, TimeoutError) as error:
+            return ScenarioRun(model, fault=f"{type(error).__name__}: {error}")
         finally:
             await self._proxy.close_connections()
             with contextlib.suppress(TimeoutError):
-                await self.gateway.sessions.idle(run.session_id, timeout=_SETTLE_SECONDS)
-        run.calls = list(await self._store.calls.of_session(run.session_id))
+                await self.gateway.sessions.idle(session.session_id, timeout=_SETTLE_SECONDS)
+        run.calls = list(await self._store.calls.of_session(session.session_id))
         return run
-
-    def _model_name(self, model: ScriptedModel) -> str:
-        return model.profile.model if isinstance(self.engine, ScriptedEngine) else self.engine.info.model
 
     @contextlib.asynccontextmanager
     async def _sandbox(self, installed: Installation) -> AsyncIterator[tuple[Sandbox, str]]:
@@ -171,19 +183,15 @@ class ScenarioRunner:
     async def _start(self, run: ScenarioRun, sandbox: Sandbox, plan: LaunchPlan, adapter: HarnessAdapter) -> ProgramRun:
         for name, text in plan.files.items():
             await sandbox.write(f"{sandbox.home}/{name}", text.encode(), 0o600)
+        model = run.model
+        limit = self._patience * model.scenario.seconds + (model.slow if "slow" in model.faults.values() else 0)
         began = time.monotonic()
         tail = bytearray()
         program = asyncio.create_task(
-            sandbox.exec(
-                plan.argv,
-                env=plan.env,
-                cwd=sandbox.workdir,
-                timeout=run.time_limit,
-                on_output=tail.extend,
-            )
+            sandbox.exec(plan.argv, env=plan.env, cwd=sandbox.workdir, timeout=limit, on_output=tail.extend)
         )
         try:
-            if run.model.scenario.endless:
+            if model.scenario.endless:
                 await self._wait_for_answer(run, program)
                 run.killed = not program.done()
                 program.cancel()
@@ -196,20 +204,13 @@ class ScenarioRunner:
         if not program.cancelled():
             result = program.result()
             exit_code = None if result.timed_out else result.exit_code
-        output = tail[-_TAIL:].decode(errors="replace")
-        outcome, detail = adapter.interpret(exit_code, output)
-        return ProgramRun(exit_code, outcome, detail, output, time.monotonic() - began)
+        outcome, detail = adapter.interpret(exit_code, tail[-_TAIL:].decode(errors="replace"))
+        return ProgramRun(exit_code, outcome, detail, time.monotonic() - began)
 
     async def _wait_for_answer(self, run: ScenarioRun, program: asyncio.Task[object]) -> None:
         """Wait until the engine has been answering for a moment."""
         while not program.done():
-            if any(request.kind == "main" for request in run.model.requests):
+            if run.requests():
                 await asyncio.sleep(_BEFORE_KILL)
                 return
             await asyncio.sleep(0.1)
-
-
-_REPOSITORY = """
-git init -q -b main && git add -A &&
-git -c user.name=polar -c user.email=polar@localhost commit -q -m 'Initial commit'
-"""

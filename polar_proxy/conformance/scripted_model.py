@@ -11,13 +11,11 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import orjson
 
-from harness_adapters.base import Feature
 from polar_proxy.conformance.profiles import Arguments, HarnessProfile
 from polar_proxy.conformance.recording_proxy import Exchange
 from polar_proxy.engines.scripted import ScriptedReply
@@ -67,7 +65,6 @@ class Scenario:
     """Steps of a second user turn, in a second start of the program with the same home and workspace."""
     faults: tuple[FaultKind, ...] = ()
     """Faults, once each, at requests for a step. Faults that a run did not reach are repeated in another run."""
-    needs: Feature | None = None
     fills_context: bool = False
     """From the second step on, the reported prompt is so long that the context is full, until a summary is requested.
     The number of commands is the harness's own (`HarnessProfile.compaction_steps`)."""
@@ -90,7 +87,6 @@ SUBAGENT = Scenario(
     "subagent",
     "a sub-agent that runs a command",
     steps=(StartSubagent(), WaitForSubagent(), Finish()),
-    needs="subagents",
 )
 COMPACTION = Scenario(
     "compaction", "the context fills up", steps=(RunCommands(), Finish()), fills_context=True, seconds=240
@@ -132,6 +128,8 @@ class ScriptedModel:
     """Fault by number of the step."""
     nonce: str = field(default_factory=lambda: secrets.token_hex(4))
     requests: list[ReceivedRequest] = field(default_factory=list)
+    instructions: tuple[str, str] | None = None
+    """The user's texts of both turns, if they are not those of the checks."""
     compacted: bool = False
     _fired: set[int] = field(default_factory=set)
     _cut: set[int] = field(default_factory=set)
@@ -142,6 +140,8 @@ class ScriptedModel:
 
     def instruction(self, turn: int) -> str:
         """Return the user's text of the first or second turn."""
+        if self.instructions is not None:
+            return self.instructions[turn]
         word = "Look around in this folder" if turn == 0 else "Look around once more"
         return f"{word}, change a.txt, and say when it is done (main-{self.nonce}, part {turn + 1})."
 
@@ -246,27 +246,29 @@ def step_reply(
         return _terminus_reply(step, tag)
     if profile.answer_format == "aider":
         return _aider_reply(step, tag)
-    reasoning = f"I thought of thought-{tag}."
+    text = ""
+    calls: list[tuple[str, Json]] = []
     if isinstance(step, RunCommands):
-        commands = [
-            traced_command(tag, number, text) + profile.command_suffix for number, text in enumerate(step.commands)
-        ]
-        calls = [(profile.tool, _fill(profile.arguments, command=command)) for command in commands]
-        return ScriptedReply(reasoning=reasoning, calls=_tool_calls(calls))
-    if isinstance(step, StartSubagent) and profile.start_subagent is not None:
+        for number, command in enumerate(step.commands):
+            traced = traced_command(tag, number, command) + profile.command_suffix
+            calls.append((profile.tool, _fill(profile.arguments, command=traced)))
+    elif isinstance(step, StartSubagent) and profile.start_subagent is not None:
         name, arguments = profile.start_subagent
         prompt = f"{subagent}: run one command in a shell, then say what it printed. ({tag})"
-        return ScriptedReply(reasoning=reasoning, calls=_tool_calls([(name, _fill(arguments, prompt=prompt))]))
-    if isinstance(step, WaitForSubagent):
+        calls.append((name, _fill(arguments, prompt=prompt)))
+    elif isinstance(step, WaitForSubagent):
         if profile.wait_for_subagent is None:
             return step_reply(profile, RunCommands((f"sleep 1; echo {tag}",)), tag)
         name, arguments = profile.wait_for_subagent
-        calls = [(name, _fill(arguments, agent=agent_id))]
-        return ScriptedReply(text=f"Waiting: {tag}.", reasoning=reasoning, calls=_tool_calls(calls))
-    if profile.finish is not None:
+        text = f"Waiting: {tag}."
+        calls.append((name, _fill(arguments, agent=agent_id)))
+    elif profile.finish is not None:
         name, arguments = profile.finish
-        return ScriptedReply(reasoning=reasoning, calls=_tool_calls([(name, _fill(arguments, command=f"echo {tag}"))]))
-    return ScriptedReply(text=f"It is done: {tag}.", reasoning=reasoning)
+        calls.append((name, _fill(arguments, command=f"echo {tag}")))
+    else:
+        text = f"It is done: {tag}."
+    made = tuple(ToolCall(new_id("call"), name, json.dumps(arguments)) for name, arguments in calls)
+    return ScriptedReply(text, f"I thought of thought-{tag}.", made)
 
 
 def _terminus_reply(step: Step, tag: str) -> ScriptedReply:
@@ -311,10 +313,6 @@ def _fill(arguments: Arguments, **values: str) -> Json:
         return value
 
     return {key: fill(value) for key, value in arguments.items()}
-
-
-def _tool_calls(calls: Sequence[tuple[str, Arguments]]) -> tuple[ToolCall, ...]:
-    return tuple(ToolCall(new_id("call"), name, json.dumps(dict(arguments))) for name, arguments in calls)
 
 
 def _context_length_error() -> RequestError:

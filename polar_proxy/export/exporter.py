@@ -12,9 +12,11 @@ from dataclasses import asdict, dataclass, field, replace
 
 from polar_proxy.errors import UsageError
 from polar_proxy.export.datasets import DATASET_FORMATS, SessionExport
+from polar_proxy.export.formats import TRAINER_FORMATS, RecordConverter, with_advantages
 from polar_proxy.store import FINAL_STATUSES, RolloutRow, Store, json_codec
 from polar_proxy.store.rescores import RESCORED_BUILDER
 from polar_proxy.traces import BUILDERS, TRAINABLE, CertificateError, build, certify, restore
+from polar_proxy.training.advantages import ADVANTAGES
 from polar_proxy.types import CallRecord, Json, Trace
 
 _PAGE = 500
@@ -58,14 +60,20 @@ async def export(
     session_ids: Sequence[str] = (),
     builder: str = "merged",
     all_grades: bool = False,
-    convert: Callable[[list[Json]], list[Json]] | None = None,
+    advantage: str = "grpo",
 ) -> ExportReport:
     """Write rows of the format `form` through `write`, one line at a time.
 
     With `where`, the rollouts that match it; with `session_ids`, these sessions; with neither, every rollout and every
-    session without a rollout. `convert` turns the rows of each rollout into other rows. Raise UsageError for an unknown
-    format, builder, condition or session.
+    session without a rollout. Records of other trainers are made from the rows of tokens-jsonl, with an advantage in
+    those of trl and tinker. Raise UsageError for an unknown format, builder, advantage, condition or session.
     """
+    convert: Callable[[list[Json]], list[Json]] = list
+    records: RecordConverter | None = None
+    if form in TRAINER_FORMATS:
+        rewards = await _rewards_by_group(store, advantage, builder)
+        records = converter = RecordConverter(form)
+        form, convert = "tokens-jsonl", lambda rows: converter(with_advantages(rows, advantage, rewards))
     _require_known(form, builder)
     if where is not None and session_ids:
         raise UsageError("Conditions choose rollouts: give either conditions or sessions.")
@@ -81,7 +89,27 @@ async def export(
         for line in lines:
             write(line)
         report.rows += len(lines)
+    if records is not None:
+        report.left_out.update(records.left_out)
     return report
+
+
+async def _rewards_by_group(store: Store, advantage: str, builder: str) -> dict[str, dict[str, float | None]]:
+    """Return the rewards of all rollouts: a baseline needs its whole group, even if only some rollouts are exported.
+
+    Raise UsageError if there is no such advantage, or if the builder's rows are branches.
+    """
+    if advantage not in ADVANTAGES:
+        raise UsageError(f"There is no advantage {advantage!r}: choose {', '.join(ADVANTAGES)}.")
+    if builder == "tree":
+        raise UsageError("The records of other trainers hold whole sequences: choose --builder merged or per_call.")
+    rewards: dict[str, dict[str, float | None]] = {}
+    before: str | None = None
+    while page := await store.rollouts.find(limit=_PAGE, before=before):
+        for row in page:
+            rewards.setdefault(row.group_id, {})[row.rollout_id] = row.reward
+        before = page[0].rollout_id
+    return rewards
 
 
 async def rollout_lines(
@@ -93,7 +121,7 @@ async def rollout_lines(
         return []
     session = await _read_session(store, _rollout_fields(rollout), rollout.session_id, form, builder, rollout)
     chosen = replace(session, traces=_trainable(session.traces, all_grades, ExportReport()))
-    return await asyncio.to_thread(_lines, form, chosen, None)
+    return await asyncio.to_thread(_lines, form, chosen, list)
 
 
 def _require_known(form: str, builder: str) -> None:
@@ -193,6 +221,5 @@ def _trainable(traces: Sequence[Trace], all_grades: bool, report: ExportReport) 
     return list(kept.values())
 
 
-def _lines(form: str, session: SessionExport, convert: Callable[[list[Json]], list[Json]] | None) -> list[bytes]:
-    rows = list(DATASET_FORMATS[form](session))
-    return [json_codec.dumps(row) + b"\n" for row in (rows if convert is None else convert(rows))]
+def _lines(form: str, session: SessionExport, convert: Callable[[list[Json]], list[Json]]) -> list[bytes]:
+    return [json_codec.dumps(row) + b"\n" for row in convert(list(DATASET_FORMATS[form](session)))]

@@ -10,7 +10,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from polar_proxy.cli.export import open_output
+from polar_proxy.cli.traces import open_output
 from polar_proxy.errors import UsageError
 from polar_proxy.store import open_store
 from polar_proxy.training.advantages import dr_grpo

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polar_proxy.conformance.fidelity.answers import STYLES, qwen_text, split_randomly, to_json
+from polar_proxy.conformance.awkward_answers import STYLES, qwen_text, split_randomly, to_json
 from polar_proxy.engines.scripted import ScriptedReply
 from polar_proxy.types import ToolCall
 

@@ -10,21 +10,10 @@ from pathlib import Path
 import pytest
 
 from harness_adapters.base import get_adapter
-from polar_proxy.conformance import ScenarioRunner
-from polar_proxy.conformance.fidelity import (
-    LOGITS_PROCESSOR,
-    PLUGIN,
-    TEMPLATES,
-    FidelityJob,
-    FidelityRow,
-    ForcedVllmEngine,
-    document,
-    markdown,
-    measure_harness,
-    merged,
-    play,
-)
-from polar_proxy.conformance.fidelity.measure import count_tokens
+from polar_proxy.conformance.fidelity import FidelityJob, FidelityRow, count_tokens, play, play_job
+from polar_proxy.conformance.forced_vllm import LOGITS_PROCESSOR, PLUGIN, TEMPLATES, ForcedVllmEngine
+from polar_proxy.conformance.report import FIDELITY
+from polar_proxy.conformance.runner import ScenarioRunner
 from polar_proxy.engines.base import Engine
 from polar_proxy.engines.scripted import INFO, ScriptedEngine, ScriptedReply
 from polar_proxy.errors import EngineError
@@ -44,7 +33,7 @@ def state_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def measured(store: Store, agent: SmallAgent, mode: PromptMode, engine: Engine | None = None) -> FidelityRow:
     async with ScenarioRunner(engine or ScriptedEngine(), store, "process", prompt_mode=mode) as runner:
-        row, _ = await measure_harness(runner, agent, agent.install(Path("/")), mode, "keeps")
+        row, _ = await play_job(runner, FidelityJob(agent, agent.install(Path("/")), "keeps", mode))
         return row
 
 
@@ -79,7 +68,7 @@ async def test_row_detects_counts_that_do_not_add_up() -> None:
 async def test_side_calls_are_counted_as_excluded(store: Store) -> None:
     async with ScenarioRunner(ScriptedEngine(), store, "process") as runner:
         agent = SmallAgent()
-        _, run = await measure_harness(runner, agent, agent.install(Path("/")), "continue", "keeps")
+        _, run = await play_job(runner, FidelityJob(agent, agent.install(Path("/")), "keeps", "continue"))
         calls = [replace(run.calls[0], edge="side_call"), *run.calls[1:]]
         row = FidelityRow("a", "1", "continue", "keeps")
         await count_tokens(row, calls, runner.engine, score=False)
@@ -89,13 +78,14 @@ async def test_side_calls_are_counted_as_excluded(store: Store) -> None:
 
 
 async def test_page_is_made_from_the_document(store: Store) -> None:
-    rows = [await measured(store, ReserialisingAgent(), mode) for mode in ("render", "continue")]
-    first = document(rows, engine=INFO, sandbox="process", cut_every=0)
-    page = markdown(first)
-    drifted = rows[0].drifted
+    rows = [(await measured(store, ReserialisingAgent(), mode)).to_json() for mode in ("render", "continue")]
+    first = FIDELITY.document(rows, engine=INFO, sandbox="process", cut_every=0)
+    page = FIDELITY.markdown(first)
+    drifted = rows[0]["drifted"]
     assert f"| small-agent | 1 | openai_chat | 9 | 8 | {drifted} | 0 | {drifted + 1} | 1 |" in page
     assert f"| small-agent | keeps | render | {drifted} | {drifted} x arguments_reserialised |" in page
-    both = merged(first, document(rows[:1], engine=replace(INFO, engine="other"), sandbox="process", cut_every=0))
+    again = FIDELITY.document(rows[:1], engine=replace(INFO, engine="other"), sandbox="process", cut_every=0)
+    both = FIDELITY.merged(first, again)
     assert [(row["mode"], row["engine"]) for row in both["rows"]] == [
         ("continue", "scripted"),
         ("render", "other 1, scripted-model"),
@@ -110,7 +100,7 @@ async def test_concurrent_runs_do_not_mix() -> None:
         for mode in ("continue", "render")
     ]
     rows = [
-        done.row async for done in play(jobs, lambda template: ScriptedEngine(), "process", concurrency=4, score=False)
+        row async for row, _ in play(jobs, lambda template: ScriptedEngine(), "process", concurrency=4, score=False)
     ]
     assert sorted((row.calls, row.drifted > 0, row.mode) for row in rows) == [
         (9, False, "continue"),
@@ -125,7 +115,7 @@ async def test_concurrent_runs_do_not_mix() -> None:
 
 @pytest.fixture(scope="module")
 def forced_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    from polar_proxy.conformance.fidelity.model import make_model
+    from polar_proxy.conformance.forced_vllm import make_model
 
     model = make_model(tmp_path_factory.mktemp("fidelity-model"))
     flags = ("--reasoning-parser", "qwen3", "--logits-processors", LOGITS_PROCESSOR, "--trust-request-chat-template")
@@ -181,7 +171,7 @@ async def test_real_agents_drift_in_render_mode_and_never_in_continue_mode(force
         path = TEMPLATES[name]
         return ForcedVllmEngine(forced_url, template=None if path is None else path.read_text())
 
-    rows = [done.row async for done in play(jobs, engine, real_sandbox(), concurrency=4, patience=4)]
+    rows = [row async for row, _ in play(jobs, engine, real_sandbox(), concurrency=4, patience=4)]
     assert {row.harness: row.fault for row in rows if row.fault} == {}
     assert {(row.harness, row.mode): row.excluded for row in rows if not row.adds_up} == {}
     continued = [row for row in rows if row.mode == "continue"]

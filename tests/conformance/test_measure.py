@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from polar_proxy.conformance import CHECK_NAMES, HarnessRow, ScenarioRun, ScenarioRunner, measure
+from polar_proxy.conformance.checks import CHECKS
+from polar_proxy.conformance.measure import HarnessRow, measure
+from polar_proxy.conformance.report import CONFORMANCE
+from polar_proxy.conformance.runner import ScenarioRun, ScenarioRunner
 from polar_proxy.engines.scripted import ScriptedEngine
 from polar_proxy.errors import StoreError
 from polar_proxy.store import Store
@@ -50,26 +53,24 @@ def measured(store: Store, state_dir: None) -> Measure:
     ) -> HarnessRow:
         if commit is not None:
             replace_commit(store, commit)
-        keep = (lambda run: None) if runs is None else runs.append
         async with ScenarioRunner(ScriptedEngine(), store, "process") as runner:
-            return await measure(
-                runner,
-                agent,
-                agent.install(Path("/")),
-                checks or CHECK_NAMES,
-                slow=0.3,
-                progress=lambda text: None,
-                keep=keep,
-            )
+            row, played = await measure(runner, agent, agent.install(Path("/")), checks or CHECKS, slow=0.3)
+        if runs is not None:
+            runs += played
+        return row
 
     return run
+
+
+def is_good(row: HarnessRow) -> bool:
+    return CONFORMANCE.is_good_row(asdict(row))
 
 
 async def test_correct_agent_passes_every_check(measured: Measure) -> None:
     runs: list[ScenarioRun] = []
     row = await measured(SmallAgent(), runs=runs)
     results = {name: (cell.status, cell.detail) for name, cell in row.checks.items()}
-    assert set(results) == set(CHECK_NAMES)
+    assert set(results) == set(CHECKS)
     allowed = {"subagent": "n/a", "compaction": "not run"}  # this agent has neither
     assert {name: cell for name, cell in results.items() if cell[0] != allowed.get(name, "ok")} == {}
     assert (row.lost, row.doubled, row.dialect, row.streamed) == (0, 0, "openai_chat", "no")
@@ -79,7 +80,7 @@ async def test_correct_agent_passes_every_check(measured: Measure) -> None:
     faults = next(run for run in runs if run.model.scenario.name == "faults")
     assert sum(exchange.cut for exchange in faults.exchanges) == 1
     assert [exchange.complete for exchange in faults.exchanges if exchange.cut] == [False]
-    assert row.good
+    assert is_good(row)
 
 
 async def test_agent_without_outputs_and_reasoning_fails_the_round_trips(measured: Measure) -> None:
@@ -88,7 +89,7 @@ async def test_agent_without_outputs_and_reasoning_fails_the_round_trips(measure
     assert row.checks["parallel_calls"].detail == "0 of 2 outputs came back: ['', '']"
     assert row.checks["reasoning"].detail == "the harness drops it"
     assert row.checks["exit_ok"].status == "ok"
-    assert not row.good
+    assert not is_good(row)
 
 
 async def test_exit_failed_detects_an_agent_that_exits_with_0(measured: Measure) -> None:

@@ -61,7 +61,7 @@ async def test_forwards_bytes_unchanged_and_records_model_calls() -> None:
     assert [(e.path, e.status, e.complete, e.call_id) for e in proxy.exchanges] == [
         ("/v1/responses", 200, True, "call_1")
     ] * 2
-    assert all(e.body_bytes == len(BODY) and e.streamed and e.committed_first for e in proxy.exchanges)
+    assert all(e.body_bytes == len(BODY) and e.committed_first for e in proxy.exchanges)
     assert bytes(proxy.exchanges[0].body) == b'{"input":"hi"}'
 
 
@@ -87,11 +87,10 @@ async def test_records_an_incomplete_exchange_when_the_client_leaves() -> None:
             async for _ in response.aiter_raw():
                 break
         async with asyncio.timeout(60):
-            while not proxy.exchanges or proxy.exchanges[0].ended_at is None:
+            while not proxy.exchanges:
                 await asyncio.sleep(0.01)
     (exchange,) = proxy.exchanges
     assert not exchange.complete
-    assert exchange.ended_at is not None
 
 
 def test_is_model_route() -> None:

@@ -8,11 +8,14 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from polar_proxy.conformance import CheckResult, HarnessRow, document, markdown, merged
+from polar_proxy.conformance.checks import CheckResult
+from polar_proxy.conformance.measure import HarnessRow
+from polar_proxy.conformance.report import CONFORMANCE
 from polar_proxy.engines.scripted import INFO
 from tests.cli.runner import polar, polar_error, polar_json
 from tests.rollouts.test_run import strays
@@ -28,18 +31,18 @@ def row(name: str, **changes: object) -> dict[str, object]:
     result.checks = {"lost": CheckResult("ok", "0 of 3"), "long_run": CheckResult("failed", "a | b\nc")}
     for key, value in changes.items():
         setattr(result, key, value)
-    return document([result], engine=INFO, sandbox="process", slow=20)
+    return CONFORMANCE.document([asdict(result)], engine=INFO, sandbox="process", slow_seconds=20)
 
 
 def test_merging_keeps_rows_of_other_harnesses() -> None:
-    found = merged(merged(None, row("b")), row("a"))
+    found = CONFORMANCE.merged(CONFORMANCE.merged(None, row("b")), row("a"))
     assert [one["name"] for one in found["harnesses"]] == ["a", "b"]
-    again = merged(found, row("b", calls=9))
+    again = CONFORMANCE.merged(found, row("b", calls=9))
     assert [one["calls"] for one in again["harnesses"]] == [3, 9]
 
 
 def test_page_is_made_from_the_document() -> None:
-    page = markdown(json.loads(json.dumps(row("codex", lost=2))))
+    page = CONFORMANCE.markdown(json.loads(json.dumps(row("codex", lost=2))))
     assert "| codex | 1.0 | openai_chat | yes | 3 | 2 | 0 |" in page
     assert "| 26 turns | failed | a \\| b c |" in page
     assert "| 429 | not run |" in page, "a check without a result was not run"

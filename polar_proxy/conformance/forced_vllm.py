@@ -2,31 +2,54 @@
 
 Template, tokenizer, parsers, prompts and log-probabilities are vLLM's own. Each request carries the tokens to sample,
 for a plugin in the server (`vllm_plugin/polar_forced_tokens.py`), for conversations and for exact prompts alike.
+`make_model` writes a model for such a server.
 """
 
 from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import AsyncGenerator
+import json
+import sysconfig
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from pathlib import Path
 from typing import Self
 
-from polar_proxy.conformance.fidelity.answers import qwen_text, split_randomly
-from polar_proxy.engines.base import ExactPrompt
+from polar_proxy.config import EngineSettings
+from polar_proxy.conformance.awkward_answers import qwen_text, split_randomly
+from polar_proxy.engines.base import Engine, ExactPrompt
+from polar_proxy.engines.factory import POLAR_TINY
 from polar_proxy.engines.http_client import HttpResponse
-from polar_proxy.engines.scripted import Script, ScriptedReply
+from polar_proxy.engines.scripted import Script, ScriptedEngine, ScriptedReply
 from polar_proxy.engines.vllm import VllmEngine
 from polar_proxy.engines.vllm.client import CHAT, COMPLETIONS, VllmClient
-from polar_proxy.errors import EngineError
+from polar_proxy.errors import EngineError, UsageError
 from polar_proxy.types import EngineRequest, Json, SampleEvent
 
-PLUGIN = Path(__file__).resolve().parent.parent / "vllm_plugin"
+PLUGIN = Path(__file__).resolve().with_name("vllm_plugin")
 """Folder for the server's PYTHONPATH, used with `--logits-processors` and `LOGITS_PROCESSOR`."""
 LOGITS_PROCESSOR = "polar_forced_tokens:ForcedTokens"
 CUT_EVERY = 40
 """Average distance, in characters, between two places where an answer is split unlike the tokenizer would split it."""
+
+
+TEMPLATES = {
+    "keeps": None,
+    "strips": Path(__file__).with_name("strips_reasoning.jinja"),
+}
+"""Chat templates. keeps: the model's own, which shows the reasoning of every turn; strips: one that shows only the
+reasoning after the last message of a user."""
+
+_VOCABULARY = 12_000
+_CONTEXT = 262_144
+_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+_TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+_WORD = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""Pattern by which the tokenizers of the Qwen family split text into words."""
+_READ_BYTES = 3_000_000
 
 
 class _ForcingClient(VllmClient):
@@ -120,3 +143,76 @@ class ForcedVllmEngine(VllmEngine):
                 f"{self.client.name} does not sample the tokens it is given: start it with PYTHONPATH={PLUGIN} and "
                 f"--logits-processors {LOGITS_PROCESSOR}."
             )
+
+
+def prescribed_engine(settings: EngineSettings, template: str = "keeps") -> Engine:
+    """Return an engine that gives prescribed answers. Raises UsageError if the configured one cannot."""
+    if settings.kind == "scripted":
+        return ScriptedEngine()
+    if settings.kind != "vllm" or not settings.url:
+        raise UsageError(
+            "Prescribed answers need --engine vllm with --engine-url (scripts/fidelity.sh starts such a server), or "
+            "--engine scripted."
+        )
+    path = TEMPLATES[template]
+    return ForcedVllmEngine(settings.url, model=settings.model, template=None if path is None else path.read_text())
+
+
+def make_model(folder: Path) -> Path:
+    """Write a model of which only the tokenizer and the template matter into `folder` (4 MB, ten seconds).
+
+    It is small enough that a CPU reads prompts of 50,000 tokens in seconds. It has random weights, a byte-level
+    tokenizer that cuts like those in common use (the bundled polar-tiny needs twice as many tokens for an agent's
+    prompt), and the chat template of polar-tiny. The same Python makes the same tokenizer. Needs
+    `pip install 'polar-proxy[local]'`.
+    """
+    import torch
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(_WORD), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=_VOCABULARY - len(_SPECIAL + _TAGS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_texts(), trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    fast.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
+    fast.add_tokens(list(_TAGS))
+    fast.chat_template = json.loads((POLAR_TINY / "tokenizer_config.json").read_text())["chat_template"]
+    fast.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=len(fast),
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,  # the smallest size that vLLM's CPU attention supports
+        max_position_embeddings=_CONTEXT,
+        tie_word_embeddings=True,
+        initializer_range=0.3,
+        eos_token_id=fast.convert_tokens_to_ids("<|im_end|>"),
+        pad_token_id=fast.convert_tokens_to_ids("<|endoftext|>"),
+        bos_token_id=None,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def _texts() -> Iterator[str]:
+    """Yield text that every Python installation has: the source code of its standard library, ordered by file name."""
+    left = _READ_BYTES
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
+        text = path.read_text(errors="replace")
+        if left <= 0:
+            return
+        left -= len(text)
+        yield text

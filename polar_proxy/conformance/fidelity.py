@@ -1,32 +1,45 @@
-"""Run one harness in one prompt mode, and count every sampled token as trained or excluded.
+"""Fidelity runs: jobs with prescribed answers, or some turns of one harness with a model's own answers.
 
-For a call whose prompt differs from the sampled tokens, the row has the position of the first difference, the tokens on
-both sides, and the causes.
+Every sampled token is counted as trained or excluded. For a call whose prompt differs from the sampled tokens, the row
+has the position of the first difference, the tokens on both sides, and the causes.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import aclosing
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from harness_adapters.base import HarnessAdapter, HarnessError, Installation
+from polar_proxy.config import EngineSettings
+from polar_proxy.conformance.awkward_answers import SCENARIO, FidelityModel
 from polar_proxy.conformance.checks import edge_counts
-from polar_proxy.conformance.fidelity.answers import SCENARIO, FidelityModel
+from polar_proxy.conformance.forced_vllm import CUT_EVERY, prescribed_engine
 from polar_proxy.conformance.profiles import profile_of
-from polar_proxy.conformance.runner import ScenarioRun, ScenarioRunner
-from polar_proxy.conformance.scripted_model import Scenario
+from polar_proxy.conformance.report import FIDELITY
+from polar_proxy.conformance.runner import ScenarioRun, ScenarioRunner, choose_kind, temporary_store
+from polar_proxy.conformance.scripted_model import Finish, Scenario
 from polar_proxy.dialects import recorded_request
 from polar_proxy.engines.base import Engine
 from polar_proxy.sessions import prompt_config
+from polar_proxy.store import Store
 from polar_proxy.traces import BuildResult, build
 from polar_proxy.traces.drift import DriftCause, DriftEvent, ToolsChange, base_choice, explain_drift
-from polar_proxy.types import CallRecord, ChatRequest, Choice, PromptMode, TokenIds, Trace
-from sandboxes import SandboxError
+from polar_proxy.types import CallRecord, ChatRequest, Choice, EngineInfo, Json, PromptMode, TokenIds, Trace
+from sandboxes.base import SandboxKind
 
+MODES: tuple[PromptMode, ...] = ("continue", "render")
+TASK = "List the files of this folder with a command, read a.txt, write notes.txt about it, and say when it is done."
+SECOND_TASK = "Now run one command that counts the words of notes.txt, and say what it printed."
+DRIFT = Scenario("drift", "some turns", (Finish(),), second=(Finish(),))
+"""Some turns with the model's own answers."""
 SCORED_TOKENS = 200_000
 """Longer sequences are not scored again."""
 _SHOWN_TOKENS = 12
@@ -95,36 +108,169 @@ class FidelityRow:
     def adds_up(self) -> bool:
         return self.recorded == self.trained + sum(self.excluded.values())
 
+    def to_json(self) -> Json:
+        return {**asdict(self), "adds_up": self.adds_up}
 
-async def measure_harness(
-    runner: ScenarioRunner,
-    adapter: HarnessAdapter,
-    installed: Installation,
-    mode: PromptMode,
-    template: str,
+
+@dataclass(frozen=True, slots=True)
+class FidelityJob:
+    adapter: HarnessAdapter
+    installed: Installation
+    template: str
+    mode: PromptMode
+
+
+async def measure_fidelity(
+    adapters: Sequence[tuple[HarnessAdapter, str | None]],
+    engine: EngineSettings,
+    sandbox: str,
+    templates: Sequence[str],
     *,
-    scenario: Scenario = SCENARIO,
+    cache: Path,
+    concurrency: int,
+    patience: float,
+    progress: Callable[[str], None],
+) -> AsyncGenerator[Json, None]:
+    """Measure every harness (and version) with every template in both modes, and yield a document with each row."""
+    kind = await choose_kind(sandbox)
+    jobs = []
+    for adapter, version in adapters:
+        try:
+            installed = await asyncio.to_thread(adapter.install, cache, version)
+        except HarnessError as error:
+            progress(f"{adapter.name}: not run: {str(error)[:300]}")
+            continue
+        jobs += [FidelityJob(adapter, installed, template, mode) for template in templates for mode in MODES]
+    played = play(
+        jobs,
+        lambda template: prescribed_engine(engine, template),
+        kind,
+        concurrency=concurrency,
+        patience=patience,
+        progress=progress,
+    )
+    async with aclosing(played):
+        async for row, info in played:
+            counts = f"{row.calls} calls, {row.drifted} splits by drift, {row.traces} traces, {row.seconds:.0f} s"
+            progress(f"{row.harness}, {row.template}, {row.mode}: {row.fault or counts}")
+            cut_every = CUT_EVERY if engine.kind == "vllm" else 0
+            yield FIDELITY.document([row.to_json()], engine=info, sandbox=kind, cut_every=cut_every)
+
+
+async def play(
+    jobs: Sequence[FidelityJob],
+    make_engine: Callable[[str], Engine],
+    sandbox: SandboxKind,
+    *,
+    concurrency: int = 1,
+    patience: float = 1.0,
     score: bool = True,
-) -> tuple[FidelityRow, ScenarioRun]:
-    """Run `scenario` with one harness and count. A run that is not possible has a `fault`."""
+    progress: Callable[[str], None] = lambda text: None,
+) -> AsyncGenerator[tuple[FidelityRow, EngineInfo], None]:
+    """Run every job once, and yield each when it ends.
+
+    Each job has its own engine and gateway; the server and the store are shared. `make_engine(template)`
+    returns a scripted engine that renders with that template.
+    """
+    slots = asyncio.Semaphore(concurrency)
+
+    async def run(store: Store, job: FidelityJob) -> tuple[FidelityRow, EngineInfo]:
+        async with slots:
+            progress(f"{job.adapter.name}, {job.template}, {job.mode}")
+            engine = make_engine(job.template)
+            async with ScenarioRunner(engine, store, sandbox, patience=patience, prompt_mode=job.mode) as runner:
+                row, _ = await play_job(runner, job, score=score)
+                return row, engine.info
+
+    async with temporary_store() as store:
+        tasks = [asyncio.create_task(run(store, job)) for job in jobs]
+        try:
+            for done in asyncio.as_completed(tasks):
+                yield await done
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def play_job(runner: ScenarioRunner, job: FidelityJob, *, score: bool = True) -> tuple[FidelityRow, ScenarioRun]:
+    """Give a harness the awkward answers and count. A run that is not possible has a `fault`."""
     started = time.monotonic()
-    row = FidelityRow(adapter.name, installed.version, mode, template)
-    # With its usual window a harness would believe that this small tokenizer's long prompts fill the context.
-    profile = replace(profile_of(adapter.name), context_window=runner.engine.info.context_length)
-    scenario = scenario if "resume" in adapter.info.features else replace(scenario, second=())
-    model = FidelityModel(profile, scenario, 0.0)
-    try:
-        run = await runner.play(model, adapter, installed)
-    except (HarnessError, SandboxError, OSError, TimeoutError) as error:
-        run = ScenarioRun(model)
-        row.fault = f"{type(error).__name__}: {error}"
+    row = FidelityRow(job.adapter.name, job.installed.version, job.mode, job.template)
+    run = await runner.play(_model(runner.engine, job.adapter), job.adapter, job.installed)
     await count_tokens(row, run.calls, runner.engine, score=score)
     row.outcomes = tuple(start.outcome for start in run.starts)
     row.detail = "; ".join(start.detail for start in run.starts if start.outcome != "ok")[:300]
-    if not run.calls and row.fault is None:
+    row.fault = run.fault
+    if not run.calls and run.fault is None:
         row.fault = f"it made no model request: {row.detail}"
     row.seconds = round(time.monotonic() - started, 1)
     return row, run
+
+
+def _model(
+    engine: Engine, adapter: HarnessAdapter, scenario: Scenario = SCENARIO, *, max_steps: int | None = None
+) -> FidelityModel:
+    """Return the scripted model of a harness, without a second turn if the harness cannot continue."""
+    profile = profile_of(adapter.name)
+    # With its usual window a harness would believe that this small tokenizer's long prompts fill the context.
+    window = engine.info.context_length
+    profile = replace(profile, context_window=window, max_steps=max_steps or profile.max_steps)
+    if "resume" not in adapter.info.features:
+        scenario = replace(scenario, second=())
+    return FidelityModel(profile, scenario, 0.0)
+
+
+async def measure_drift(
+    engine: Engine,
+    adapter: HarnessAdapter,
+    installed: Installation,
+    sandbox: str,
+    *,
+    turns: int,
+    task: str | None,
+    awkward: bool,
+    seconds: float,
+) -> FidelityRow:
+    """Let a harness make up to `turns` model calls in render mode, stop it, and count how its prompts drifted.
+
+    With `awkward` the engine gives the answers of `awkward_answers.py` instead of its own.
+    """
+    kind = await choose_kind(sandbox)
+    recorded: list[CallRecord] = []
+    enough = asyncio.Event()
+
+    def on_call(record: CallRecord) -> None:
+        recorded.append(record)
+        if len(recorded) >= turns:
+            enough.set()
+
+    async with temporary_store() as store, ScenarioRunner(engine, store, kind, prompt_mode="render") as runner:
+        model = _model(engine, adapter, SCENARIO if awkward else replace(DRIFT, seconds=seconds), max_steps=turns)
+        if not awkward:
+            model.instructions = (task or TASK, SECOND_TASK)
+        runner.gateway.observe(on_call)
+        run = await _run_until(enough, runner.play(model, adapter, installed))
+        calls = await store.calls.of_session(recorded[0].session_id) if recorded else ()
+        row = FidelityRow(adapter.name, installed.version, "render", "-")
+        row.outcomes = ("stopped",) if run is None else tuple(start.outcome for start in run.starts)
+        if not calls and run is not None:
+            row.fault = run.fault or f"it made no model request: {run.last.detail[:300]}"
+        await count_tokens(row, calls[:turns], engine, score=False)
+        return row
+
+
+async def _run_until(enough: asyncio.Event, playing: Coroutine[Any, Any, ScenarioRun]) -> ScenarioRun | None:
+    """Return the run if it ends by itself; stop it and return None once `enough` is set."""
+    task = asyncio.create_task(playing)
+    waiting = asyncio.create_task(enough.wait())
+    try:
+        await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        task.cancel()
+        waiting.cancel()
+        await asyncio.gather(task, waiting, return_exceptions=True)
 
 
 async def count_tokens(row: FidelityRow, calls: Sequence[CallRecord], engine: Engine, *, score: bool) -> None:
