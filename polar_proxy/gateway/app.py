@@ -23,7 +23,6 @@ from polar_proxy.dialects import (
     OpenAICompletions,
     OpenAIResponses,
 )
-from polar_proxy.dialects.anthropic import HELLO_RESPONSE
 from polar_proxy.dialects.google import GoogleGenerateContent, google_model_card, google_route
 from polar_proxy.engines.base import Engine
 from polar_proxy.errors import RequestError
@@ -157,7 +156,8 @@ def create_app(engine: Engine, handler: RequestHandler, metrics: GatewayMetrics)
 
     @app.api_route("/api/hello", methods=["GET", "HEAD"], include_in_schema=False)
     async def hello() -> Response:
-        return Response(HELLO_RESPONSE, media_type="application/json")
+        """Answer the request (HEAD) with which Claude Code checks that the server is up."""
+        return JSONResponse({"message": "hello"})
 
     @app.get("/healthz")
     async def healthz() -> Response:

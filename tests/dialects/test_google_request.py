@@ -11,7 +11,6 @@ from polar_proxy.dialects.base import Dialect
 from polar_proxy.dialects.google import (
     GoogleGenerateContent,
     google_model_card,
-    google_model_list,
     google_route,
 )
 from polar_proxy.dialects.google.tools import json_schema
@@ -244,7 +243,6 @@ def test_count_tokens() -> None:
 def test_model_card() -> None:
     card = google_model_card("a/b", 4096)
     assert (card["name"], card["inputTokenLimit"]) == ("models/a/b", 4096)
-    assert google_model_list([card]) == {"models": [card]}
 
 
 @pytest.mark.parametrize(

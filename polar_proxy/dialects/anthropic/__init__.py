@@ -1,5 +1,5 @@
 """Anthropic Messages."""
 
-from polar_proxy.dialects.anthropic.dialect import HELLO_RESPONSE, AnthropicMessages
+from polar_proxy.dialects.anthropic.dialect import AnthropicMessages
 
-__all__ = ["HELLO_RESPONSE", "AnthropicMessages"]
+__all__ = ["AnthropicMessages"]

@@ -24,9 +24,6 @@ from polar_proxy.dialects.wire import storable_params, to_json
 from polar_proxy.errors import RequestError
 from polar_proxy.types import ChatRequest, Json, Sampling
 
-HELLO_RESPONSE = orjson.dumps({"message": "hello"})
-"""The body of `/api/hello`, which Claude Code requests (HEAD) to check that the server is up."""
-
 
 class PromptFields(RequestFields):
     """The fields that determine the prompt."""

@@ -39,6 +39,8 @@ from polar_proxy.dialects.wire import is_json_object, named_sse
 from polar_proxy.types import Json, SampleEvent, ToolCall, ToolDelta
 
 _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
+_STREAMED_FIELDS = {"function_call": "arguments", "custom_tool_call": "input"}
+"""The field of a tool call's item that is streamed, by the item's type. Other items are sent in one piece."""
 
 
 @dataclass
@@ -48,6 +50,13 @@ class _OpenText:
     kind: str
     id: str
     pieces: list[str] = field(default_factory=list)
+
+    @property
+    def names(self) -> tuple[str, str, str]:
+        """The names of the text's events, of its part's events, and of the part's index."""
+        if self.kind == "reasoning":
+            return "reasoning_summary_text", "reasoning_summary_part", "summary_index"
+        return "output_text", "content_part", "content_index"
 
 
 @dataclass
@@ -61,9 +70,6 @@ class _StreamedToolCall:
     item_id: str = ""
     added: bool = False
     decoder: CustomInputDecoder = field(default_factory=CustomInputDecoder)
-
-    def with_arguments(self, arguments: str) -> ToolCall:
-        return ToolCall(self.id, self.name, arguments)
 
     @property
     def complete(self) -> bool:
@@ -170,37 +176,38 @@ class ResponsesEncoder(Encoder):
         opened = self._open = _OpenText(kind, item_id(prefix, self.call_id, self._position))
         if kind == "reasoning":
             item: Json = {"id": opened.id, "type": "reasoning", "status": "in_progress", "summary": []}
-            part = {"type": "summary_text", "text": ""}
-            return self._added(item) + self._event(
-                "response.reasoning_summary_part.added", **self._location(opened.id), summary_index=0, part=part
-            )
-        item = {"id": opened.id, "type": "message", "status": "in_progress", "role": "assistant", "content": []}
-        return self._added(item) + self._event(
-            "response.content_part.added", **self._location(opened.id), content_index=0, part=output_text("", [])
-        )
+            part: Json = {"type": "summary_text", "text": ""}
+        else:
+            item = {"id": opened.id, "type": "message", "status": "in_progress", "role": "assistant", "content": []}
+            part = output_text("", [])
+        return self._added(item) + self._part_event(opened, "added", part)
 
     def _text_delta(self, text: str, logprobs: list[Json]) -> bytes:
         now = self._open
         assert isinstance(now, _OpenText)
         now.pieces.append(text)
-        location = self._location(now.id)
-        if now.kind == "reasoning":
-            return self._event("response.reasoning_summary_text.delta", **location, summary_index=0, delta=text)
-        return self._event("response.output_text.delta", **location, content_index=0, delta=text, logprobs=logprobs)
+        return self._text_event(now, "delta", logprobs, delta=text)
 
     def _close_text(self, now: _OpenText, status: str) -> bytes:
-        text, location = "".join(now.pieces), self._location(now.id)
+        text = "".join(now.pieces)
+        logprobs = _message_logprobs(self._received, text) if self.logprobs and now.kind == "message" else []
         if now.kind == "reasoning":
             item = reasoning_item(now.id, text, status)
-            part = item["summary"][0]
-            out = self._event("response.reasoning_summary_text.done", **location, summary_index=0, text=text)
-            out += self._event("response.reasoning_summary_part.done", **location, summary_index=0, part=part)
-            return out + self._done(item)
-        logprobs = _message_logprobs(self._received, text) if self.logprobs else []
-        item = message_item(now.id, text, status, logprobs)
-        out = self._event("response.output_text.done", **location, content_index=0, text=text, logprobs=logprobs)
-        out += self._event("response.content_part.done", **location, content_index=0, part=item["content"][0])
-        return out + self._done(item)
+            (part,) = item["summary"]
+        else:
+            item = message_item(now.id, text, status, logprobs)
+            (part,) = item["content"]
+        out = self._text_event(now, "done", logprobs, text=text)
+        return out + self._part_event(now, "done", part) + self._done(item)
+
+    def _text_event(self, now: _OpenText, suffix: str, logprobs: list[Json], **fields: str) -> bytes:
+        name, _, index = now.names
+        extra = {} if now.kind == "reasoning" else {"logprobs": logprobs}
+        return self._event(f"response.{name}.{suffix}", **self._location(now.id), **{index: 0}, **fields, **extra)
+
+    def _part_event(self, now: _OpenText, suffix: str, part: Json) -> bytes:
+        _, name, index = now.names
+        return self._event(f"response.{name}.{suffix}", **self._location(now.id), **{index: 0}, part=part)
 
     # Tool calls.
 
@@ -228,62 +235,45 @@ class ResponsesEncoder(Encoder):
         self._open = call
         tool = self.tools.tools.get(call.name)
         call.kind = tool.kind if tool else "function"
-        if call.kind == "function":
-            call.added = True
-            item = call_item(self.tools, call.with_arguments(""), self.call_id, self._position, "in_progress")
-            call.item_id = item["id"]
-            return self._added({**item, "arguments": ""}) + self._call_delta(call, call.arguments)
-        return self._call_delta(call, call.arguments)
+        out = self._announce(call, self._call_item(call, "")) if call.kind == "function" else b""
+        return out + self._call_delta(call, call.arguments)
 
     def _call_delta(self, call: _StreamedToolCall, piece: str) -> bytes:
         if call.kind == "function":
-            if not piece:
-                return b""
-            return self._event("response.function_call_arguments.delta", **self._location(call.item_id), delta=piece)
+            return self._piece(call, "function_call", piece)
         if call.kind != "custom":
             return b""
         out, text = b"", call.decoder.feed(piece)
         if call.decoder.began and not call.added:
-            out = self._open_custom(call, item_id("ctc", self.call_id, self._position))
-        return out + self._custom_delta(call, text)
-
-    def _custom_delta(self, call: _StreamedToolCall, text: str) -> bytes:
-        if not text:
-            return b""
-        return self._event("response.custom_tool_call_input.delta", **self._location(call.item_id), delta=text)
-
-    def _open_custom(self, call: _StreamedToolCall, identity: str) -> bytes:
-        call.added, call.item_id = True, identity
-        empty = call.with_arguments('{"input":""}')
-        item = call_item(self.tools, empty, self.call_id, self._position, "in_progress")
-        return self._added({**item, "id": identity})
+            out = self._announce(call, self._call_item(call, '{"input":""}'))
+        return out + self._piece(call, "custom_tool_call", text)
 
     def _close_call(self, call: _StreamedToolCall, status: str) -> bytes:
-        item = call_item(self.tools, call.with_arguments(call.arguments), self.call_id, self._position, status)
-        if call.kind == "custom":
-            return self._close_custom(call, item)
-        if item["type"] == "function_call":
-            out = b""
-            if not call.added:  # a built-in tool's call whose arguments do not fit its item
-                call.kind, call.item_id = "function", item["id"]
-                out = self._added({**item, "arguments": "", "status": "in_progress"})
-                out += self._call_delta(call, call.arguments)
-            out += self._event(
-                "response.function_call_arguments.done",
-                **self._location(item["id"]),
-                name=item["name"],
-                arguments=call.arguments,
-            )
-            return out + self._done(item)
-        return self._added({**item, "status": "in_progress"}) + self._done(item)
-
-    def _close_custom(self, call: _StreamedToolCall, item: Json) -> bytes:
+        item = self._call_item(call, call.arguments, status)
+        kind = item["type"]
+        if kind not in _STREAMED_FIELDS:
+            return self._added({**item, "status": "in_progress"}) + self._done(item)
+        streamed = _STREAMED_FIELDS[kind]
         out = b""
-        if not call.added:
-            out = self._open_custom(call, item["id"]) + self._custom_delta(call, item["input"])
-        location = self._location(call.item_id)
-        out += self._event("response.custom_tool_call_input.done", **location, input=item["input"])
+        if not call.added:  # its arguments did not begin as expected, or do not fit the item of a built-in tool
+            out = self._announce(call, item) + self._piece(call, kind, item[streamed])
+        name = {"name": item["name"]} if kind == "function_call" else {}
+        fields = {**self._location(call.item_id), **name, streamed: item[streamed]}
+        out += self._event(_streamed_event(kind, "done"), **fields)
         return out + self._done(item)
+
+    def _call_item(self, call: _StreamedToolCall, arguments: str, status: str = "in_progress") -> Json:
+        made = ToolCall(call.id, call.name, arguments)
+        return call_item(self.tools, made, self.call_id, self._position, status)
+
+    def _announce(self, call: _StreamedToolCall, item: Json) -> bytes:
+        call.added, call.item_id = True, item["id"]
+        return self._added({**item, _STREAMED_FIELDS[item["type"]]: "", "status": "in_progress"})
+
+    def _piece(self, call: _StreamedToolCall, kind: str, text: str) -> bytes:
+        if not text:
+            return b""
+        return self._event(_streamed_event(kind, "delta"), **self._location(call.item_id), delta=text)
 
     # Items, events, the response object.
 
@@ -355,6 +345,10 @@ class ResponsesEncoder(Encoder):
         payload = {"type": kind, "sequence_number": self._sequence_number, **fields}
         self._sequence_number += 1
         return named_sse(kind, payload)
+
+
+def _streamed_event(kind: str, suffix: str) -> str:
+    return f"response.{kind}_{_STREAMED_FIELDS[kind]}.{suffix}"
 
 
 def _as_one_event(choice: AnswerChoice) -> SampleEvent:

@@ -15,9 +15,10 @@ templates of open models have no developer role and no second system message the
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from polar_proxy.dialects.answer import AssistantDraft
 from polar_proxy.dialects.fields import as_content, invalid, invalid_type, invalid_value, string_field, text_part
 from polar_proxy.dialects.openai_responses.items import answer_of_item, is_broken_input
 from polar_proxy.dialects.openai_responses.tools import BUILT_IN_TOOLS, Toolbox, built_in_arguments
@@ -53,24 +54,14 @@ def to_messages(items: list[Json], instructions: str | None, tools: Toolbox) -> 
     reader = _ItemReader(tools, ids)
     for position, item in enumerate(items):
         reader.read(item, f"input[{position}]")
-    messages = [entry.message() if isinstance(entry, _AnswerDraft) else entry for entry in reader.entries]
+    messages = [entry.build() if isinstance(entry, _AnswerDraft) else entry for entry in reader.entries]
     return tuple(_with_one_system_message(messages, instructions))
 
 
 @dataclass(slots=True)
-class _AnswerDraft:
-    """An assistant message under construction."""
-
+class _AnswerDraft(AssistantDraft):
     answer_id: str | None = None
     """The part that the ids of its items share, if one of them has an id from Polar."""
-    texts: list[str] = field(default_factory=list)
-    reasoning: list[str] = field(default_factory=list)
-    calls: list[ToolCall] = field(default_factory=list)
-
-    def message(self) -> Message:
-        text = "".join(self.texts) if self.texts or not self.calls else None
-        reasoning = "".join(self.reasoning) if self.reasoning else None
-        return Message("assistant", text, reasoning, tuple(self.calls))
 
 
 class _ItemReader:
@@ -136,7 +127,7 @@ class _ItemReader:
 
     def _text_fits(self) -> bool:
         """Return whether text or reasoning may continue the current draft: it has no text, or calls after its text."""
-        return self._draft is not None and (not self._draft.texts or bool(self._draft.calls))
+        return self._draft is not None and (not self._draft.text or bool(self._draft.tool_calls))
 
     def _append(self, message: Message) -> None:
         """Append a message that is not the assistant's."""
@@ -159,7 +150,7 @@ class _ItemReader:
             if other is not None:
                 raise invalid(f"{path}.content", f"an assistant message cannot hold a part of type {other!r}")
             content = "".join(part["text"] for part in content)
-        self._draft_of(item, self._text_fits()).texts.append(content)
+        self._draft_of(item, self._text_fits()).text.append(content)
 
     def _reasoning(self, item: Json, path: str) -> None:
         text = unseal(item.get("encrypted_content"))
@@ -176,7 +167,7 @@ class _ItemReader:
         return self._tools.offered_name(namespace, name)
 
     def _call(self, item: Json, name: str, arguments: str) -> None:
-        self._draft_of(item, True).calls.append(ToolCall(_call_id(item), name, arguments))
+        self._draft_of(item, True).tool_calls.append(ToolCall(_call_id(item), name, arguments))
 
     def _built_in_call(self, item: Json, name: str, path: str) -> None:
         field_path = f"{path}.{BUILT_IN_TOOLS[name].holder}"
