@@ -122,7 +122,6 @@ class LaunchContext:
 
     @property
     def root_url(self) -> str:
-        """The base URL without its version."""
         return self.base_url.removesuffix("/v1")
 
 
@@ -224,7 +223,6 @@ def split_version(name: str) -> tuple[str, str | None]:
 
 
 def list_adapters() -> tuple[str, ...]:
-    """Return the names of the adapters in this package, sorted."""
     return tuple(sorted(_BUILT_IN))
 
 

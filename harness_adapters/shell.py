@@ -36,8 +36,6 @@ _NAMES = (*_CONTEXT_NAMES, "api_key_env")
 
 
 class ShellCommand:
-    """Adapter for one command line."""
-
     name = "shell"
     info = HarnessInfo(
         homepage="",

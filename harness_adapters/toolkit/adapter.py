@@ -81,7 +81,6 @@ class CachedHarness(ABC):
 
 
 def json_text(value: object) -> str:
-    """Return `value` as indented JSON."""
     return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
 
 

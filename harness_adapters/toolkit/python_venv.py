@@ -39,8 +39,6 @@ _PIP_INSTALL = ("-m", "pip", "--disable-pip-version-check", "install", "--quiet"
 
 
 class VenvHarness(CachedHarness):
-    """Base of the adapters of Python harnesses."""
-
     imports: str
     """Modules whose import proves the installation, separated by commas."""
     extra_requirements: ClassVar[tuple[str, ...]] = ()

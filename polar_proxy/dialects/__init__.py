@@ -2,32 +2,14 @@
 
 from __future__ import annotations
 
-from polar_proxy.dialects.answer import Answer, AnswerChoice
-from polar_proxy.dialects.anthropic import AnthropicMessages
-from polar_proxy.dialects.base import Dialect, Encoder, ParsedRequest, PreviousCall
-from polar_proxy.dialects.google import GoogleGenerateContent
+from polar_proxy.dialects.anthropic.dialect import AnthropicMessages
+from polar_proxy.dialects.base import Dialect, ParsedRequest
+from polar_proxy.dialects.google.dialect import GoogleGenerateContent
 from polar_proxy.dialects.openai_chat import OpenAIChat
 from polar_proxy.dialects.openai_completions import OpenAICompletions
-from polar_proxy.dialects.openai_responses import OpenAIResponses
+from polar_proxy.dialects.openai_responses.dialect import OpenAIResponses
 from polar_proxy.errors import RequestError
 from polar_proxy.types import CallRecord, EngineRequest
-
-__all__ = [
-    "Answer",
-    "AnswerChoice",
-    "AnthropicMessages",
-    "Dialect",
-    "Encoder",
-    "GoogleGenerateContent",
-    "OpenAIChat",
-    "OpenAICompletions",
-    "OpenAIResponses",
-    "ParsedRequest",
-    "PreviousCall",
-    "get_dialect",
-    "parse_recorded",
-    "recorded_request",
-]
 
 _BY_NAME: dict[str, type[Dialect]] = {
     dialect.name: dialect for dialect in (AnthropicMessages, OpenAIChat, OpenAICompletions, OpenAIResponses)

@@ -59,7 +59,6 @@ class RequestFields(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _prepare(cls, value: Any) -> Any:
-        """Drop the fields that are null."""
         if not isinstance(value, dict) or None not in value.values():
             return value
         return {key: item for key, item in value.items() if item is not None}

@@ -9,8 +9,7 @@ from typing import Annotated, Any, ClassVar
 import orjson
 from pydantic import Field
 
-from polar_proxy.dialects.answer import Answer, AnswerChoice
-from polar_proxy.dialects.base import ParsedRequest
+from polar_proxy.dialects.base import Answer, AnswerChoice, ParsedRequest
 from polar_proxy.dialects.fields import Integer, invalid, invalid_type, invalid_value
 from polar_proxy.dialects.openai_common import OpenAIDialect, OpenAIEncoder, StreamFields, make_choice, token_logprobs
 from polar_proxy.dialects.wire import storable_params, to_json
@@ -123,7 +122,6 @@ def _check_tool(tool: Any, path: str) -> None:
 
 
 def _parse_message(item: Any, position: int) -> Message:
-    """Parse one message. Raises RequestError that names `messages[position]`."""
     path = f"messages[{position}]"
     if not isinstance(item, dict):
         raise invalid_type(path, "an object")
@@ -209,8 +207,6 @@ def _parse_response_format(value: Json | None) -> Json | None:
 
 @dataclass
 class ChatEncoder(OpenAIEncoder):
-    """Encodes chat completions and their chunks."""
-
     id_prefix = "chatcmpl-"
     response_object = "chat.completion"
     chunk_object = "chat.completion.chunk"

@@ -14,8 +14,7 @@ from typing import Annotated, Any, ClassVar
 import orjson
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from polar_proxy.dialects.answer import Answer, AnswerChoice
-from polar_proxy.dialects.base import Dialect, Encoder
+from polar_proxy.dialects.base import Answer, AnswerChoice, Dialect, Encoder
 from polar_proxy.dialects.fields import Integer, Penalty, Probability, RequestFields, Temperature, TopK, invalid_type
 from polar_proxy.dialects.wire import sse
 from polar_proxy.errors import RequestError
@@ -64,8 +63,6 @@ class SamplingFields(RequestFields):
 
 
 class StreamFields(SamplingFields):
-    """The fields that Chat Completions and Completions share."""
-
     model: str
     stream: bool = False
     stream_options: Json = Field(default_factory=dict)

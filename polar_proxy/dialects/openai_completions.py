@@ -12,8 +12,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from polar_proxy.dialects.answer import Answer, AnswerChoice
-from polar_proxy.dialects.base import ParsedRequest
+from polar_proxy.dialects.base import Answer, AnswerChoice, ParsedRequest
 from polar_proxy.dialects.fields import Integer, invalid, unsupported
 from polar_proxy.dialects.openai_common import OpenAIDialect, OpenAIEncoder, StreamFields, make_choice
 from polar_proxy.dialects.wire import storable_params, to_json
@@ -24,8 +23,6 @@ _MAX_PROMPTS = 128
 
 
 class CompletionsFields(StreamFields):
-    """The fields of a Completions body."""
-
     prompt: Any
     max_tokens: Annotated[Integer, Field(ge=0)] = 16
     best_of: Annotated[Integer, Field(ge=1)] = 1
@@ -88,8 +85,6 @@ def _is_ids(value: Any) -> bool:
 
 @dataclass
 class CompletionsEncoder(OpenAIEncoder):
-    """Encodes text completions and their chunks."""
-
     id_prefix = "cmpl-"
     response_object = chunk_object = "text_completion"
     empty_content: ClassVar = {"text": ""}

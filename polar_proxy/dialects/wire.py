@@ -41,17 +41,14 @@ def storable_params(body: Json, *separate: str) -> Json:
 
 
 def sse(payload: Any) -> bytes:
-    """Return an unnamed server-sent event with a JSON payload."""
     return b"data: " + orjson.dumps(payload) + b"\n\n"
 
 
 def named_sse(name: str, payload: Any) -> bytes:
-    """Return a server-sent event called `name` with a JSON payload."""
     return b"event: " + name.encode() + b"\ndata: " + orjson.dumps(payload) + b"\n\n"
 
 
 def is_json_object(text: str) -> bool:
-    """Return whether `text` is a complete JSON object."""
     try:
         return isinstance(orjson.loads(text), dict)
     except orjson.JSONDecodeError:

@@ -16,7 +16,8 @@ from typing import Any
 
 import orjson
 
-from polar_proxy.dialects import ParsedRequest, parse_recorded
+from polar_proxy.dialects import parse_recorded
+from polar_proxy.dialects.base import ParsedRequest
 from polar_proxy.errors import RequestError
 from polar_proxy.traces import Certificate
 from polar_proxy.traces.rows import SCHEMA, trace_identity, write_row

@@ -16,14 +16,9 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from polar_proxy import __version__
-from polar_proxy.dialects import (
-    AnthropicMessages,
-    Dialect,
-    OpenAIChat,
-    OpenAICompletions,
-    OpenAIResponses,
-)
-from polar_proxy.dialects.google import GoogleGenerateContent, google_model_card, google_route
+from polar_proxy.dialects import get_dialect
+from polar_proxy.dialects.base import Dialect
+from polar_proxy.dialects.google.dialect import GoogleGenerateContent, google_model_card, google_route
 from polar_proxy.engines.base import Engine
 from polar_proxy.errors import RequestError
 from polar_proxy.gateway import asgi
@@ -31,10 +26,10 @@ from polar_proxy.gateway.handler import RequestHandler
 from polar_proxy.gateway.metrics import GatewayMetrics
 
 _MODEL_ROUTES: dict[str, Dialect] = {
-    "/messages": AnthropicMessages(),
-    "/chat/completions": OpenAIChat(),
-    "/completions": OpenAICompletions(),
-    "/responses": OpenAIResponses(),
+    "/messages": get_dialect("anthropic_messages"),
+    "/chat/completions": get_dialect("openai_chat"),
+    "/completions": get_dialect("openai_completions"),
+    "/responses": get_dialect("openai_responses"),
 }
 _TOKEN_COUNTS: dict[str, Dialect] = {
     "/messages/count_tokens": _MODEL_ROUTES["/messages"],

@@ -21,7 +21,7 @@ from typing import ParamSpec, TypeVar
 from urllib.parse import parse_qs
 
 from polar_proxy.config import GatewaySettings
-from polar_proxy.dialects import Dialect, ParsedRequest, PreviousCall
+from polar_proxy.dialects.base import Dialect, ParsedRequest, PreviousCall
 from polar_proxy.engines.base import Engine
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.gateway import asgi

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 
-from polar_proxy.dialects import Answer, AnswerChoice, Dialect, ParsedRequest
+from polar_proxy.dialects.base import Answer, AnswerChoice, Dialect, ParsedRequest
 from polar_proxy.engines.base import Engine, is_constrained
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.gateway.in_flight import InFlightCalls

@@ -6,7 +6,7 @@ import asyncio
 import time
 
 from polar_proxy.config import GatewaySettings
-from polar_proxy.dialects import Answer, Dialect
+from polar_proxy.dialects.base import Answer, Dialect
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.gateway import asgi
 from polar_proxy.gateway.recording import RequestContext

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from cachetools import LRUCache
 
-from polar_proxy.dialects import ParsedRequest
+from polar_proxy.dialects.base import ParsedRequest
 from polar_proxy.sessions.call_index import AnswerNode, CallIndex, CallNode, fingerprint_of, node_from_store, quotes_of
 from polar_proxy.sessions.hashing import (
     HashedConversation,

@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 import pytest
 
-from harness_adapters import Installation, LaunchContext, LaunchPlan, list_adapters
+from harness_adapters.base import Installation, LaunchContext, LaunchPlan, list_adapters
 from harness_adapters.shell import ShellCommand
 from tests.cli.runner import polar
 

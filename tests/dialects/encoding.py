@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from polar_proxy.dialects import Answer, Dialect
+from polar_proxy.dialects.base import Answer, Dialect
 from polar_proxy.types import Json, SampleEvent
 
 

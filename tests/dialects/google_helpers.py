@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from polar_proxy.dialects.google import GoogleGenerateContent
+from polar_proxy.dialects.google.dialect import GoogleGenerateContent
 from polar_proxy.types import ChatRequest, Json, SampleEvent
 from tests.dialects.encoding import encode
 

@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 from hypothesis import strategies as st
 
-from polar_proxy.dialects import Dialect
+from polar_proxy.dialects.base import Dialect
 from polar_proxy.errors import RequestError
 from polar_proxy.types import Json
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polar_proxy.dialects.anthropic import AnthropicMessages
+from polar_proxy.dialects.anthropic.dialect import AnthropicMessages
 from polar_proxy.types import ChatRequest, Json, SampleEvent, ToolCall, ToolDelta
 from tests.dialects.anthropic_events import BROKEN, OBJECTS, TEXTS, calls, cut, read_stream
 from tests.dialects.encoding import encode, gather

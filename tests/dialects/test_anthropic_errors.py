@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polar_proxy.dialects import wire
-from polar_proxy.dialects.anthropic import AnthropicMessages
+from polar_proxy.dialects.anthropic.dialect import AnthropicMessages
 from polar_proxy.dialects.wire import seal, unseal
 from polar_proxy.errors import RequestError
 from polar_proxy.types import Json

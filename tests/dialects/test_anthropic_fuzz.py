@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from polar_proxy.dialects.anthropic import AnthropicMessages
+from polar_proxy.dialects.anthropic.dialect import AnthropicMessages
 from polar_proxy.errors import RequestError
 from polar_proxy.types import ChatRequest, Json
 from tests.dialects.hostile_json import DEEP, VALUES, assert_refusal, objects

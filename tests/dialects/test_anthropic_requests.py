@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 import pytest
 
-from polar_proxy.dialects.anthropic import AnthropicMessages
+from polar_proxy.dialects.anthropic.dialect import AnthropicMessages
 from polar_proxy.dialects.wire import seal
 from polar_proxy.errors import RequestError
 from polar_proxy.types import ChatRequest, Json, Message, ToolCall

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from polar_proxy.dialects import AnthropicMessages, Dialect, OpenAIChat, OpenAICompletions, OpenAIResponses
-from polar_proxy.dialects.google import GoogleGenerateContent
+from polar_proxy.dialects import AnthropicMessages, OpenAIChat, OpenAICompletions, OpenAIResponses
+from polar_proxy.dialects.base import Dialect
+from polar_proxy.dialects.google.dialect import GoogleGenerateContent
 from polar_proxy.errors import RequestError
 from polar_proxy.types import Json
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from polar_proxy.dialects.google import GoogleGenerateContent
 from polar_proxy.dialects.google.contents import SignedReasoning, pack
+from polar_proxy.dialects.google.dialect import GoogleGenerateContent
 from polar_proxy.errors import RequestError
 from polar_proxy.types import Json
 from tests.dialects.google_helpers import HI, conversation, parse

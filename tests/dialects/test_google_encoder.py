@@ -10,9 +10,9 @@ import pytest
 from hypothesis import HealthCheck, event, example, given, settings
 from hypothesis import strategies as st
 
-from polar_proxy.dialects import Answer
-from polar_proxy.dialects.google import GoogleGenerateContent
+from polar_proxy.dialects.base import Answer
 from polar_proxy.dialects.google.contents import SignedReasoning, extend_reasoning, pack, unpack
+from polar_proxy.dialects.google.dialect import GoogleGenerateContent
 from polar_proxy.types import Json, Message, SampleEvent, ToolCall, ToolDelta, TopLogprob
 from tests.dialects.encoding import cut, gather
 from tests.dialects.google_helpers import HI, both_forms, gemini_cli_history, parse, parts_of, read_parts

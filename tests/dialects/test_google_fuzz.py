@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from pydantic.alias_generators import to_snake
 
-from polar_proxy.dialects.google import GoogleGenerateContent
+from polar_proxy.dialects.google.dialect import GoogleGenerateContent
 from polar_proxy.errors import RequestError
 from polar_proxy.sessions import SessionState
 from polar_proxy.types import ChatRequest, Json

@@ -8,11 +8,7 @@ from typing import Any
 import pytest
 
 from polar_proxy.dialects.base import Dialect
-from polar_proxy.dialects.google import (
-    GoogleGenerateContent,
-    google_model_card,
-    google_route,
-)
+from polar_proxy.dialects.google.dialect import GoogleGenerateContent, google_model_card, google_route
 from polar_proxy.dialects.google.tools import json_schema
 from polar_proxy.errors import RequestError
 from polar_proxy.types import ChatRequest, Json

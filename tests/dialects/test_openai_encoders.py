@@ -10,7 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from polar_proxy.dialects import Answer, Dialect, OpenAIChat, OpenAICompletions
+from polar_proxy.dialects import OpenAIChat, OpenAICompletions
+from polar_proxy.dialects.base import Answer, Dialect
 from polar_proxy.types import Json, SampleEvent, ToolDelta, TopLogprob
 from tests.dialects.encoding import encode, gather
 

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from polar_proxy.dialects import Dialect, OpenAIChat, OpenAICompletions
+from polar_proxy.dialects import OpenAIChat, OpenAICompletions
+from polar_proxy.dialects.base import Dialect
 from polar_proxy.errors import RequestError
 from polar_proxy.types import Json
 

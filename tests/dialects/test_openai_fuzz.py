@@ -8,7 +8,8 @@ import orjson
 import pytest
 from hypothesis import HealthCheck, event, given, settings
 
-from polar_proxy.dialects import Dialect, OpenAIChat, OpenAICompletions
+from polar_proxy.dialects import OpenAIChat, OpenAICompletions
+from polar_proxy.dialects.base import Dialect
 from polar_proxy.errors import RequestError
 from polar_proxy.sessions import SessionState
 from polar_proxy.types import ChatRequest, Json

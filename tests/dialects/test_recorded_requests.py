@@ -12,16 +12,14 @@ from hypothesis import strategies as st
 
 from polar_proxy.dialects import (
     AnthropicMessages,
-    Dialect,
     OpenAIChat,
     OpenAICompletions,
     OpenAIResponses,
-    ParsedRequest,
-    PreviousCall,
     get_dialect,
     recorded_request,
 )
-from polar_proxy.dialects.google import GoogleGenerateContent
+from polar_proxy.dialects.base import Dialect, ParsedRequest, PreviousCall
+from polar_proxy.dialects.google.dialect import GoogleGenerateContent
 from polar_proxy.errors import RequestError
 from polar_proxy.types import CallRecord, ChatRequest, EngineRequest, Json, Message
 from tests.dialects import hostile_json, test_anthropic_fuzz, test_google_fuzz, test_responses_fuzz

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from polar_proxy.dialects import Answer, ParsedRequest, PreviousCall
-from polar_proxy.dialects.openai_responses import OpenAIResponses
+from polar_proxy.dialects.base import Answer, ParsedRequest, PreviousCall
+from polar_proxy.dialects.openai_responses.dialect import OpenAIResponses
 from polar_proxy.dialects.wire import seal
 from polar_proxy.errors import RequestError
 from polar_proxy.types import ChatRequest, Json, Message, SampleEvent, ToolDelta

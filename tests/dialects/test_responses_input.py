@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from polar_proxy.dialects.openai_responses import OpenAIResponses
+from polar_proxy.dialects.openai_responses.dialect import OpenAIResponses
 from polar_proxy.dialects.wire import seal, unseal
 from polar_proxy.errors import RequestError
 from polar_proxy.types import ChatRequest, Json, Message, ToolCall

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from polar_proxy.dialects import ParsedRequest, PreviousCall
-from polar_proxy.dialects.openai_responses import OpenAIResponses
+from polar_proxy.dialects.base import ParsedRequest, PreviousCall
+from polar_proxy.dialects.openai_responses.dialect import OpenAIResponses
 from polar_proxy.errors import RequestError
 from polar_proxy.types import ChatRequest, Json, Message, Sampling, ToolCall
 

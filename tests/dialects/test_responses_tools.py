@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from polar_proxy.dialects.openai_responses import OpenAIResponses
+from polar_proxy.dialects.openai_responses.dialect import OpenAIResponses
 from polar_proxy.dialects.openai_responses.items import call_item
 from polar_proxy.dialects.openai_responses.tools import Toolbox
 from polar_proxy.types import ChatRequest, Json, ToolCall

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from polar_proxy.config import EngineSettings
-from polar_proxy.dialects import Answer as Gathered
+from polar_proxy.dialects.base import Answer as Gathered
 from polar_proxy.engines.factory import make_engine
 from polar_proxy.engines.openai import CONTEXT_LENGTH, OpenAIEngine
 from polar_proxy.errors import EngineError, RequestError, UsageError

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polar_proxy.dialects import Answer as EncodedAnswer
+from polar_proxy.dialects.base import Answer as EncodedAnswer
 from polar_proxy.engines.base import ExactPrompt
 from polar_proxy.engines.openai_stream import version_runs
 from polar_proxy.engines.vllm import VllmEngine

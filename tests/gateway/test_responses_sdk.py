@@ -15,8 +15,8 @@ from openai import AsyncOpenAI
 from openai.types.responses import Response
 from pydantic import BaseModel
 
-from polar_proxy.dialects import PreviousCall
-from polar_proxy.dialects.openai_responses import OpenAIResponses
+from polar_proxy.dialects.base import PreviousCall
+from polar_proxy.dialects.openai_responses.dialect import OpenAIResponses
 from polar_proxy.engines.scripted import END, Script, ScriptedAnswer, ScriptedEngine, ScriptedReply, encode, logprob
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.store import Store

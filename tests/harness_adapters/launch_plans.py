@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from harness_adapters import HarnessAdapter, Installation, LaunchContext, LaunchPlan, McpServer, Skill
+from harness_adapters.base import HarnessAdapter, Installation, LaunchContext, LaunchPlan, McpServer, Skill
 
 KEY = "sk-secret-0123456789"
 INSTRUCTION = "-- Fix `it`; $(now) \"and\" 'then'\n{model} ü"

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from harness_adapters import HarnessAdapter, Installation, LaunchContext, LaunchPlan
+from harness_adapters.base import HarnessAdapter, Installation, LaunchContext, LaunchPlan
 from polar_proxy.engines.scripted import ScriptedAnswer
 from polar_proxy.gateway import Gateway
 from polar_proxy.store import Store

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from harness_adapters import HarnessError, Installation
 from harness_adapters.aider import Aider
+from harness_adapters.base import HarnessError, Installation
 from polar_proxy.engines.scripted import ScriptedEngine
 from polar_proxy.store import Store
 from polar_proxy.types import ChatRequest, EngineRequest

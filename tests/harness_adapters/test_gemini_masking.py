@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from harness_adapters import get_adapter
+from harness_adapters.base import get_adapter
 from polar_proxy.engines.scripted import ScriptedAnswer, ScriptedEngine
 from polar_proxy.store import Store
 from polar_proxy.types import EngineRequest

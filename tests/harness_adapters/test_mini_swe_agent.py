@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from harness_adapters import HarnessAdapter, Installation, LaunchContext, get_adapter
+from harness_adapters.base import HarnessAdapter, Installation, LaunchContext, get_adapter
 from tests.harness_adapters.scripted_endpoint import Reply, ScriptedEndpoint, bash_call, serve
 
 ADAPTER = get_adapter("mini-swe-agent")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from harness_adapters import HarnessError, Installation, McpServer
+from harness_adapters.base import HarnessError, Installation, McpServer
 from harness_adapters.mistral_vibe import MistralVibe
 from polar_proxy.engines.scripted import ScriptedEngine
 from polar_proxy.store import Store

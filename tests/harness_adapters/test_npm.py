@@ -10,8 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from harness_adapters import HarnessError, InstallError, McpServer, Skill
-from harness_adapters.base import Installation, LaunchContext, LaunchPlan, WireApi
+from harness_adapters.base import (
+    HarnessError,
+    Installation,
+    InstallError,
+    LaunchContext,
+    LaunchPlan,
+    McpServer,
+    Skill,
+    WireApi,
+)
 from harness_adapters.codex import Codex
 from harness_adapters.qwen_code import QwenCode
 from harness_adapters.toolkit import cache, npm

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from harness_adapters import LaunchPlan, get_adapter
-from harness_adapters.base import HarnessError, WireApi
+from harness_adapters.base import HarnessError, LaunchPlan, WireApi, get_adapter
 from tests.harness_adapters.launch_plans import INSTRUCTION, KEY, MCP, SKILL, info_is_complete, plan
 
 NAMES = ("claude-code", "cline", "codex", "gemini-cli", "opencode", "pi", "qwen-code")

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from harness_adapters import HarnessAdapter, Installation, McpServer, Skill, get_adapter
-from harness_adapters.base import WireApi
+from harness_adapters.base import HarnessAdapter, Installation, McpServer, Skill, WireApi, get_adapter
 from polar_proxy.engines.scripted import ScriptedAnswer, ScriptedEngine
 from polar_proxy.store import Store
 from polar_proxy.types import CallRecord, ChatRequest, EngineRequest, ToolCall

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from harness_adapters import HarnessError, Installation
+from harness_adapters.base import HarnessError, Installation
 from harness_adapters.openhands import OpenHands
 from polar_proxy.engines.scripted import ScriptedEngine
 from polar_proxy.store import Store

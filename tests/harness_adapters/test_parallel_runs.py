@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from harness_adapters import LaunchContext, get_adapter
+from harness_adapters.base import LaunchContext, get_adapter
 from polar_proxy.engines.scripted import ScriptedAnswer, ScriptedEngine
 from polar_proxy.store import Store
 from polar_proxy.types import CallRecord, EngineRequest

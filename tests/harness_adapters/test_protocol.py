@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import harness_adapters
-from harness_adapters import (
+from harness_adapters.base import (
     HarnessAdapter,
     HarnessError,
     Installation,

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from harness_adapters import InstallError
-from harness_adapters.base import Installation, LaunchContext, LaunchPlan, WireApi
+from harness_adapters.base import Installation, InstallError, LaunchContext, LaunchPlan, WireApi
 from harness_adapters.mini_swe_agent import MiniSweAgent
 from harness_adapters.toolkit import cache, python_venv
 from harness_adapters.toolkit.python_venv import OWN_MINOR, VenvHarness, ensure_python, find_python

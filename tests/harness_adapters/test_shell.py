@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness_adapters import HarnessError, InstallError, LaunchPlan, get_adapter
-from harness_adapters.base import split_version
+from harness_adapters.base import HarnessError, InstallError, LaunchPlan, get_adapter, split_version
 from harness_adapters.shell import ShellCommand
 from tests.harness_adapters import launch_plans
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from harness_adapters import HarnessError, Installation, get_adapter
+from harness_adapters.base import HarnessError, Installation, get_adapter
 from harness_adapters.terminus_2 import Terminus2, Terminus2RolloutDetails
 from polar_proxy.engines.scripted import ScriptedEngine
 from polar_proxy.store import Store

@@ -1,5 +1,1 @@
 """Anthropic Messages."""
-
-from polar_proxy.dialects.anthropic.dialect import AnthropicMessages
-
-__all__ = ["AnthropicMessages"]

@@ -19,8 +19,8 @@ from collections.abc import Callable
 from itertools import groupby
 from typing import Any
 
-from polar_proxy.dialects.answer import AssistantDraft
 from polar_proxy.dialects.anthropic.tools import AnthropicTools, parse_tool_addition, render_definitions
+from polar_proxy.dialects.base import AssistantDraft
 from polar_proxy.dialects.fields import as_content, invalid, invalid_type, invalid_value, string_field, text_part
 from polar_proxy.dialects.wire import to_json, unseal
 from polar_proxy.types import Json, Message, ToolCall
@@ -30,7 +30,6 @@ _CALLS = frozenset({"tool_use", "server_tool_use", "mcp_tool_use"})
 
 
 def parse_messages(raw: list[Any], tools: AnthropicTools) -> list[Message]:
-    """Parse the messages of a body. Raises RequestError that names the wrong place."""
     messages: list[Message] = []
     for position, item in enumerate(raw):
         path = f"messages[{position}]"
@@ -58,7 +57,6 @@ def parse_system(value: Any, tools: AnthropicTools) -> Message | None:
 
 
 def _content_blocks(value: Any, path: str) -> list[Json]:
-    """Return content as a list of blocks, whether it came as a string or as a list."""
     if value is None or value == "":
         return []
     if isinstance(value, str):

@@ -37,8 +37,6 @@ class PromptFields(RequestFields):
 
 
 class MessagesFields(PromptFields):
-    """The fields of a Messages body."""
-
     # The API takes 0 to warm a cache; here there would be nothing to sample.
     max_tokens: Annotated[Integer, Field(ge=1)]
     temperature: Temperature | None = None
@@ -140,7 +138,6 @@ def _parse_response_format(form: Any, beta_form: Any) -> Json | None:
 
 
 def _template_kwargs(thinking: Json) -> Json:
-    """Return `thinking` as the switch in the chat templates of reasoning models."""
     match thinking.get("type"):
         case "enabled" | "adaptive":
             return {"enable_thinking": True}

@@ -25,8 +25,7 @@ from typing import Any
 
 import orjson
 
-from polar_proxy.dialects.answer import Answer, AnswerChoice
-from polar_proxy.dialects.base import Encoder
+from polar_proxy.dialects.base import Answer, AnswerChoice, Encoder
 from polar_proxy.dialects.wire import named_sse, seal, to_json
 from polar_proxy.errors import RequestError
 from polar_proxy.types import Json, SampleEvent, ToolCall, ToolDelta
@@ -51,8 +50,6 @@ _OUTPUT = re.compile(r"too large: (\d+)|(\d+) (?:output tokens|in the completion
 
 @dataclass
 class AnthropicEncoder(Encoder):
-    """Encodes messages and their event stream."""
-
     model: str
     eager: frozenset[str]
     """Names of the tools with `eager_input_streaming`."""

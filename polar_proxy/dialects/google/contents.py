@@ -104,8 +104,6 @@ def parse_contents(contents: list[Content]) -> list[Message]:
 
 @dataclass(slots=True)
 class _ModelTurn:
-    """An assistant message under construction."""
-
     content: list[Json] = field(default_factory=list)
     thoughts: list[str] = field(default_factory=list)
     signed: str = ""
@@ -124,8 +122,6 @@ class _ModelTurn:
 
 @dataclass(slots=True)
 class _ContentReader:
-    """Reads contents in order into messages."""
-
     messages: list[Message] = field(default_factory=list)
     turn: _ModelTurn | None = None
     open_calls: list[ToolCall] = field(default_factory=list)

@@ -20,8 +20,7 @@ from typing import Any
 
 import orjson
 
-from polar_proxy.dialects.answer import Answer, AnswerChoice
-from polar_proxy.dialects.base import Encoder
+from polar_proxy.dialects.base import Answer, AnswerChoice, Encoder
 from polar_proxy.dialects.google.contents import SignedReasoning, call_as_text, pack
 from polar_proxy.dialects.wire import is_json_object, sse
 from polar_proxy.types import Json, SampleEvent, ToolCall, TopLogprob
@@ -49,8 +48,6 @@ _TYPE = "type.googleapis.com/google.rpc."
 
 @dataclass(slots=True)
 class _PartWriter:
-    """Makes the parts of one candidate, in order."""
-
     thoughts: bool
     reasoning: str = ""
     signed: int = 0
@@ -99,8 +96,6 @@ class _PartWriter:
 
 @dataclass(slots=True)
 class _CandidateStream:
-    """State of one candidate of a stream."""
-
     parts: _PartWriter
     received: AnswerChoice = field(default_factory=AnswerChoice)
     """The candidate's tool calls; text and reasoning are not kept here."""
@@ -111,8 +106,6 @@ class _CandidateStream:
 
 @dataclass
 class GoogleEncoder(Encoder):
-    """Encodes responses and their stream."""
-
     model: str
     sse: bool
     """Stream server-sent events, otherwise a JSON array."""

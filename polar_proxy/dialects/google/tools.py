@@ -20,7 +20,6 @@ _MODES = ("AUTO", "ANY", "NONE", "VALIDATED", "MODE_UNSPECIFIED")
 
 
 def parse_tools(tools: list[Tool]) -> tuple[Json, ...]:
-    """Return the declared functions in OpenAI's form."""
     return tuple(
         _function(declaration, f"tools[{position}].functionDeclarations[{number}]")
         for position, tool in enumerate(tools)

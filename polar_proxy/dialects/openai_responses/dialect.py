@@ -40,8 +40,6 @@ _ECHOED = (
 
 
 class ResponsesFields(SamplingFields):
-    """The fields of a Responses body."""
-
     model: str
     input: Any = None
     instructions: str | None = None

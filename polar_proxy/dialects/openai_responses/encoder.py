@@ -22,8 +22,7 @@ from typing import Any
 
 import orjson
 
-from polar_proxy.dialects.answer import Answer, AnswerChoice
-from polar_proxy.dialects.base import Encoder
+from polar_proxy.dialects.base import Answer, AnswerChoice, Encoder
 from polar_proxy.dialects.openai_common import token_logprobs
 from polar_proxy.dialects.openai_responses.items import (
     CustomInputDecoder,
@@ -45,8 +44,6 @@ _STREAMED_FIELDS = {"function_call": "arguments", "custom_tool_call": "input"}
 
 @dataclass
 class _OpenText:
-    """A message or a reasoning item that is being streamed."""
-
     kind: str
     id: str
     pieces: list[str] = field(default_factory=list)
@@ -79,8 +76,6 @@ class _StreamedToolCall:
 
 @dataclass
 class ResponsesEncoder(Encoder):
-    """Encodes responses and their event stream."""
-
     tools: Toolbox
     echo: Json
     """The request's fields that every response object repeats."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from polar_proxy.dialects.answer import AssistantDraft
+from polar_proxy.dialects.base import AssistantDraft
 from polar_proxy.dialects.fields import as_content, invalid, invalid_type, invalid_value, string_field, text_part
 from polar_proxy.dialects.openai_responses.items import answer_of_item, is_broken_input
 from polar_proxy.dialects.openai_responses.tools import BUILT_IN_TOOLS, Toolbox, built_in_arguments
@@ -130,7 +130,6 @@ class _ItemReader:
         return self._draft is not None and (not self._draft.text or bool(self._draft.tool_calls))
 
     def _append(self, message: Message) -> None:
-        """Append a message that is not the assistant's."""
         self.entries.append(message)
         if message.role == "tool":
             self._answered = True
