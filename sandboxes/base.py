@@ -61,11 +61,10 @@ class FileTooLarge(SandboxError):
 
 @dataclass(frozen=True)
 class Mount:
-    """A host file or folder that appears inside at `target` (absolute)."""
+    """A host file or folder that appears inside, read-only, at `target` (absolute)."""
 
     source: Path
     target: str
-    read_only: bool = True
 
 
 @dataclass(frozen=True)

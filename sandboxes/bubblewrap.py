@@ -12,29 +12,34 @@ import shutil
 import socket
 import stat
 import subprocess
+import zlib
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-from sandboxes import cgroups, orphans
+from sandboxes import cgroups, orphans, seccomp
 from sandboxes.base import SandboxError, SandboxSpec
 from sandboxes.process import SupervisedSandbox, process_limits
 
 HOME = "/home/agent"
 WORKDIR = "/workspace"
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc", "/opt", "/nix/store")
+FIRST_UID, UIDS = 60_000, 1_000
 SEARCH_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 class BubblewrapSandbox(SupervisedSandbox):
     kind = "bubblewrap"
     isolation = (
-        "Own processes, users, network (loopback only) and files: the host's programs and libraries are readable, "
-        "nothing else of it; the kernel is shared, system calls are not filtered."
+        "Own processes, unprivileged user, network (loopback only) and files: the host's programs and libraries are "
+        "readable, nothing else of it; the kernel is shared, system calls that no agent needs are refused."
     )
 
     def __init__(self, spec: SandboxSpec, registry: orphans.SandboxRegistry) -> None:
         super().__init__(spec, registry)
         self.home, self.workdir = HOME, spec.workdir or WORKDIR
+        self.uid = agent_uid(self.id) if os.geteuid() == 0 else None
+        self.system_call_filter = seccomp.bpf_program() or b""
         self.base_env = {"PATH": SEARCH_PATH, "LANG": "C.UTF-8", "TERM": "dumb", "TMPDIR": "/tmp"}
 
     def _prepare(self) -> list[str]:
@@ -45,12 +50,29 @@ class BubblewrapSandbox(SupervisedSandbox):
             if any(Path(target).is_relative_to(system) for system in SYSTEM):
                 raise SandboxError(f"bubblewrap shows the host's own {target} read-only; use docker for a folder there")
             (self.base / name).mkdir(mode=0o755)
+            if self.uid is not None:
+                os.chown(self.base / name, self.uid, self.uid)
             binds += ["--bind", str(self.base / name), target]
+        if self.uid is not None:
+            binds += self._user_files(self.uid)
         self._limit()
         for mount in self.spec.mounts:
-            binds += ["--ro-bind" if mount.read_only else "--bind", str(mount.source.absolute()), mount.target]
+            binds += ["--ro-bind", str(mount.source.absolute()), mount.target]
         # The root is a small tmpfs with nothing but mount points. It is made read-only last.
-        return [*bwrap_command(), *binds, "--remount-ro", "/"]
+        targets = [*folders.values(), *(mount.target for mount in self.spec.mounts)]
+        return [*bwrap_command(), *_parents(targets), *binds, "--remount-ro", "/"]
+
+    def _user_files(self, uid: int) -> list[str]:
+        """Return the mounts that give the user a name, because programs look it up."""
+        mounts = []
+        for name, line in (("passwd", f"agent:x:{uid}:{uid}::{HOME}:/bin/sh"), ("group", f"agent:x:{uid}:")):
+            system = Path("/etc") / name
+            if system.exists():
+                file = self.base / name
+                file.write_text(system.read_text() + line + "\n")
+                file.chmod(0o644)
+                mounts += ["--ro-bind", str(file), str(system)]
+        return mounts
 
     def _limit(self) -> None:
         """Limit the sandbox by control groups if this user may make them, else limit each process."""
@@ -66,8 +88,6 @@ class BubblewrapSandbox(SupervisedSandbox):
                 self.unenforced += ("cpus: needs control groups, which this user may not make",)
             if limits.memory_mb is not None:
                 self.unenforced += ("memory_mb: held for each process by itself, not for their sum",)
-            if limits.pids is not None and os.getuid() == 0:
-                self.unenforced += ("pids: the system does not count root's processes",)
 
     def _rlimits(self) -> dict[str, int]:
         limits = process_limits(self.spec)
@@ -84,22 +104,45 @@ class BubblewrapSandbox(SupervisedSandbox):
         return listening
 
 
+def agent_uid(sandbox_id: str) -> int:
+    """Return the user that commands of this sandbox run as if Polar runs as root: one that no program of the host uses.
+
+    It is below 65536, because in a container larger numbers may not exist.
+    """
+    return FIRST_UID + zlib.crc32(sandbox_id.encode()) % UIDS
+
+
 def bwrap_command() -> list[str]:
-    """Return the bwrap command line, without the mounts of one sandbox."""
+    """Return the bwrap command line, without the mounts of one sandbox.
+
+    Root makes no user namespace: inside one of its own, the agent would be the kernel's user 0 and own what that user
+    owns, for example the settings in /proc/sys. Other users need one to make the other namespaces.
+    """
     program = shutil.which("bwrap")
     if program is None:
         raise SandboxError("bwrap is not installed")
-    args = [program, "--unshare-all", "--unshare-user", "--die-with-parent", "--new-session", "--clearenv"]
-    args += ["--cap-drop", "ALL", "--hostname", "sandbox", *_features(program)]
+    spaces = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
+    if os.geteuid() != 0:
+        spaces += ["--unshare-user", *_features(program)]
+    args = [program, *spaces, "--die-with-parent", "--new-session", "--clearenv"]
+    args += ["--cap-drop", "ALL", "--hostname", "sandbox"]
     for name in SYSTEM:
         if os.path.islink(name):
             args += ["--symlink", os.readlink(name), name]
         elif os.path.isdir(name):
             args += ["--ro-bind", name, name]
-    args += ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", "--tmpfs", "/var/tmp", "--dir", "/run"]
+    args += ["--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys", "--dev", "/dev", "--dir", "/run"]
+    for folder in ("/tmp", "/var/tmp", "/dev/shm"):
+        args += ["--perms", "1777", "--tmpfs", folder]
     for path in unreadable_files():
         args += ["--tmpfs", path] if os.path.isdir(path) else ["--ro-bind", "/dev/null", path]
     return [*args, "--setenv", "PATH", SEARCH_PATH]
+
+
+def _parents(targets: Sequence[str]) -> list[str]:
+    """Return the options that make the folders above these mounts: bwrap itself makes them readable to root alone."""
+    parents = {str(parent) for target in targets for parent in Path(target).parents} - {"/"}
+    return [option for parent in sorted(parents) for option in ("--dir", parent)]
 
 
 @cache

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import posixpath
 import socket
 import tarfile
@@ -15,7 +16,7 @@ import uuid
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from sandboxes import netns, orphans
+from sandboxes import netns, orphans, seccomp
 from sandboxes.base import (
     OUTPUT_LIMIT,
     READ_LIMIT,
@@ -53,8 +54,8 @@ PROBE = ["true"]
 class DockerSandbox(Sandbox):
     kind = "docker"
     isolation = (
-        "Own processes, network (loopback only) and files of an image, no capabilities, the engine's system-call "
-        "filter; the kernel is shared, and root inside is root of the engine's user namespace."
+        "Own processes, network (loopback only) and files of an image, no capabilities; the kernel is shared, system "
+        "calls that no agent needs are refused, and root inside is root of the engine's user namespace."
     )
 
     def __init__(self, spec: SandboxSpec, registry: orphans.SandboxRegistry) -> None:
@@ -109,14 +110,14 @@ class DockerSandbox(Sandbox):
             for target in self._volumes
         ]
         mounts += [
-            {"Type": "bind", "Source": str(m.source.absolute()), "Target": m.target, "ReadOnly": m.read_only}
+            {"Type": "bind", "Source": str(m.source.absolute()), "Target": m.target, "ReadOnly": True}
             for m in self.spec.mounts
         ]
         host: dict[str, Any] = {
             "NetworkMode": "none",
             "Init": True,
             "CapDrop": ["ALL"],
-            "SecurityOpt": ["no-new-privileges"],
+            "SecurityOpt": ["no-new-privileges", f"seccomp={json.dumps(seccomp.docker_profile())}"],
             "Mounts": mounts,
             "Ulimits": [{"Name": "core", "Soft": 0, "Hard": 0}],
             # The engine keeps no copy of the output in its own log.

@@ -53,6 +53,10 @@ on."""
 class SupervisedSandbox(Sandbox):
     """Life cycle, commands and files of a supervised sandbox. A subclass prepares its folders and namespaces."""
 
+    uid: int | None = None
+    """The user that commands run as; None: the user that runs Polar."""
+    system_call_filter: bytes = b""
+
     def __init__(self, spec: SandboxSpec, registry: orphans.SandboxRegistry) -> None:
         super().__init__(spec, registry)
         self._link: ControlLink | None = None
@@ -81,7 +85,8 @@ class SupervisedSandbox(Sandbox):
             theirs.close()
         procs = self._cgroup.procs if self._cgroup else []
         ready, future = self._link.expect()
-        await self._link.send({"id": ready, "bwrap": bwrap, "cgroup_procs": procs})
+        identity = {"uid": self.uid, "filter": self.system_call_filter.hex()}
+        await self._link.send({"id": ready, "bwrap": bwrap, "cgroup_procs": procs, **identity})
         try:
             reply, _ = await future
         except SandboxEnded:
@@ -242,7 +247,7 @@ class ProcessSandbox(SupervisedSandbox):
                     f"a process sandbox has no file system of its own: {mount.source} cannot appear at {mount.target}; "
                     "mount it at its own path, or use bubblewrap or docker"
                 )
-        if any(mount.read_only for mount in self.spec.mounts):
+        if self.spec.mounts:
             self.unenforced += ("read-only mounts: files are as writable as they are for this user",)
         for name in ("home", "workspace", "tmp"):
             (self.base / name).mkdir(mode=0o700)

@@ -8,6 +8,7 @@ import fcntl
 import os
 import struct
 import sys
+from collections.abc import Sequence
 
 LINUX = sys.platform == "linux"
 
@@ -16,6 +17,8 @@ PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 24, 36, 38
 PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL = 47, 4
 NS_GET_USERNS = 0xB701
 CLONE_NEWUSER = 0x10000000
+PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 22, 2
+CAP_KILL, CAP_SETGID, CAP_SETUID, CAP_SETPCAP = 5, 6, 7, 8
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -63,15 +66,41 @@ def enter_namespaces(pid: int) -> None:
     os.chdir("/")
 
 
-def drop_privileges() -> None:
-    """Drop all capabilities for good, so that programs inside cannot read this process's memory or descriptors."""
+def drop_privileges(keep: Sequence[int] = ()) -> None:
+    """Drop all capabilities except these for good, so that programs inside cannot read this process's memory or
+    descriptors."""
+    _drop_bounding_set(keep)
+    prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)
+    kept = sum(1 << capability for capability in keep)
+    header = struct.pack("Ii", 0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
+    check(libc.capset(header, struct.pack("6I", kept, kept, 0, 0, 0, 0)), "capset")
+    check(prctl(PR_SET_NO_NEW_PRIVS, 1), "no_new_privs")
+    prctl(PR_SET_DUMPABLE, 0)
+
+
+def _drop_bounding_set(keep: Sequence[int] = ()) -> None:
     for capability in range(64):
-        if prctl(PR_CAPBSET_DROP, capability) != 0:
+        if capability not in keep and prctl(PR_CAPBSET_DROP, capability) != 0:
             if ctypes.get_errno() != errno.EINVAL:
                 check(-1, "dropping a capability")
             break
-    prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)
-    header = struct.pack("Ii", 0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
-    check(libc.capset(header, b"\0" * 24), "capset")
-    check(prctl(PR_SET_NO_NEW_PRIVS, 1), "no_new_privs")
-    prctl(PR_SET_DUMPABLE, 0)
+
+
+def become_user(uid: int) -> None:
+    """Become an ordinary user and group of this number, without capabilities."""
+    _drop_bounding_set()
+    os.setgroups([])
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)  # leaves no user id 0, so the kernel clears all capabilities
+
+
+class FilterProgram(ctypes.Structure):
+    """`struct sock_fprog`."""
+
+    _fields_ = (("length", ctypes.c_ushort), ("lines", ctypes.c_char_p))
+
+
+def filter_system_calls(program: bytes) -> None:
+    """Apply a BPF program to the system calls of this process and of its children. Needs no_new_privs."""
+    argument = FilterProgram(len(program) // 8, program)
+    check(libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(argument), 0, 0), "seccomp")

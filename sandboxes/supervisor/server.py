@@ -12,7 +12,7 @@ import stat
 from typing import Any
 
 from . import Channel, kernel
-from .shim import send_signal, shim
+from .shim import Identity, send_signal, shim
 
 
 class Supervisor:
@@ -23,6 +23,7 @@ class Supervisor:
         self.shims: dict[int, tuple[int, int, bytearray]] = {}  # status fd -> command id, shim pid, text
         self.reported: set[int] = set()  # commands whose exit status was sent, and whose shim still runs
         self.cgroups: list[int] = []
+        self.identity = Identity()
         self.init = 0
         self.init_fds: tuple[int, int] | None = None
         self.killed: list[
@@ -35,7 +36,10 @@ class Supervisor:
         if config["bwrap"]:
             inner = self.start_bwrap(config["bwrap"])
             kernel.enter_namespaces(inner)
-            kernel.drop_privileges()
+            self.identity = Identity(config["uid"], bytes.fromhex(config["filter"]))
+            if self.identity.uid is not None:
+                os.setgroups([])
+            kernel.drop_privileges(self.identity.supervisor_capabilities)
         self.control.send({"id": config["id"], "init": self.init})
 
     def start_bwrap(self, argv: list[str]) -> int:
@@ -100,7 +104,8 @@ class Supervisor:
             elif message["op"] == "running":
                 reply["running"] = len(self.shims)
             elif message["op"] == "open":
-                out.append(open_file(message))
+                with self.identity.files():
+                    out.append(open_file(message))
             elif message["op"] == "listen":
                 out.append(listen(message["port"]))
         except OSError as error:
@@ -119,7 +124,7 @@ class Supervisor:
         if pid == 0:
             code = 0
             try:
-                shim(message, fds, self.cgroups, orders_read, status_write)
+                shim(message, fds, self.cgroups, self.identity, orders_read, status_write)
             except BaseException as error:  # noqa: BLE001 - a fork must never return into the supervisor
                 os.write(2, f"shim: {error!r}\n".encode())
                 code = 70

@@ -2,15 +2,57 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import resource
 import selectors
 import signal
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from . import kernel
+
+
+class Identity:
+    """The user that commands run as, and the filter of their system calls.
+
+    `uid` is set if Polar runs as root: commands run as this user, while the supervisor and the shims stay root with the
+    few capabilities that start and end processes of another user. So no command can signal them.
+    """
+
+    def __init__(self, uid: int | None = None, program: bytes = b"") -> None:
+        self.uid = uid
+        self.program = program
+
+    @property
+    def supervisor_capabilities(self) -> tuple[int, ...]:
+        if self.uid is None:
+            return ()
+        return (kernel.CAP_KILL, kernel.CAP_SETGID, kernel.CAP_SETUID, kernel.CAP_SETPCAP)
+
+    @contextlib.contextmanager
+    def files(self) -> Iterator[None]:
+        """Use the command's rights on files in this block."""
+        if self.uid is not None:
+            os.setegid(self.uid)
+            os.seteuid(self.uid)
+        try:
+            yield
+        finally:
+            if self.uid is not None:
+                os.seteuid(0)
+                os.setegid(0)
+
+    def assume(self) -> None:
+        """Become the user of the commands, in a command's own process."""
+        if self.uid is not None:
+            kernel.become_user(self.uid)
+
+    def filter_system_calls(self) -> None:
+        if self.program:
+            kernel.filter_system_calls(self.program)
 
 
 def descendants(*roots: int) -> set[int]:
@@ -62,12 +104,12 @@ def send_signal(pid: int, number: int) -> None:
         return  # it ended, or is a set-user-id program in a `process` sandbox, which isolates nothing
 
 
-def run_command(message: dict[str, Any], fds: list[int], cgroups: list[int], errors: int) -> NoReturn:
+def run_command(
+    message: dict[str, Any], fds: list[int], cgroups: list[int], identity: Identity, errors: int
+) -> NoReturn:
     """Set up the command's own process and become the program."""
     try:
         os.setsid()
-        if kernel.LINUX:
-            kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
         for fd in cgroups:
             os.write(fd, b"0")
         for number in (signal.SIGPIPE, signal.SIGINT, signal.SIGXFSZ):
@@ -77,11 +119,15 @@ def run_command(message: dict[str, Any], fds: list[int], cgroups: list[int], err
             hard = resource.getrlimit(which)[1]
             value = value if hard == resource.RLIM_INFINITY else min(value, hard)
             resource.setrlimit(which, (value, value))
+        identity.assume()
+        if kernel.LINUX:
+            kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)  # after the change of user, which clears it
         os.umask(0o022)
         os.chdir(message["cwd"])
         for target, fd in enumerate(fds):
             os.dup2(fd, target)
         argv, env = message["argv"], message["env"]
+        identity.filter_system_calls()
         os.execvpe(argv[0], argv, env)
     except OSError as error:
         code = 127 if error.errno == errno.ENOENT and not missing_cwd(message) else 126
@@ -96,7 +142,9 @@ def missing_cwd(message: dict[str, Any]) -> bool:
     return not os.path.isdir(message["cwd"])
 
 
-def shim(message: dict[str, Any], fds: list[int], cgroups: list[int], orders: int, status: int) -> None:
+def shim(
+    message: dict[str, Any], fds: list[int], cgroups: list[int], identity: Identity, orders: int, status: int
+) -> None:
     """Run one command and reap its processes. Ends when no process is left; an order, or the supervisor's end, kills
     them."""
     first = 3
@@ -116,7 +164,7 @@ def shim(message: dict[str, Any], fds: list[int], cgroups: list[int], orders: in
     failed_read, failed_write = os.pipe()
     command = os.fork()
     if command == 0:
-        run_command(message, fds, cgroups, failed_write)
+        run_command(message, fds, cgroups, identity, failed_write)
     os.close(failed_write)
     for fd in (*fds, *cgroups):
         os.close(fd)
