@@ -4,8 +4,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
-# Test files run in this many processes, each with one thread: make test PROCESSES=8
-PROCESSES ?= 2
+# Test files run in this many processes, each with one thread: make test PROCESSES=8. Tests also wait, so three processes
+# are right for two cores.
+PROCESSES ?= 3
 
 .PHONY: setup demo test-fast test test-full test-harnesses coverage lint types format image clean
 
@@ -46,7 +47,7 @@ coverage: setup
 
 # With real vLLM, harness programs, Docker and PostgreSQL; scripts/with_services.sh installs, starts and stops them.
 test-full: setup
-	scripts/with_services.sh $(BIN)/pytest -n $(PROCESSES) --dist loadfile --durations=25 -m full
+	scripts/with_services.sh $(BIN)/pytest -n 2 --dist loadfile --durations=25 -m full
 
 # OpenHands, aider, terminus-2 and Mistral Vibe: installing takes 4 to 10 minutes, and three of them need Python 3.12.
 test-harnesses: setup

@@ -6,7 +6,7 @@ same figures.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -216,6 +216,3 @@ class MemoryQueue:
             return None
         group.status = "finished"
         return await self._group(group_id), True
-
-    async def status_counts(self) -> Counter[str]:
-        return Counter(one.status for one in self._rollout_rows.values())

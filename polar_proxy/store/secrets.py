@@ -119,5 +119,5 @@ def _clean_field(name: Any, value: Any) -> Any:
     if known in _MAPS and isinstance(value, dict):
         if all(item == REMOVED for item in value.values() if isinstance(item, str)):
             return json_without_secrets(value)
-        return {key: REMOVED if isinstance(item, str) else json_without_secrets(item) for key, item in value.items()}
+        return {key: REMOVED if isinstance(item, str) else _clean_field(key, item) for key, item in value.items()}
     return json_without_secrets(value)

@@ -57,15 +57,15 @@ class Execution:
     async def inspect(self) -> dict[str, Any]:
         self.asked += 1
         if self.stalls and self.asked == 1:
-            asyncio.get_running_loop().call_later(DRAIN_SECONDS / 4, time.sleep, 3 * DRAIN_SECONDS)
+            asyncio.get_running_loop().call_later(DRAIN_SECONDS / 4, time.sleep, 2 * DRAIN_SECONDS)
         return {"Running": False, "ExitCode": 0}
 
 
 async def test_reads_output_that_arrives_slowly_after_the_end() -> None:
     run = CommandStream(b"", None, 100)
-    execution = Execution([0.0, 0.3, *[DRAIN_SECONDS / 5] * 20])
+    execution = Execution([0.0, 0.3, *[DRAIN_SECONDS / 5] * 8])
     assert await run.follow(execution) == 0
-    assert run.out.value() == b"x" * 22
+    assert run.out.value() == b"x" * 10
     assert execution.cut == 1
 
 

@@ -84,7 +84,7 @@ def test_removes_secret_fields() -> None:
     given = {
         "authorization": "x",
         "API-Key": "y",
-        "headers": {"X-Mine": "z", "n": 1},
+        "headers": {"X-Mine": "z", "n": 1, "token": ["q"]},
         "cookie": ["a", "b"],
         "api_key": "",
     }
@@ -92,7 +92,7 @@ def test_removes_secret_fields() -> None:
     assert clean == {
         "authorization": REMOVED,
         "API-Key": REMOVED,
-        "headers": {"X-Mine": REMOVED, "n": 1},
+        "headers": {"X-Mine": REMOVED, "n": 1, "token": [REMOVED]},
         "cookie": [REMOVED, REMOVED],
         "api_key": "",
         "parameters": schema_of_a_tool,
