@@ -7,7 +7,7 @@ from fastapi.security import HTTPBearer
 
 from polar_proxy import __version__
 from polar_proxy.api import jobs, rollouts, service, training
-from polar_proxy.api.context import ApiContext, Authenticate, KeyAuthenticator, make_routers
+from polar_proxy.api.context import ApiContext, Authenticate, by_api_key, make_routers
 from polar_proxy.api_models import API_PREFIX
 from polar_proxy.config import Settings
 from polar_proxy.engines.base import Engine
@@ -20,7 +20,7 @@ _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
 
 def create_router(context: ApiContext, auth: Authenticate | None = None) -> APIRouter:
     """Return all routes. `auth` defaults to the API keys in the store."""
-    routers = make_routers(auth or KeyAuthenticator(context.store))
+    routers = make_routers(auth or by_api_key(context.store))
     for resource in (jobs, rollouts, training, service):
         resource.add_routes(routers, context)
 

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Self
 
 import httpx
@@ -91,20 +90,14 @@ async def _run_forever(name: str, work: Callable[[], Awaitable[None]], pause: fl
 
 def callback_secret(settings: Settings) -> str:
     """Return the secret of the settings, or that of the file in the home, created if missing. Raises UsageError."""
-    secret = settings.api.callback_secret
-    if secret is None:
-        secret = _load_or_create_secret(settings.home / SECRET_FILE)
-    webhooks.sign("check", 0, "", secret)
-    return secret
-
-
-def _load_or_create_secret(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except FileNotFoundError:
+    secret, path = settings.api.callback_secret, settings.home / SECRET_FILE
+    if secret is None and path.exists():
+        secret = path.read_text().strip()
+    elif secret is None:
         secret = webhooks.new_secret()
         write_private(path, secret)
-        return secret
+    webhooks.sign("check", 0, "", secret)
+    return secret
 
 
 class CallbackSender:

@@ -136,11 +136,8 @@ def _guarded_route(authenticate: Authenticate, roles: frozenset[Role]) -> type[A
                 try:
                     role = await authenticate(request)
                     if role not in roles:
-                        raise ApiError(
-                            f"A {role} key may not {request.method} {request.url.path}: it requires an admin key.",
-                            status=403,
-                            code="forbidden",
-                        )
+                        message = f"A {role} key may not {request.method} {request.url.path}: it requires an admin key."
+                        raise ApiError(message, status=403, code="forbidden")
                     return await handle(request)
                 except (PolarError, RequestValidationError, HTTPException) as error:
                     return _error_response(_to_api_error(error))
@@ -186,30 +183,26 @@ def new_api_key(role: Role) -> str:
     return f"polar-{role}-{secrets.token_urlsafe(32)}"
 
 
-class KeyAuthenticator:
+def by_api_key(store: Store) -> Authenticate:
     """Authenticate requests by the API keys in the store."""
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
-
-    async def __call__(self, request: Request) -> Role:
+    async def authenticate(request: Request) -> Role:
         """Raises ApiError: 401 without a valid API key, 403 for the key of an agent's session."""
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             raise _unauthorised("The API requires a key: Authorization: Bearer KEY. `polar key new` makes one.")
         digest = hash_key(key.strip())
-        row = await self._store.api_keys.get(digest)
+        row = await store.api_keys.get(digest)
         if row is None:
-            if await self._store.sessions.by_key(digest) is not None:
-                raise ApiError(
-                    "This is an agent's key: it is valid for the model routes, not for the API.",
-                    status=403,
-                    code="forbidden",
-                )
+            if await store.sessions.by_key(digest) is not None:
+                message = "This is an agent's key: it is valid for the model routes, not for the API."
+                raise ApiError(message, status=403, code="forbidden")
             raise _unauthorised("This key is unknown. `polar key new` makes one.")
         if row.revoked_at is not None:
             raise _unauthorised("This key was revoked. `polar key new` makes another one.")
         return row.role
+
+    return authenticate
 
 
 async def allow_all(request: Request) -> Role:
@@ -220,15 +213,11 @@ async def allow_all(request: Request) -> Role:
 async def local_admin_key(store: Store, home: Path) -> Path:
     """Return the file with this machine's admin key. Creates a key if the file is missing or its key was revoked."""
     path = home / KEY_FILE
-    try:
-        key = path.read_text().strip()
-    except FileNotFoundError:
-        key = ""
+    key = path.read_text().strip() if path.exists() else ""
     row = await store.api_keys.get(hash_key(key)) if key else None
     if not key or (row is not None and row.revoked_at is not None):
-        key = new_api_key("admin")
+        key, row = new_api_key("admin"), None
         write_private(path, key)
-        row = None
     if row is None:
         await store.api_keys.add(hash_key(key), "admin", f"made by polar serve, in {KEY_FILE}")
     return path

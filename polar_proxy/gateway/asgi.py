@@ -80,31 +80,22 @@ def _reject_constant(name: str) -> object:
 
 
 async def send_json(send: Send, status: int, body: bytes, headers: Headers = ()) -> None:
-    await send(
-        {
-            "type": "http.response.start",
-            "status": status,
-            "headers": [
-                (b"content-type", b"application/json"),
-                (b"content-length", str(len(body)).encode()),
-                *headers,
-            ],
-        }
-    )
-    await send({"type": "http.response.body", "body": body})
+    await _send_response(send, "http", status, b"application/json", body, headers)
 
 
 async def refuse_websocket(receive: Receive, send: Send) -> None:
     """Answer a WebSocket handshake with 426. Codex then falls back to HTTP at once; other statuses cost seven tries."""
     await receive()
     body = b"Polar answers over HTTP, not over a WebSocket."
-    headers = [
-        (b"content-type", b"text/plain"),
-        (b"content-length", str(len(body)).encode()),
-        (b"connection", b"close"),
-    ]
-    await send({"type": "websocket.http.response.start", "status": 426, "headers": headers})
-    await send({"type": "websocket.http.response.body", "body": body})
+    await _send_response(send, "websocket.http", 426, b"text/plain", body, [(b"connection", b"close")])
+
+
+async def _send_response(
+    send: Send, protocol: str, status: int, media_type: bytes, body: bytes, headers: Headers
+) -> None:
+    described = [(b"content-type", media_type), (b"content-length", str(len(body)).encode()), *headers]
+    await send({"type": f"{protocol}.response.start", "status": status, "headers": described})
+    await send({"type": f"{protocol}.response.body", "body": body})
 
 
 class ClientWatch:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -40,26 +41,23 @@ class BusyClock:
 
 class GatewayMetrics:
     def __init__(self) -> None:
-        registry = self.registry = CollectorRegistry()
-        outcome = ["dialect", "status"]
-        self.calls = Counter("polar_calls", "Model calls by dialect and final status.", outcome, registry=registry)
-        refused = "Requests refused before they became calls."
-        self.refused = Counter("polar_refused_requests", refused, ["status"], registry=registry)
-        self.lost = Counter("polar_lost_calls", "Calls answered but not recorded (must stay 0).", registry=registry)
-        joined = "Requests answered from the call that they retry."
-        self.joined = Counter("polar_joined_retries", joined, registry=registry)
-        self.prompt_tokens = Counter("polar_prompt_tokens", "Prompt tokens of all calls.", registry=registry)
-        cached = "Prompt tokens that were in the engine's prefix cache."
-        self.cached_tokens = Counter("polar_cached_tokens", cached, registry=registry)
-        self.completion_tokens = Counter("polar_completion_tokens", "Sampled tokens.", registry=registry)
-        self.in_flight = Gauge("polar_calls_in_flight", "Calls being answered now.", registry=registry)
+        self.registry = CollectorRegistry()
+        counter = partial(Counter, registry=self.registry)
+        gauge = partial(Gauge, registry=self.registry)
+        seconds = partial(Histogram, registry=self.registry, buckets=_SECONDS)
+        self.calls = counter("polar_calls", "Model calls by dialect and final status.", ["dialect", "status"])
+        self.refused = counter("polar_refused_requests", "Requests refused before they became calls.", ["status"])
+        self.lost = counter("polar_lost_calls", "Calls answered but not recorded (must stay 0).")
+        self.joined = counter("polar_joined_retries", "Requests answered from the call that they retry.")
+        self.prompt_tokens = counter("polar_prompt_tokens", "Prompt tokens of all calls.")
+        self.cached_tokens = counter("polar_cached_tokens", "Prompt tokens that were in the engine's prefix cache.")
+        self.completion_tokens = counter("polar_completion_tokens", "Sampled tokens.")
+        self.in_flight = gauge("polar_calls_in_flight", "Calls being answered now.")
         self.busy = BusyClock()
-        busy = "Seconds in which at least one call was in the engine, since the start."
-        Gauge("polar_engine_busy_seconds", busy, registry=registry).set_function(self.busy.seconds)
-
-        def seconds(name: str, help_text: str) -> Histogram:
-            return Histogram(name, help_text, registry=registry, buckets=_SECONDS)
-
+        busy = gauge(
+            "polar_engine_busy_seconds", "Seconds in which at least one call was in the engine, since the start."
+        )
+        busy.set_function(self.busy.seconds)
         self.first_token = seconds("polar_first_token_seconds", "Request to first event.")
         self.duration = seconds("polar_call_seconds", "Request to commit.")
         self.commit = seconds("polar_commit_seconds", "Waiting for the commit of a call.")

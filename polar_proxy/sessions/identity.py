@@ -69,9 +69,9 @@ def read_client_metadata(headers: Mapping[str, str], params: Mapping[str, Any]) 
     request = _text(client.get("request_kind")) if isinstance(client, dict) else None
     return ClientMetadata(
         retry=int(retry) if retry.isascii() and retry.isdigit() and len(retry) < 5 else 0,
-        thread=_truncate(thread),
-        parent_thread=_truncate(parent),
-        subagent=_truncate(subagent),
+        thread=_text(thread),
+        parent_thread=_text(parent),
+        subagent=_text(subagent),
         request=request,
     )
 
@@ -89,10 +89,6 @@ def _claude_session(user_id: object) -> str | None:
 
 def _text(value: object) -> str | None:
     return value[:_MAX_LENGTH] if isinstance(value, str) and value else None
-
-
-def _truncate(value: str | None) -> str | None:
-    return value[:_MAX_LENGTH] if value else None
 
 
 def new_key() -> str:

@@ -53,10 +53,7 @@ class SessionRegistry:
                 await self._catch_up(session)
             return session
         # Two first requests with one key must not both open a session. Those with other keys need not wait.
-        lock = self._opening.get(digest)
-        if lock is None:
-            lock = self._opening[digest] = asyncio.Lock()
-        async with lock:
+        async with self._opening.setdefault(digest, asyncio.Lock()):
             may_open = self.open_to_all and not inside_sandbox
             return self._by_hash.get(digest) or await self._load(digest, path_key, may_open)
 
