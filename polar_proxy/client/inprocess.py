@@ -43,14 +43,9 @@ class InProcessResponse(httpx.AsyncByteStream):
             "asgi": {"version": "3.0"},
             "http_version": "1.1",
             "method": request.method,
-            "scheme": request.url.scheme,
             "path": request.url.path,
-            "raw_path": request.url.raw_path.split(b"?")[0],
             "query_string": request.url.query,
-            "root_path": "",
             "headers": [(name.lower(), value) for name, value in request.headers.raw],
-            "server": (request.url.host, request.url.port or 80),
-            "client": ("in-process", 0),
         }
         self._request: list[AsgiMessage] = [{"type": "http.request", "body": body, "more_body": False}]
         self._sent: asyncio.Queue[AsgiMessage | None] = asyncio.Queue(maxsize=16)

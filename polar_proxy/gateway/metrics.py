@@ -54,10 +54,8 @@ class GatewayMetrics:
         self.completion_tokens = counter("polar_completion_tokens", "Sampled tokens.")
         self.in_flight = gauge("polar_calls_in_flight", "Calls being answered now.")
         self.busy = BusyClock()
-        busy = gauge(
-            "polar_engine_busy_seconds", "Seconds in which at least one call was in the engine, since the start."
-        )
-        busy.set_function(self.busy.seconds)
+        help_text = "Seconds in which at least one call was in the engine, since the start."
+        gauge("polar_engine_busy_seconds", help_text).set_function(self.busy.seconds)
         self.first_token = seconds("polar_first_token_seconds", "Request to first event.")
         self.duration = seconds("polar_call_seconds", "Request to commit.")
         self.commit = seconds("polar_commit_seconds", "Waiting for the commit of a call.")
