@@ -44,9 +44,9 @@ class SandboxChoice:
     reason: str
 
 
-def available(image: str | None = None) -> list[Availability]:
+def available() -> list[Availability]:
     """Return all kinds, strongest first. Blocking (up to some 100 ms): call it in a thread if an event loop runs."""
-    return [_availability(kind, image) for kind in STRONGEST_FIRST]
+    return [_availability(kind, None) for kind in STRONGEST_FIRST]
 
 
 def choose(kind: SandboxKind | Literal["auto"] = "auto", image: str | None = None) -> SandboxChoice:

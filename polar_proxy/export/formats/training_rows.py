@@ -20,24 +20,6 @@ from polar_proxy.traces.rows import RowError, read_row
 from polar_proxy.training.advantages import ADVANTAGES
 from polar_proxy.types import Json
 
-REFUSAL_REASONS = {
-    "newer_schema": "written by a newer Polar",
-    "malformed": "fields are missing or contradict each other",
-    "branch": "a branch of builder `tree`, which is of no use without its parent",
-    "rejected": "an audit found other log-probabilities",
-    "nothing_sampled": "it has no token to train",
-    "no_prompt": "a sampled token has nothing before it to predict it from",
-    "no_reward": "the rollout was not scored",
-    "no_advantage": "the rollout's group gives it no advantage",
-    "no_group": "the rollout belongs to no group",
-    "masked": "the rollout counts in the baseline only, and the record cannot express that",
-    "several_traces": "the rollout has several sequences, and the record holds one",
-    "shorter_sequence": "the longest of the rollout's sequences is trained, and this is another",
-    "group_size": "the group has another number of rollouts than the trainer expects",
-    "no_spread": "all rewards of the group are equal",
-}
-"""Every `RowError.reason`, with its meaning."""
-
 
 @dataclass(frozen=True, slots=True)
 class TrainingRow:
