@@ -36,7 +36,7 @@ reasoning; implied: every answer begins in reasoning, with or without a `<think>
 and a tool call ends the reasoning as `</think>` does. (vLLM's reasoning parsers are of the last two kinds.)"""
 
 _JSON = JSONDecoder()
-_QUOTE_OR_ESCAPE = re.compile(r'["\\]')
+_MARK = re.compile(rf'"|\\.|{END_CALL}', re.DOTALL)
 _SEPARATORS = re.compile(r"[ \t\r\n,:]*")
 
 
@@ -188,24 +188,17 @@ class _EndTagScanner:
         self._inside = False
 
     def find_end(self, text: str) -> int | None:
-        while True:
-            mark = _QUOTE_OR_ESCAPE.search(text, self._at)
-            if not self._inside:
-                end = text.find(END_CALL, self._at, mark.start() if mark else len(text))
-                if end >= 0:
-                    return end
-            if mark is None:
-                # The tag itself has no quote: search again from where it may have begun.
-                self._at = len(text) if self._inside else max(self._at, len(text) - len(END_CALL) + 1)
-                return None
-            if mark.group() == "\\":
-                if self._inside and mark.end() == len(text):
-                    self._at = mark.start()
-                    return None
-                self._at = mark.end() + (1 if self._inside else 0)
-            else:
+        while mark := _MARK.search(text, self._at):
+            found = mark.group()
+            if found == END_CALL and not self._inside:
+                return mark.start()
+            if found == '"':
                 self._inside = not self._inside
-                self._at = mark.end()
+            escapes_nothing = found[0] == "\\" and not self._inside
+            self._at = mark.start() + 1 if escapes_nothing else mark.end()
+        # The end of the text may be the beginning of a mark.
+        self._at = max(self._at, len(text) - len(END_CALL) + 1)
+        return None
 
 
 def parse_call(body: str) -> tuple[str, str] | None:

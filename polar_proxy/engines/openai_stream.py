@@ -180,39 +180,19 @@ class ChunkDecoder:
 
     def _add_evidence(self, pending: _PendingEvent, ids: Sequence[int], logprobs: Json | None) -> None:
         """Add the ids of one chunk with their log-probabilities."""
-        values: list[Any] = []
-        texts: list[str] = []
-        tops: Sequence[Any] = ()
-        if logprobs is not None:
-            entries = logprobs.get("content")
-            if entries is not None:  # chat
-                values = [entry["logprob"] for entry in entries]
-                if self._texts:
-                    texts = [_text(entry) for entry in entries]
-                if self._tops:
-                    tops = [
-                        [(other["token"], other["logprob"]) for other in entry.get("top_logprobs") or ()]
-                        for entry in entries
-                    ]
-            elif (reported := logprobs.get("token_logprobs")) is not None:  # completions
-                values = reported
-                if self._texts:
-                    texts = [""] * len(values) if self._tops else logprobs["tokens"]
-                if self._tops:
-                    tops = [list((row or {}).items()) for row in logprobs.get("top_logprobs") or ()]
-        if len(values) != len(ids):
+        entries = _chat_entries(logprobs) if logprobs else ()
+        if len(entries) != len(ids):
             if not ids:
                 if not self._expect_ids:
                     return
-                ids = (UNKNOWN_ID,) * len(values)
-            values = [nan] * len(ids)
-            texts, tops = [""] * len(ids), [()] * len(ids)
+                ids = (UNKNOWN_ID,) * len(entries)
+            entries = [{"token": "", "logprob": None}] * len(ids)
         pending.ids.extend(ids)
-        pending.logprobs.extend(values if _all_real(values) else [_real(value) for value in values])
+        pending.logprobs.extend([_real(entry["logprob"]) for entry in entries])
         if self._texts:
-            pending.tokens.extend(texts)
+            pending.tokens.extend(map(_text, entries))
         if self._tops:
-            pending.top.extend(_top(row) for row in tops)
+            pending.top.extend(map(_top, entries))
 
     def _emit(self, index: int, pending: _PendingEvent, out: list[SampleEvent], *, last: bool = False) -> None:
         first = not self._started
@@ -258,11 +238,21 @@ def version_runs(spans: Sequence[Json]) -> tuple[tuple[int, str], ...]:
     return tuple(out)
 
 
-def _all_real(values: list[Any]) -> bool:
-    try:
-        return min(values, default=0.0) > MISSING_BELOW
-    except TypeError:  # one of them is null
-        return False
+def _chat_entries(logprobs: Json) -> Sequence[Json]:
+    """Return the log-probabilities of a chunk in the form of chats: one entry for each token. Completions have columns."""
+    if "token_logprobs" not in logprobs:
+        return logprobs.get("content") or ()
+    values = logprobs["token_logprobs"] or ()
+    texts = logprobs.get("tokens") or [""] * len(values)
+    tops = logprobs.get("top_logprobs") or [None] * len(values)
+    return [
+        {
+            "token": text,
+            "logprob": value,
+            "top_logprobs": [{"token": name, "logprob": other} for name, other in (top or {}).items()],
+        }
+        for text, value, top in zip(texts, values, tops, strict=True)
+    ]
 
 
 def _real(value: float | None) -> float:
@@ -274,19 +264,21 @@ def _has_prompt(choice: Json) -> bool:
 
 
 def _text(entry: Json) -> str:
-    """Return the text of a sampled token, also if the server names it by its id."""
+    """Return the text of a sampled token; empty if the server names it by its id only."""
     token: str = entry["token"]
-    if token.startswith("token_id:") and (raw := entry.get("bytes")) is not None:
-        return bytes(raw).decode(errors="replace")
-    return token
+    if not token.startswith("token_id:"):
+        return token
+    raw = entry.get("bytes")
+    return "" if raw is None else bytes(raw).decode(errors="replace")
 
 
-def _top(row: Iterable[tuple[str, float]]) -> tuple[TopLogprob, ...]:
+def _top(entry: Json) -> tuple[TopLogprob, ...]:
     """Return the alternatives of one token. An alternative named only by its id gets its text later, from the
     engine."""
+    named = [(other["token"], other["logprob"]) for other in entry.get("top_logprobs") or ()]
     return tuple(
         TopLogprob(int(name[9:]) if name.startswith("token_id:") else UNKNOWN_ID, name, logprob)
-        for name, logprob in row
+        for name, logprob in named
     )
 
 

@@ -15,7 +15,6 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from polar_proxy.engines.base import Engine, ExactPrompt
-from polar_proxy.errors import EngineError
 from polar_proxy.types import ChatRequest, EngineInfo, EngineRequest, Message, SampleEvent, ToolCall, ToolDelta
 
 PAD, START, END = 0, 1, 2
@@ -47,7 +46,7 @@ class ScriptedReply:
     """Minimum length of the prompt, reached by padding at its start: a client then believes that its context is
     full."""
     error: Exception | None = None
-    """Raised instead of an answer, after `wait`."""
+    """Raised after the rest of the reply, instead of its end."""
 
     @classmethod
     def of(cls, answer: ScriptedAnswer) -> ScriptedReply:
@@ -97,9 +96,7 @@ def call_text(call: ToolCall) -> str:
 class ScriptedEngine(Engine):
     """Answer with `script(request)`, called once per choice; without a script every answer is "hello".
 
-    `pace` is the number of seconds before each event of a reply that sets none. `fail_after` makes the engine fail
-    after this many tokens of an answer.
-    """
+    `pace` is the number of seconds before each event of a reply that sets none."""
 
     def __init__(
         self,
@@ -107,13 +104,11 @@ class ScriptedEngine(Engine):
         *,
         info: EngineInfo = INFO,
         pace: float = 0.0,
-        fail_after: int | None = None,
         tokens_per_event: int = 12,
     ) -> None:
         self.script: Script = script or (lambda request: "hello")
         self._info = info
         self._pace = pace
-        self._fail_after = fail_after
         self._tokens_per_event = tokens_per_event
         self.requests: list[EngineRequest] = []
         """All requests to sample, in the order of their arrival."""
@@ -146,8 +141,6 @@ class ScriptedEngine(Engine):
             for index in range(request.sampling.n):
                 reply = ScriptedReply.of(self.script(request))
                 await asyncio.sleep(reply.wait)
-                if reply.error is not None:
-                    raise reply.error
                 async for event in self._events(reply, index, request):
                     if prompt_ids is not None:
                         padding = [PAD] * (reply.prompt_tokens - len(prompt_ids))
@@ -170,18 +163,12 @@ class ScriptedEngine(Engine):
     ) -> AsyncGenerator[SampleEvent, None]:
         """Yield one choice in pieces, cut at `max_tokens`. A tool call that is cut is not reported."""
         left = request.sampling.max_tokens
-        made = 0
         for event, ids in _pieces(reply, self._tokens_per_event):
             if pace := reply.pace or self._pace:
                 await asyncio.sleep(pace)
             if left is not None and len(ids) > left:
                 ids = ids[:left]
                 event = SampleEvent(text=decode(ids) if event.text else "", finish_reason="length")
-            fails = self._fail_after is not None and made + len(ids) > self._fail_after
-            if fails:
-                ids = ids[: (self._fail_after or 0) - made]
-                event = SampleEvent(text=decode(ids) if event.text else "")
-            made += len(ids)
             self.sampled += len(ids)
             yield replace(
                 event,
@@ -190,8 +177,6 @@ class ScriptedEngine(Engine):
                 logprobs=tuple(logprob(token) for token in ids),
                 tokens=tuple(decode([token]) for token in ids) if request.sampling.logprobs else (),
             )
-            if fails:
-                raise EngineError("The scripted engine broke.")
             if event.finish_reason is not None:
                 return
             left = None if left is None else left - len(ids)
@@ -223,6 +208,8 @@ def _pieces(reply: ScriptedReply, size: int) -> Iterator[tuple[SampleEvent, list
         for text, ids in _split(call.arguments, size):
             yield SampleEvent(tool_calls=(ToolDelta(number, arguments=text),)), ids
         yield SampleEvent(), whole[-tail:]
+    if reply.error is not None:
+        raise reply.error
     yield SampleEvent(finish_reason="tool_calls" if reply.calls else "stop"), [END]
 
 

@@ -20,6 +20,7 @@ from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.store import Store
 from polar_proxy.types import ChatRequest, EngineRequest, SampleEvent, ToolCall, ToolDelta
 from tests.conftest import Serve
+from tests.fakes.player import BrokenEngine
 from tests.gateway.agents import recorded_calls
 
 pytestmark = pytest.mark.slow
@@ -377,7 +378,7 @@ async def test_a_prompt_that_is_too_long_gets_the_error_that_makes_claude_code_c
 
 async def test_an_error_in_the_middle_of_a_stream_is_raised(serve: Serve) -> None:
     heard: list[str] = []
-    async with connected(serve, ScriptedEngine(fail_after=2)) as client:
+    async with connected(serve, BrokenEngine()) as client:
 
         async def listen() -> None:
             async with client.messages.stream(model="m", messages=USER, max_tokens=50) as events:

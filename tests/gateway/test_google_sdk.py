@@ -18,6 +18,7 @@ from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.store import Store
 from polar_proxy.types import ChatRequest, EngineRequest, ToolCall
 from tests.conftest import Serve
+from tests.fakes.player import BrokenEngine
 from tests.gateway.agents import recorded_calls
 
 pytestmark = pytest.mark.slow
@@ -362,7 +363,7 @@ async def test_an_error_in_the_middle_of_a_stream_is_raised(serve: Serve) -> Non
         async for chunk in await client.models.generate_content_stream(model="m", contents="hi"):
             heard.append(chunk.text)
 
-    async with connected(serve, ScriptedEngine(fail_after=2)) as client:
+    async with connected(serve, BrokenEngine()) as client:
         with pytest.raises(errors.ServerError, match="The scripted engine broke"):
             await listen(client)
     assert "".join(heard) == "he"

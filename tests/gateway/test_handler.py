@@ -19,6 +19,7 @@ from polar_proxy.gateway import Gateway
 from polar_proxy.store import Store
 from polar_proxy.types import CallRecord, EngineRequest, SampleEvent, ToolCall
 from tests.conftest import Serve
+from tests.fakes.player import BrokenEngine
 from tests.gateway.agents import CHAT, client, events_of, new_session, only_call, recorded_calls
 from tests.until import until
 
@@ -136,7 +137,7 @@ async def test_engine_errors_before_the_first_token(serve: Serve, store: Store, 
 
 
 async def test_engine_error_in_the_middle_of_a_stream(serve: Serve, store: Store) -> None:
-    async with serve(ScriptedEngine(fail_after=3)) as gateway, client(gateway.url) as http:
+    async with serve(BrokenEngine("hel")) as gateway, client(gateway.url) as http:
         answer = await http.post("/chat/completions", json={**CHAT, "stream": True})
     chunks = events_of(answer.text)
     assert "error" in json.loads(chunks[-1])

@@ -22,6 +22,7 @@ from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.store import Store
 from polar_proxy.types import ChatRequest, EngineRequest, Json, Message, ToolCall
 from tests.conftest import Serve
+from tests.fakes.player import BrokenEngine
 from tests.gateway.agents import recorded_calls
 
 pytestmark = pytest.mark.slow
@@ -166,7 +167,7 @@ async def test_continues_only_complete_responses(serve: Serve, store: Store) -> 
     engine = ScriptedEngine()
     async with connected(serve, engine) as client:
         completion = await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
-    async with connected(serve, ScriptedEngine(fail_after=2)) as client:
+    async with connected(serve, BrokenEngine()) as client:
         with pytest.raises(openai.APIError):
             await client.responses.create(model="m", input="hi")
     chatted, broken = await recorded_calls(store)
@@ -283,7 +284,7 @@ async def test_engine_errors(serve: Serve, error: Exception, kind: type[openai.A
 
 
 async def test_an_error_in_the_middle_of_a_stream_is_reported(serve: Serve) -> None:
-    async with connected(serve, ScriptedEngine(fail_after=2)) as client:
+    async with connected(serve, BrokenEngine()) as client:
         stream = await client.responses.create(model="m", input="hi", stream=True)
         events = [event async for event in stream]
     assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == "he"
