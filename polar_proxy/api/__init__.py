@@ -1,8 +1,31 @@
-"""The HTTP API: jobs, rollouts, rewards, the trainer feed, training runs, and the server itself."""
+"""The HTTP API: jobs, rollouts, rewards, the trainer feed, training runs, and the server itself.
 
-from polar_proxy.api.app import create_api, create_router
+It is one router below `/api/v1`, for the gateway to include, or a separate application.
+"""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi.security import HTTPBearer
+
+from polar_proxy import __version__
+from polar_proxy.api import jobs, rollouts, service, training
 from polar_proxy.api.background import BackgroundLoops
-from polar_proxy.api.context import ApiContext, allow_all, local_admin_key, new_api_key
+from polar_proxy.api.context import (
+    ApiContext,
+    Authenticate,
+    allow_all,
+    by_api_key,
+    local_admin_key,
+    make_routers,
+    new_api_key,
+)
+from polar_proxy.api_models import API_PREFIX
+from polar_proxy.config import Settings
+from polar_proxy.engines.base import Engine
+from polar_proxy.errors import ApiError
+from polar_proxy.rollouts import RolloutService
+from polar_proxy.store import Store
 
 __all__ = [
     "ApiContext",
@@ -13,3 +36,36 @@ __all__ = [
     "local_admin_key",
     "new_api_key",
 ]
+
+_METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
+
+
+def create_router(context: ApiContext, auth: Authenticate | None = None) -> APIRouter:
+    """Return all routes. `auth` defaults to the API keys in the store."""
+    routers = make_routers(auth or by_api_key(context.store))
+    for resource in (jobs, rollouts, training, service):
+        resource.add_routes(routers, context)
+
+    @routers.trainer.api_route("/{path:path}", methods=_METHODS, include_in_schema=False)
+    async def unknown_route(path: str, request: Request) -> None:
+        raise ApiError(f"There is no {request.method} {request.url.path}.", status=404, code="not_found")
+
+    # The HTTPBearer dependency is for the OpenAPI document only: guarded routes check the key themselves.
+    router = APIRouter(prefix=API_PREFIX, dependencies=[Depends(HTTPBearer(auto_error=False))])
+    router.include_router(routers.admin)
+    router.include_router(routers.trainer)
+    return router
+
+
+def create_api(
+    store: Store,
+    *,
+    settings: Settings,
+    service: RolloutService | None = None,
+    engine: Engine | None = None,
+    auth: Authenticate | None = None,
+) -> FastAPI:
+    """Return an ASGI application with the API only. Run `BackgroundLoops` as well if callbacks must be sent."""
+    app = FastAPI(title="Polar", version=__version__, docs_url="/docs", redoc_url=None)
+    app.include_router(create_router(ApiContext(store, settings, service, engine), auth))
+    return app

@@ -1,7 +1,7 @@
 """The client of the HTTP API: `Client`, and `AsyncClient` for asyncio."""
 
 from polar_proxy.client.client import AsyncClient, Client
-from polar_proxy.client.errors import (
+from polar_proxy.client.requests import (
     BadRequestError,
     ConflictError,
     ForbiddenError,
