@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import orjson
 
-from polar_proxy.sessions.hashing import EMPTY, text_of
+from polar_proxy.sessions.hashing import EMPTY, AnswerNode, text_of
 from polar_proxy.sessions.rules import AGENT_TOOLS
 from polar_proxy.types import CallStatus, Edge, Json, Message, StoredLineage
 
@@ -38,20 +38,6 @@ class Quote:
 
     kind: QuoteKind
     text: str
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerNode:
-    end: bytes
-    """Key of the conversation that ends with this answer."""
-    assistant_chain: bytes
-    """Key of the conversation's assistant turns up to this answer."""
-    digest: bytes
-    """Digest of the answer alone."""
-    ids: tuple[str, ...]
-    """Ids of its tool calls."""
-    length: int
-    """Characters of its text and arguments."""
 
 
 @dataclass(slots=True)

@@ -139,6 +139,22 @@ class AssistantTurn:
 
 
 @dataclass(frozen=True, slots=True)
+class AnswerNode:
+    """An answer of a call, for the index of a session's calls."""
+
+    end: bytes
+    """Key of the conversation that ends with this answer."""
+    assistant_chain: bytes
+    """Key of the conversation's assistant turns up to this answer."""
+    digest: bytes
+    """Digest of the answer alone."""
+    ids: tuple[str, ...]
+    """Ids of its tool calls."""
+    length: int
+    """Characters of its text and arguments."""
+
+
+@dataclass(frozen=True, slots=True)
 class HashChain:
     """The keys of a conversation: `keys[i]` identifies its first i messages, `keys[0]` the empty conversation."""
 
@@ -214,10 +230,11 @@ class MessageHasher:
             keys.append(_link(keys[-1], digest))
         return HashChain(tuple(keys), tuple(turns))
 
-    def extend(self, key: bytes, assistant_chain: bytes, answer: Message) -> tuple[bytes, bytes, bytes]:
-        """Return the keys of a conversation and of its assistant turns with `answer` added, and the answer's digest."""
+    def answer_node(self, key: bytes, assistant_chain: bytes, answer: Message) -> AnswerNode:
+        """Return the node of an answer to the conversation with these keys."""
         digest = self.digest(answer)
-        return _link(key, digest), _link(assistant_chain, digest), digest
+        end, chain = _link(key, digest), _link(assistant_chain, digest)
+        return AnswerNode(end, chain, digest, call_ids(answer), text_length(answer))
 
     def digest(self, message: Message) -> bytes:
         """Return the 16-byte digest of a message."""

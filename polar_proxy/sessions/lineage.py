@@ -45,8 +45,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from polar_proxy.sessions import rules
-from polar_proxy.sessions.call_index import AnswerNode, CallIndex, CallNode, QuoteKind
-from polar_proxy.sessions.hashing import AssistantTurn, HashChain, HashedConversation, ids_digest, text_of
+from polar_proxy.sessions.call_index import CallIndex, CallNode, QuoteKind
+from polar_proxy.sessions.hashing import AnswerNode, AssistantTurn, HashChain, HashedConversation, ids_digest, text_of
 from polar_proxy.sessions.identity import ClientMetadata
 from polar_proxy.sessions.rules import RequestTexts
 from polar_proxy.types import Edge, Message

@@ -21,13 +21,11 @@ import numpy as np
 from cachetools import LRUCache
 
 from polar_proxy.dialects.base import ParsedRequest
-from polar_proxy.sessions.call_index import AnswerNode, CallIndex, CallNode, fingerprint_of, node_from_store, quotes_of
+from polar_proxy.sessions.call_index import CallIndex, CallNode, fingerprint_of, node_from_store, quotes_of
 from polar_proxy.sessions.hashing import (
     HashedConversation,
     MessageHasher,
-    call_ids,
     ids_digest,
-    text_length,
     text_of,
 )
 from polar_proxy.sessions.identity import NO_METADATA, ClientMetadata
@@ -186,7 +184,7 @@ class SessionState:
         if status not in ("ok", "no_tokens"):  # nothing may have arrived
             answers = [answer for answer in answers if answer.tool_calls or text_of(answer).strip()]
         node.state, node.at = status, now
-        node.answers = tuple(self._answer_node(node, answer) for answer in answers)
+        node.answers = tuple(self._hasher.answer_node(node.asked, node.assistant_chain, answer) for answer in answers)
         node.quotes = quotes_of(answers, node.compaction)
         node.text = text_of(answers[0]) if answers else ""
         self._with_text.append(node)
@@ -244,10 +242,6 @@ class SessionState:
         answered = AnsweredCall(ids, choice.finish_reason, config, reasoning)
         self._cache.put((call_id, choice.index), answered)
         return answered
-
-    def _answer_node(self, node: CallNode, answer: Message) -> AnswerNode:
-        end, assistant_chain, digest = self._hasher.extend(node.asked, node.assistant_chain, answer)
-        return AnswerNode(end, assistant_chain, digest, call_ids(answer), text_length(answer))
 
 
 def reasoning_prefix(message: Message) -> tuple[str, ...]:
