@@ -34,10 +34,11 @@ from benchmarks._fleet.agents import AgentModel, MemoryUse, ModelAttempt, Rollou
 from benchmarks._fleet.clock import RealTimeProxy, VirtualLoop  # noqa: E402
 from benchmarks._fleet.engine import EngineCount, EngineModel, Fleet  # noqa: E402
 from benchmarks._fleet.queue import MemoryQueue  # noqa: E402
+from polar_proxy.config import AdmissionSettings  # noqa: E402
 from polar_proxy.engines.base import EngineLoad  # noqa: E402
-from polar_proxy.rollouts.admission import EngineMonitor  # noqa: E402
+from polar_proxy.rollouts.admission import EngineMonitor, ServiceLimits, StageLimits  # noqa: E402
 from polar_proxy.rollouts.pool import SandboxPool  # noqa: E402
-from polar_proxy.rollouts.worker import Worker, WorkerLimits  # noqa: E402
+from polar_proxy.rollouts.worker import Worker  # noqa: E402
 from polar_proxy.store import open_store  # noqa: E402
 from polar_proxy.store.service.groups import KEEP_OVERFLOW  # noqa: E402
 from polar_proxy.store.service.jobs import NewGroup, NewRollout  # noqa: E402
@@ -139,10 +140,13 @@ async def _simulate(case: Case, agents: AgentModel, engines: EngineModel, inner:
     # As ServiceLimits.of, for a service of a hundred agents on each machine. No other process uses the queue, so claims
     # need not be renewed often.
     preparing = 4 * math.ceil(n / 100)
-    limits = WorkerLimits(2 * n, preparing, n, n, lease_seconds=1e9, poll_seconds=60.0)
+    limits = ServiceLimits(2 * n, preparing, n, n, lease_seconds=1e9, poll_seconds=60.0)
     size = n if case.setting.warm else 0
     pool = SandboxPool(size, refill=case.setting.warm, opener=opener(agents, memory, case.seed))
-    attempt = ModelAttempt(store, fleet, pool, agents, case.seed, memory, case.setting.warm)
+    monitor = EngineMonitor(_Loads(fleet), 60.0, AdmissionSettings())
+    may_run = (lambda request: monitor.busy()) if case.setting.admission else None
+    stages = StageLimits(limits, may_run=may_run)
+    attempt = ModelAttempt(store, fleet, pool, stages, agents, case.seed, memory, case.setting.warm)
     for group in groups:
         for rollout in group.rollouts:
             task = str(rollout.config["task"])
@@ -157,13 +161,11 @@ async def _simulate(case: Case, agents: AgentModel, engines: EngineModel, inner:
         if len(settled) == len(groups):
             over.set()
 
-    async with pool, EngineMonitor(_Loads(fleet), 60.0) as load:
-        may_run = (lambda request: load.busy()) if case.setting.admission else None
-        async with Worker(store, attempt, limits, on_settled=on_settled, may_run=may_run) as worker:
-            watching = asyncio.create_task(watch.run(worker))
+    async with pool, monitor:
+        async with Worker(store, attempt, limits, on_settled=on_settled) as worker:
+            watching = asyncio.create_task(watch.run(worker, stages))
             await over.wait()
             watching.cancel()
-            refusals = dict(worker.stages.running.count.refusals)
         shelf = pool.counts()
     took = time.perf_counter() - began
     return {
@@ -171,7 +173,7 @@ async def _simulate(case: Case, agents: AgentModel, engines: EngineModel, inner:
         "virtual_seconds": round(max(settled.values())),
         **_rates(watch, settled, attempt.times),
         "engine": watch.engine(),
-        "refusals": refusals,
+        "refusals": dict(stages.running.refusals),
         "pool": {"hits": shelf["hits"], "misses": shelf["misses"], "waited_seconds": round(shelf["waited_seconds"])},
         "sandboxes_most_gb": round(memory.most / 1024, 1),
         "wall_seconds": round(took, 1),
@@ -212,9 +214,9 @@ class _Watch:
         self._last: tuple[float, EngineCount] | None = None
         self._taken: list[int] = []
 
-    async def run(self, worker: Worker) -> None:
+    async def run(self, worker: Worker, stages: StageLimits) -> None:
         loop = asyncio.get_running_loop()
-        gate = worker.stages.running
+        gate = stages.running
         while True:
             await asyncio.sleep(5.0)
             full = gate.inside >= self._agents
@@ -222,7 +224,7 @@ class _Watch:
                 self._first = loop.time(), self._sum()
             if self._first is None:
                 continue
-            busy = worker.in_flight > gate.inside + worker.stages.scoring.inside
+            busy = worker.in_flight > gate.inside + stages.scoring.inside
             if busy or self._last is None:  # some rollouts have not reached their agent yet
                 self._last = loop.time(), self._sum()
                 self._taken.append(gate.inside)

@@ -32,7 +32,6 @@ from benchmarks._stacks.reconcile import left_behind
 from polar_proxy.config import EngineSettings, Settings
 from polar_proxy.engines.factory import make_engine
 from polar_proxy.rollouts import JobSpec, ServiceLimits
-from polar_proxy.rollouts.worker import WorkerLimits
 from polar_proxy.store import RolloutRow, Store
 from polar_proxy.tasks import get_source
 from sandboxes.base import SandboxKind
@@ -62,9 +61,7 @@ async def times_of(store: Store, row: RolloutRow) -> dict[str, float]:
 async def measure_group(kind: SandboxKind, pool: bool, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     """Run the rollouts of a group one after the other; the first one starts with empty caches and an empty pool."""
     folder.mkdir()
-    limits = ServiceLimits(
-        WorkerLimits(in_flight=1, running=1, poll_seconds=0.05), pool_size=2 if pool else 0, refill=pool
-    )
+    limits = ServiceLimits(in_flight=1, running=1, poll_seconds=0.05, pool_size=2 if pool else 0, refill=pool)
     harness = (
         arguments.harness or f"shell:{python_inside()} -S {{mount:{AGENT}}} --log /tmp --turns 1 --rest {REST_SECONDS}"
     )

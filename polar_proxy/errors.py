@@ -13,7 +13,10 @@ PolarError
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 
 class PolarError(Exception):
@@ -74,3 +77,10 @@ class ApiError(PolarError):
 
 class TrainingError(PolarError):
     """Training cannot continue. The message says what happened, what it means and what to do."""
+
+
+def first_problem(error: ValidationError, parent: str = "") -> str:
+    """Return the first problem that pydantic found as `field.name: problem`; `parent` is where the value stands."""
+    first = error.errors(include_url=False)[0]
+    path = ".".join(filter(None, (parent, *map(str, first["loc"]))))
+    return f"{path}: {first['msg'].lower()}"

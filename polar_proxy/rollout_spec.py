@@ -18,7 +18,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from polar_proxy.errors import UsageError
+from polar_proxy.errors import UsageError, first_problem
 from polar_proxy.types import Json
 
 
@@ -46,9 +46,7 @@ class RolloutSpec(BaseModel):
         try:
             return cls.model_validate(value)
         except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            field = ".".join(str(part) for part in first["loc"])
-            raise UsageError(f"The stored rollout options cannot be read: {field}: {first['msg']}.") from None
+            raise UsageError(f"The stored rollout options cannot be read: {first_problem(error)}.") from None
 
     def rollout(self) -> RolloutSpec:
         """Return the options of a single rollout, without those that a subclass adds."""

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from benchmarks._fleet.engine import Fleet
+from polar_proxy.rollouts.admission import AdmissionRequest, StageLimits
 from polar_proxy.rollouts.pool import SandboxPool
-from polar_proxy.rollouts.stage_limits import AdmissionRequest, StageLimits
 from polar_proxy.store.rollouts import Claim
 from sandboxes import ExecResult, Sandbox, SandboxSpec
 from sandboxes.base import SandboxKind
@@ -141,11 +141,20 @@ class ModelAttempt:
     """An `AttemptFunction` with the stages of `rollouts/attempt.py` and modelled contents."""
 
     def __init__(
-        self, store: Any, fleet: Fleet, pool: SandboxPool, model: AgentModel, seed: int, memory: MemoryUse, warm: bool
+        self,
+        store: Any,
+        fleet: Fleet,
+        pool: SandboxPool,
+        limits: StageLimits,
+        model: AgentModel,
+        seed: int,
+        memory: MemoryUse,
+        warm: bool,
     ) -> None:
         self._store = store
         self._fleet = fleet
         self._pool = pool
+        self._limits = limits
         self._model = model
         self._seed = seed
         self._memory = memory
@@ -156,7 +165,8 @@ class ModelAttempt:
         self.left: dict[str, int] = {}
         """Number of unfinished rollouts of each task."""
 
-    async def __call__(self, claim: Claim, limits: StageLimits, request: AdmissionRequest) -> None:
+    async def __call__(self, claim: Claim) -> None:
+        limits, request = self._limits, AdmissionRequest(claim.rollout_id, claim.group_id, claim.job_id)
         loop = asyncio.get_running_loop()
         number, task = claim.seed, str(claim.config["task"])
         assert number is not None

@@ -17,7 +17,7 @@ from polar_proxy import __version__
 from polar_proxy import api_models as m
 from polar_proxy.api.context import ApiContext, Routers, pause_timed_out, wait_or_undo, wait_until
 from polar_proxy.errors import ApiError, EngineError
-from polar_proxy.rollouts import RolloutService
+from polar_proxy.rollouts.worker import Worker
 from polar_proxy.store import Store
 from polar_proxy.store.service.queue import FleetRow
 from polar_proxy.types import Json
@@ -48,7 +48,7 @@ def add_routes(routers: Routers, context: ApiContext) -> None:
         if body.scope == "all":
             await _pause_all(context.store, body.seconds, body.wait_idle)
         else:
-            await _pause_one(_service(context), body.seconds, body.wait_idle)
+            await _pause_one(_worker(context), body.seconds, body.wait_idle)
         return await _state(context)
 
     @trainer.post("/service/resume", tags=["service"])
@@ -59,7 +59,7 @@ def add_routes(routers: Routers, context: ApiContext) -> None:
             await context.store.fleet.update(_WORKING)
             context.wake()
         else:
-            _service(context).resume_all()
+            _worker(context).resume()
         return await _state(context)
 
     @admin.post("/service/drain", tags=["service"])
@@ -74,41 +74,39 @@ def add_routes(routers: Routers, context: ApiContext) -> None:
             if not left:
                 await context.store.fleet.update(FleetRow(time.time(), None))
         else:
-            left = await _service(context).drain(body.timeout)
+            left = await _worker(context).drain(body.timeout)
         if left:
             message = f"After {body.timeout:g} s {len(left)} rollouts still run: work is taken again."
             raise ApiError(message, status=409, code="drain_timed_out", detail={"left": left})
         return await _state(context)
 
 
-def _service(context: ApiContext) -> RolloutService:
+def _worker(context: ApiContext) -> Worker:
     if context.service is None:
         raise ApiError(
             "This server has no rollout workers: start it with `polar serve --rollout-workers N`.",
             status=503,
             code="unavailable",
         )
-    return context.service
+    return context.service.worker
 
 
-async def _pause_one(service: RolloutService, seconds: float | None, wait_idle: float | None) -> None:
-    """Raises ApiError `pause_timed_out`; the service then is as it was before."""
-    was_accepting, was_paused_until = service.accepting, service.paused_until
-    service.pause_all(seconds)
+async def _pause_one(worker: Worker, seconds: float | None, wait_idle: float | None) -> None:
+    """Raises ApiError `pause_timed_out`; the worker then is as it was before."""
+    before = worker.paused_until
+    worker.pause(seconds)
     if wait_idle is None:
         return
 
     async def idle() -> bool:
-        return service.worker.in_flight == 0
+        return worker.in_flight == 0
 
     async def undo() -> None:
-        if was_accepting:
-            service.resume_all()
-        else:
-            service.pause_all(None if was_paused_until is None else max(0.0, was_paused_until - time.time()))
+        worker.paused_until = before
+        worker.wake()
 
     if not await wait_or_undo(idle, wait_idle, undo):
-        raise pause_timed_out(wait_idle, service.worker.in_flight)
+        raise pause_timed_out(wait_idle, worker.in_flight)
 
 
 async def _pause_all(store: Store, seconds: float | None, wait_idle: float | None) -> None:
@@ -161,16 +159,14 @@ async def _state(context: ApiContext) -> m.ServiceState:
             "in_flight": len(await context.store.fleet.in_flight()),
         },
     }
-    if (service := context.service) is not None:
-        counts = service.counts()
+    if context.service is not None:
+        counts, worker = context.service.counts(), context.service.worker
         state |= {
-            "worker": service.worker.name,
-            "state": "working" if service.accepting and not fleet.paused else "paused",
-            "paused_until": service.paused_until,
+            "worker": worker.name,
+            "state": "working" if worker.accepting and not fleet.paused else "paused",
+            "paused_until": None if worker.accepting or math.isinf(worker.paused_until) else worker.paused_until,
             "in_flight": counts["in_flight"],
-            "stages": {
-                name: {**limiter, "refusals": counts["refusals"][name]} for name, limiter in counts["stages"].items()
-            },
+            "stages": counts["stages"],
             "pool": counts["pool"],
         }
         if engine is not None:
@@ -230,7 +226,7 @@ def _stage_metrics(counts: Json) -> Iterator[Metric]:
     for stage, limiter in counts["stages"].items():
         for name, family in families.items():
             family.add_metric([stage], limiter[name])
-        for reason, times in counts["refusals"][stage].items():
+        for reason, times in limiter["refusals"].items():
             refusals.add_metric([stage, reason], times)
     yield from (*families.values(), refusals)
 

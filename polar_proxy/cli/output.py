@@ -212,9 +212,6 @@ class RolloutProgressView:
     def session(self, rollout_id: str, session_id: str) -> None:
         self._rollout_of[session_id] = rollout_id
 
-    def output(self, rollout_id: str, data: bytes) -> None:
-        """Ignored: the agent's output is kept as an artifact, and the table shows its commands instead."""
-
     def call(self, record: CallRecord) -> None:
         """Count a recorded model call."""
         rollout_id = self._rollout_of.get(record.session_id)

@@ -1,6 +1,14 @@
-"""Conditions under which no further rollout may start: too little memory here, or an engine that is down or busy.
+"""Admission: how many rollouts are in a stage at a time, in which order they enter, and when none may start.
 
-`MemoryAdmission.refusal`, `EngineMonitor.down` and `EngineMonitor.busy` are admission checks of `stage_limits`.
+Promises:
+
+* there are never more rollouts inside a stage than its limit; one that is cancelled while it waits, or fails inside,
+  frees its place;
+* siblings of a group that is inside already enter first, because they share the engine's prefix cache; then the job
+  with the fewest rollouts inside; then the rollout that has waited longest;
+* no agent starts while the engine does not respond;
+* nothing joins other rollouts while there is too little memory or the engine is busy. While everything is idle, one
+  rollout enters in any case, so that work never stops for good.
 """
 
 from __future__ import annotations
@@ -8,15 +16,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+from typing import Any, Self, TypeVar
 
-from polar_proxy.config import AdmissionSettings
+from polar_proxy.config import AdmissionSettings, Settings
 from polar_proxy.engines.base import Engine, EngineLoad
 from polar_proxy.errors import EngineError
-from polar_proxy.rollouts.stage_limits import AdmissionRequest
+from polar_proxy.types import Json
 
 TOO_LITTLE_MEMORY = "too little memory"
 ENGINE_DOWN = "the engine does not answer"
@@ -25,6 +34,8 @@ ENGINE_QUEUE_LONG = "the engine's queue is long"
 
 RESERVATION_SECONDS = 60.0
 """After this time the memory that a sandbox uses is visible in the machine's free memory."""
+_RECHECK_SECONDS = 0.2
+_MONITOR_SECONDS = 2.0
 _UNLIMITED = 1 << 60
 """A control group without a limit reports a number of this order (version 1), or `max` (version 2)."""
 _CGROUP_FILES = (
@@ -32,6 +43,248 @@ _CGROUP_FILES = (
     ("memory.current", "memory.max", "memory.stat", "inactive_file"),
     ("memory/memory.usage_in_bytes", "memory/memory.limit_in_bytes", "memory/memory.stat", "total_inactive_file"),
 )
+_Key = TypeVar("_Key")
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceLimits:
+    """Limits on the concurrent work of one process."""
+
+    in_flight: int = 64
+    """Rollouts claimed at a time, including those that wait to enter a stage."""
+    preparing: int = 4
+    running: int = 8
+    scoring: int = 4
+    attempts: int = 3
+    retry_seconds: float = 1.0
+    """Pause before the second attempt after an infrastructure failure; it doubles with each further attempt."""
+    lease_seconds: float = 30.0
+    """A worker without a heartbeat for this long loses its claims."""
+    poll_seconds: float = 0.5
+    """How often the queue is read, and how soon a cancellation by another process is noticed."""
+    backlog: int | None = None
+    """Start no new rollouts while this many finished groups wait for the trainer; None: no limit."""
+    pool_size: int = 4
+    """Sandboxes that are opened before they are needed, at most."""
+    refill: bool = True
+    """Also open a sandbox for a next rollout that is not known yet."""
+    engine_patience: float = 600.0
+    """Seconds for which rollouts wait for an engine that does not respond."""
+    admission: AdmissionSettings = field(default_factory=AdmissionSettings)
+    prebuild: bool = False
+    """Docker sandboxes get the agent in their image instead of a mount (`harnesses.PrebuiltImageCache`)."""
+
+    @classmethod
+    def of(cls, settings: Settings, agents: int | None = None, **given: Any) -> Self:
+        """Return limits for this many agents at a time (default: `run.concurrency`); `given` replaces single limits.
+
+        The same number of rollouts may be preparing or scoring at the same time. The pool has room for an evaluator's
+        sandbox for each agent and a sandbox for the agent after it."""
+        agents = agents or settings.run.concurrency
+        limits = {
+            "in_flight": 2 * agents,
+            "preparing": min(agents, 4),
+            "running": agents,
+            "scoring": agents,
+            "pool_size": 2 * agents,
+            "admission": settings.admission,
+            "prebuild": settings.run.prebuild,
+        }
+        return cls(**{**limits, **given})
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionRequest:
+    """A rollout that wants to enter a stage."""
+
+    rollout_id: str
+    group_id: str
+    job_id: str | None = None
+    memory_mb: int | None = None
+    """Memory that its sandbox needs; None if its task does not specify it."""
+
+
+AdmissionCheck = Callable[[AdmissionRequest], str | None]
+"""Returns why a rollout may not enter now, or None. Called in the event loop, so it must be quick."""
+
+
+@dataclass(slots=True, eq=False)
+class WaitingRequest:
+    request: AdmissionRequest
+    number: int
+    entered: asyncio.Future[None]
+
+    @property
+    def queue(self) -> tuple[str | None, str]:
+        """(job, group). Requests of one queue enter in the order in which they came."""
+        return self.request.job_id, self.request.group_id
+
+
+class StageLimiter:
+    """The limit of one stage. All methods belong to one event loop."""
+
+    def __init__(
+        self,
+        limit: int,
+        *,
+        may_enter: AdmissionCheck | None = None,
+        may_join: AdmissionCheck | None = None,
+        idle: Callable[[], bool] | None = None,
+    ) -> None:
+        """`may_join` is called unless `idle`: no other rollout is at work; by default, no rollout is inside."""
+        if limit < 1:
+            raise ValueError(f"A stage must admit at least one rollout, not {limit}.")
+        self._limit = limit
+        self._may_enter = may_enter
+        self._may_join = may_join
+        self._idle = idle or (lambda: not self._inside)
+        # One queue per group: with ten thousand waiting, choosing the next examines each group and not each request.
+        self._queues: dict[tuple[str | None, str], dict[int, WaitingRequest]] = {}
+        self._inside: set[str] = set()
+        self._groups: Counter[str] = Counter()
+        self._jobs: Counter[str | None] = Counter()
+        self._next_number = 0
+        self._recheck: asyncio.TimerHandle | None = None
+        self.waiting = 0
+        self.entered = 0
+        self.waited_seconds = 0.0
+        """Seconds that all rollouts that entered waited in total."""
+        self.refusals: Counter[str] = Counter()
+
+    @property
+    def inside(self) -> int:
+        return len(self._inside)
+
+    @property
+    def full(self) -> bool:
+        """True if a request made now must wait until a rollout leaves."""
+        return self.inside + self.waiting >= self._limit
+
+    def counts(self) -> Json:
+        """Return inside, waiting, limit, entered, waited_seconds, refused and refusals, for the metrics."""
+        return {
+            "inside": self.inside,
+            "waiting": self.waiting,
+            "limit": self._limit,
+            "entered": self.entered,
+            "waited_seconds": self.waited_seconds,
+            "refused": self.refusals.total(),
+            "refusals": dict(self.refusals),
+        }
+
+    @contextlib.asynccontextmanager
+    async def enter(self, request: AdmissionRequest) -> AsyncIterator[None]:
+        """Wait for a place and keep it until the block ends."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        waiting = WaitingRequest(request, self._next_number, loop.create_future())
+        self._next_number += 1
+        self._queues.setdefault(waiting.queue, {})[waiting.number] = waiting
+        self.waiting += 1
+        self._admit()
+        try:
+            await waiting.entered
+        except BaseException:
+            if not self._dequeue(waiting):  # it was admitted at the moment of its cancellation
+                self._leave(request)
+            raise
+        self.entered += 1
+        self.waited_seconds += loop.time() - began
+        try:
+            yield
+        finally:
+            self._leave(request)
+
+    def _leave(self, request: AdmissionRequest) -> None:
+        self._inside.remove(request.rollout_id)
+        _decrement(self._groups, request.group_id)
+        _decrement(self._jobs, request.job_id)
+        self._admit()
+
+    def _admit(self) -> None:
+        while len(self._inside) < self._limit and (following := self._next()) is not None:
+            request = following.request
+            if (reason := self._refusal(request)) is not None:
+                self.refusals[reason] += 1
+                self._recheck_later()
+                return
+            self._dequeue(following)
+            self._inside.add(request.rollout_id)
+            self._groups[request.group_id] += 1
+            self._jobs[request.job_id] += 1
+            following.entered.set_result(None)
+
+    def _refusal(self, request: AdmissionRequest) -> str | None:
+        if self._may_enter is not None and (reason := self._may_enter(request)) is not None:
+            return reason
+        return None if self._may_join is None or self._idle() else self._may_join(request)
+
+    def _dequeue(self, waiting: WaitingRequest) -> bool:
+        """Remove the request from its queue; return False if it is in no queue."""
+        queue = self._queues.get(waiting.queue, {})
+        if queue.pop(waiting.number, None) is None:
+            return False
+        self.waiting -= 1
+        if not queue:
+            del self._queues[waiting.queue]
+        return True
+
+    def _next(self) -> WaitingRequest | None:
+        best: tuple[bool, int, int] | None = None
+        following = None
+        for (job, group), queue in self._queues.items():
+            # A request that was cancelled a moment ago leaves its queue only when its task runs.
+            head = next((waiting for waiting in queue.values() if not waiting.entered.done()), None)
+            if head is not None:
+                rank = group not in self._groups, self._jobs[job], head.number
+                if best is None or rank < best:
+                    best, following = rank, head
+        return following
+
+    def _recheck_later(self) -> None:
+        """Check admission again soon, because nothing reports when a check's result changes."""
+        if self._recheck is None:
+
+            def recheck() -> None:
+                self._recheck = None
+                self._admit()
+
+            self._recheck = asyncio.get_running_loop().call_later(_RECHECK_SECONDS, recheck)
+
+
+class StageLimits:
+    """The limiters of an attempt's stages."""
+
+    def __init__(
+        self,
+        limits: ServiceLimits,
+        *,
+        may_prepare: AdmissionCheck | None = None,
+        may_run: AdmissionCheck | None = None,
+        engine_ready: AdmissionCheck | None = None,
+    ) -> None:
+        """`may_prepare` and `may_run` limit how many rollouts run at a time; `engine_ready` delays every agent."""
+        self.preparing = StageLimiter(limits.preparing, may_join=may_prepare, idle=lambda: self.at_work == 0)
+        self.running = StageLimiter(limits.running, may_enter=engine_ready, may_join=may_run)
+        self.scoring = StageLimiter(limits.scoring)
+
+    @property
+    def at_work(self) -> int:
+        """How many rollouts are preparing, or have been prepared and not ended."""
+        later = (self.running, self.scoring)
+        return self.preparing.inside + sum(limiter.inside + limiter.waiting for limiter in later)
+
+    def counts(self) -> dict[str, Json]:
+        """Return the counts of each limiter by stage, for the metrics."""
+        limiters = {"preparing": self.preparing, "running": self.running, "scoring": self.scoring}
+        return {stage: limiter.counts() for stage, limiter in limiters.items()}
+
+
+def _decrement(counter: Counter[_Key], key: _Key) -> None:
+    """Decrement; drop the key at zero."""
+    counter[key] -= 1
+    if not counter[key]:
+        del counter[key]
 
 
 def free_memory_mb(root: Path = Path("/")) -> int | None:
@@ -39,18 +292,18 @@ def free_memory_mb(root: Path = Path("/")) -> int | None:
 
     None if the system does not report it, because it is not Linux."""
     try:
-        meminfo = _read_fields((root / "proc/meminfo").read_text())
+        meminfo = _read_fields(root / "proc/meminfo")
     except OSError:
         return None
     if "MemAvailable" not in meminfo:
         return None
     free = meminfo["MemAvailable"] << 10
+    folder = root / "sys/fs/cgroup"
     for usage, limit, statistics, reclaimable in _CGROUP_FILES:
-        folder = root / "sys/fs/cgroup"
         try:
             most = int((folder / limit).read_text())
             used = int((folder / usage).read_text())
-            reclaimed = _read_fields((folder / statistics).read_text()).get(reclaimable, 0)
+            reclaimed = _read_fields(folder / statistics).get(reclaimable, 0)
         except (OSError, ValueError):
             continue
         if most < _UNLIMITED:
@@ -58,9 +311,9 @@ def free_memory_mb(root: Path = Path("/")) -> int | None:
     return max(0, free >> 20)
 
 
-def _read_fields(text: str) -> dict[str, int]:
+def _read_fields(path: Path) -> dict[str, int]:
     """Parse lines of a name and a number."""
-    rows = (line.split() for line in text.splitlines())
+    rows = (line.split() for line in path.read_text().splitlines())
     return {row[0].rstrip(":"): int(row[1]) for row in rows if len(row) > 1 and row[1].isdecimal()}
 
 
@@ -108,18 +361,15 @@ class MemoryAdmission:
 class EngineMonitor:
     """Watches whether the engine responds and how busy it is, so that rollouts wait for it instead of failing.
 
-    `async with EngineMonitor(engine, patience) as monitor:` asks the engine every few seconds. After `patience` seconds
-    without a response agents are admitted anyway: they fail and use up their attempts, so that every rollout ends. An
-    engine that does not report its load never counts as busy.
+    `async with EngineMonitor(engine, patience, limits) as monitor:` asks the engine every few seconds. After `patience`
+    seconds without a response agents are admitted anyway: they fail and use up their attempts, so that every rollout
+    ends. An engine that does not report its load never counts as busy.
     """
 
-    def __init__(
-        self, engine: Engine, patience: float, limits: AdmissionSettings | None = None, *, every: float = 2.0
-    ) -> None:
+    def __init__(self, engine: Engine, patience: float, limits: AdmissionSettings) -> None:
         self._engine = engine
         self._patience = patience
-        self._limits = limits or AdmissionSettings()
-        self._every = every
+        self._limits = limits
         self._down_since: float | None = None
         self.load: EngineLoad | None = None
         """The load at the last check, if the engine reports it."""
@@ -144,9 +394,7 @@ class EngineMonitor:
         self._task = asyncio.create_task(self._check_forever(), name="polar-engine-monitor")
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         self._task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._task
@@ -154,25 +402,22 @@ class EngineMonitor:
     async def check(self) -> None:
         """Query the engine's health and load now."""
         try:
-            async with asyncio.timeout(self._every * 5):
-                reason = await self._engine.health()
-        except (EngineError, TimeoutError) as error:
-            reason = str(error) or "no answer"
-        if reason is None:
+            async with asyncio.timeout(_MONITOR_SECONDS * 5):
+                responds = await self._engine.health() is None
+        except (EngineError, TimeoutError):
+            responds = False
+        load = None
+        if responds:
             self._down_since = None
+            # An engine that responds is usable without statistics.
+            with contextlib.suppress(EngineError, TimeoutError):
+                async with asyncio.timeout(_MONITOR_SECONDS * 5):
+                    load = await self._engine.load()
         elif self._down_since is None:
             self._down_since = time.monotonic()
-        self.load = await self._read_load() if reason is None else None
-
-    async def _read_load(self) -> EngineLoad | None:
-        """Return the load; None if it is not reported, because an engine that responds is usable without statistics."""
-        try:
-            async with asyncio.timeout(self._every * 5):
-                return await self._engine.load()
-        except (EngineError, TimeoutError):
-            return None
+        self.load = load
 
     async def _check_forever(self) -> None:
         while True:
             await self.check()
-            await asyncio.sleep(self._every)
+            await asyncio.sleep(_MONITOR_SECONDS)

@@ -13,33 +13,32 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
-import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from harness_adapters.base import HarnessError, LaunchContext, LaunchPlan
+from harness_adapters.base import HarnessError, InstallError, LaunchContext, LaunchPlan
 from polar_proxy.engines.base import Engine
 from polar_proxy.errors import BadTaskError, EngineError, PolarError, StoreError
 from polar_proxy.gateway import Gateway
 from polar_proxy.rewards import EvaluationInput, SandboxFactory, Score, evaluate, reward_source, scoring_seconds
 from polar_proxy.rollout_spec import RolloutSpec
-from polar_proxy.rollouts.early_stop import CAUSE as STOPPED_EARLY
-from polar_proxy.rollouts.early_stop import EarlyStopCheck, early_stop_check, stop_early
+from polar_proxy.rollouts.admission import AdmissionRequest, StageLimits
 from polar_proxy.rollouts.harnesses import HarnessInstaller, PrebuiltImageCache, ReadyHarness
-from polar_proxy.rollouts.infrastructure import InfrastructureError, infrastructure_errors
-from polar_proxy.rollouts.orphaned_calls import supersede_earlier
 from polar_proxy.rollouts.pool import SandboxPool
-from polar_proxy.rollouts.stage_limits import AdmissionRequest, StageLimits
-from polar_proxy.rollouts.workspace import TaskNotPossibleError, TaskSandboxes, prepare_workspace, read_patch
+from polar_proxy.rollouts.recovery import exclude_earlier_attempts
+from polar_proxy.rollouts.stopping import STOPPED_EARLY, EarlyStopCheck, early_stop_check, stop_early
+from polar_proxy.rollouts.task_sandboxes import TaskSandboxes
+from polar_proxy.rollouts.workspace import TaskNotPossibleError, WorkspaceError, prepare_workspace, read_patch
 from polar_proxy.sessions import hash_key, new_key
 from polar_proxy.store import RolloutStatus, Store
 from polar_proxy.store.rollouts import Claim, ClaimLostError
 from polar_proxy.tasks import Task, task_from_json
 from polar_proxy.traces.operations import build_traces
 from polar_proxy.types import CallRecord
-from sandboxes import Mount, Sandbox, choose
+from sandboxes import Mount, Sandbox, SandboxError, choose
 from sandboxes.base import SandboxKind, uncancellable
 
 log = logging.getLogger(__name__)
@@ -53,6 +52,38 @@ _RELEASE_IDLE_SECONDS = 5.0
 """The same for calls on other gateways of an abandoned attempt. It is shorter, because no traces are built."""
 # OpenHands prints its complete first prompt after the event that says why it failed.
 _LOG_TAIL_BYTES = 200_000
+_DISK_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
+_FINAL_STATUS: Mapping[str, tuple[RolloutStatus, str | None]] = {
+    "ok": ("done", None),
+    "failed": ("failed", "agent"),
+    "timed_out": ("timed_out", "agent_timeout"),
+}
+"""(status, cause) of a rollout by the outcome of its agent."""
+
+
+class InfrastructureError(PolarError):
+    """An attempt failed through no fault of the agent: a sandbox, the engine, the disk. The worker tries again."""
+
+    def __init__(self, cause: str, text: str) -> None:
+        """`cause` is machine-readable: sandbox, harness, evaluator, engine, store or disk."""
+        super().__init__(cause, text)  # both, so that the error can be pickled
+        self.cause = cause
+        self.text = text
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@contextlib.contextmanager
+def infrastructure_errors(cause: str) -> Iterator[None]:
+    """Raise errors of sandboxes, installers and the disk in this block as InfrastructureError."""
+    try:
+        yield
+    except (SandboxError, WorkspaceError, InstallError, TimeoutError, OSError) as error:
+        if isinstance(error, OSError) and error.errno in _DISK_ERRNOS:
+            cause = "disk"
+        text = str(error) or f"{type(error).__name__} with the {cause}"
+        raise InfrastructureError(cause, text) from error
 
 
 class ProgressReporter(Protocol):
@@ -60,11 +91,10 @@ class ProgressReporter(Protocol):
 
     def stage(self, rollout_id: str, status: str, detail: str = "") -> None: ...
     def session(self, rollout_id: str, session_id: str) -> None: ...
-    def output(self, rollout_id: str, data: bytes) -> None: ...
 
 
 class RemoteScorer(Protocol):
-    """Scores on another machine (`cluster.actor`)."""
+    """Scores on another machine (`cluster.node.RayScorer`)."""
 
     async def __call__(self, work: EvaluationInput, kind: SandboxKind, labels: Mapping[str, str]) -> Score:
         """Wait until some machine has capacity, which uses up no time limit, and score there.
@@ -125,55 +155,46 @@ class AgentResult:
     masked: bool
 
 
-ScoreFunction = Callable[[EvaluationInput], Awaitable[Score]]
-
-
+@dataclass(frozen=True)
 class AttemptRunner:
     """Runs attempts, any number at once, with any harness and kind of sandbox, against one gateway."""
 
-    def __init__(
-        self,
-        store: Store,
-        gateway: Gateway,
-        engine: Engine,
-        harnesses: HarnessInstaller,
-        pool: SandboxPool,
-        reporter: ProgressReporter,
-        remote_scorer: RemoteScorer | None = None,
-        prebuilt: PrebuiltImageCache | None = None,
-    ) -> None:
-        """`remote_scorer` scores when scoring here would have to wait. With `prebuilt`, Docker images contain the
-        agent; without it the agent is mounted."""
-        self._store = store
-        self._gateway = gateway
-        self._engine = engine
-        self._harnesses = harnesses
-        self._pool = pool
-        self._reporter = reporter
-        self._remote_scorer = remote_scorer
-        self._prebuilt = prebuilt
-        self._task_sandboxes: dict[SandboxKind, TaskSandboxes] = {}
+    store: Store
+    gateway: Gateway
+    engine: Engine
+    harnesses: HarnessInstaller
+    pool: SandboxPool
+    limits: StageLimits
+    reporter: ProgressReporter
+    remote_scorer: RemoteScorer | None
+    """Scores when scoring here would have to wait."""
+    prebuilt: PrebuiltImageCache | None
+    """Docker images contain the agent; without it the agent is mounted."""
+    _task_sandboxes: dict[SandboxKind, TaskSandboxes] = field(default_factory=dict)
 
-    async def run(self, claim: Claim, limits: StageLimits, request: AdmissionRequest) -> None:
+    async def run(self, claim: Claim) -> None:
         """Run one attempt to a final status in the store (see `worker.AttemptFunction`)."""
         attempt = RunningAttempt(claim)
         try:
             given = await self._read_input(claim)
-            request = replace(request, memory_mb=given.task.environment.memory_mb)
+            memory_mb = given.task.environment.memory_mb
+            request = AdmissionRequest(claim.rollout_id, claim.group_id, claim.job_id, memory_mb)
             async with contextlib.AsyncExitStack() as sandbox_stack:
-                async with limits.preparing.enter(request):
+                async with self.limits.preparing.enter(request):
                     key = await self._open_session(attempt, given.spec)
                     agent = await self._prepare(attempt, given, key, sandbox_stack)
                 await self._enter_stage(attempt, "ready")
-                async with limits.running.enter(request):
+                async with self.limits.running.enter(request):
                     await self._enter_stage(attempt, "running")
                     with infrastructure_errors("sandbox"):
                         result = await self._run_agent(attempt, given, agent)
                         await sandbox_stack.aclose()
-            async with self._scoring_place(attempt, given.task, agent, limits, request) as score_function:
+            # Scoring happens on another machine if it would have to wait here.
+            remote = self.remote_scorer if self.limits.scoring.full else None
+            async with self.limits.scoring.enter(request) if remote is None else contextlib.nullcontext():
                 outcome = "ok" if result.status == "done" else result.status
                 await self._enter_stage(attempt, "scoring", outcome=outcome, exit_code=result.exit_code)
-                score = await self._score(attempt, given.task, result, score_function)
+                score = await self._score(attempt, given.task, agent, result, remote)
                 await self._record_reward(attempt, given.task, score)
                 await self._finish(attempt, result, score.reward)
         except (asyncio.CancelledError, InfrastructureError, ClaimLostError):
@@ -183,13 +204,14 @@ class AttemptRunner:
             await uncancellable(self._abandon(attempt))
             raise InfrastructureError("store", str(error)) from error
         except (PolarError, HarnessError) as error:  # another attempt would fail in the same way
-            await self._fail(attempt, error)
+            failure = AgentResult("failed", _failure_cause(error), str(error), None, b"", None, masked=False)
+            await self._finish(attempt, failure, None, outcome="failed")
 
     # The stages, in order
 
     async def _read_input(self, claim: Claim) -> AttemptInput:
         """Read the task and the options. Raises BadTaskError for a task that cannot be run."""
-        row = await self._store.tasks.get(claim.task_id)
+        row = await self.store.tasks.get(claim.task_id)
         assert row is not None
         task = task_from_json(row.spec)
         return AttemptInput(task, RolloutSpec.read(claim.config), early_stop_check(task.metadata))
@@ -197,7 +219,7 @@ class AttemptRunner:
     async def _open_session(self, attempt: RunningAttempt, spec: RolloutSpec) -> str:
         """Open the session that records the agent's calls; return its API key."""
         key = new_key()
-        session = await self._store.sessions.create(
+        session = await self.store.sessions.create(
             key_hash=hash_key(key),
             label=None,
             rollout_id=attempt.rollout_id,
@@ -205,7 +227,7 @@ class AttemptRunner:
             origin="rollout",
         )
         attempt.session_id = session.session_id
-        self._reporter.session(attempt.rollout_id, session.session_id)
+        self.reporter.session(attempt.rollout_id, session.session_id)
         await self._enter_stage(attempt, "preparing", session_id=session.session_id)
         return key
 
@@ -214,16 +236,16 @@ class AttemptRunner:
     ) -> PreparedAgent:
         """Open the sandbox and put workspace and agent into it. Errors count as infrastructure errors."""
         with infrastructure_errors("harness"):
-            harness = await self._harnesses.get(given.spec.harness)
+            harness = await self.harnesses.get(given.spec.harness)
         with infrastructure_errors("sandbox"):
             kind = await self._sandbox_kind(attempt, given.spec)
-            task_sandboxes = self._task_sandboxes.setdefault(kind, TaskSandboxes(kind, opener=self._pool.take))
+            task_sandboxes = self._task_sandboxes.setdefault(kind, TaskSandboxes(kind, opener=self.pool.take))
             mounts = [Mount(path, str(path)) for path in harness.installed.mounts]
             spec = await task_sandboxes.spec(given.task, memory_mb=4096, labels=attempt.labels, mounts=mounts)
-            if kind == "docker" and self._prebuilt is not None:
-                spec = await self._prebuilt.spec(spec, harness.installed.mounts)
+            if kind == "docker" and self.prebuilt is not None:
+                spec = await self.prebuilt.spec(spec, harness.installed.mounts)
             async with asyncio.timeout(_PREPARE_SECONDS):
-                sandbox = await sandbox_stack.enter_async_context(await self._pool.take(kind, spec))
+                sandbox = await sandbox_stack.enter_async_context(await self.pool.take(kind, spec))
                 base = await prepare_workspace(given.task, sandbox, await task_sandboxes.bundle(given.task))
                 url = await sandbox_stack.enter_async_context(self._gateway_url(sandbox))
                 plan = self._launch_plan(harness, given.task, sandbox, url, key)
@@ -235,19 +257,18 @@ class AttemptRunner:
         """Run the agent to its end and read its patch."""
         task, spec, sandbox = given.task, given.spec, agent.sandbox
         # The evaluator's sandbox opens while the agent works.
-        self._pool.expect(sandbox.kind, await agent.task_sandboxes.evaluator(task, attempt.labels))
+        self.pool.expect(sandbox.kind, await agent.task_sandboxes.evaluator(task, attempt.labels))
         async with stop_early(sandbox, given.early_stop) as early:
             process = await sandbox.exec(
                 agent.plan.argv,
                 env=agent.plan.env,
                 cwd=sandbox.workdir,
                 timeout=min(spec.timeout, task.agent_seconds or spec.timeout),
-                on_output=lambda data: self._reporter.output(attempt.rollout_id, data),
             )
         # Programs that the agent left running must not change the workspace while it is read.
         await sandbox.kill_all()
         output = process.stdout + process.stderr
-        await self._store.artifacts.add(attempt.rollout_id, "agent.log", output)
+        await self.store.artifacts.add(attempt.rollout_id, "agent.log", output)
         exit_code = None if process.timed_out or early.reason is not None else process.exit_code
         if early.reason is None:
             tail = output[-_LOG_TAIL_BYTES:].decode(errors="replace")
@@ -257,7 +278,7 @@ class AttemptRunner:
         if outcome != "ok" and (reason := await self._engine_failure(attempt)) is not None:
             raise InfrastructureError("engine", f"the agent {outcome.replace('_', ' ')}, and {reason}")
         patch, no_patch = await read_patch(sandbox, agent.base_commit, snapshot=task.environment.snapshot)
-        await self._store.artifacts.add(attempt.rollout_id, "patch.diff", patch)
+        await self.store.artifacts.add(attempt.rollout_id, "patch.diff", patch)
         train_timed_out = spec.train_timed_out or bool(task.metadata.get("train_timed_out"))
         status, cause = _FINAL_STATUS[outcome]
         return AgentResult(
@@ -270,89 +291,69 @@ class AttemptRunner:
             masked=outcome == "timed_out" and not train_timed_out,
         )
 
-    @contextlib.asynccontextmanager
-    async def _scoring_place(
+    async def _score(
         self,
         attempt: RunningAttempt,
         task: Task,
         agent: PreparedAgent,
-        limits: StageLimits,
-        request: AdmissionRequest,
-    ) -> AsyncIterator[ScoreFunction]:
-        """Wait until scoring may start: here, or on another machine if scoring here would have to wait."""
-        task_sandboxes = agent.task_sandboxes
-        remote = self._remote_scorer
-        if remote is not None and limits.scoring.full:
-            yield lambda work: remote(work, task_sandboxes.kind, attempt.labels)
-        else:
-            async with limits.scoring.enter(request):
-                yield lambda work: score_work(work, lambda: task_sandboxes.fresh(task, attempt.labels))
-
-    async def _score(
-        self, attempt: RunningAttempt, task: Task, result: AgentResult, score_function: ScoreFunction
+        result: AgentResult,
+        remote: RemoteScorer | None,
     ) -> Score:
+        """Score the agent's patch, on another machine if `remote` is given."""
         calls: list[CallRecord] = []
         assert attempt.session_id is not None
         if any(evaluator.kind == "python" for evaluator in task.evaluators):
             with contextlib.suppress(TimeoutError):  # calls still in flight will make the rollout incomplete
-                await self._gateway.idle(attempt.session_id, _IDLE_SECONDS)
-            calls = await self._store.calls.of_session(attempt.session_id)
+                await self.gateway.idle(attempt.session_id, _IDLE_SECONDS)
+            calls = await self.store.calls.of_session(attempt.session_id)
         work = EvaluationInput(task, result.patch, result.exit_code, calls)
+
+        async def score_once() -> Score:
+            if remote is not None:
+                return await remote(work, agent.sandbox.kind, attempt.labels)
+            return await score_work(work, lambda: agent.task_sandboxes.fresh(task, attempt.labels))
+
         try:
-            score = await score_function(work)
+            score = await score_once()
         except InfrastructureError as error:
             # The agent's work is done and may have taken an hour, so scoring is repeated first, and the whole attempt
             # only if that fails.
             log.warning("rollout %s: %s; scoring it once more", attempt.rollout_id, error)
-            score = await score_function(work)
+            score = await score_once()
         if result.no_patch is not None:
             score.detail["no_patch"] = result.no_patch
-        await self._store.artifacts.add(attempt.rollout_id, "tests.log", score.log)
+        await self.store.artifacts.add(attempt.rollout_id, "tests.log", score.log)
         return score
 
     async def _record_reward(self, attempt: RunningAttempt, task: Task, score: Score) -> None:
         source = reward_source(task)
         for call_id, value in score.calls.items():
-            await self._store.rewards.add(attempt.rollout_id, value, source, {}, call_id=call_id)
-        await self._store.rewards.add(attempt.rollout_id, score.reward, source, score.detail)
+            await self.store.rewards.add(attempt.rollout_id, value, source, {}, call_id=call_id)
+        await self.store.rewards.add(attempt.rollout_id, score.reward, source, score.detail)
 
-    async def _finish(self, attempt: RunningAttempt, result: AgentResult, reward: float | None) -> None:
-        """Close the session, build its traces and record the final status."""
+    async def _finish(
+        self, attempt: RunningAttempt, result: AgentResult, reward: float | None, *, outcome: str = "ok"
+    ) -> None:
+        """Close the session, build its traces and record the final status; `outcome` is that of the last stage."""
         lost = await self._close_session(attempt)
         await self._build_traces(attempt, reward, incomplete=lost is not None)
         detail = result.detail if lost is None else f"{lost}; it is not trained on. {result.detail}"
-        await self._store.rollouts.end(
+        await self.store.rollouts.end(
             attempt.claim,
             result.status,
+            outcome=outcome,
             cause=result.cause,
             error=None if result.status == "done" and lost is None else detail,
             incomplete=lost is not None,
             masked=result.masked,
         )
-        self._reporter.stage(attempt.rollout_id, result.status, detail)
-
-    # Ends without a result
-
-    async def _fail(self, attempt: RunningAttempt, error: Exception) -> None:
-        """Record the rollout's final status after an error that would occur in another attempt as well."""
-        lost = await self._close_session(attempt)
-        await self._build_traces(attempt, None, incomplete=lost is not None)
-        detail = str(error) if lost is None else f"{lost}; it is not trained on. {error}"
-        await self._store.rollouts.end(
-            attempt.claim,
-            "failed",
-            outcome="failed",
-            cause=_failure_cause(error),
-            error=detail,
-            incomplete=lost is not None,
-        )
-        self._reporter.stage(attempt.rollout_id, "failed", detail)
+        self.reporter.stage(attempt.rollout_id, result.status, detail)
 
     async def _abandon(self, attempt: RunningAttempt) -> None:
         """Revoke the key and wait for calls in flight; the worker decides what happens to the recorded calls."""
         try:
             if await self._close_session(attempt, remote_seconds=_RELEASE_IDLE_SECONDS) is not None:
-                await self._store.rollouts.update(attempt.rollout_id, incomplete=True)
+                await self.store.rollouts.update(attempt.rollout_id, incomplete=True)
         except StoreError:
             log.exception("rollout %s: its session cannot be closed", attempt.rollout_id)
 
@@ -363,16 +364,16 @@ class AttemptRunner:
         calls."""
         if attempt.session_id is None:
             return None
-        await self._store.sessions.close(attempt.session_id)
-        self._gateway.end_session(attempt.session_id)
-        return await self._gateway.forget_session(attempt.session_id, _IDLE_SECONDS, timeout_elsewhere=remote_seconds)
+        await self.store.sessions.close(attempt.session_id)
+        self.gateway.end_session(attempt.session_id)
+        return await self.gateway.forget_session(attempt.session_id, _IDLE_SECONDS, timeout_elsewhere=remote_seconds)
 
     async def _build_traces(self, attempt: RunningAttempt, reward: float | None, *, incomplete: bool) -> None:
         if attempt.session_id is None:
             return
-        await build_traces(self._store, attempt.session_id, attempt.rollout_id, reward=reward, incomplete=incomplete)
+        await build_traces(self.store, attempt.session_id, attempt.rollout_id, reward=reward, incomplete=incomplete)
         if attempt.claim.attempt > 1:
-            await supersede_earlier(self._store, attempt.rollout_id, attempt.session_id)
+            await exclude_earlier_attempts(self.store, attempt.rollout_id, attempt.session_id)
 
     async def _enter_stage(
         self,
@@ -384,15 +385,15 @@ class AttemptRunner:
         exit_code: int | None = None,
     ) -> None:
         """Record that the previous stage ended with `outcome` and this one starts."""
-        await self._store.rollouts.enter_stage(
+        await self.store.rollouts.enter_stage(
             attempt.claim, stage, outcome=outcome, session_id=session_id, exit_code=exit_code
         )
-        self._reporter.stage(attempt.rollout_id, stage)
+        self.reporter.stage(attempt.rollout_id, stage)
 
     async def _sandbox_kind(self, attempt: RunningAttempt, spec: RolloutSpec) -> SandboxKind:
         kind = spec.sandbox if spec.sandbox != "auto" else (await asyncio.to_thread(choose)).kind
         if kind != attempt.claim.sandbox:
-            await self._store.rollouts.update(attempt.rollout_id, sandbox=kind)
+            await self.store.rollouts.update(attempt.rollout_id, sandbox=kind)
         return kind
 
     async def _engine_failure(self, attempt: RunningAttempt) -> str | None:
@@ -400,19 +401,19 @@ class AttemptRunner:
 
         The agent must handle a failure from which the engine recovered. Calls that the agent dropped do not count."""
         try:
-            down = await self._engine.health()
+            down = await self.engine.health()
         except EngineError as error:
             down = str(error)
         if down is not None:
             return f"the engine is down: {down}"
         assert attempt.session_id is not None
-        calls = [call for call in await self._store.calls.summaries(attempt.session_id) if call.status != "client_gone"]
+        calls = [call for call in await self.store.calls.summaries(attempt.session_id) if call.status != "client_gone"]
         if calls and calls[-1].status == "upstream_error" and (calls[-1].http_status or 0) >= 500:
             return f"the engine failed its last call: {calls[-1].error}"
         return None
 
     def _launch_plan(self, harness: ReadyHarness, task: Task, sandbox: Sandbox, url: str, key: str) -> LaunchPlan:
-        info = self._engine.info
+        info = self.engine.info
         context = LaunchContext(
             base_url=url + "/v1",
             api_key=key,
@@ -429,16 +430,16 @@ class AttemptRunner:
         """Make the gateway reachable from inside the sandbox and yield its URL there.
 
         A sandbox with its own network reaches nothing but the gateway."""
-        listener: socket.socket | None = await sandbox.listen()
+        listener = await sandbox.listen()
         if listener is None:
-            yield self._gateway.url
+            yield self.gateway.url
             return
         port = listener.getsockname()[1]
-        await self._gateway.serve_on(listener)
+        await self.gateway.serve_on(listener)
         try:
             yield f"http://127.0.0.1:{port}"
         finally:
-            await self._gateway.stop_serving_on(listener)
+            await self.gateway.stop_serving_on(listener)
 
 
 async def score_work(work: EvaluationInput, sandboxes: SandboxFactory) -> Score:
@@ -446,14 +447,6 @@ async def score_work(work: EvaluationInput, sandboxes: SandboxFactory) -> Score:
     with infrastructure_errors("evaluator"):
         async with asyncio.timeout(_SCORE_SECONDS + scoring_seconds(work.task)):
             return await evaluate(work, sandboxes)
-
-
-_FINAL_STATUS: Mapping[str, tuple[RolloutStatus, str | None]] = {
-    "ok": ("done", None),
-    "failed": ("failed", "agent"),
-    "timed_out": ("timed_out", "agent_timeout"),
-}
-"""(status, cause) of a rollout by the outcome of its agent."""
 
 
 def _failure_cause(error: Exception) -> str:

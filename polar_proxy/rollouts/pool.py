@@ -15,9 +15,10 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Hashable
-from dataclasses import dataclass, field
-from types import TracebackType
+from dataclasses import asdict, dataclass, field
 from typing import Self
+
+from cachetools import LRUCache
 
 from sandboxes import Sandbox, SandboxError, SandboxSpec, open_sandbox
 from sandboxes.base import SandboxKind, uncancellable
@@ -49,7 +50,7 @@ class PoolCounts:
     misses: int = 0
     dead: int = 0
     """Sandboxes in the pool that had died or failed to open; another one was taken instead."""
-    waited: float = 0.0
+    waited_seconds: float = 0.0
     """Seconds that all callers of `take` waited in total."""
 
 
@@ -64,15 +65,13 @@ class SandboxPool:
         self._shelf: list[tuple[Hashable, asyncio.Task[Sandbox]]] = []
         """(specification, opening task) of each waiting sandbox, oldest first."""
         self._closing: set[asyncio.Task[None]] = set()
-        self._demands: dict[Hashable, SpecDemand] = {}
+        self._demands: LRUCache[Hashable, SpecDemand] = LRUCache(_MAX_TRACKED_SPECS)
         self.count = PoolCounts()
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         self._size = 0
         shelf, self._shelf = self._shelf, []
         await uncancellable(_close([task for _, task in shelf]))
@@ -89,14 +88,7 @@ class SandboxPool:
 
     def counts(self) -> dict[str, float]:
         """Return on_shelf, size, hits, misses, dead and waited_seconds, for the metrics."""
-        return {
-            "on_shelf": self.waiting,
-            "size": self._size,
-            "hits": self.count.hits,
-            "misses": self.count.misses,
-            "dead": self.count.dead,
-            "waited_seconds": self.count.waited,
-        }
+        return {"on_shelf": self.waiting, "size": self._size, **asdict(self.count)}
 
     async def take(self, kind: SandboxKind, spec: SandboxSpec) -> Sandbox:
         """Return a sandbox of this kind and specification; its labels may be those of another request.
@@ -114,7 +106,7 @@ class SandboxPool:
             sandbox = await self._open_timed(key, kind, spec)
         else:
             self.count.hits += 1
-        self.count.waited += loop.time() - began
+        self.count.waited_seconds += loop.time() - began
         if self._refill:
             self._fill(key, kind, spec, began)
         return sandbox
@@ -144,11 +136,7 @@ class SandboxPool:
         return min(self._size, max(1, sum(taken > since for taken in demand.taken)))
 
     def _demand(self, key: Hashable) -> SpecDemand:
-        if key not in self._demands:
-            while len(self._demands) >= _MAX_TRACKED_SPECS:
-                del self._demands[next(iter(self._demands))]
-            self._demands[key] = SpecDemand()
-        return self._demands[key]
+        return self._demands.setdefault(key, SpecDemand())
 
     async def _open_timed(self, key: Hashable, kind: SandboxKind, spec: SandboxSpec) -> Sandbox:
         loop = asyncio.get_running_loop()
@@ -190,8 +178,8 @@ class SandboxPool:
 
 def _key(kind: SandboxKind, spec: SandboxSpec) -> Hashable:
     """Return everything that makes two sandboxes interchangeable: all of the specification except its labels."""
-    parts = (spec.image, spec.mounts, spec.limits, tuple(sorted(spec.env.items())), spec.workdir, spec.folders)
-    return kind, *parts
+    env = tuple(sorted(spec.env.items()))
+    return kind, spec.image, spec.mounts, spec.limits, env, spec.workdir, spec.folders
 
 
 async def _close(tasks: list[asyncio.Task[Sandbox]]) -> None:

@@ -1,7 +1,8 @@
-"""Cleans up after a process that was killed.
+"""Cleans up after processes that were killed and attempts that were repeated.
 
-Its sandboxes are removed. The rollouts of its own job (`polar run`) get a final status. Rollouts of a server's job go
-back into the queue at once; other workers would reclaim them only when their leases expire.
+The sandboxes of a killed process are removed. The rollouts of its own job (`polar run`) get a final status. Rollouts of
+a server's job go back into the queue at once; other workers would reclaim them only when their leases expire. Each call
+of an interrupted or repeated attempt is put into a trace, or excluded with a reason.
 """
 
 from __future__ import annotations
@@ -9,12 +10,11 @@ from __future__ import annotations
 import os
 import socket
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from polar_proxy.rollouts.orphaned_calls import exclude_orphaned_calls, take_calls_in_flight
 from polar_proxy.store import RolloutRow, Store
-from polar_proxy.traces.operations import build_traces
+from polar_proxy.traces.operations import build_traces, exclude_session
 from sandboxes import orphans
 
 
@@ -26,37 +26,19 @@ async def recover(store: Store, *, attempts: int = 3) -> list[str]:
     lines = describe_removed(await orphans.sweep())
     groups: set[str] = set()
     for rollout in await store.rollouts.interrupted():
-        if not _owner_is_dead(rollout):
-            continue
-        if rollout.session_id is not None:
-            await store.sessions.close(rollout.session_id)
-            # The recorded calls are kept and can be trained on; the reward stays null, which is not 0.
-            incomplete = await take_calls_in_flight(store, rollout.session_id, rollout.rollout_id)
-            await build_traces(store, rollout.session_id, rollout.rollout_id, reward=None, incomplete=incomplete)
-        await store.rollouts.end_open_stage(rollout.rollout_id, "failed", "interrupted")
-        await store.rollouts.update(
-            rollout.rollout_id, status="failed", error="interrupted: the process that ran it was killed"
-        )
-        await exclude_orphaned_calls(store, rollout.rollout_id)
-        groups.add(rollout.group_id)
-        lines.append(f"rollout {rollout.rollout_id} was interrupted; its {rollout.calls} recorded calls are kept")
+        if _owner_is_dead(rollout):
+            await _end_interrupted(store, rollout)
+            groups.add(rollout.group_id)
+            lines.append(f"rollout {rollout.rollout_id} was interrupted; its {rollout.calls} recorded calls are kept")
     for worker in await store.queue.workers():
-        if not _worker_is_dead(worker):
-            continue
-        for rollout_id, attempt in (await store.queue.reclaim_from(worker, attempts=attempts)).items():
-            await exclude_orphaned_calls(store, rollout_id)
-            lines.append(f"rollout {rollout_id} " + ("is queued again" if attempt else "has been tried too often"))
-    groups.update(await store.groups.unsettled())
-    for group_id in groups:
+        if _worker_is_dead(worker):
+            reclaimed = await store.queue.reclaim_from(worker, attempts=attempts)
+            groups.update(await account_for_reclaimed(store, reclaimed))
+            for rollout_id, attempt in reclaimed.items():
+                lines.append(f"rollout {rollout_id} " + ("is queued again" if attempt else "has been tried too often"))
+    for group_id in groups | set(await store.groups.unsettled()):
         await store.groups.settle(group_id)
     return [*lines, *await _remove_lost_calls(store)]
-
-
-async def _remove_lost_calls(store: Store) -> list[str]:
-    """Remove the calls that dead gateways had in flight; those of a rollout that continues are reported at its end."""
-    dead = [gateway for gateway in await store.open_calls.gateways() if _worker_is_dead(gateway)]
-    swept = Counter(call.gateway for call in await store.open_calls.sweep(dead))
-    return [f"{count} calls were in flight on the gateway {name} when it died" for name, count in sorted(swept.items())]
 
 
 def describe_removed(removed: Sequence[orphans.RemovedItem]) -> list[str]:
@@ -67,6 +49,81 @@ def describe_removed(removed: Sequence[orphans.RemovedItem]) -> list[str]:
     what = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
     count = len({item.sandbox for item in removed})
     return [f"removed the remains of {count} sandbox{'es' if count > 1 else ''} of a killed process ({what})"]
+
+
+async def _end_interrupted(store: Store, rollout: RolloutRow) -> None:
+    rollout_id, session_id = rollout.rollout_id, rollout.session_id
+    if session_id is not None:
+        await store.sessions.close(session_id)
+        # The recorded calls are kept and can be trained on; the reward stays null, which is not 0.
+        incomplete = await _take_calls_in_flight(store, session_id, rollout_id)
+        await build_traces(store, session_id, rollout_id, reward=None, incomplete=incomplete)
+    await store.rollouts.end_open_stage(rollout_id, "failed", "interrupted")
+    error = "interrupted: the process that ran it was killed"
+    await store.rollouts.update(rollout_id, status="failed", error=error)
+    await exclude_orphaned_calls(store, rollout_id)
+
+
+async def _remove_lost_calls(store: Store) -> list[str]:
+    """Remove the calls that dead gateways had in flight; those of a rollout that continues are reported at its end."""
+    dead = [gateway for gateway in await store.open_calls.gateways() if _worker_is_dead(gateway)]
+    swept = Counter(call.gateway for call in await store.open_calls.sweep(dead))
+    return [f"{count} calls were in flight on the gateway {name} when it died" for name, count in sorted(swept.items())]
+
+
+# ---------------------------------------------------------------- calls of earlier attempts
+
+
+async def account_for_reclaimed(store: Store, reclaimed: Mapping[str, int]) -> list[str]:
+    """Account for the calls of rollouts that were reclaimed from a worker; return the groups of those that ended.
+
+    `reclaimed`: the number of the next attempt by rollout, 0 if there is none (see `store.queue.reclaim_expired`)."""
+    for rollout_id in reclaimed:
+        await exclude_orphaned_calls(store, rollout_id)
+    return [await store.rollouts.group_id(rollout_id) for rollout_id, attempt in reclaimed.items() if not attempt]
+
+
+async def exclude_orphaned_calls(store: Store, rollout_id: str) -> None:
+    """Put the calls of a rollout that was taken from its worker into traces, or exclude them, so that the counts add
+    up.
+
+    If the rollout has ended, the calls of its last attempt become traces, without a reward, unless they are traces
+    already. Those of earlier attempts, and all calls of a rollout that is tried again, are excluded as
+    `superseded_attempt`. An attempt that still runs (its session is open) is left alone.
+    """
+    sessions = await store.sessions.ids_of_rollout(rollout_id, closed=True)
+    row = await store.rollouts.get(rollout_id)
+    for session_id in sessions:
+        if row is None or session_id != row.session_id:
+            await exclude_session(store, session_id, rollout_id)
+        elif row.final and not row.traces:
+            incomplete = row.incomplete or await _take_calls_in_flight(store, session_id, rollout_id)
+            await build_traces(store, session_id, rollout_id, reward=row.reward, incomplete=incomplete)
+
+
+async def exclude_earlier_attempts(store: Store, rollout_id: str, session_id: str) -> None:
+    """Exclude the calls of all attempts except that of `session_id`.
+
+    A last call of an earlier attempt may have been recorded after `exclude_orphaned_calls`.
+    """
+    for other in await store.sessions.ids_of_rollout(rollout_id):
+        if other != session_id:
+            await exclude_session(store, other, rollout_id)
+
+
+async def _take_calls_in_flight(store: Store, session_id: str, rollout_id: str) -> bool:
+    """Return whether calls of a session that has ended are still in flight on a gateway, or were lost with one.
+
+    Nothing receives their answers any more: the rollout is incomplete, and a call recorded later is excluded when it
+    is committed.
+    """
+    left = await store.open_calls.take(session_id)
+    if left:
+        await store.rollouts.update(rollout_id, incomplete=True)
+    return bool(left)
+
+
+# ---------------------------------------------------------------- dead processes
 
 
 def _worker_is_dead(worker: str) -> bool:
@@ -81,13 +138,13 @@ def _worker_is_dead(worker: str) -> bool:
 
 def _owner_is_dead(rollout: RolloutRow) -> bool:
     """Return whether the process that ran this rollout is gone; False for processes of other machines."""
-    if rollout.owner_host != socket.gethostname() or rollout.owner_pid is None:
+    pid = rollout.owner_pid
+    if rollout.owner_host != socket.gethostname() or pid is None:
         return False
-    if rollout.owner_pid == os.getpid():
-        return True  # this process has created no rollout yet, so the process id was reused
-    if _is_gone(rollout.owner_pid):
+    # This process has created no rollout yet, so its own process id was reused.
+    if pid == os.getpid() or _is_gone(pid):
         return True
-    began = _process_start(rollout.owner_pid)
+    began = _process_start(pid)
     return began is not None and began > rollout.created_at + 1.0
 
 

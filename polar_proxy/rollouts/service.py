@@ -1,7 +1,8 @@
 """The rollout service combines store, gateway, engine, agents, sandboxes and worker.
 
-`polar run` starts a service that is limited to its own job; the service of a server takes all jobs. Both use the same
-queue in the store. If a server is killed, other workers continue its jobs; if `polar run` is killed, its job ends.
+`polar run` starts a service that is limited to its own job (`run_job`); the service of a server takes all jobs. Both
+use the same queue in the store. If a server is killed, other workers continue its jobs; if `polar run` is killed, its
+job ends.
 """
 
 from __future__ import annotations
@@ -9,32 +10,171 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
-from polar_proxy.config import AdmissionSettings, Settings
+from harness_adapters.base import HarnessError
+from polar_proxy.config import Settings
 from polar_proxy.engines.base import Engine
 from polar_proxy.errors import UsageError
 from polar_proxy.gateway import Gateway
 from polar_proxy.rollout_spec import JobSpec
-from polar_proxy.rollouts.admission import EngineMonitor, MemoryAdmission
+from polar_proxy.rollouts.admission import EngineMonitor, MemoryAdmission, ServiceLimits, StageLimits
 from polar_proxy.rollouts.attempt import AttemptRunner, ProgressReporter, RemoteScorer
 from polar_proxy.rollouts.harnesses import HarnessInstaller, PrebuiltImageCache, harness_label
 from polar_proxy.rollouts.pool import SandboxOpener, SandboxPool
 from polar_proxy.rollouts.stopping import get_group_policy
-from polar_proxy.rollouts.worker import Worker, WorkerLimits
+from polar_proxy.rollouts.worker import Worker
 from polar_proxy.store import Store
 from polar_proxy.store.service.groups import KEEP_OVERFLOW
 from polar_proxy.store.service.jobs import JobRow, NewGroup, NewRollout
 from polar_proxy.tasks import Task, task_to_json
 from polar_proxy.types import EngineInfo, Json
-from sandboxes import open_sandbox
+from sandboxes import choose, open_sandbox
+from sandboxes.base import uncancellable
 
 log = logging.getLogger(__name__)
+
+
+class SilentReporter:
+    """A progress reporter that does nothing."""
+
+    def stage(self, rollout_id: str, status: str, detail: str = "") -> None: ...
+    def session(self, rollout_id: str, session_id: str) -> None: ...
+
+
+class RolloutService:
+    """`async with RolloutService(store, gateway, engine, harnesses) as service:` runs queued rollouts until the block
+    ends; rollouts in flight then go back into the queue (call `worker.drain` first to let them end)."""
+
+    def __init__(
+        self,
+        store: Store,
+        gateway: Gateway,
+        engine: Engine,
+        harnesses: Path,
+        *,
+        limits: ServiceLimits | None = None,
+        reporter: ProgressReporter | None = None,
+        note: Callable[[str], None] = lambda line: None,
+        job_id: str | None = None,
+        opener: SandboxOpener = open_sandbox,
+        remote_scorer: RemoteScorer | None = None,
+    ) -> None:
+        """`harnesses` is the folder of installed agents. With `job_id` the service works only on that job.
+        `remote_scorer` does the scoring that would have to wait here."""
+        limits = limits or ServiceLimits()
+        admission = limits.admission
+        memory = MemoryAdmission(admission.memory_mb, admission.memory_reserve_mb)
+        self._store = store
+        self._engine = engine
+        self._reporter = reporter or SilentReporter()
+        self._settled = asyncio.Event()
+        self._checked_version: str | None = None
+        self._prebuilt = PrebuiltImageCache() if limits.prebuild else None
+        self.harnesses = HarnessInstaller(harnesses, note)
+        self.pool = SandboxPool(limits.pool_size, refill=limits.refill, opener=opener)
+        self.engine_monitor = EngineMonitor(engine, limits.engine_patience, admission)
+        self.stages = StageLimits(
+            limits,
+            may_prepare=memory.refusal,
+            may_run=lambda request: self.engine_monitor.busy() or memory.refusal(request),
+            engine_ready=lambda request: self.engine_monitor.down(),
+        )
+        attempts = AttemptRunner(
+            store,
+            gateway,
+            engine,
+            self.harnesses,
+            self.pool,
+            self.stages,
+            self._reporter,
+            remote_scorer,
+            self._prebuilt,
+        )
+        self.worker = Worker(
+            store,
+            attempts.run,
+            limits,
+            policy_version=self._read_policy_version,
+            on_release=memory.release,
+            on_settled=lambda group_id: self._settled.set(),
+            job_id=job_id,
+        )
+
+    async def __aenter__(self) -> Self:
+        async with contextlib.AsyncExitStack() as stack:
+            for part in (self.pool, self.engine_monitor, self.worker):
+                await stack.enter_async_context(part)
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self._stack.aclose()
+
+    def counts(self) -> Json:
+        """Return the counts of worker, stages, pool and prebuilt images, and the engine's load, for the metrics."""
+        load = self.engine_monitor.load
+        return {
+            "in_flight": self.worker.in_flight,
+            "stages": self.stages.counts(),
+            "pool": self.pool.counts(),
+            "engine": None if load is None else asdict(load),
+            "prebuilt": None if self._prebuilt is None else asdict(self._prebuilt.count),
+        }
+
+    async def submit(
+        self, tasks: Sequence[Task], spec: JobSpec, *, idempotency_key: str | None = None
+    ) -> tuple[JobRow, bool]:
+        """Queue a job; return it, and whether it is new."""
+        version = await self._engine.weight_version() if spec.overflow == "keep" else None
+        job = await submit(
+            self._store, tasks, spec, self._engine.info, idempotency_key=idempotency_key, policy_version=version
+        )
+        self.worker.wake()
+        return job
+
+    async def cancel(self, job_group_or_rollout: str) -> list[str]:
+        """Cancel a job, a group or a rollout by its id; return its rollouts that were in flight in any process.
+
+        When this returns, none of its rollouts runs in this process; other processes end theirs within their
+        `poll_seconds`. Raises UsageError for an unknown id."""
+        in_flight = await cancel(self._store, job_group_or_rollout)
+        self._settled.set()
+        await self.worker.cancel(in_flight)
+        for rollout_id in in_flight:
+            self._reporter.stage(rollout_id, "cancelled", "cancelled")
+        return in_flight
+
+    async def until_done(self, job_id: str) -> JobRow:
+        """Wait until every group of the job has ended."""
+        while True:
+            self._settled.clear()
+            job = await self._store.jobs.get(job_id)
+            if job is None:
+                raise UsageError(f"There is no job {job_id}.")
+            if job.status in ("done", "cancelled"):
+                return job
+            with contextlib.suppress(TimeoutError):  # another process may have ended the last group
+                async with asyncio.timeout(1.0):
+                    await self._settled.wait()
+
+    async def _read_policy_version(self) -> str | None:
+        """Return the policy version; if it is new, first drop the groups that it makes too stale to be trained on."""
+        version = await self._engine.weight_version()
+        if version != self._checked_version:
+            groups, in_flight = await self._store.feed.drop_stale(version)
+            self._checked_version = version
+            for group_id in groups:
+                log.warning("group %s is dropped: it is too many policy versions old", group_id)
+                await self._store.groups.settle(group_id)
+            self.worker.stop(in_flight)
+        return version
+
+
+# ---------------------------------------------------------------- jobs
 
 
 def check_job(spec: JobSpec) -> None:
@@ -128,196 +268,53 @@ async def rollout_ids(store: Store, job_id: str) -> list[str]:
     return found
 
 
-class SilentReporter:
-    """A progress reporter that does nothing."""
-
-    def stage(self, rollout_id: str, status: str, detail: str = "") -> None: ...
-    def session(self, rollout_id: str, session_id: str) -> None: ...
-    def output(self, rollout_id: str, data: bytes) -> None: ...
+# ---------------------------------------------------------------- a job of this process
 
 
-@dataclass(frozen=True, slots=True)
-class ServiceLimits:
-    """How much one service does at a time."""
-
-    worker: WorkerLimits = field(default_factory=WorkerLimits)
-    pool_size: int = 4
-    """Sandboxes that are opened before they are needed, at most."""
-    refill: bool = True
-    """Also open a sandbox for a next rollout that is not known yet."""
-    engine_patience: float = 600.0
-    """Seconds for which rollouts wait for an engine that does not respond."""
-    admission: AdmissionSettings = field(default_factory=AdmissionSettings)
-    prebuild: bool = False
-    """Docker sandboxes get the agent in their image instead of a mount (`harnesses.PrebuiltImageCache`)."""
-
-    @classmethod
-    def of(cls, settings: Settings, *, agents: int | None = None, backlog: int | None = None) -> Self:
-        """Return limits for this many agents at a time (default: `run.concurrency`).
-
-        The same number of rollouts may be preparing or scoring at the same time. The pool has room for an evaluator's
-        sandbox for each agent and a sandbox for the agent after it."""
-        agents = settings.run.concurrency if agents is None else agents
-        worker = WorkerLimits(
-            in_flight=2 * agents, preparing=min(agents, 4), running=agents, scoring=agents, backlog=backlog
-        )
-        return cls(worker, pool_size=2 * agents, admission=settings.admission, prebuild=settings.run.prebuild)
+@contextlib.asynccontextmanager
+async def local_gateway(settings: Settings, engine: Engine, store: Store) -> AsyncIterator[Gateway]:
+    """Serve a gateway on a free loopback port that accepts only the keys of rollouts."""
+    own = settings.gateway.model_copy(update={"host": "127.0.0.1", "port": 0, "require_known_keys": True})
+    async with Gateway(engine, store, own) as gateway:
+        yield gateway
 
 
-class RolloutService:
-    """`async with RolloutService(store, gateway, engine, harnesses) as service:` runs queued rollouts until the block
-    ends; rollouts in flight then go back into the queue (call `drain` first to let them end)."""
+async def run_job(
+    tasks: Sequence[Task],
+    spec: JobSpec,
+    settings: Settings,
+    engine: Engine,
+    store: Store,
+    gateway: Gateway,
+    reporter: ProgressReporter,
+    note: Callable[[str], None],
+) -> list[str]:
+    """Run a job, `run.concurrency` rollouts at a time; return the rollout ids in order. `note` gets lines for people.
 
-    def __init__(
-        self,
-        store: Store,
-        gateway: Gateway,
-        engine: Engine,
-        harnesses: Path,
-        *,
-        limits: ServiceLimits | None = None,
-        reporter: ProgressReporter | None = None,
-        note: Callable[[str], None] = lambda line: None,
-        job_id: str | None = None,
-        opener: SandboxOpener = open_sandbox,
-        remote_scorer: RemoteScorer | None = None,
-    ) -> None:
-        """`harnesses` is the folder of installed agents. With `job_id` the service works only on that job.
-        `remote_scorer` does the scoring that would have to wait here."""
-        limits = limits or ServiceLimits()
-        self._store = store
-        self._engine = engine
-        self._reporter = reporter or SilentReporter()
-        self.harnesses = HarnessInstaller(harnesses, note)
-        self.pool = SandboxPool(limits.pool_size, refill=limits.refill, opener=opener)
-        self.engine_monitor = EngineMonitor(engine, limits.engine_patience, limits.admission)
-        self._prebuilt = PrebuiltImageCache() if limits.prebuild else None
-        self._settled = asyncio.Event()
-        self._checked_version: str | None = None
-        self._cancelling: set[asyncio.Task[None]] = set()
-        self._resume_timer: asyncio.TimerHandle | None = None
-        self.paused_until: float | None = None
-        """Time at which a pause of the service ends automatically, in seconds since the epoch; None: never."""
-        memory = MemoryAdmission(limits.admission.memory_mb, limits.admission.memory_reserve_mb)
-        attempts = AttemptRunner(
-            store, gateway, engine, self.harnesses, self.pool, self._reporter, remote_scorer, self._prebuilt
-        )
-        self.worker = Worker(
-            store,
-            attempts.run,
-            limits.worker,
-            policy_version=self._read_policy_version,
-            may_prepare=memory.refusal,
-            may_run=lambda request: self.engine_monitor.busy() or memory.refusal(request),
-            engine_ready=lambda request: self.engine_monitor.down(),
-            on_release=memory.release,
-            on_settled=lambda group_id: self._settled.set(),
-            job_id=job_id,
-        )
-
-    async def __aenter__(self) -> Self:
-        async with contextlib.AsyncExitStack() as stack:
-            await stack.enter_async_context(self.pool)
-            await stack.enter_async_context(self.engine_monitor)
-            await stack.enter_async_context(self.worker)
-            self._stack = stack.pop_all()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._resume_timer is not None:
-            self._resume_timer.cancel()
-        await self._stack.__aexit__(kind, error, trace)
-        await asyncio.gather(*self._cancelling, return_exceptions=True)
-
-    def counts(self) -> Json:
-        """Return the counts of worker, stages, pool and prebuilt images, and the engine's load, for the metrics."""
-        load = self.engine_monitor.load
-        return {
-            **self.worker.counts(),
-            "pool": self.pool.counts(),
-            "engine": None if load is None else asdict(load),
-            "prebuilt": None if self._prebuilt is None else asdict(self._prebuilt.count),
-        }
-
-    async def submit(
-        self, tasks: Sequence[Task], spec: JobSpec, *, idempotency_key: str | None = None
-    ) -> tuple[JobRow, bool]:
-        """Queue a job; return it, and whether it is new."""
-        version = await self._engine.weight_version() if spec.overflow == "keep" else None
-        job = await submit(
-            self._store, tasks, spec, self._engine.info, idempotency_key=idempotency_key, policy_version=version
-        )
-        self.worker.wake()
-        return job
-
-    async def cancel(self, job_group_or_rollout: str) -> list[str]:
-        """Cancel a job, a group or a rollout by its id; return its rollouts that were in flight in any process.
-
-        When this returns, none of its rollouts runs in this process; other processes end theirs within their
-        `poll_seconds`. Raises UsageError for an unknown id."""
-        in_flight = await cancel(self._store, job_group_or_rollout)
-        self._settled.set()
-        await self.worker.cancel(in_flight)
-        for rollout_id in in_flight:
-            self._reporter.stage(rollout_id, "cancelled", "cancelled")
-        return in_flight
-
-    @property
-    def accepting(self) -> bool:
-        """True while the service starts new rollouts."""
-        return self.worker.accepting
-
-    def pause_all(self, seconds: float | None = None) -> None:
-        """Start no rollouts of any job, for this many seconds or until `resume_all`; those in flight continue."""
-        self.resume_all()
-        self.worker.accept(False)
-        if seconds is not None:
-            self.paused_until = time.time() + seconds
-            self._resume_timer = asyncio.get_running_loop().call_later(seconds, self.resume_all)
-
-    def resume_all(self) -> None:
-        if self._resume_timer is not None:
-            self._resume_timer.cancel()
-        self._resume_timer, self.paused_until = None, None
-        self.worker.accept(True)
-
-    async def drain(self, timeout: float | None = None) -> list[str]:
-        """Start no rollouts and wait for those in flight.
-
-        Returns those that still run after `timeout` seconds; if there are any, the service accepts work again, unless
-        it was paused before."""
-        was_accepting = self.worker.accepting
-        left = await self.worker.drain(timeout)
-        if left:
-            self.worker.accept(was_accepting)
-        return left
-
-    async def until_done(self, job_id: str) -> JobRow:
-        """Wait until every group of the job has ended."""
-        while True:
-            self._settled.clear()
-            job = await self._store.jobs.get(job_id)
-            if job is None:
-                raise UsageError(f"There is no job {job_id}.")
-            if job.status in ("done", "cancelled"):
-                return job
-            with contextlib.suppress(TimeoutError):  # another process may have ended the last group
-                async with asyncio.timeout(1.0):
-                    await self._settled.wait()
-
-    async def _read_policy_version(self) -> str | None:
-        """Return the policy version; if it is new, first drop the groups that it makes too stale to be trained on."""
-        version = await self._engine.weight_version()
-        if version != self._checked_version:
-            groups, in_flight = await self._store.feed.drop_stale(version)
-            self._checked_version = version
-            for group_id in groups:
-                log.warning("group %s is dropped: it is too many policy versions old", group_id)
-                await self._store.groups.settle(group_id)
-            if in_flight:
-                task = asyncio.create_task(self.worker.cancel(in_flight), name="polar-too-stale")
-                self._cancelling.add(task)
-                task.add_done_callback(self._cancelling.discard)
-        return version
+    A rollout that fails is a result, not an error. A cancellation cancels the job, leaves nothing running, and is
+    passed on. The job belongs to this process: no service works on it, and if this process is killed, the next start
+    marks its rollouts as interrupted.
+    """
+    choice = await asyncio.to_thread(choose, spec.sandbox)
+    note(f"sandbox: {choice.reason}")
+    spec = spec.model_copy(update={"sandbox": choice.kind})
+    limits = ServiceLimits.of(settings, refill=False, engine_patience=60.0)
+    async with RolloutService(
+        store, gateway, engine, settings.harness_cache, limits=limits, reporter=reporter, note=note, job_id=""
+    ) as service:
+        try:
+            harness = await service.harnesses.get(spec.harness)
+        except HarnessError as error:
+            raise UsageError(str(error)) from error
+        note(f"harness: {harness.label}")
+        job, _ = await submit(store, tasks, spec, engine.info, owned=True, harness=harness.label)
+        try:
+            ids = await rollout_ids(store, job.job_id)
+            for row in await store.rollouts.find(rollout_ids=ids):
+                reporter.stage(row.rollout_id, "queued", row.task_id)
+            service.worker.work_on(job.job_id)
+            await service.until_done(job.job_id)
+        except BaseException:
+            await uncancellable(service.cancel(job.job_id))
+            raise
+    return ids

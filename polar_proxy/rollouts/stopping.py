@@ -1,41 +1,54 @@
-"""Group policies: pure functions of a group's rollouts that decide when the group needs no more of them.
+"""When rollouts end before their time: group policies and a task's own check.
 
-A policy gets the group size and all rollouts of the group, each time that one of them has ended. It returns the reason
-why the group is complete, or None. `JobSpec.overflow` decides what then happens to the rollouts that still run.
+**Group policies** are pure functions that decide when a group needs no more rollouts. A policy gets the group size and
+all rollouts of the group, each time that one of them has ended. It returns the reason why the group is complete, or
+None. `JobSpec.overflow` decides what then happens to the rollouts that still run.
+
+**Early stop.** A task's metadata may hold a check that shows when its agent can no longer succeed:
+
+    "stop_when": {"command": ["sh", "-c", "test ! -d src"], "every": 30}
+
+The command runs in the agent's own sandbox every `every` seconds while the agent works. When its exit status is 0, the
+agent is stopped, and its work is scored as usual. The check saves time and never decides the reward, so an agent gains
+nothing by deceiving it. The command must not contain a secret, because the agent can see it run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from polar_proxy.errors import UsageError
-from polar_proxy.store import FINAL_STATUSES
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from polar_proxy.errors import BadTaskError, UsageError, first_problem
+from polar_proxy.store import FINAL_STATUSES, RolloutRow
+from sandboxes import Sandbox, SandboxError
+
+log = logging.getLogger(__name__)
+
+STOPPED_EARLY = "lost"
+"""The recorded cause of a rollout whose agent was stopped early."""
+_COMMAND_SECONDS = 30.0
+"""A command that takes longer counts as failed."""
 
 
-class RolloutProgress(Protocol):
-    """The part of a rollout that policies read."""
-
-    @property
-    def status(self) -> str: ...
-    @property
-    def reward(self) -> float | None: ...
-    @property
-    def incomplete(self) -> bool: ...
-    @property
-    def completion_tokens(self) -> int: ...
+# ---------------------------------------------------------------- group policies
 
 
-GroupPolicy = Callable[[int, Sequence[RolloutProgress]], str | None]
+GroupPolicy = Callable[[int, Sequence[RolloutRow]], str | None]
 """(group size, the group's rollouts) -> why the group is complete, or None."""
 
 
-def wait_for_all(group_size: int, rollouts: Sequence[RolloutProgress]) -> str | None:
+def wait_for_all(group_size: int, rollouts: Sequence[RolloutRow]) -> str | None:
     """Wait for every rollout that was started."""
     return None
 
 
-def first_n(group_size: int, rollouts: Sequence[RolloutProgress]) -> str | None:
+def first_n(group_size: int, rollouts: Sequence[RolloutRow]) -> str | None:
     """Complete the group with the first `group_size` rollouts that end with a reward.
 
     Over-provisioning as in APRIL (arXiv:2509.18521): n + k rollouts are started, so that the group need not wait for
@@ -44,7 +57,7 @@ def first_n(group_size: int, rollouts: Sequence[RolloutProgress]) -> str | None:
     return f"the first {group_size} have ended" if count >= group_size else None
 
 
-def first_n_with_spread(group_size: int, rollouts: Sequence[RolloutProgress]) -> str | None:
+def first_n_with_spread(group_size: int, rollouts: Sequence[RolloutRow]) -> str | None:
     """Like `first_n`, but wait for more rollouts while all rewards are equal.
 
     A group of equal rewards has zero advantages and no training signal (DAPO, arXiv:2503.14476, dynamic sampling)."""
@@ -52,7 +65,7 @@ def first_n_with_spread(group_size: int, rollouts: Sequence[RolloutProgress]) ->
     return first_n(group_size, rollouts) if len(rewards) > 1 else None
 
 
-def no_spread_left(group_size: int, rollouts: Sequence[RolloutProgress]) -> str | None:
+def no_spread_left(group_size: int, rollouts: Sequence[RolloutRow]) -> str | None:
     """Like `first_n`, and also stop waiting for a group that cannot be filled because too many rollouts failed."""
     if (complete := first_n(group_size, rollouts)) is not None:
         return complete
@@ -64,7 +77,7 @@ def token_budget(tokens: int) -> GroupPolicy:
     """Like `first_n`, and also complete the group once its rollouts have sampled this many tokens in total, if at least
     two have ended. Its name is `token_budget=N`."""
 
-    def policy(group_size: int, rollouts: Sequence[RolloutProgress]) -> str | None:
+    def policy(group_size: int, rollouts: Sequence[RolloutRow]) -> str | None:
         if (complete := first_n(group_size, rollouts)) is not None:
             return complete
         spent = sum(rollout.completion_tokens for rollout in rollouts)
@@ -92,10 +105,64 @@ def get_group_policy(name: str) -> GroupPolicy:
     raise UsageError(f"There is no policy {name!r}: choose one of {', '.join(NAMES)}.")
 
 
-def _usable(rollouts: Sequence[RolloutProgress]) -> list[RolloutProgress]:
+def _usable(rollouts: Sequence[RolloutRow]) -> list[RolloutRow]:
     """Return the rollouts that are done or timed out, with a reward and with all calls recorded."""
     return [
         rollout
         for rollout in rollouts
         if rollout.status in ("done", "timed_out") and rollout.reward is not None and not rollout.incomplete
     ]
+
+
+# ---------------------------------------------------------------- early stop
+
+
+class EarlyStopCheck(BaseModel):
+    """The command that decides whether to stop, and how often it runs."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    command: tuple[str, ...] = Field(min_length=1)
+    every: float = Field(30.0, gt=0, strict=True)
+    """Seconds."""
+
+
+@dataclass(slots=True)
+class EarlyStop:
+    """`reason` says why the agent was stopped; None if it was not."""
+
+    reason: str | None = None
+
+
+def early_stop_check(metadata: Mapping[str, Any]) -> EarlyStopCheck | None:
+    """Return the check in a task's metadata, or None if there is none. Raises BadTaskError."""
+    given = metadata.get("stop_when")
+    try:
+        return None if given is None else EarlyStopCheck.model_validate(given)
+    except ValidationError as error:
+        raise BadTaskError(first_problem(error, "stop_when")) from None
+
+
+@contextlib.asynccontextmanager
+async def stop_early(sandbox: Sandbox, check: EarlyStopCheck | None) -> AsyncIterator[EarlyStop]:
+    """Run the check while the block runs an agent, and kill everything in the sandbox when the check succeeds."""
+    early = EarlyStop()
+    watching = None if check is None else asyncio.create_task(_watch(sandbox, check, early))
+    try:
+        yield early
+    finally:
+        if watching is not None:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+
+
+async def _watch(sandbox: Sandbox, check: EarlyStopCheck, early: EarlyStop) -> None:
+    try:
+        while early.reason is None:
+            await asyncio.sleep(check.every)
+            result = await sandbox.exec(check.command, timeout=_COMMAND_SECONDS)
+            if result.exit_code == 0 and not result.timed_out:
+                early.reason = "the task's stop_when command says that nothing can be won any more"
+        await sandbox.kill_all()
+    except SandboxError as error:  # if the sandbox is gone, the agent's own command fails as well
+        log.warning("the stop_when command can no longer be run: %s", error)

@@ -13,60 +13,32 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import socket
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
-from types import TracebackType
-from typing import Protocol, Self
+from collections.abc import Awaitable, Callable, Collection
+from typing import Self
 
 from polar_proxy.errors import EngineError, StoreError, UsageError
-from polar_proxy.rollouts.infrastructure import InfrastructureError
-from polar_proxy.rollouts.orphaned_calls import exclude_orphaned_calls
-from polar_proxy.rollouts.stage_limits import AdmissionCheck, AdmissionRequest, StageLimiter, StageLimits
+from polar_proxy.rollouts.admission import ServiceLimits
+from polar_proxy.rollouts.attempt import InfrastructureError
+from polar_proxy.rollouts.recovery import account_for_reclaimed, exclude_orphaned_calls
 from polar_proxy.rollouts.stopping import GroupPolicy, get_group_policy, wait_for_all
 from polar_proxy.store import Store
 from polar_proxy.store.rollouts import Claim, ClaimLostError
 from polar_proxy.store.service.groups import KEEP_OVERFLOW, GroupRow
-from polar_proxy.types import Json, new_id
+from polar_proxy.types import new_id
 from sandboxes.base import uncancellable
 
 log = logging.getLogger(__name__)
 
+AttemptFunction = Callable[[Claim], Awaitable[None]]
+"""Runs one attempt to a final status in the store (`AttemptRunner.run`). Raises InfrastructureError to ask for another
+attempt.
 
-@dataclass(frozen=True, slots=True)
-class WorkerLimits:
-    """Limits on the concurrent work of one process."""
-
-    in_flight: int = 64
-    """Rollouts claimed at a time, including those that wait to enter a stage."""
-    preparing: int = 4
-    running: int = 8
-    scoring: int = 4
-    attempts: int = 3
-    retry_seconds: float = 1.0
-    """Pause before the second attempt after an infrastructure failure; it doubles with each further attempt."""
-    lease_seconds: float = 30.0
-    """A worker without a heartbeat for this long loses its claims."""
-    poll_seconds: float = 0.5
-    """How often the queue is read, and how soon a cancellation by another process is noticed."""
-    backlog: int | None = None
-    """Start no new rollouts while this many finished groups wait for the trainer; None: no limit."""
-
-
-class AttemptFunction(Protocol):
-    """Runs one attempt (`AttemptRunner.run`)."""
-
-    async def __call__(self, claim: Claim, limits: StageLimits, request: AdmissionRequest) -> None:
-        """Run a rollout to a final status in the store. Raises InfrastructureError to ask for another attempt.
-
-        When cancelled it removes everything except its records and passes the cancellation on; the worker knows its
-        reason and records the status."""
-        ...
-
-
-PolicyVersionReader = Callable[[], Awaitable[str | None]]
+When cancelled it removes everything except its records and passes the cancellation on; the worker knows its reason and
+records the status."""
 
 
 class Worker:
@@ -79,22 +51,16 @@ class Worker:
         self,
         store: Store,
         attempt: AttemptFunction,
-        limits: WorkerLimits,
+        limits: ServiceLimits,
         *,
-        policy_version: PolicyVersionReader | None = None,
-        may_prepare: AdmissionCheck | None = None,
-        may_run: AdmissionCheck | None = None,
-        engine_ready: AdmissionCheck | None = None,
-        on_release: Callable[[str], None] | None = None,
-        on_settled: Callable[[str], None] | None = None,
+        policy_version: Callable[[], Awaitable[str | None]] | None = None,
+        on_release: Callable[[str], None] = lambda rollout_id: None,
+        on_settled: Callable[[str], None] = lambda group_id: None,
         job_id: str | None = None,
     ) -> None:
         """`policy_version` is read at every claim. `on_release` is called with each rollout whose attempt has ended,
         `on_settled` with each group that has ended. With `job_id` the worker claims only rollouts of that job, which
-        this process may own ("": no job yet); otherwise it claims rollouts of all jobs that no process owns.
-
-        `may_prepare` and `may_run` limit how many rollouts run at a time; `engine_ready` delays every agent.
-        """
+        this process may own ("": no job yet); otherwise it claims rollouts of all jobs that no process owns."""
         self.name = f"{socket.gethostname()}:{os.getpid()}:{new_id('w')[-8:]}"
         """The name under which it claims rollouts: host, process id and a random part."""
         self._store = store
@@ -104,17 +70,14 @@ class Worker:
         self._on_release = on_release
         self._on_settled = on_settled
         self._job_id = job_id
-        self.stages = StageLimits(
-            StageLimiter(limits.preparing, may_join=may_prepare, idle=lambda: self.stages.at_work == 0),
-            StageLimiter(limits.running, may_enter=engine_ready, may_join=may_run),
-            StageLimiter(limits.scoring),
-        )
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._claimed: set[str] = set()
         """The rollouts in `_tasks` on which this worker still has a claim."""
         self._wake = asyncio.Event()
-        self._accepting, self._stopping, self._claiming = True, False, False
-        self._loops: list[asyncio.Task[None]] = []
+        self.paused_until = 0.0
+        """Nothing is claimed before this time, in seconds since the epoch; infinity: until `resume`."""
+        self._stopping = False
+        self._claiming = False
 
     async def __aenter__(self) -> Self:
         self._loops = [
@@ -123,14 +86,12 @@ class Worker:
         ]
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._accepting, self._stopping = False, True
+    async def __aexit__(self, *exception: object) -> None:
+        self._stopping = True
         for loop in self._loops:
             loop.cancel()
         await asyncio.gather(*self._loops, return_exceptions=True)
-        await self._cancel_tasks(list(self._tasks))
+        await self.cancel(list(self._tasks))
 
     # For other parts of the process
 
@@ -148,37 +109,44 @@ class Worker:
         """How many rollouts are claimed."""
         return len(self._tasks)
 
-    def counts(self) -> Json:
-        """Return the rollouts in flight, and the counts and refusals of each stage, for the metrics."""
-        return {
-            "in_flight": self.in_flight,
-            "stages": {name: limiter.counts() for name, limiter in self.stages.by_name().items()},
-            "refusals": {name: dict(limiter.count.refusals) for name, limiter in self.stages.by_name().items()},
-        }
+    def stop(self, rollout_ids: Collection[str]) -> list[asyncio.Task[None]]:
+        """Cancel the given rollouts that are in flight here, and return their tasks."""
+        tasks = [self._tasks[rollout_id] for rollout_id in rollout_ids if rollout_id in self._tasks]
+        for task in tasks:
+            task.cancel()
+        return tasks
 
-    async def cancel(self, rollout_ids: Sequence[str]) -> None:
+    async def cancel(self, rollout_ids: Collection[str]) -> None:
         """End the given rollouts that are in flight here, and wait until they have ended."""
-        await self._cancel_tasks([rollout_id for rollout_id in rollout_ids if rollout_id in self._tasks])
+        await asyncio.gather(*self.stop(rollout_ids), return_exceptions=True)
 
     @property
     def accepting(self) -> bool:
         """True while the worker claims new rollouts."""
-        return self._accepting
+        return time.time() >= self.paused_until
 
-    def accept(self, new: bool) -> None:
-        """Start or stop claiming new rollouts; those in flight continue in either case."""
-        self._accepting = new
+    def pause(self, seconds: float | None = None) -> None:
+        """Claim nothing new for this many seconds or until `resume`; rollouts in flight continue."""
+        self.paused_until = math.inf if seconds is None else time.time() + seconds
+
+    def resume(self) -> None:
+        self.paused_until = 0.0
         self.wake()
 
     async def drain(self, timeout: float | None = None) -> list[str]:
-        """Stop claiming and wait for the rollouts in flight, at most `timeout` seconds; return those that still run."""
-        self.accept(False)
-        loop = asyncio.get_running_loop()
-        deadline = None if timeout is None else loop.time() + timeout
-        while (self._tasks or self._claiming) and (deadline is None or loop.time() < deadline):
-            left = None if deadline is None else deadline - loop.time()
-            # A claim that was under way may add tasks, so check again.
-            await asyncio.wait(list(self._tasks.values()) or [asyncio.create_task(asyncio.sleep(0.01))], timeout=left)
+        """Claim nothing new and wait for the rollouts in flight.
+
+        Returns those that still run after `timeout` seconds; if there are any, the worker claims again, unless it was
+        paused before."""
+        paused_until = self.paused_until
+        self.pause()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                while self._tasks or self._claiming:  # a claim that is under way may add tasks
+                    await asyncio.wait([asyncio.create_task(asyncio.sleep(0.01)), *self._tasks.values()])
+        if self._tasks:
+            self.paused_until = paused_until
+            self.wake()
         return list(self._tasks)
 
     # The two loops
@@ -187,14 +155,13 @@ class Worker:
         while True:
             self._wake.clear()
             self._claiming = True
+            claimed = 0
             try:
                 claimed = await self._claim()
             except EngineError as error:  # the engine was killed or restarts: start nothing that it could not serve
                 log.warning("nothing is claimed, because the engine does not report its policy version: %s", error)
-                claimed = 0
             except Exception:  # without this loop nothing would be claimed any more
                 log.exception("the queue cannot be read; trying again")
-                claimed = 0
             finally:
                 self._claiming = False
             if not claimed:
@@ -204,7 +171,7 @@ class Worker:
 
     async def _claim(self) -> int:
         free = self._limits.in_flight - len(self._tasks)
-        if not self._accepting or free <= 0 or await self._trainer_is_behind():
+        if not self.accepting or free <= 0 or await self._trainer_is_behind():
             return 0
         version = await self._policy_version() if self._policy_version is not None else None
         claims = await self._store.queue.claim(
@@ -223,36 +190,33 @@ class Worker:
 
     async def _heartbeat_forever(self) -> None:
         """Renew the claims, end rollouts that others cancelled, and reclaim those of dead workers."""
-        settled_at = time.monotonic() - self._limits.lease_seconds
+        settled_at = -math.inf
         while True:
             await asyncio.sleep(self._limits.poll_seconds)
             try:
                 if time.monotonic() - settled_at >= self._limits.lease_seconds:
                     settled_at = time.monotonic()
-                    for group_id in await self._store.groups.unsettled():
-                        await self._settle(group_id)
+                    await self._settle_all(await self._store.groups.unsettled())
                 cancelled, lost = await self._store.queue.heartbeat(
                     self.name, list(self._claimed), self._limits.lease_seconds
                 )
-                expired = await self._store.queue.reclaim_expired(attempts=self._limits.attempts, job_id=self._job_id)
-                await self._account_for_expired(expired)
+                await self._reclaim_expired()
             except Exception:  # without this loop every claim would expire
                 log.exception("the queue cannot be written; trying again")
                 continue
-            for rollout_id in (cancelled | lost) & self._claimed:
-                if rollout_id in lost:
-                    log.warning("rollout %s: another worker has it now, or its job is paused", rollout_id)
-                    self._claimed.discard(rollout_id)
-                self._tasks[rollout_id].cancel()
-            if expired:
-                self._wake.set()
+            lost &= self._claimed
+            for rollout_id in lost:
+                log.warning("rollout %s: another worker has it now, or its job is paused", rollout_id)
+            self.stop(lost | (cancelled & self._claimed))
+            self._claimed -= lost
 
-    async def _account_for_expired(self, expired: Mapping[str, int]) -> None:
+    async def _reclaim_expired(self) -> None:
+        expired = await self._store.queue.reclaim_expired(attempts=self._limits.attempts, job_id=self._job_id)
         for rollout_id, attempt in expired.items():
             log.warning("rollout %s was reclaimed from a worker without a heartbeat (attempt %d)", rollout_id, attempt)
-            await exclude_orphaned_calls(self._store, rollout_id)
-            if not attempt and (row := await self._store.rollouts.get(rollout_id)) is not None:
-                await self._settle(row.group_id)
+        await self._settle_all(await account_for_reclaimed(self._store, expired))
+        if expired:
+            self.wake()
 
     # One rollout
 
@@ -277,17 +241,15 @@ class Worker:
             if self._tasks.get(claim.rollout_id) is asyncio.current_task():
                 del self._tasks[claim.rollout_id]
                 self._claimed.discard(claim.rollout_id)
-            self._wake.set()
+            self.wake()
 
     async def _try(self, claim: Claim) -> InfrastructureError | None:
         """Run one attempt and return None. After an infrastructure failure, pause and return the failure."""
         try:
             try:
-                request = AdmissionRequest(claim.rollout_id, claim.group_id, claim.job_id)
-                await self._attempt(claim, self.stages, request)
+                await self._attempt(claim)
             finally:
-                if self._on_release is not None:
-                    self._on_release(claim.rollout_id)
+                self._on_release(claim.rollout_id)
         except InfrastructureError as error:
             log.warning("rollout %s, attempt %d: %s", claim.rollout_id, claim.attempt, error)
             if claim.attempt < self._limits.attempts:
@@ -330,27 +292,23 @@ class Worker:
             return
         if group.config.items() >= KEEP_OVERFLOW.items():
             await self._store.groups.keep_overflow(group_id, reason=reason)
-            await self._settle(group_id)
-            return
-        in_flight = await self._store.groups.cancel(group_id, reason=reason)
-        for rollout_id in in_flight:
-            if rollout_id in self._tasks:
-                self._tasks[rollout_id].cancel()
+            in_flight = []
+        else:
+            in_flight = await self._store.groups.cancel(group_id, reason=reason)
+        self.stop(in_flight)
         if not in_flight:
             await self._settle(group_id)
 
     async def _settle(self, group_id: str) -> bool:
         """End the group if all its rollouts have ended; return whether it has ended."""
         settled = await self._store.groups.settle(group_id)
-        if settled is not None and settled[1] and self._on_settled is not None:
+        if settled is not None and settled[1]:
             self._on_settled(group_id)
         return settled is not None
 
-    async def _cancel_tasks(self, rollout_ids: Sequence[str]) -> None:
-        tasks = [self._tasks[rollout_id] for rollout_id in rollout_ids]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    async def _settle_all(self, group_ids: Collection[str]) -> None:
+        for group_id in group_ids:
+            await self._settle(group_id)
 
 
 def _group_policy(group: GroupRow) -> GroupPolicy:

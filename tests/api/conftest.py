@@ -19,13 +19,15 @@ from polar_proxy.config import AdmissionSettings, Settings
 from polar_proxy.engines.base import Engine
 from polar_proxy.gateway import Gateway
 from polar_proxy.rollouts import RolloutService, ServiceLimits
-from polar_proxy.rollouts.worker import WorkerLimits
 from polar_proxy.sessions import hash_key
 from polar_proxy.store import Store
 from tests.fakes.player import PlayerEngine
 
 LIMITS = ServiceLimits(
-    WorkerLimits(in_flight=4, running=4, retry_seconds=0.01, poll_seconds=0.05),
+    in_flight=4,
+    running=4,
+    retry_seconds=0.01,
+    poll_seconds=0.05,
     pool_size=1,
     refill=False,
     admission=AdmissionSettings(memory_mb=0),  # independent of the load of this machine

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from polar_proxy.rewards import EvaluationInput, Score, evaluate
-from polar_proxy.rollouts.workspace import TaskSandboxes, prepare_workspace, read_patch
+from polar_proxy.rollouts.task_sandboxes import TaskSandboxes
+from polar_proxy.rollouts.workspace import prepare_workspace, read_patch
 from polar_proxy.tasks import Task
 from sandboxes import Mount, available, images, open_sandbox
 from sandboxes.base import SandboxKind

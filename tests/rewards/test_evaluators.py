@@ -20,7 +20,7 @@ from polar_proxy.rewards import (
     reward_source,
     scoring_seconds,
 )
-from polar_proxy.rollouts.workspace import TaskSandboxes
+from polar_proxy.rollouts.task_sandboxes import TaskSandboxes
 from polar_proxy.tasks import Task, get_source
 from tests.rewards.conftest import EXAMPLES, ScriptRunner, needs
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from polar_proxy.rollouts.workspace import TaskSandboxes, WorkspaceError, prepare_workspace
-from polar_proxy.rollouts.workspace.git import git, truncate_git_history
+from polar_proxy.rollouts.task_sandboxes import TaskSandboxes
+from polar_proxy.rollouts.workspace import WorkspaceError, git, prepare_workspace, truncate_git_history
 from polar_proxy.tasks import Environment, GitRepository, Task, get_source
 from sandboxes import Sandbox, open_sandbox
 from tests.rewards.conftest import EXAMPLES, needs

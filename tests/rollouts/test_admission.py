@@ -1,8 +1,9 @@
-"""Admission by the machine's memory and the engine's load; work never stops for good."""
+"""The order in which rollouts enter a stage, and admission by memory and engine load; work never stops for good."""
 
 from __future__ import annotations
 
 import asyncio
+import random
 from pathlib import Path
 
 import pytest
@@ -16,12 +17,14 @@ from polar_proxy.rollouts.admission import (
     ENGINE_QUEUE_LONG,
     RESERVATION_SECONDS,
     TOO_LITTLE_MEMORY,
+    AdmissionRequest,
     EngineMonitor,
     MemoryAdmission,
+    ServiceLimits,
+    StageLimiter,
     free_memory_mb,
 )
-from polar_proxy.rollouts.stage_limits import AdmissionRequest, StageLimiter
-from polar_proxy.rollouts.worker import Worker, WorkerLimits
+from polar_proxy.rollouts.worker import Worker
 from polar_proxy.store import Store
 from polar_proxy.store.rollouts import Claim
 from tests.fakes.player import PlayerEngine
@@ -30,6 +33,101 @@ from tests.rollouts.test_worker import ScriptedAttempt, rollout_counts, submit, 
 
 def request(name: str, memory_mb: int | None = None) -> AdmissionRequest:
     return AdmissionRequest(name, name, memory_mb=memory_mb)
+
+
+async def test_admits_in_order() -> None:
+    limiter = StageLimiter(1)
+    entered: list[str] = []
+    release = asyncio.Event()
+
+    async def one(name: str, **given: object) -> None:
+        async with limiter.enter(AdmissionRequest(name, **given)):  # type: ignore[arg-type]
+            entered.append(name)
+            await release.wait()
+            await asyncio.sleep(0)
+
+    first = asyncio.create_task(one("a1", group_id="a", job_id="x"))
+    await asyncio.sleep(0)
+    tasks = [
+        asyncio.create_task(one(*args, **kwargs))  # type: ignore[arg-type]
+        for args, kwargs in [
+            (("b1",), {"group_id": "b", "job_id": "x"}),
+            (("c1",), {"group_id": "c", "job_id": "y"}),
+            (("a2",), {"group_id": "a", "job_id": "x"}),
+            (("u1",), {"group_id": "u", "job_id": "x"}),
+        ]
+    ]
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert (limiter.inside, limiter.waiting) == (1, 4)
+    release.set()
+    await asyncio.gather(first, *tasks)
+    # With one place nothing is inside when the next is chosen, so the order of arrival decides.
+    assert entered == ["a1", "b1", "c1", "a2", "u1"]
+
+
+async def test_admits_siblings_first_then_jobs_in_turn() -> None:
+    limiter = StageLimiter(3)
+    entered: list[str] = []
+    leave = {name: asyncio.Event() for name in ("a1", "b1", "b2", "a2", "c1", "d1")}
+
+    async def one(name: str, job: str) -> None:
+        async with limiter.enter(AdmissionRequest(name, name[0], job)):
+            entered.append(name)
+            await leave[name].wait()
+
+    jobs = {"a": "x", "b": "x", "c": "y", "d": "x"}
+    tasks = [asyncio.create_task(one(name, jobs[name[0]])) for name in ("a1", "b1", "b2", "d1", "c1", "a2")]
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert entered == ["a1", "b1", "b2"]
+    for name, following in (("b1", "a2"), ("b2", "c1"), ("a1", "d1")):
+        leave[name].set()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert entered[-1] == following
+    for event in leave.values():
+        event.set()
+    await asyncio.gather(*tasks)
+
+
+async def test_cancelled_and_failed_rollouts_free_their_place() -> None:
+    limiter = StageLimiter(3)
+    chance = random.Random(5)
+    most = 0
+
+    async def one(number: int) -> None:
+        nonlocal most
+        async with limiter.enter(AdmissionRequest(str(number), str(number % 7))):
+            most = max(most, limiter.inside)
+            await asyncio.sleep(chance.random() / 500)
+            if number % 5 == 0:
+                raise RuntimeError("failed inside")
+
+    tasks = [asyncio.create_task(one(number)) for number in range(200)]
+    for task in chance.sample(tasks, 60):
+        await asyncio.sleep(chance.random() / 2000)
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    later = asyncio.create_task(one(1))
+    later.cancel()
+    await asyncio.gather(later, return_exceptions=True)
+    assert most == 3
+    assert (limiter.inside, limiter.waiting) == (0, 0)
+
+
+async def test_waits_while_may_enter_refuses() -> None:
+    reason: str | None = "engine queue"
+    limiter = StageLimiter(2, may_enter=lambda request: reason)
+    task = asyncio.create_task(limiter.enter(AdmissionRequest("a", "a")).__aenter__())
+    await asyncio.sleep(0.05)
+    assert not task.done()
+    reason = None
+    await asyncio.wait_for(task, 60)
+    assert limiter.refusals["engine queue"] >= 1
+    assert limiter.waited_seconds > 0.04
+    with pytest.raises(ValueError, match="at least one"):
+        StageLimiter(0)
 
 
 async def test_one_rollout_enters_even_while_may_join_refuses() -> None:
@@ -52,7 +150,8 @@ async def test_one_rollout_enters_even_while_may_join_refuses() -> None:
         "limit": 3,
         "entered": 1,
         "waited_seconds": 0,
-        "refused": limiter.count.refusals["full"],
+        "refused": limiter.refusals["full"],
+        "refusals": {"full": limiter.refusals["full"]},
     }
     leave["a"].set()
     await asyncio.wait_for(_until(lambda: "b" in entered), 60)
@@ -63,7 +162,7 @@ async def test_one_rollout_enters_even_while_may_join_refuses() -> None:
     for event in leave.values():
         event.set()
     await asyncio.gather(*tasks)
-    assert limiter.count.refusals["full"] >= 2
+    assert limiter.refusals["full"] >= 2
 
 
 async def test_uses_the_given_idle_function() -> None:
@@ -102,18 +201,16 @@ async def test_memory_is_released_by_rollouts_that_end(store: Store) -> None:
         return 1.0
 
     job_id = await submit(store, 4, 2)
-    limits = WorkerLimits(in_flight=8, preparing=2, running=2, scoring=8, poll_seconds=0.05)
+    limits = ServiceLimits(in_flight=8, preparing=2, running=2, scoring=8, poll_seconds=0.05)
     memory = MemoryAdmission(1000, 0, free=lambda: 2000)
     released: list[str] = []
-    attempt = ScriptedAttempt(store, body)
+    attempt = ScriptedAttempt(store, body, limits, may_run=memory.refusal, may_prepare=memory.refusal)
 
     def release(rollout_id: str) -> None:
         released.append(rollout_id)
         memory.release(rollout_id)
 
-    async with Worker(
-        store, attempt, limits, may_run=memory.refusal, may_prepare=memory.refusal, on_release=release
-    ) as worker:
+    async with Worker(store, attempt, limits, on_release=release) as worker:
         await asyncio.wait_for(until_ended(store, worker, job_id), RESERVATION_SECONDS / 2)
     assert await rollout_counts(store, job_id) == {"done": 8}
     assert len(released) == len(set(released)) == 8
@@ -222,17 +319,16 @@ async def test_without_memory_rollouts_run_one_at_a_time(store: Store) -> None:
         return 1.0
 
     job_id = await submit(store, 2, 3)
-    attempt = ScriptedAttempt(store, body)
-    limits = WorkerLimits(in_flight=6, preparing=6, running=6, scoring=6, poll_seconds=0.05)
+    limits = ServiceLimits(in_flight=6, preparing=6, running=6, scoring=6, poll_seconds=0.05)
     memory = MemoryAdmission(1000, 0, free=lambda: 10)
-    worker = Worker(store, attempt, limits, may_run=memory.refusal, may_prepare=memory.refusal)
-    async with worker:
+    attempt = ScriptedAttempt(store, body, limits, may_run=memory.refusal, may_prepare=memory.refusal)
+    async with Worker(store, attempt, limits) as worker:
         await until_ended(store, worker, job_id)
-        counts = worker.counts()
+    counts = attempt.stages.counts()
     assert await rollout_counts(store, job_id) == {"done": 6}
     assert attempt.most <= 2  # one more may enter while another is between two stages
-    assert counts["refusals"]["preparing"][TOO_LITTLE_MEMORY] > 0
-    assert counts["stages"]["scoring"]["entered"] == 6
+    assert counts["preparing"]["refusals"][TOO_LITTLE_MEMORY] > 0
+    assert counts["scoring"]["entered"] == 6
 
 
 async def _until(true: object) -> None:

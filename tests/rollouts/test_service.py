@@ -18,7 +18,6 @@ from polar_proxy.config import AdmissionSettings, Settings
 from polar_proxy.engines.scripted import ScriptedEngine
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.rollouts import JobSpec, RolloutService, ServiceLimits, attempt, local_gateway
-from polar_proxy.rollouts.worker import WorkerLimits
 from polar_proxy.store import RolloutRow, Store
 from polar_proxy.store.rollouts import StageRow
 from polar_proxy.tasks import get_source
@@ -29,7 +28,10 @@ from tests.fakes.player import PlayerEngine, play
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_sandbox_register")]
 
 LIMITS = ServiceLimits(
-    WorkerLimits(in_flight=8, running=4, retry_seconds=0.01, poll_seconds=0.05),
+    in_flight=8,
+    running=4,
+    retry_seconds=0.01,
+    poll_seconds=0.05,
     pool_size=2,
     refill=False,
     admission=AdmissionSettings(memory_mb=0),  # admit rollouts without checking the machine's load
@@ -96,7 +98,7 @@ async def test_a_dead_sandbox_leads_to_another_attempt(store: Store, tmp_path: P
 
             async def dies(argv: Any, **given: Any) -> Any:
                 result = await whole(argv, **given)
-                if "on_output" in given:
+                if "cwd" in given:
                     raise SandboxEnded("killed from outside")
                 return result
 
@@ -187,7 +189,7 @@ async def test_another_service_continues_after_a_stop(store: Store, tmp_path: Pa
 
         async def brief(argv: Any, **given: Any) -> Any:
             """Let the agent's time run out as soon as it sleeps."""
-            if "on_output" not in given:
+            if "cwd" not in given:
                 return await whole(argv, **given)
             program = asyncio.create_task(whole(argv, **given))
             await asyncio.wait_for(until_asleep(sandbox), 60)
@@ -246,7 +248,7 @@ async def test_waits_for_an_engine_that_is_down(store: Store, tmp_path: Path) ->
         engine.down = None
         await running.engine_monitor.check()
         await running.until_done(made.job_id)
-        assert running.worker.stages.running.count.refusals["the engine does not answer"] > 0
+        assert running.stages.running.refusals["the engine does not answer"] > 0
     (row,) = await store.rollouts.find()
     assert (row.status, row.reward) == ("done", 1.0)
 
@@ -300,19 +302,19 @@ async def test_accepts_work_again_after_a_drain_that_times_out(store: Store, tmp
         made, _ = await running.submit(TASKS, job("SleepyAgent", timeout=600.0))
         await asyncio.wait_for(until_asleep(await first_of(opened)), 60)
         (row,) = await store.rollouts.find()
-        assert await running.drain(0.05) == [row.rollout_id]
-        assert running.accepting
-        draining = asyncio.create_task(running.drain(120))
+        assert await running.worker.drain(0.05) == [row.rollout_id]
+        assert running.worker.accepting
+        draining = asyncio.create_task(running.worker.drain(120))
         await opened[0].kill_all()
         assert await asyncio.wait_for(draining, 150) == []
-        assert not running.accepting
+        assert not running.worker.accepting
         await running.until_done(made.job_id)
         later, _ = await running.submit(TASKS, job())
         await asyncio.sleep(0.3)
         assert await store.jobs.in_flight(later.job_id) == 0
-        running.pause_all(0.1)
+        running.worker.pause(0.1)
         await asyncio.wait_for(running.until_done(later.job_id), 120)
-        assert (running.accepting, running.paused_until) == (True, None)
+        assert running.worker.accepting
 
 
 async def test_drops_a_group_that_becomes_too_stale(store: Store, tmp_path: Path) -> None:

@@ -10,8 +10,14 @@ from typing import Any
 import pytest
 
 from polar_proxy.errors import BadTaskError, UsageError
-from polar_proxy.rollouts.early_stop import EarlyStopCheck, early_stop_check, stop_early
-from polar_proxy.rollouts.stopping import GROUP_POLICIES, NAMES, get_group_policy
+from polar_proxy.rollouts.stopping import (
+    GROUP_POLICIES,
+    NAMES,
+    EarlyStopCheck,
+    early_stop_check,
+    get_group_policy,
+    stop_early,
+)
 from sandboxes import SandboxError
 
 
@@ -72,8 +78,10 @@ def test_finds_policies_by_name() -> None:
 
 def test_reads_stop_when_from_the_task() -> None:
     assert early_stop_check({}) is None
-    assert early_stop_check({"stop_when": {"command": ["false"], "every": 2}}) == EarlyStopCheck(("false",), 2.0)
-    assert early_stop_check({"stop_when": {"command": ["false"]}}) == EarlyStopCheck(("false",), 30.0)
+    assert early_stop_check({"stop_when": {"command": ["false"], "every": 2}}) == EarlyStopCheck(
+        command=("false",), every=2.0
+    )
+    assert early_stop_check({"stop_when": {"command": ["false"]}}) == EarlyStopCheck(command=("false",), every=30.0)
     for bad in (
         "test",
         {"command": "false"},
@@ -115,7 +123,7 @@ class ScriptedResult:
 
 async def test_stops_the_agent_when_the_check_says_so() -> None:
     sandbox = ScriptedSandbox(ScriptedResult(1), ScriptedResult(0, timed_out=True), ScriptedResult(0))
-    async with stop_early(sandbox, EarlyStopCheck(("look",), 0.01)) as early:
+    async with stop_early(sandbox, EarlyStopCheck(command=("look",), every=0.01)) as early:
         assert early.reason is None
         await asyncio.wait_for(sandbox.killed.wait(), 60)
     assert early.reason is not None
@@ -127,7 +135,7 @@ async def test_runs_on_without_a_check_or_with_a_failing_one() -> None:
     async with stop_early(sandbox, None) as early:
         await asyncio.sleep(0.05)
     assert (early.reason, sandbox.asked) == (None, [])
-    async with stop_early(sandbox, EarlyStopCheck(("look",), 0.01)) as early:
+    async with stop_early(sandbox, EarlyStopCheck(command=("look",), every=0.01)) as early:
         async with asyncio.timeout(60):
             while not sandbox.asked:
                 await asyncio.sleep(0.01)

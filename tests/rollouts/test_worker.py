@@ -10,9 +10,9 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from polar_proxy.errors import EngineError
-from polar_proxy.rollouts.infrastructure import InfrastructureError
-from polar_proxy.rollouts.stage_limits import AdmissionRequest, StageLimits
-from polar_proxy.rollouts.worker import Worker, WorkerLimits
+from polar_proxy.rollouts.admission import AdmissionCheck, AdmissionRequest, ServiceLimits, StageLimits
+from polar_proxy.rollouts.attempt import InfrastructureError
+from polar_proxy.rollouts.worker import Worker
 from polar_proxy.store import Store
 from polar_proxy.store.rollouts import Claim
 from polar_proxy.store.service.groups import KEEP_OVERFLOW
@@ -20,21 +20,23 @@ from polar_proxy.store.service.jobs import NewGroup, NewRollout
 
 pytestmark = pytest.mark.slow
 
-QUICK = WorkerLimits(in_flight=16, preparing=2, running=3, scoring=2, lease_seconds=30.0, poll_seconds=0.05)
+QUICK = ServiceLimits(in_flight=16, preparing=2, running=3, scoring=2, lease_seconds=30.0, poll_seconds=0.05)
 Body = Callable[[Claim], Awaitable[float | None]]
 
 
 class ScriptedAttempt:
     """An attempt whose running stage is `body(claim) -> reward`."""
 
-    def __init__(self, store: Store, body: Body) -> None:
+    def __init__(self, store: Store, body: Body, limits: ServiceLimits = QUICK, **checks: AdmissionCheck) -> None:
         self._store = store
+        self.stages = StageLimits(limits, **checks)
         self._body = body
         self.running = 0
         self.most = 0
         self.attempts: Counter[str] = Counter()
 
-    async def __call__(self, claim: Claim, limits: StageLimits, request: AdmissionRequest) -> None:
+    async def __call__(self, claim: Claim) -> None:
+        limits, request = self.stages, AdmissionRequest(claim.rollout_id, claim.group_id, claim.job_id)
         self.attempts[claim.rollout_id] += 1
         async with limits.preparing.enter(request):
             await self._store.rollouts.update(claim.rollout_id, status="preparing")
@@ -166,8 +168,8 @@ async def test_keeps_overflowing_rollouts_for_the_next_group(store: Store) -> No
     job_id = await submit(store, 2, 3, wanted=2, group_policy="first_n", **KEEP_OVERFLOW)
     first, second = await store.groups.of_job(job_id)
     kept = next(row.rollout_id for row in await store.rollouts.find(group_id=first.group_id) if row.group_index == 0)
-    attempt = ScriptedAttempt(store, body)
-    limits = WorkerLimits(in_flight=3, preparing=3, running=3, scoring=3, poll_seconds=0.05)
+    limits = ServiceLimits(in_flight=3, preparing=3, running=3, scoring=3, poll_seconds=0.05)
+    attempt = ScriptedAttempt(store, body, limits)
     async with Worker(store, attempt, limits) as worker:
         async with asyncio.timeout(60):
             while (group := await store.groups.get(first.group_id)) is None or group.ended_at is None:
@@ -256,7 +258,7 @@ async def test_starts_nothing_while_the_trainer_is_behind(store: Store) -> None:
         return 1.0
 
     await submit(store, 6, 1)
-    limits = WorkerLimits(in_flight=1, poll_seconds=0.02, backlog=2)
+    limits = ServiceLimits(in_flight=1, poll_seconds=0.02, backlog=2)
     async with Worker(store, ScriptedAttempt(store, body), limits):
         await until_feed(store, {"waiting": 2, "open": 4})
         for lease in (await store.feed.lease("trainer", 2, 60)).leases:

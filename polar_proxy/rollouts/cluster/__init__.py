@@ -11,7 +11,7 @@ scheduler, election or queue.
 Importing this package does not import Ray.
 """
 
-from polar_proxy.rollouts.cluster.capacity import SANDBOX_RESOURCE, SCORING_RESOURCE, agent_capacity
 from polar_proxy.rollouts.cluster.head import Cluster
+from polar_proxy.rollouts.cluster.node import SANDBOX_RESOURCE, SCORING_RESOURCE, agent_capacity
 
 __all__ = ["SANDBOX_RESOURCE", "SCORING_RESOURCE", "Cluster", "agent_capacity"]

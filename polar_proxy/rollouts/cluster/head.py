@@ -17,14 +17,21 @@ import logging
 import signal
 import threading
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, Self
 
 from polar_proxy.config import Settings
 from polar_proxy.errors import PolarError, UsageError
-from polar_proxy.rollouts.cluster.capacity import NodePlan, RayNode, plan_nodes, scoring_resources
-from polar_proxy.rollouts.cluster.node import NodeConfig, NodeState
-from polar_proxy.rollouts.orphaned_calls import exclude_orphaned_calls
+from polar_proxy.rollouts.cluster.node import (
+    NodeActor,
+    NodeConfig,
+    NodePlan,
+    NodeState,
+    RayNode,
+    await_ref,
+    plan_nodes,
+    scoring_resources,
+)
+from polar_proxy.rollouts.recovery import account_for_reclaimed
 from polar_proxy.store import Store
 
 log = logging.getLogger(__name__)
@@ -80,9 +87,7 @@ class Cluster:
         self._watching = asyncio.create_task(self._watch_nodes(), name="polar-cluster")
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         tasks = [self._watching, *self._keepers.values()]
         for task in tasks:
             task.cancel()
@@ -115,8 +120,6 @@ class Cluster:
     def _actor(self, plan: NodePlan) -> Any:
         """Return the node's actor, starting it if there is none."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        from polar_proxy.rollouts.cluster.actor import NodeActor
 
         resources = dict(plan.reserved)
         memory = resources.pop("memory", None)
@@ -171,7 +174,7 @@ class Cluster:
             while plan.node_id in self._plans:
                 try:
                     actor = await asyncio.to_thread(self._actor, plan)
-                    state: NodeState = await _await_ref(actor.state.remote())
+                    state: NodeState = await await_ref(actor.state.remote())
                     if worker is not None and worker != state.worker:
                         await self._reclaim_from(worker)
                     if state.digest != self._config(plan).digest:
@@ -181,7 +184,7 @@ class Cluster:
                     worker = state.worker
                     self._states[plan.node_id] = state
                     self._note(f"node {plan.address}: {plan.agents} agents at a time, gateway {state.url}")
-                    await _await_ref(actor.ended.remote())
+                    await await_ref(actor.ended.remote())
                     return
                 except RayTaskError as error:
                     cause = error.cause if isinstance(error.cause, PolarError) else error
@@ -203,18 +206,15 @@ class Cluster:
     async def _reclaim_from(self, worker: str) -> None:
         """Queue the rollouts of a dead worker again, and remove its sandboxes if another node is on its machine."""
         reclaimed = await self._store.queue.reclaim_from(worker, attempts=self._attempts)
-        for rollout_id, attempt in reclaimed.items():
-            await exclude_orphaned_calls(self._store, rollout_id)
-            row = await self._store.rollouts.get(rollout_id)
-            if not attempt and row is not None:
-                await self._store.groups.settle(row.group_id)
+        for group_id in await account_for_reclaimed(self._store, reclaimed):
+            await self._store.groups.settle(group_id)
         if reclaimed:
             self._note(f"{len(reclaimed)} rollouts of a dead node are queued again")
         for plan in list(self._plans.values()):
             if plan.node_id in self._states:
                 with contextlib.suppress(self._ray.exceptions.RayError):  # that node's own task handles it
                     actor = await asyncio.to_thread(self._actor, plan)
-                    await _await_ref(actor.sweep.remote())
+                    await await_ref(actor.sweep.remote())
 
     async def _stop(self, plan: NodePlan) -> None:
         """Stop the node's actor, if it has one; its rollouts in flight go back into the queue."""
@@ -224,7 +224,7 @@ class Cluster:
             return
         try:
             async with asyncio.timeout(_STOP_SECONDS):
-                await _await_ref(actor.stop.remote())
+                await await_ref(actor.stop.remote())
         except (self._ray.exceptions.RayError, TimeoutError) as error:
             log.warning("node %s did not stop cleanly: %s", plan.address, error)
         await self._kill(plan)
@@ -244,10 +244,6 @@ class Cluster:
 
 def _actor_name(plan: NodePlan) -> str:
     return f"polar-node-{plan.node_id}"
-
-
-async def _await_ref(ref: Any) -> Any:
-    return await asyncio.wrap_future(ref.future())
 
 
 def _import_ray() -> Any:

@@ -1,25 +1,105 @@
-"""The work of one node: store, engine, gateway and rollout service, as on a single machine. Independent of Ray."""
+"""The work of one node of a Ray cluster: a rollout service as on a single machine, and scoring for other nodes.
+
+**Capacity.** A node offers sandboxes by the custom resource `polar_sandbox` (agents at a time), which `polar node`
+sets. If any node has it, only such nodes are used, because the others were left out on purpose. In a cluster without
+it, every node with a processor and the memory for one sandbox is used, up to its memory.
+
+**Scoring tasks.** A scoring task gets the agent's patch and its task, and returns a score; its sandbox is opened and
+closed on the node that Ray chose. The rollout stays with the node that ran it, and only that node writes to the store
+about it.
+
+Importing this module does not import Ray.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import json
 import logging
-from collections.abc import AsyncIterator
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from polar_proxy import __version__
 from polar_proxy.config import EngineSettings, Settings
 from polar_proxy.engines.factory import make_engine
 from polar_proxy.gateway import Gateway
-from polar_proxy.rollouts.attempt import RemoteScorer
+from polar_proxy.rewards import EvaluationInput, Score
+from polar_proxy.rollouts.admission import ServiceLimits
+from polar_proxy.rollouts.attempt import InfrastructureError, RemoteScorer, score_work
 from polar_proxy.rollouts.recovery import recover
-from polar_proxy.rollouts.service import RolloutService, ServiceLimits
+from polar_proxy.rollouts.service import RolloutService
+from polar_proxy.rollouts.task_sandboxes import TaskSandboxes
 from polar_proxy.store import default_url, open_store
+from polar_proxy.tasks import Task
+from sandboxes import orphans
+from sandboxes.base import SandboxKind, uncancellable
 
 log = logging.getLogger(__name__)
+
+SANDBOX_RESOURCE = "polar_sandbox"
+"""Agents at a time. The actor of a node reserves all of it."""
+SCORING_RESOURCE = "polar_scoring"
+"""Rollouts scored at a time, besides those that the node's own actor scores."""
+
+SANDBOX_BYTES = 4 << 30
+"""Memory of a sandbox whose task does not say what it needs."""
+
+
+# ---------------------------------------------------------------- capacity
+
+
+@dataclass(frozen=True, slots=True)
+class RayNode:
+    """A living node with its resources by Ray's names: CPU, memory in bytes, custom ones."""
+
+    node_id: str
+    address: str
+    resources: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class NodePlan:
+    """The work of one node."""
+
+    node_id: str
+    address: str
+    agents: int
+    reserved: Mapping[str, float]
+    """The resources that its actor reserves, so that Ray uses them for nothing else."""
+
+
+def agent_capacity(cpus: float, memory: float) -> int:
+    """Return how many agents fit into this number of processors and bytes of memory.
+
+    Two agents share a processor, because an agent mostly waits for the model; each has its own memory."""
+    return min(int(2 * cpus), int(memory // SANDBOX_BYTES))
+
+
+def plan_nodes(nodes: Iterable[RayNode]) -> list[NodePlan]:
+    """Return the nodes to use, by node id."""
+    alive = sorted(nodes, key=lambda node: node.node_id)
+    if any(SANDBOX_RESOURCE in node.resources for node in alive):
+        return [
+            NodePlan(node.node_id, node.address, agents, {SANDBOX_RESOURCE: agents})
+            for node in alive
+            if (agents := int(node.resources.get(SANDBOX_RESOURCE, 0))) > 0
+        ]
+    return [
+        NodePlan(node.node_id, node.address, agents, {"memory": agents * SANDBOX_BYTES})
+        for node in alive
+        if (agents := agent_capacity(node.resources.get("CPU", 0), node.resources.get("memory", 0))) > 0
+    ]
+
+
+def scoring_resources(nodes: Iterable[RayNode]) -> dict[str, float]:
+    """Return the resources of a scoring task: a scoring place if nodes offer any, else a processor."""
+    return {SCORING_RESOURCE: 1.0} if any(SCORING_RESOURCE in node.resources for node in nodes) else {"CPU": 1.0}
+
+
+# ---------------------------------------------------------------- a node
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +187,8 @@ def node_limits(config: NodeConfig, settings: Settings) -> ServiceLimits:
     once.
 
     A single machine claims twice as many as may run. Here another node could run what this one only claims."""
-    limits = ServiceLimits.of(settings, agents=config.agents)
     in_flight = config.agents + max(1, config.agents // 4)
-    return replace(limits, worker=replace(limits.worker, in_flight=in_flight, lease_seconds=config.lease_seconds))
+    return ServiceLimits.of(settings, config.agents, in_flight=in_flight, lease_seconds=config.lease_seconds)
 
 
 def gateway_host(host: str, address: str) -> str:
@@ -120,3 +199,101 @@ def gateway_host(host: str, address: str) -> str:
 
 def _to_json_value(value: object) -> object:
     return sorted(map(str, value)) if isinstance(value, (set, frozenset)) else str(value)
+
+
+# ---------------------------------------------------------------- what Ray runs
+
+
+class NodeActor:
+    """Works from its creation until `stop`. Ray restarts it if its process dies."""
+
+    def __init__(self, config: NodeConfig, scoring_resources: dict[str, float]) -> None:
+        """`scoring_resources` is as for `RayScorer`."""
+        logging.basicConfig(level=logging.INFO)
+        self._config = config
+        self._scorer = RayScorer(scoring_resources)
+        self._stopping = asyncio.Event()
+        self._state: asyncio.Future[NodeState] = asyncio.get_running_loop().create_future()
+        self._work = asyncio.create_task(self._run())
+
+    async def state(self) -> NodeState:
+        """Wait until the node works. Raises the error that prevents it."""
+        return await asyncio.shield(self._state)
+
+    async def ended(self) -> None:
+        """Wait until the node was stopped. Raises the error that ended it otherwise."""
+        await asyncio.shield(self._work)
+
+    async def stop(self) -> None:
+        """Put the rollouts in flight back into the queue and close everything."""
+        self._stopping.set()
+        await asyncio.wait([self._work])
+
+    async def sweep(self) -> list[str]:
+        """Remove the sandboxes of dead processes of this machine; another node may run on the same machine."""
+        return [str(item) for item in await orphans.sweep()]
+
+    async def _run(self) -> None:
+        try:
+            async with run_node(self._config, self._scorer) as state:
+                self._state.set_result(state)
+                await self._stopping.wait()
+        except BaseException as error:
+            if not self._state.done():
+                self._state.set_exception(error)
+            raise
+
+
+@dataclass(slots=True)
+class RayScorer:
+    """A `RemoteScorer` that scores in Ray tasks."""
+
+    resources: Mapping[str, float]
+    """The resources that must be free on a node (see `scoring_resources`)."""
+    done: int = field(default=0, init=False)
+
+    async def __call__(self, work: EvaluationInput, kind: SandboxKind, labels: Mapping[str, str]) -> Score:
+        import ray
+        from ray.exceptions import RayError
+
+        custom = {name: amount for name, amount in self.resources.items() if name != "CPU"}
+        # The caller retries, not Ray, so that attempts are counted in one place.
+        task: Any = ray.remote(max_retries=0)(_score).options(num_cpus=self.resources.get("CPU", 0), resources=custom)
+        ref = task.remote(work, kind, dict(labels))
+        try:
+            result: Score | InfrastructureError = await await_ref(ref)
+        except RayError as error:
+            line = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+            raise InfrastructureError("evaluator", f"its scoring task was lost: {line}") from error
+        except asyncio.CancelledError:
+            ray.cancel(ref)
+            # Its sandbox is closed. If its node is gone, the next sweep of that machine removes the sandbox.
+            await uncancellable(_wait_for_end(ref))
+            raise
+        self.done += 1
+        if isinstance(result, InfrastructureError):
+            raise result
+        return result
+
+
+async def await_ref(ref: Any) -> Any:
+    """Return the result of a Ray task. Raises its error."""
+    return await asyncio.wrap_future(ref.future())
+
+
+async def _wait_for_end(ref: Any) -> None:
+    await asyncio.wait([asyncio.wrap_future(ref.future())], timeout=10.0)
+
+
+def _score(work: EvaluationInput, kind: SandboxKind, labels: Mapping[str, str]) -> Score | InfrastructureError:
+    """Run a scoring task. When Ray cancels it by an interrupt, `asyncio.run` still closes its sandbox."""
+    task = work.task
+    assert isinstance(task, Task)
+
+    async def score() -> Score:
+        return await score_work(work, lambda: TaskSandboxes(kind).fresh(task, labels))
+
+    try:
+        return asyncio.run(score())
+    except InfrastructureError as error:
+        return InfrastructureError(error.cause, error.text)

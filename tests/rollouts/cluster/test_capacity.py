@@ -11,8 +11,17 @@ import pytest
 from polar_proxy.config import Settings
 from polar_proxy.errors import UsageError
 from polar_proxy.rollouts.cluster import Cluster
-from polar_proxy.rollouts.cluster.capacity import NodePlan, RayNode, agent_capacity, plan_nodes, scoring_resources
-from polar_proxy.rollouts.cluster.node import NodeConfig, gateway_host, node_limits, node_settings
+from polar_proxy.rollouts.cluster.node import (
+    NodeConfig,
+    NodePlan,
+    RayNode,
+    agent_capacity,
+    gateway_host,
+    node_limits,
+    node_settings,
+    plan_nodes,
+    scoring_resources,
+)
 from polar_proxy.store import open_store
 
 GIB = 1 << 30
@@ -82,7 +91,7 @@ def test_equal_configurations_have_equal_digests() -> None:
 @pytest.mark.parametrize(("agents", "in_flight"), [(1, 2), (2, 3), (8, 10), (40, 50)])
 def test_a_node_claims_little_that_another_could_run(agents: int, in_flight: int) -> None:
     limits = node_limits(NodeConfig(Settings(), "10.0.0.1", agents), Settings())
-    assert (limits.worker.in_flight, limits.worker.running) == (in_flight, agents)
+    assert (limits.in_flight, limits.running) == (in_flight, agents)
 
 
 def test_gateways_listen_where_the_heads_does() -> None:

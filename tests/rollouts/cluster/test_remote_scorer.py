@@ -12,10 +12,8 @@ import pytest
 from polar_proxy.config import AdmissionSettings, Settings
 from polar_proxy.rewards import CommandEvaluator, EvaluationInput, Score
 from polar_proxy.rollouts import JobSpec, RolloutService, ServiceLimits, local_gateway
-from polar_proxy.rollouts.attempt import score_work
-from polar_proxy.rollouts.infrastructure import InfrastructureError
-from polar_proxy.rollouts.worker import WorkerLimits
-from polar_proxy.rollouts.workspace import TaskSandboxes
+from polar_proxy.rollouts.attempt import InfrastructureError, score_work
+from polar_proxy.rollouts.task_sandboxes import TaskSandboxes
 from polar_proxy.store import Store
 from polar_proxy.tasks import Task, get_source
 from sandboxes.base import SandboxKind
@@ -24,7 +22,12 @@ from tests.fakes.player import PlayerEngine
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_sandbox_register")]
 
 LIMITS = ServiceLimits(
-    WorkerLimits(in_flight=8, preparing=3, running=3, scoring=1, retry_seconds=0.01, poll_seconds=0.05),
+    in_flight=8,
+    preparing=3,
+    running=3,
+    scoring=1,
+    retry_seconds=0.01,
+    poll_seconds=0.05,
     pool_size=0,
     refill=False,
     admission=AdmissionSettings(memory_mb=0),  # no check of the machine's load, so that all three run at the same time

@@ -1,15 +1,19 @@
 """Sandboxes with the image, repository, folders and resource limits of a task.
 
-An image is built once for each content of its folder, and named by the folder's digest; repositories are bundled once
-(`bundles`).
+An image is built once for each content of its folder, and named by the folder's digest. A task's repository is packed
+once into a git bundle, which holds the commit at which the agent starts and its ancestors, and nothing else.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import io
+import os
+import shutil
 import tarfile
+import tempfile
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
@@ -17,30 +21,27 @@ from typing import Any
 
 from polar_proxy.rewards.harbor import folder_digest, folder_files
 from polar_proxy.rollouts.pool import SandboxOpener
-from polar_proxy.rollouts.workspace.bundles import make_bundle
-from polar_proxy.rollouts.workspace.git import WorkspaceError
-from polar_proxy.rollouts.workspace.prepare import (
+from polar_proxy.rollouts.workspace import (
     TaskNotPossibleError,
+    WorkspaceError,
     unsupported_reason,
     uses_image,
     write_task_files,
 )
-from polar_proxy.tasks import Environment, Task
+from polar_proxy.tasks import Environment, GitRepository, Task
 from sandboxes import Mount, ResourceLimits, Sandbox, SandboxSpec, default_state_dir, docker_engine, open_sandbox
 from sandboxes.base import SandboxKind
 
+_GIT_SECONDS = 900.0
 _BUILD_SECONDS = 1800.0
 
 
 class TaskSandboxes:
     """Opens sandboxes of one kind for tasks."""
 
-    def __init__(self, kind: SandboxKind, cache: Path | None = None, *, opener: SandboxOpener = open_sandbox) -> None:
-        """`cache` is the folder of bundles (default: beside the register of sandboxes). `opener` opens sandboxes, for
-        example `SandboxPool.take`."""
+    def __init__(self, kind: SandboxKind, *, opener: SandboxOpener = open_sandbox) -> None:
         self.kind: SandboxKind = kind
         self._open = opener
-        self._cache = cache
         self._locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def spec(
@@ -89,9 +90,9 @@ class TaskSandboxes:
         repository = task.environment.repository
         if repository is None:
             return None
-        folder = self._cache or await asyncio.to_thread(default_state_dir) / "repositories"
+        folder = await asyncio.to_thread(default_state_dir) / "repositories"
         async with self._locks[f"{repository.source} {repository.commit}"]:
-            return await make_bundle(repository, folder)
+            return await _make_bundle(repository, folder)
 
     async def _image(self, environment: Environment) -> tuple[str | None, str | None]:
         """Return the image and the workspace in it."""
@@ -113,23 +114,23 @@ class TaskSandboxes:
         return image, workdir
 
 
+# ---------------------------------------------------------------- images
+
+
 async def _build_image(engine: Any, folder: Path, tag: str) -> None:
-    with contextlib.suppress(docker_engine.require_aiodocker().DockerError):
+    library = docker_engine.require_aiodocker()
+    with contextlib.suppress(library.DockerError):
         await engine.images.inspect(tag)
         return
     context = await asyncio.to_thread(_pack_folder, folder)
-    async with asyncio.timeout(_BUILD_SECONDS):
-        await _build(engine, folder, tag, context)
-
-
-async def _build(engine: Any, folder: Path, tag: str, context: io.BytesIO) -> None:
-    lines: list[str] = []
+    output = ""
     try:
-        async for line in engine.images.build(fileobj=context, encoding="identity", tag=tag, stream=True, rm=True):
-            lines.append(str(line.get("stream", "")))
-    except docker_engine.require_aiodocker().DockerError as error:
-        output = "".join(lines)[-1000:].strip()
-        raise WorkspaceError(f"the image of {folder} cannot be built: {error.message}\n{output}".strip()) from error
+        async with asyncio.timeout(_BUILD_SECONDS):
+            async for line in engine.images.build(fileobj=context, encoding="identity", tag=tag, stream=True, rm=True):
+                output += str(line.get("stream", ""))
+    except library.DockerError as error:
+        text = f"the image of {folder} cannot be built: {error.message}\n{output[-1000:].strip()}"
+        raise WorkspaceError(text.strip()) from error
 
 
 def _pack_folder(folder: Path) -> io.BytesIO:
@@ -140,3 +141,76 @@ def _pack_folder(folder: Path) -> io.BytesIO:
         entry.mode = 0o755 if executable else 0o644
         entries.append((entry, data))
     return io.BytesIO(docker_engine.pack_archive(entries))
+
+
+# ---------------------------------------------------------------- bundles
+
+
+async def _make_bundle(repository: GitRepository, folder: Path) -> Path:
+    """Return the bundle of a repository in `folder`, making it first if it is missing. Raises `WorkspaceError`."""
+    source, commit = repository.source, repository.commit
+    if Path(source).is_dir():  # the commit's full name
+        output = await _git("-C", source, "rev-parse", "-q", "--verify", f"{commit}^{{commit}}")
+        commit = output.decode().strip()
+    name = hashlib.sha256(f"{source}\0{commit}".encode()).hexdigest()[:32]
+    path = folder / f"{name}.bundle"
+    if not path.exists():
+        await _write_bundle(source, commit, path)
+    return path
+
+
+async def _write_bundle(source: str, commit: str, path: Path) -> None:
+    """Write a bundle of `commit` and its ancestors, under another name first, so that it is complete or missing."""
+    await asyncio.to_thread(path.parent.mkdir, mode=0o700, parents=True, exist_ok=True)
+    folder = Path(await asyncio.to_thread(tempfile.mkdtemp, dir=path.parent, prefix="making-"))
+    try:
+        work = folder / "work.git"
+        await _git("init", "-q", "--bare", str(work))
+        if Path(source).is_dir():
+            # Objects are read in place; git would otherwise copy them before it packs them.
+            objects = (await _git("-C", source, "rev-parse", "--git-path", "objects")).decode().strip()
+            alternates = work / "objects" / "info" / "alternates"
+            await asyncio.to_thread(alternates.write_text, f"{(Path(source) / objects).resolve()}\n")
+        else:
+            await _fetch(work, source, commit)
+        await _git("-C", str(work), "update-ref", "refs/heads/base", f"{commit}^{{commit}}")
+        made = folder / "made.bundle"
+        await _git("-C", str(work), "bundle", "create", "-q", str(made), "refs/heads/base")
+        await asyncio.to_thread(os.chmod, made, 0o644)  # root inside a container may not read all files
+        await asyncio.to_thread(made.replace, path)
+    finally:
+        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+
+async def _fetch(work: Path, source: str, commit: str) -> None:
+    """Fetch the commit from a URL or a bundle: by its name if the server allows that, else with all refs."""
+    if "://" in source:
+        with contextlib.suppress(WorkspaceError):
+            await _git("-C", str(work), "fetch", "-q", "--no-tags", source, commit)
+            return
+    await _git("-C", str(work), "fetch", "-q", "--no-tags", source, "+refs/*:refs/in/*")
+
+
+async def _git(*arguments: str) -> bytes:
+    """Run git on this machine, without a terminal to ask at. Raises `WorkspaceError`."""
+    process = await asyncio.create_subprocess_exec(
+        "git",
+        *("-c", "safe.directory=*", "-c", "gc.auto=0"),
+        *arguments,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        async with asyncio.timeout(_GIT_SECONDS):
+            out, err = await process.communicate()
+    except BaseException:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+        raise
+    if process.returncode:
+        message = err.decode(errors="replace").strip()[-400:] or f"exit {process.returncode}"
+        raise WorkspaceError(f"the task's repository cannot be read: {message}")
+    return out

@@ -1,0 +1,250 @@
+"""The task's workspace inside a sandbox: prepared before the agent starts, read as a patch after it ends.
+
+The workspace contains no answer: its repository ends at the base commit, and hidden tests are not in it. The agent's
+work is the difference from a commit that was made before the agent started.
+
+Images are made from clones, and a clone contains the future of its base commit: the branch with the fix, tags, fetched
+refs, the reflog. After `truncate_git_history` one branch is left, with the ancestors of the base commit and, if the
+image's files differ from the base commit, one commit with the differences. Objects that cannot be reached from this
+branch are removed, and a count checks that none of them is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from polar_proxy.errors import PolarError
+from polar_proxy.tasks import Environment, Task
+from sandboxes import Sandbox
+from sandboxes.base import SandboxKind
+
+# The agent may have changed the repository's configuration; these options override it when the patch is read.
+_GIT_OPTIONS = (
+    "core.hooksPath=/dev/null",
+    "core.fsmonitor=false",
+    "core.autocrlf=false",
+    "commit.gpgsign=false",
+    "gc.auto=0",
+    "safe.directory=*",
+)
+_ENV = {
+    "GIT_CONFIG_GLOBAL": "/dev/null",
+    "GIT_CONFIG_NOSYSTEM": "1",
+    "GIT_AUTHOR_NAME": "polar",
+    "GIT_AUTHOR_EMAIL": "polar@localhost",
+    "GIT_COMMITTER_NAME": "polar",
+    "GIT_COMMITTER_EMAIL": "polar@localhost",
+    "GIT_AUTHOR_DATE": "2026-01-01T00:00:00Z",
+    "GIT_COMMITTER_DATE": "2026-01-01T00:00:00Z",
+    "GIT_TERMINAL_PROMPT": "0",
+}
+_SECONDS = 60.0
+_PATCH_LIMIT = 32 << 20
+_SNAPSHOT_REPOSITORY = ".polar-snapshot"
+"""Folder in HOME of the snapshot repository, which lies outside the workspace."""
+_BRANCH = "main"
+_REPACK_SECONDS = 600.0
+"""Limit of repacking the history; a large repository takes a minute."""
+
+# Everything, apart from refs, that names commits or the repository's origin.
+_REMOVE_TRACES = r"""
+set -e
+dir=$(git -c safe.directory='*' rev-parse --git-common-dir)
+cd "$dir"
+rm -rf logs worktrees refs/original refs/bisect rebase-apply rebase-merge sequencer lost-found branches
+rm -f FETCH_HEAD ORIG_HEAD MERGE_HEAD CHERRY_PICK_HEAD REVERT_HEAD BISECT_* AUTO_MERGE gc.log description
+rm -rf objects/info/commit-graph objects/info/commit-graphs
+rm -f objects/pack/*.keep objects/pack/*.promisor objects/pack/multi-pack-index*
+"""
+# No reflog, so that the agent's repository does not show how it was made.
+_QUIET = ("-c", "core.logAllRefUpdates=false")
+# Ignored files and files inside nested repositories count as work too, but `git add` would skip them.
+_SNAPSHOT_FILES = (
+    r"{ git ls-files -z; find . -name .git -prune -o \( -type f -o -type l \) -print0; }"
+    r" | git update-index -z --add --remove --replace --stdin"
+)
+
+
+class WorkspaceError(PolarError):
+    """The workspace could not be prepared or read."""
+
+
+class TaskNotPossibleError(PolarError):
+    """This kind of sandbox cannot hold this task; the text says why, and which kinds can."""
+
+
+def uses_image(environment: Environment, kind: SandboxKind) -> bool:
+    """Return whether the workspace comes from an image."""
+    return kind == "docker" and (environment.image is not None or environment.build is not None)
+
+
+def unsupported_reason(task: Task, kind: SandboxKind) -> str | None:
+    """Return why a sandbox of this kind cannot hold the task, or None."""
+    environment = task.environment
+    if environment.needs_image and kind != "docker":
+        source = environment.image or f"the Dockerfile in {environment.build}"
+        return f"{task.task_id} needs docker: its workspace comes from {source}, which {kind} cannot make"
+    if kind == "process" and (environment.workdir or environment.folders):
+        paths = ", ".join(filter(None, (environment.workdir, *environment.folders)))
+        return (
+            f"{task.task_id} needs bubblewrap or docker: it uses {paths}, "
+            "and a process sandbox has no file system of its own"
+        )
+    return None
+
+
+async def write_task_files(task: Task, sandbox: Sandbox, bundle: Path | None) -> None:
+    """Write the task's own files into an empty sandbox, for the agent or for an evaluator.
+
+    `bundle` is the path, inside the sandbox, of the task's repository with the single ref ``refs/heads/base``.
+    """
+    environment = task.environment
+    if bundle is not None:
+        await git(sandbox, "init", "-q", "-b", _BRANCH)
+        await git(sandbox, *_QUIET, "fetch", "-q", "--no-tags", str(bundle), "refs/heads/base")
+        await git(sandbox, *_QUIET, "update-ref", f"refs/heads/{_BRANCH}", "FETCH_HEAD")
+        await git(sandbox, *_QUIET, "reset", "-q", "--hard")
+        await _shell(sandbox, "rm -f .git/FETCH_HEAD .git/ORIG_HEAD")
+    elif not uses_image(environment, sandbox.kind):
+        executable = set(environment.executable)
+        await sandbox.write_tree({name: text.encode() for name, text in task.files.items() if name not in executable})
+        for name in environment.executable:
+            await sandbox.write(name, task.files[name].encode(), 0o755)
+
+
+async def prepare_workspace(task: Task, sandbox: Sandbox, bundle: Path | None = None) -> str:
+    """Make the agent's workspace; return the commit or tree from which the patch is computed."""
+    environment = task.environment
+    await write_task_files(task, sandbox, bundle)
+    if uses_image(environment, sandbox.kind) and environment.hide:
+        await _shell(sandbox, 'rm -rf -- "$@"', *environment.hide)
+    if environment.snapshot:
+        await git(sandbox, "init", "-q", "-b", _BRANCH, snapshot=True)
+        # Store bytes unchanged, whatever the workspace's .gitattributes say.
+        await sandbox.write(f"{sandbox.home}/{_SNAPSHOT_REPOSITORY}/info/attributes", b"* -text -filter -ident\n")
+        return await _snapshot_tree(sandbox)
+    if bundle is None and uses_image(environment, sandbox.kind) and await _is_repository(sandbox):
+        await truncate_git_history(sandbox, environment.base_commit)
+    elif bundle is None:
+        if (commit := environment.base_commit) is not None:
+            raise WorkspaceError(
+                f"{sandbox.workdir} in the image is not a git repository, so it has no commit {commit}"
+            )
+        await git(sandbox, "init", "-q", "-b", _BRANCH)
+        await git(sandbox, "add", "-A")
+        await git(sandbox, *_QUIET, "commit", "-q", "--allow-empty", "-m", "Initial commit")
+    return (await git(sandbox, "rev-parse", "HEAD")).decode().strip()
+
+
+async def read_patch(sandbox: Sandbox, base: str, *, snapshot: bool = False) -> tuple[bytes, str | None]:
+    """Return the agent's changes since `base`, committed or not, as a binary diff; or an empty one and the error."""
+    diff = ("diff", "--binary", "--no-color", "--no-ext-diff", "--no-textconv", "--no-renames")
+    try:
+        if snapshot:
+            return await git(sandbox, *diff, base, await _snapshot_tree(sandbox), snapshot=True), None
+        await git(sandbox, "add", "-A")
+        return await git(sandbox, *diff, "--cached", base), None
+    except WorkspaceError as error:  # the agent broke the repository, which is a result and not an infrastructure error
+        return b"", str(error)
+
+
+async def _snapshot_tree(sandbox: Sandbox) -> str:
+    """Add the workspace to the snapshot repository and return its tree object."""
+    await _shell(sandbox, _SNAPSHOT_FILES, snapshot=True)
+    return (await git(sandbox, "write-tree", snapshot=True)).decode().strip()
+
+
+async def _is_repository(sandbox: Sandbox) -> bool:
+    return (await sandbox.exec(("test", "-e", ".git"), timeout=60)).exit_code == 0
+
+
+# ---------------------------------------------------------------- the history of an image's repository
+
+
+async def truncate_git_history(sandbox: Sandbox, base_commit: str | None) -> None:
+    """Remove everything after `base_commit` (None: HEAD) from the repository; the workspace's files stay unchanged.
+
+    Raises `WorkspaceError` if that fails, or if later objects are still there at the end.
+    """
+    if base_commit is not None:
+        await git(sandbox, "rev-parse", "-q", "--verify", f"{base_commit}^{{commit}}")
+        # Files stay as in the image and history ends at the base; the commit below holds their differences.
+        await git(sandbox, "reset", "-q", "--soft", base_commit)
+    await git(sandbox, "checkout", "-q", "-B", _BRANCH)
+    await git(sandbox, "add", "-A")
+    if (await git(sandbox, "status", "--porcelain", "--untracked-files=no")).strip():
+        await git(sandbox, "commit", "-q", "-m", "The environment's own changes")
+    await _delete_refs(sandbox)
+    await _delete_config_sections(sandbox)
+    await _shell(sandbox, _REMOVE_TRACES)
+    await git(sandbox, "repack", "-a", "-d", "-q", seconds=_REPACK_SECONDS)
+    await git(sandbox, "prune", "--expire=now", seconds=_REPACK_SECONDS)
+    await _shell(sandbox, 'rm -f "$(git -c safe.directory="*" rev-parse --git-common-dir)/objects/info/alternates"')
+    await _check_all_reachable(sandbox)
+
+
+async def _delete_refs(sandbox: Sandbox) -> None:
+    names = (await git(sandbox, "for-each-ref", "--format=%(refname)")).decode().split()
+    deleted = [name for name in names if name != f"refs/heads/{_BRANCH}"]
+    if deleted:
+        commands = "".join(f"option no-deref\ndelete {name}\n" for name in deleted)
+        await git(sandbox, "update-ref", "--stdin", stdin=commands.encode())
+
+
+async def _delete_config_sections(sandbox: Sandbox) -> None:
+    """Delete remotes, whose addresses may contain passwords, branch tracking, and stored credentials."""
+    listing = (await git(sandbox, "config", "--local", "--name-only", "--list")).decode().splitlines()
+    sections = {name.rpartition(".")[0] for name in listing}
+    for section in sorted(sections):
+        if section.partition(".")[0] in ("remote", "branch", "url", "credential", "http", "submodule", "includeif"):
+            await git(sandbox, "config", "--local", "--remove-section", section)
+
+
+async def _check_all_reachable(sandbox: Sandbox) -> None:
+    """Raise `WorkspaceError` if some object cannot be reached from the branch."""
+    counted = (await git(sandbox, "count-objects", "-v")).decode().split("\n")
+    present = sum(int(line.partition(": ")[2]) for line in counted if line.startswith(("count:", "in-pack:")))
+    reachable = int((await git(sandbox, "rev-list", "--objects", "--all", "--count", seconds=_REPACK_SECONDS)).decode())
+    indexed = await git(sandbox, "status", "--porcelain", "--untracked-files=no")
+    if present != reachable or indexed.strip():
+        raise WorkspaceError(
+            f"the repository in the image still holds {present - reachable} objects outside its history, "
+            "and the agent could find the fix among them"
+        )
+
+
+# ---------------------------------------------------------------- commands in the sandbox
+
+
+async def git(
+    sandbox: Sandbox, *arguments: str, snapshot: bool = False, seconds: float = _SECONDS, stdin: bytes = b""
+) -> bytes:
+    """Run git in the workspace, with `snapshot` on the snapshot repository; return stdout. Raises `WorkspaceError`."""
+    name = next((word for word in arguments if not word.startswith("-") and "=" not in word), "")
+    options = [word for option in _GIT_OPTIONS for word in ("-c", option)]
+    return await _run(sandbox, ("git", *options, *arguments), f"git {name}", snapshot, seconds, stdin)
+
+
+async def _shell(sandbox: Sandbox, script: str, *arguments: str, snapshot: bool = False) -> bytes:
+    """Run a shell script in the workspace, with git's fixed environment; return stdout. Raises `WorkspaceError`."""
+    return await _run(sandbox, ("sh", "-c", script, "sh", *arguments), "preparing the workspace", snapshot)
+
+
+async def _run(
+    sandbox: Sandbox,
+    argv: Sequence[str],
+    what: str,
+    snapshot: bool,
+    seconds: float = _SECONDS,
+    stdin: bytes = b"",
+) -> bytes:
+    env = dict(_ENV)
+    if snapshot:
+        env |= {"GIT_DIR": f"{sandbox.home}/{_SNAPSHOT_REPOSITORY}", "GIT_WORK_TREE": sandbox.workdir}
+    result = await sandbox.exec(argv, env=env, timeout=seconds, stdin=stdin, output_limit=_PATCH_LIMIT)
+    if result.timed_out or result.exit_code != 0 or result.truncated:
+        problem = "was too slow" if result.timed_out else "printed more than 32 MB" if result.truncated else "failed"
+        message = result.stderr.decode(errors="replace").strip()[-400:]
+        raise WorkspaceError(f"{what} {problem} in the sandbox: {message or f'exit {result.exit_code}'}")
+    return result.stdout
