@@ -1,4 +1,4 @@
-"""Evaluators: how a rollout is scored. Each evaluator is one file that holds its options and its code."""
+"""Evaluators: how a rollout is scored. An evaluator holds its options and its code."""
 
 from collections.abc import Mapping
 
@@ -12,12 +12,10 @@ from polar_proxy.rewards.base import (
     Workspace,
     check_relative_path,
 )
-from polar_proxy.rewards.command import CommandEvaluator
+from polar_proxy.rewards.custom import CommandEvaluator, PythonEvaluator
 from polar_proxy.rewards.evaluate import combine_scores, evaluate, reward_source, scoring_seconds
 from polar_proxy.rewards.harbor import HarborEvaluator
-from polar_proxy.rewards.hidden_tests import HiddenTestsEvaluator
-from polar_proxy.rewards.python import PythonEvaluator
-from polar_proxy.rewards.swebench import SwebenchEvaluator
+from polar_proxy.rewards.hidden_tests import HiddenTestsEvaluator, SwebenchEvaluator
 
 AnyEvaluator = HiddenTestsEvaluator | SwebenchEvaluator | HarborEvaluator | CommandEvaluator | PythonEvaluator
 """The evaluators that a task may name by their `kind`."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import posixpath
+import re
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -26,6 +27,7 @@ from polar_proxy.types import CallRecord, Json
 APPLY_SECONDS = 60.0
 # The command line overrides any git configuration in the workspace that would change how a patch is read.
 _APPLY = ("git", "-c", "core.autocrlf=false", "-c", "safe.directory=*", "apply", "--whitespace=nowarn", "-")
+_DIFF_HEADER = re.compile(r"^diff --git (?:\"?a/)(?P<old>.*?)\"? (?:\"?b/)(?P<new>.*?)\"?$", re.MULTILINE)
 
 
 class EvaluatorError(PolarError):
@@ -162,6 +164,12 @@ async def patched_workspace(sandboxes: SandboxFactory, patch: bytes) -> AsyncIte
         if (error := await apply_patch(patch, workspace)) is not None:
             raise PatchDoesNotApplyError(error)
         yield workspace
+
+
+def patched_files(patch: str) -> tuple[str, ...]:
+    """Return the paths that a git diff touches, old and new names, in order."""
+    paths = (path for found in _DIFF_HEADER.finditer(patch) for path in (found["old"], found["new"]))
+    return tuple(dict.fromkeys(paths))
 
 
 def check_relative_path(field_name: str, path: str) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import posixpath
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Literal
 
 from polar_proxy.errors import BadTaskError
 from polar_proxy.rewards.base import (
+    CommandResult,
     EvaluatedTask,
     EvaluationInput,
     Evaluator,
@@ -60,44 +60,43 @@ class HarborEvaluator(Evaluator):
         if folder_digest(folder) != self.digest:
             raise EvaluatorError(f"{folder} has changed since its task was read; run the task again")
         files = folder_files(folder)
+        programs = [f"{TESTS}/{name}" for name, (_, executable) in files.items() if executable]
+        seconds = work.task.timeout_seconds
         async with patched_workspace(sandboxes, work.patch) as workspace:
             await workspace.write_tree({name: data for name, (data, _) in files.items()}, root=TESTS)
-            programs = [f"{TESTS}/{name}" for name, (_, executable) in files.items() if executable]
             await workspace.exec(("chmod", "+x", f"{TESTS}/test.sh", *programs), timeout=60)
             await workspace.exec(("mkdir", "-p", VERIFIER), timeout=60)
             command = ("sh", "-c", f"exec {TESTS}/test.sh 2>&1")
-            result = await workspace.exec(command, env=self.env, timeout=work.task.timeout_seconds)
+            result = await workspace.exec(command, env=self.env, timeout=seconds)
             # Programs that the agent left running must not overwrite the reward after the script ended.
             await workspace.kill_all()
-            rewards, reason = await _read_rewards(workspace)
-        log = result.stdout + result.stderr
-        detail: Json = {"patch_applied": True, "exit_code": result.exit_code, "timed_out": result.timed_out}
-        if result.timed_out:
-            reason = f"tests/test.sh did not end within {work.task.timeout_seconds:g} s"
-        elif result.exit_code >= 128:
-            reason = f"tests/test.sh was killed by signal {result.exit_code - 128}, so its reward file is not trusted"
-        value: float | None = None
-        if reason is None:
-            value, reason = _select_reward(rewards, self.reward_key)
-        if reason is not None:
-            return Score(None, {**detail, "no_reward": reason}, log)
-        return Score(value, {**detail, "solved": value is not None and value >= 1, "rewards": rewards}, log)
+            log = result.stdout + result.stderr
+            detail: Json = {"patch_applied": True, "exit_code": result.exit_code, "timed_out": result.timed_out}
+            try:
+                rewards = await _read_rewards(workspace, result, seconds)
+                value = _select_reward(rewards, self.reward_key)
+            except ValueError as error:
+                return Score(None, {**detail, "no_reward": str(error)}, log)
+        return Score(value, {**detail, "solved": value >= 1, "rewards": rewards}, log)
 
 
-async def _read_rewards(workspace: Workspace) -> tuple[Json, str | None]:
-    """Return the numbers of the reward file by name, or the reason why there are none."""
+async def _read_rewards(workspace: Workspace, result: CommandResult, seconds: float) -> Json:
+    """Return the numbers of the reward file by name. Raises ValueError if there are none, or they are not trusted."""
+    if result.timed_out:
+        raise ValueError(f"tests/test.sh did not end within {seconds:g} s")
+    if result.exit_code >= 128:
+        signal = result.exit_code - 128
+        raise ValueError(f"tests/test.sh was killed by signal {signal}, so its reward file is not trusted")
     for name in ("reward.json", "reward.txt"):
         try:
-            text = (await workspace.read(posixpath.join(VERIFIER, name), _REWARD_FILE_LIMIT)).decode()
+            return parse_reward(name, (await workspace.read(f"{VERIFIER}/{name}", _REWARD_FILE_LIMIT)).decode())
         except FileNotFoundError:
             continue
         except (OSError, UnicodeDecodeError) as error:
-            return {}, f"{name} cannot be read: {error}"
-        try:
-            return parse_reward(name, text), None
+            raise ValueError(f"{name} cannot be read: {error}") from error
         except ValueError as error:
-            return {}, f"{name}: {error}"
-    return {}, f"tests/test.sh wrote neither {VERIFIER}/reward.json nor reward.txt"
+            raise ValueError(f"{name}: {error}") from error
+    raise ValueError(f"tests/test.sh wrote neither {VERIFIER}/reward.json nor reward.txt")
 
 
 def parse_reward(name: str, text: str) -> Json:
@@ -112,12 +111,12 @@ def parse_reward(name: str, text: str) -> Json:
     return {str(key): float(number) for key, number in values.items()}
 
 
-def _select_reward(rewards: Json, key: str) -> tuple[float | None, str | None]:
+def _select_reward(rewards: Json, key: str) -> float:
     if key in rewards:
-        return float(rewards[key]), None
+        return float(rewards[key])
     if len(rewards) == 1:
-        return float(next(iter(rewards.values()))), None
-    return None, f"reward.json has {', '.join(sorted(rewards)) or 'no numbers'}, but no {key}"
+        return float(next(iter(rewards.values())))
+    raise ValueError(f"reward.json has {', '.join(sorted(rewards)) or 'no numbers'}, but no {key}")
 
 
 def folder_files(folder: Path) -> dict[str, tuple[bytes, bool]]:

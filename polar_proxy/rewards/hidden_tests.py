@@ -1,10 +1,22 @@
-"""The `tests` evaluator: hidden tests, judged by name.
+"""The evaluators `tests` and `swebench`: hidden tests are run on the patched workspace and judged by name.
 
-A task is solved when every test in `fail_to_pass` and `pass_to_pass` passes.
+`tests` runs the task's own command; every test in `fail_to_pass` and `pass_to_pass` must pass. `swebench` grades as the
+SWE-bench family of benchmarks does: every FAIL_TO_PASS test must pass, and every PASS_TO_PASS test must pass or be
+skipped. A test that is expected to fail and does (XFAIL) passes. Rules from swebench 5.0.2,
+`swebench/harness/grading.py`:
+
+* a FAIL_TO_PASS test that is skipped, or missing from the log, has failed;
+* an id that the data set cut off inside its brackets matches every test that begins with it, if these all agree;
+* with `fail_only` (runners that name only failures) a test has failed only if the log says so, and the log must show
+  that the suite ran;
+* the log of a command that exits with an error is not trusted if it shows no failure.
 """
 
 from __future__ import annotations
 
+import re
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,11 +28,25 @@ from polar_proxy.rewards.base import (
     SandboxFactory,
     Score,
     Workspace,
+    apply_patch,
+    patched_files,
     patched_workspace,
 )
 from polar_proxy.rewards.log_parsers import Verdict, get_parser
+from polar_proxy.types import Json
 
+_START = ">>>>> Start Test Output"
+_END = ">>>>> End Test Output"
+_EXIT = re.compile(r">>>>> Test Exit Code:\s*(-?\d+)")
+_SUITE_RAN = re.compile(
+    r"Executed [1-9]\d* of|TOTAL: [1-9]\d* (?:SUCCESS|FAILED)|[1-9]\d* passing|Tests:\s+[1-9]|^# tests [1-9]"
+    r"|[1-9]\d* specs?, \d+ failures?",
+    re.MULTILINE,
+)
+# Some runners append a test's duration to its name.
+_DURATION = re.compile(r"\s*[\[(]?\s*(?:in )?\d+(?:\.\d+)?\s*m?s(?:ec(?:onds?)?)?\s*[\])]?$")
 _GOOD = ("passed", "xfailed")
+_BAD = ("failed", "error")
 
 
 @dataclass(frozen=True)
@@ -54,17 +80,9 @@ class HiddenTestsEvaluator(Evaluator):
             verdicts, log, timed_out = await self._run(task, workspace)
         missed = [name for name in task.fail_to_pass if verdicts.get(name) not in _GOOD]
         broken = [name for name in task.pass_to_pass if verdicts.get(name) not in _GOOD]
-        solved = not missed and not broken and not timed_out
-        detail = {
-            "solved": solved,
-            "patch_applied": True,
-            "fail_to_pass": {"passed": len(task.fail_to_pass) - len(missed), "total": len(task.fail_to_pass)},
-            "pass_to_pass": {"passed": len(task.pass_to_pass) - len(broken), "total": len(task.pass_to_pass)},
-            "missed": missed,
-            "broken": broken,
-            "timed_out": timed_out,
-        }
-        return Score(1.0 if solved else 0.0, detail, log)
+        detail = _report(task.fail_to_pass, task.pass_to_pass, missed, broken)
+        detail["solved"] = detail["solved"] and not timed_out
+        return Score(float(detail["solved"]), {**detail, "patch_applied": True, "timed_out": timed_out}, log)
 
     async def _score_unpatched(self, task: EvaluatedTask, sandboxes: SandboxFactory) -> Score | None:
         """Return None if the tests fail and pass as the task declares before the fix, else the score of a bad task."""
@@ -84,3 +102,142 @@ class HiddenTestsEvaluator(Evaluator):
         result = await workspace.exec(task.test_command, timeout=task.timeout_seconds)
         log = result.stdout + result.stderr
         return dict(get_parser(self.parser)(log.decode(errors="replace"))), log, result.timed_out
+
+
+@dataclass(frozen=True)
+class SwebenchEvaluator(Evaluator):
+    """Puts the tests of a benchmark of the SWE-bench family in place, runs them and grades the log: 1 if resolved, else
+    0."""
+
+    kind: Literal["swebench"] = "swebench"
+    weight: float = 1.0
+    test_patch: str = ""
+    """Applied after the files that it touches were restored from the base commit."""
+    command: str = ""
+    """Shell command that runs the tests; the word {test_files} is replaced by the paths of the test patch."""
+    eval_script: str | None = None
+    """The benchmark's own script, which applies the test patch itself; replaces the two above."""
+    parser: str = "pytest"
+    fail_only: bool = False
+    """The log names only tests that fail; a test that it does not name has passed."""
+    expected: Mapping[str, str] | None = None
+    """R2E-Gym: exactly these tests must have exactly these verdicts. Replaces FAIL_TO_PASS and PASS_TO_PASS."""
+
+    def check(self, task: EvaluatedTask) -> None:
+        get_parser(self.parser)
+        if not self.command and not self.eval_script:
+            raise BadTaskError("there is no command that runs the tests")
+        if not (task.fail_to_pass or task.pass_to_pass or self.expected):
+            raise BadTaskError("FAIL_TO_PASS: name at least one test here or in PASS_TO_PASS; else any result passes")
+
+    @property
+    def protected_files(self) -> Iterable[str]:
+        return patched_files(self.test_patch)
+
+    async def score(self, work: EvaluationInput, sandboxes: SandboxFactory) -> Score:
+        task = work.task
+        async with patched_workspace(sandboxes, work.patch) as workspace:
+            if self.eval_script is None and (error := await self._install_tests(task, workspace)) is not None:
+                return await self._score_without_tests(task, sandboxes, error)
+            exit_code, log, timed_out = await self._run(task, workspace)
+        text, status = self._test_output(log.decode(errors="replace"), exit_code)
+        verdicts = get_parser(self.parser)(text)
+        if self.expected is not None:
+            detail = grade_exactly(verdicts, self.expected)
+        else:
+            detail = grade(verdicts, task.fail_to_pass, task.pass_to_pass, fail_only=self.fail_only)
+            if doubt := self._doubt(verdicts, text, status):
+                detail |= {"solved": False, "not_believed": doubt}
+        if timed_out:
+            detail |= {"solved": False}
+        detail |= {"patch_applied": True, "timed_out": timed_out, "exit_code": status}
+        return Score(float(detail["solved"]), detail, log)
+
+    async def _install_tests(self, task: EvaluatedTask, workspace: Workspace) -> str | None:
+        """Restore the files of the test patch from the base commit and apply it; return git's error, or None."""
+        if not self.test_patch.strip():
+            return None
+        commit = task.base_commit or "HEAD"
+        for path in patched_files(self.test_patch):
+            # The patch creates a file that the base does not have, so the agent's file of that name is removed.
+            script = 'git -c "safe.directory=*" checkout -q "$1" -- "$2" 2>/dev/null || rm -rf -- "$2"'
+            await workspace.exec(("sh", "-c", script, "sh", commit, path), timeout=60)
+        return await apply_patch(self.test_patch.encode(), workspace)
+
+    async def _score_without_tests(self, task: EvaluatedTask, sandboxes: SandboxFactory, error: str) -> Score:
+        """Return 0 if the tests apply without the agent's patch; otherwise the task is at fault."""
+        async with sandboxes() as workspace:
+            task_error = await self._install_tests(task, workspace)
+        if task_error is not None:
+            reason = "the task is at fault: its test patch does not apply to its base commit"
+            return Score(None, {"no_reward": reason}, task_error.encode())
+        return Score(0.0, {"patch_applied": True, "tests_applied": False, "solved": False}, error.encode())
+
+    async def _run(self, task: EvaluatedTask, workspace: Workspace) -> tuple[int, bytes, bool]:
+        """Return the exit status, the output of both streams in order, and whether the time ran out."""
+        path = f"{workspace.home}/polar-evaluation.sh"
+        await workspace.write(path, (self.eval_script or self.command).encode())
+        command = ("sh", "-c", f"exec bash {shlex.quote(path)} 2>&1")
+        result = await workspace.exec(command, timeout=task.timeout_seconds)
+        return result.exit_code, result.stdout + result.stderr, result.timed_out
+
+    def _test_output(self, log: str, exit_code: int) -> tuple[str, int | None]:
+        """Return the tests' own output and exit status, both of which the benchmark's script marks in its log."""
+        if self.eval_script is None:
+            return log, exit_code
+        found = _EXIT.search(log)
+        text = log.partition(_START)[2].partition(_END)[0] if _START in log and _END in log else ""
+        return text, int(found[1]) if found else None
+
+    def _doubt(self, verdicts: Mapping[str, Verdict], text: str, status: int | None) -> str | None:
+        """Return why the log is not trusted, or None."""
+        if self.fail_only and not verdicts and not _SUITE_RAN.search(text):
+            return "the log does not show that the tests ran"
+        if verdicts and status not in (0, None) and not any(verdict in _BAD for verdict in verdicts.values()):
+            return f"the test command exited with {status}, but its log shows no failure"
+        return None
+
+
+def grade(
+    verdicts: Mapping[str, Verdict], fail_to_pass: Sequence[str], pass_to_pass: Sequence[str], *, fail_only: bool
+) -> Json:
+    """Return the benchmark's report: the tests of both lists with a wrong result, and whether the task is resolved."""
+    by_name = {_DURATION.sub("", test): verdict for test, verdict in verdicts.items()} | dict(verdicts)
+
+    def right(test: str, *good: Verdict) -> bool:
+        if fail_only:
+            return by_name.get(test) != "failed"
+        return _find_verdict(test, by_name) in good
+
+    missed = [test for test in fail_to_pass if not right(test, "passed", "xfailed")]
+    broken = [test for test in pass_to_pass if not right(test, "passed", "xfailed", "skipped")]
+    return _report(fail_to_pass, pass_to_pass, missed, broken)
+
+
+def grade_exactly(verdicts: Mapping[str, Verdict], expected: Mapping[str, str]) -> Json:
+    """Apply R2E-Gym's rule: exactly the expected tests have exactly the expected verdicts."""
+    words = {"passed": "PASSED", "failed": "FAILED", "error": "ERROR", "skipped": "SKIPPED", "xfailed": "XFAIL"}
+    got = {test: words[verdict] for test, verdict in verdicts.items()}
+    differing = sorted(test for test in {*got, *expected} if got.get(test) != expected.get(test))
+    return {"solved": not differing, "expected": len(expected), "differing": differing}
+
+
+def _find_verdict(test: str, verdicts: Mapping[str, Verdict]) -> Verdict | None:
+    found = verdicts.get(test) or verdicts.get(_DURATION.sub("", test))
+    if found is None and test.count("[") > test.count("]"):
+        matching = [verdict for name, verdict in verdicts.items() if name.startswith(test)]
+        if matching and len({verdict in _GOOD for verdict in matching}) == 1:
+            return matching[0]
+    return found
+
+
+def _report(
+    fail_to_pass: Sequence[str], pass_to_pass: Sequence[str], missed: Sequence[str], broken: Sequence[str]
+) -> Json:
+    return {
+        "solved": not missed and not broken,
+        "fail_to_pass": {"passed": len(fail_to_pass) - len(missed), "total": len(fail_to_pass)},
+        "pass_to_pass": {"passed": len(pass_to_pass) - len(broken), "total": len(pass_to_pass)},
+        "missed": missed,
+        "broken": broken,
+    }

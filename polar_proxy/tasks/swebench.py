@@ -24,7 +24,7 @@ from typing import Any
 
 from polar_proxy.errors import BadTaskError
 from polar_proxy.rewards import SwebenchEvaluator
-from polar_proxy.rewards.swebench import patched_files
+from polar_proxy.rewards.base import patched_files
 from polar_proxy.tasks.task import Environment, GitRepository, Task
 from polar_proxy.tasks.task_list import Row, resolve_path
 

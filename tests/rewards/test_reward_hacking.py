@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from polar_proxy.rewards.reward_hacking import reward_hacking_signs
+from polar_proxy.rewards.evaluate import reward_hacking_signs
 from polar_proxy.rollouts.task_sandboxes import TaskSandboxes
 from polar_proxy.rollouts.workspace import prepare_workspace
 from polar_proxy.tasks import Task, get_source

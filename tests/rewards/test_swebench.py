@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from polar_proxy.rewards import SwebenchEvaluator
-from polar_proxy.rewards.swebench import grade, grade_exactly
+from polar_proxy.rewards.hidden_tests import grade, grade_exactly
 from polar_proxy.tasks import Environment, Task, get_source
 from sandboxes import images
 from tests.rewards.conftest import EXAMPLES, ScriptRunner, needs
