@@ -22,12 +22,11 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from polar_proxy.errors import BadTaskError, UsageError
+from polar_proxy.errors import BadTaskError
 from polar_proxy.rewards import HarborEvaluator
 from polar_proxy.rewards.harbor import LOGS, TESTS, folder_digest
 from polar_proxy.tasks.dockerfile import read_dockerfile
 from polar_proxy.tasks.task import Environment, Task
-from polar_proxy.tasks.task_list import TaskCandidate, TaskList, make_task_list
 
 _DEFAULT_SECONDS = 600.0
 _SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)(?P<unit>[KMGT])i?B?", re.IGNORECASE)
@@ -50,26 +49,6 @@ _UNSUPPORTED_KEYS = {
     ("agent", "user"): "a separate user for the agent",
     ("verifier", "user"): "a separate user for the verifier",
 }
-
-
-def is_task_folder(path: Path) -> bool:
-    return (path / "task.toml").is_file()
-
-
-def read_folder(path: Path) -> TaskList:
-    """Read the task in this folder, or the tasks in the folders directly below it. Raises `UsageError` if there are no
-    tasks."""
-    if is_task_folder(path):
-        return make_task_list(path.name, [_candidate(path)])
-    folders = sorted(child for child in path.iterdir() if child.is_dir() and not child.name.startswith("."))
-    found = [child for child in folders if is_task_folder(child) or (child / "instruction.md").is_file()]
-    if not found:
-        raise UsageError(f"{path} has no task: there is no task.toml in it or in a folder directly below it.")
-    return make_task_list(path.name, [_candidate(child) for child in found])
-
-
-def _candidate(folder: Path) -> TaskCandidate:
-    return TaskCandidate(folder.name, None, lambda position: harbor_task(folder.absolute(), position))
 
 
 def harbor_task(folder: Path, position: int) -> Task:

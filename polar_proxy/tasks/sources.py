@@ -1,21 +1,32 @@
-"""Finding tasks by the name that a user types: a built-in family, a path, or a Python class or function."""
+"""Finding tasks by the name that a user types: a built-in family, a file, a folder, or a Python class or function.
+
+A bad task never stops the others: every row or folder becomes a task or a `TaskRefusal`.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from polar_proxy.errors import BadTaskError, UsageError
-from polar_proxy.tasks import harbor, swebench
-from polar_proxy.tasks.task import Task, TaskSource, UnknownTaskFamilyError
-from polar_proxy.tasks.task_list import Row, TaskCandidate, TaskList, TaskRefusal, make_task_list, read_rows, row_task
+from pydantic import TypeAdapter, ValidationError
+
+from polar_proxy.errors import BadTaskError, UsageError, first_problem
+from polar_proxy.rewards import EVALUATORS, AnyEvaluator
+from polar_proxy.tasks.harbor import harbor_task
+from polar_proxy.tasks.swebench import is_swebench_row, swebench_task
+from polar_proxy.tasks.task import Environment, Row, Task, TaskSource, check_task, resolve_path
 
 _BUILT_IN: Mapping[str, str] = {"swe-task": "polar_proxy.tasks.swe_task:SweTaskSource"}
 _SUFFIXES = (".jsonl", ".json", ".ndjson")
+_T = TypeVar("_T")
+
+
+# ---------------------------------------------------------------- by name
 
 
 def list_sources() -> tuple[str, ...]:
@@ -31,24 +42,22 @@ def get_source(name: str) -> TaskSource:
     * the path of a Harbor task folder, or of a folder that holds such folders;
     * ``module:Class``, a `TaskSource` of your own, or ``module:function`` that returns tasks (or rows).
 
-    Raises `UnknownTaskFamilyError` if nothing has this name, `TypeError` if it is not a source, `UsageError` if a file
-    cannot be read. Single tasks that cannot be used are listed in the source's `refused`.
+    Raises `UsageError` if nothing has this name, it is not a source or cannot be read. Single tasks that cannot be used
+    are listed in the source's `refused`.
     """
     if name in _BUILT_IN:
         return _from_python(_BUILT_IN[name])
     path = Path(name).expanduser()
     if path.is_dir():
-        return harbor.read_folder(path)
+        return _from_folder(path)
     if path.is_file():
-        if path.suffix not in _SUFFIXES:
-            raise UsageError(f"{name} is not a task file: its name must end in {', '.join(_SUFFIXES)}.")
-        return read_rows(path, lambda row, position: _task_of_row(row, position, path.parent))
+        return make_task_list(path.name, _read_rows(path), path.parent)
     if ":" in name and "/" not in name:
         return _from_python(name)
     if "/" in name or name.endswith(_SUFFIXES):
-        raise UnknownTaskFamilyError(f"there is no task file or folder {name}")
+        raise UsageError(f"there is no task file or folder {name}")
     known = ", ".join(list_sources())
-    raise UnknownTaskFamilyError(
+    raise UsageError(
         f"there is no task family {name!r}; give {known}, a file, a folder, module:Class or module:function"
     )
 
@@ -62,11 +71,14 @@ def load_tasks(name: str, seed: int | None, instances: int | None) -> tuple[list
     """
     if seed is not None and instances is not None:
         raise UsageError("Give --seed (one instance) or --instances (many), not both.")
-    try:
-        source = get_source(name)
-    except (UnknownTaskFamilyError, TypeError) as error:
-        raise UsageError(str(error)) from error
-    return _select(source, seed, instances), source.refused if isinstance(source, TaskList) else None
+    source = get_source(name)
+    seeds: Iterable[int] = range(instances or 1)
+    refused = None
+    if isinstance(source, TaskList):
+        seeds, refused = source.seeds[:instances], source.refused
+    if seed is not None:
+        seeds = [seed]
+    return [source.task(number) for number in seeds], refused
 
 
 def tasks_from_rows(
@@ -74,20 +86,7 @@ def tasks_from_rows(
 ) -> tuple[list[Task], tuple[TaskRefusal, ...]]:
     """Like `load_tasks`, for the rows of a task file; paths in them are relative to the working directory."""
     source = _from_items(name, rows)
-    return _select(source, None, instances), source.refused
-
-
-def _select(source: TaskSource, seed: int | None, instances: int | None) -> list[Task]:
-    if seed is not None:
-        return [source.task(seed)]
-    if isinstance(source, TaskList):
-        return [source.task(position) for position in source.seeds[:instances]]
-    return [source.task(number) for number in range(instances or 1)]
-
-
-def _task_of_row(row: Row, position: int, folder: Path) -> Task:
-    make = swebench.swebench_task if swebench.is_swebench_row(row) else row_task
-    return make(row, position, folder)
+    return [source.task(position) for position in source.seeds[:instances]], source.refused
 
 
 def _from_python(target: str) -> TaskSource:
@@ -95,22 +94,149 @@ def _from_python(target: str) -> TaskSource:
     try:
         source = getattr(importlib.import_module(module_name), attribute)()
     except (ImportError, AttributeError) as error:
-        raise UnknownTaskFamilyError(f"cannot load task source {target!r}: {error}") from error
+        raise UsageError(f"cannot load task source {target!r}: {error}") from error
     if isinstance(source, TaskSource):
         return source
     if isinstance(source, Iterable) and not isinstance(source, str | bytes | Mapping):
         return _from_items(target, source)
-    raise TypeError(f"{target} is not a task source: it needs `name` and `task(seed)`, or must return tasks")
+    raise UsageError(f"{target} is not a task source: it needs `name` and `task(seed)`, or must return tasks")
 
 
-def _from_items(target: str, items: Iterable[object]) -> TaskList:
-    """Make a task list of tasks, or of rows as in a task file with paths relative to the working directory."""
+def _from_items(name: str, items: Iterable[object]) -> TaskList:
+    return make_task_list(name, ((f"{name}[{number}]", item) for number, item in enumerate(items)), Path.cwd())
 
-    def candidates() -> Iterator[TaskCandidate]:
-        for number, item in enumerate(items):
-            yield TaskCandidate(f"{target}[{number}]", _item_name(item), partial(_task_of_item, item))
 
-    return make_task_list(target, candidates())
+def _from_folder(path: Path) -> TaskList:
+    """Read the Harbor task in this folder, or the tasks in the folders directly below it."""
+    if (path / "task.toml").is_file():
+        found = [path]
+    else:
+        folders = sorted(child for child in path.iterdir() if child.is_dir() and not child.name.startswith("."))
+        found = [child for child in folders if (child / "task.toml").is_file() or (child / "instruction.md").is_file()]
+    if not found:
+        raise UsageError(f"{path} has no task: there is no task.toml in it or in a folder directly below it.")
+    return make_task_list(path.name, ((folder.name, folder.absolute()) for folder in found), path)
+
+
+def _read_rows(path: Path) -> Iterator[tuple[str, object]]:
+    """Yield the place and the content of each row: of each line of a JSONL file, or of the list in a JSON file.
+
+    A first row ``{"defaults": {...}}`` holds values for fields that the others leave out. Raises `UsageError` for a
+    file that cannot be read at all.
+    """
+    if path.suffix not in _SUFFIXES:
+        raise UsageError(f"{path} is not a task file: its name must end in {', '.join(_SUFFIXES)}.")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} cannot be read: {error}") from error
+    defaults: Row = {}
+    rows = _rows_of_list(path, text) if path.suffix == ".json" else _rows_of_lines(path, text)
+    for number, (where, row) in enumerate(rows):
+        if not isinstance(row, dict):
+            yield where, row
+        elif number == 0 and set(row) == {"defaults"} and isinstance(row["defaults"], dict):
+            defaults = row["defaults"]
+        else:
+            yield where, {**defaults, **row}
+
+
+def _rows_of_lines(path: Path, text: str) -> Iterator[tuple[str, object]]:
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip():
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                row = BadTaskError(f"is not JSON: {error.msg} at column {error.colno}")
+            yield f"{path.name}:{number}", row
+
+
+def _rows_of_list(path: Path, text: str) -> Iterator[tuple[str, object]]:
+    try:
+        rows = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UsageError(f"{path} is not JSON: {error}") from error
+    if not isinstance(rows, list):
+        raise UsageError(f"{path} must hold a list of tasks")
+    return ((f"{path.name}[{number}]", row) for number, row in enumerate(rows))
+
+
+# ---------------------------------------------------------------- a list of tasks
+
+
+@dataclass(frozen=True)
+class TaskRefusal:
+    """A task that cannot be used. `where` is its file and line, or its folder; `name` is the task's id, if known."""
+
+    where: str
+    name: str | None
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.where}{f' ({self.name})' if self.name else ''}: {self.reason}"
+
+
+class TaskList:
+    """A source with a fixed number of tasks, whose seeds are positions.
+
+    Rejected tasks keep their position, so that no other task moves when one is corrected."""
+
+    def __init__(self, name: str, entries: Sequence[Task | TaskRefusal]) -> None:
+        self.name = name
+        self._entries = entries
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """The positions of the tasks that can be run."""
+        return tuple(position for position, entry in enumerate(self._entries) if isinstance(entry, Task))
+
+    @property
+    def refused(self) -> tuple[TaskRefusal, ...]:
+        return tuple(entry for entry in self._entries if isinstance(entry, TaskRefusal))
+
+    def task(self, seed: int) -> Task:
+        """Return the task at this position. Raises `UsageError` if there is none or it was refused."""
+        count = len(self._entries)
+        if not 0 <= seed < count:
+            raise UsageError(f"{self.name} has {count} tasks, numbered from 0; there is no number {seed}.")
+        entry = self._entries[seed]
+        if isinstance(entry, TaskRefusal):
+            raise UsageError(f"This task cannot be used: {entry}")
+        return entry
+
+
+def make_task_list(name: str, items: Iterable[tuple[str, object]], folder: Path) -> TaskList:
+    """Read and check every (place, item). An item that raises `BadTaskError`, or repeats an earlier id, is refused.
+
+    An item is a task, a row with paths relative to `folder`, the path of a Harbor folder, or the error of reading it.
+    """
+    entries: list[Task | TaskRefusal] = []
+    seen: dict[str, str] = {}
+    for position, (where, item) in enumerate(items):
+        try:
+            task = _make_task(item, position, folder)
+            check_task(task)
+            if task.task_id in seen:
+                raise BadTaskError(f"task_id {task.task_id!r} is also that of {seen[task.task_id]}")
+            seen[task.task_id] = where
+            entries.append(task)
+        except BadTaskError as error:
+            entries.append(TaskRefusal(where, _item_name(item), str(error)))
+    return TaskList(name, entries)
+
+
+def _make_task(item: object, position: int, folder: Path) -> Task:
+    match item:
+        case Task():
+            return dataclasses.replace(item, seed=position)
+        case Path():
+            return harbor_task(item, position)
+        case Mapping():
+            make: Callable[[Row, int, Path], Task] = swebench_task if is_swebench_row(item) else row_task
+            return make(dict(item), position, folder)
+        case BadTaskError():
+            raise item
+    raise BadTaskError("is not a JSON object")
 
 
 def _item_name(item: object) -> str | None:
@@ -120,9 +246,46 @@ def _item_name(item: object) -> str | None:
     return str(name) if name else None
 
 
-def _task_of_item(item: object, position: int) -> Task:
-    if isinstance(item, Task):
-        return replace(item, seed=position)
-    if isinstance(item, Mapping):
-        return _task_of_row(dict(item), position, Path.cwd())
-    raise BadTaskError("is neither a Task nor a row")
+# ---------------------------------------------------------------- rows with the fields of a task
+
+
+def row_task(row: Row, position: int, folder: Path) -> Task:
+    """Make a task from a row with the fields of `Task`; paths in it are relative to `folder`. Raises `BadTaskError`."""
+    if "seed" in row:
+        raise BadTaskError("seed: cannot be set; it is the row's position")
+    evaluators = row.pop("evaluators", None)
+    if (one := row.pop("evaluator", None)) is not None:
+        if evaluators is not None:
+            raise BadTaskError("give either evaluator (one) or evaluators (a list), not both")
+        evaluators = [one]
+    environment = dict(row.pop("environment", None) or {})
+    if repository := environment.get("repository"):
+        environment["repository"] = {**repository, "source": resolve_path(str(repository.get("source")), folder)}
+    if environment.get("build"):
+        environment["build"] = resolve_path(str(environment["build"]), folder)
+    made: Row = {"environment": _build(Environment, environment, "environment")}
+    if evaluators is not None:
+        if not isinstance(evaluators, list) or not evaluators:
+            raise BadTaskError("evaluators: must be a list of at least one")
+        made["evaluators"] = tuple(
+            _make_evaluator(item, f"evaluators[{number}]") for number, item in enumerate(evaluators)
+        )
+    return _build(Task, {"family": "jsonl", **row, "seed": position, **made})
+
+
+def _make_evaluator(item: object, where: str) -> AnyEvaluator:
+    if not isinstance(item, dict) or item.get("kind") not in EVALUATORS:
+        raise BadTaskError(f"{where}: kind must be one of {', '.join(sorted(EVALUATORS))}")
+    return _build(EVALUATORS[item["kind"]], item, where)
+
+
+def _build(kind: type[_T], data: Mapping[str, Any], where: str = "") -> _T:
+    """Make a dataclass from JSON values. Raises `BadTaskError` that names the first wrong field."""
+    known = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    if unknown := sorted(set(data) - known):
+        name = f"{where}.{unknown[0]}" if where else unknown[0]
+        raise BadTaskError(f"{name}: there is no such field; choose from {', '.join(sorted(known))}")
+    try:
+        return TypeAdapter(kind).validate_python(dict(data))
+    except ValidationError as error:
+        raise BadTaskError(first_problem(error, where)) from None

@@ -19,14 +19,14 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from polar_proxy.errors import BadTaskError
 from polar_proxy.rewards import SwebenchEvaluator
 from polar_proxy.rewards.base import patched_files
-from polar_proxy.tasks.task import Environment, GitRepository, Task
-from polar_proxy.tasks.task_list import Row, resolve_path
+from polar_proxy.tasks.task import Environment, GitRepository, Row, Task, resolve_path
 
 TIMEOUT_SECONDS = 1800.0
 """The benchmark's own time limit of one evaluation."""
@@ -71,7 +71,7 @@ R2E_HIDDEN = (
 """Paths of tests and answers in the images of R2E-Gym, which are hidden from the agent."""
 
 
-def is_swebench_row(row: Row) -> bool:
+def is_swebench_row(row: Mapping[str, Any]) -> bool:
     return "problem_statement" in row and ("base_commit" in row or "commit_hash" in row)
 
 

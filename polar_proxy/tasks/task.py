@@ -15,9 +15,12 @@ from typing import Any, Protocol, runtime_checkable
 
 from pydantic import TypeAdapter, ValidationError
 
-from polar_proxy.errors import BadTaskError
+from polar_proxy.errors import BadTaskError, first_problem
 from polar_proxy.rewards import AnyEvaluator, HiddenTestsEvaluator, check_relative_path
 from polar_proxy.types import Json
+
+Row = dict[str, Any]
+"""A row of a task file."""
 
 
 @dataclass(frozen=True)
@@ -117,10 +120,6 @@ class TaskSource(Protocol):
         ...
 
 
-class UnknownTaskFamilyError(LookupError):
-    """No source has this name; the message lists those that exist."""
-
-
 def task_to_json(task: Task) -> Json:
     """Return the whole task as JSON values."""
     return asdict(task)
@@ -131,8 +130,7 @@ def task_from_json(value: Json) -> Task:
     try:
         return TypeAdapter(Task).validate_python(value)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        raise BadTaskError(f"{'.'.join(str(part) for part in first['loc'])}: {first['msg'].lower()}") from None
+        raise BadTaskError(first_problem(error)) from None
 
 
 def check_task(task: Task) -> None:
@@ -174,3 +172,8 @@ def _check_environment(environment: Environment, task: Task) -> None:
             raise BadTaskError("files: the repository is the workspace already; give files or repository, not both")
     if environment.build is not None and not (Path(environment.build) / "Dockerfile").is_file():
         raise BadTaskError(f"environment.build: {environment.build} has no Dockerfile")
+
+
+def resolve_path(source: str, folder: Path) -> str:
+    """Make a path relative to `folder` absolute; return a URL unchanged."""
+    return source if "://" in source else str((folder / source).absolute())

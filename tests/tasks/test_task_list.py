@@ -10,7 +10,7 @@ import pytest
 
 from polar_proxy.errors import BadTaskError, UsageError
 from polar_proxy.rewards import CommandEvaluator, HiddenTestsEvaluator, PythonEvaluator
-from polar_proxy.tasks import Task, TaskList, UnknownTaskFamilyError, get_source, task_from_json, task_to_json
+from polar_proxy.tasks import Task, TaskList, get_source, task_from_json, task_to_json
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "tasks"
 GOOD: dict[str, Any] = {"task_id": "t", "instruction": "Do it.", "evaluator": {"kind": "command", "argv": ["true"]}}
@@ -109,7 +109,7 @@ def test_reports_unreadable_files(tmp_path: Path) -> None:
     for name, words in (("x.json", "is not JSON"), ("y.csv", "must end in"), ("empty", "has no task")):
         with pytest.raises(UsageError, match=words):
             get_source(str(tmp_path / name))
-    with pytest.raises(UnknownTaskFamilyError, match="no task file or folder"):
+    with pytest.raises(UsageError, match="no task file or folder"):
         get_source("./nothing.jsonl")
 
 
@@ -145,5 +145,5 @@ def test_reads_tasks_and_rows_from_a_function() -> None:
     assert found.task(0).seed == 0
     assert [refusal.where.rpartition(":")[2] for refusal in found.refused] == ["tasks[2]", "tasks[3]"]
     assert source("examples.tasks.arithmetic:tasks").seeds == (0, 1, 2)
-    with pytest.raises(TypeError, match="is not a task source"):
+    with pytest.raises(UsageError, match="is not a task source"):
         get_source(f"{__name__}:no_tasks")
