@@ -17,6 +17,7 @@ from polar_proxy import __version__
 from polar_proxy import api_models as m
 from polar_proxy.api.context import ApiContext, Routers, pause_timed_out, wait_or_undo, wait_until
 from polar_proxy.errors import ApiError, EngineError
+from polar_proxy.rollouts import RolloutService
 from polar_proxy.rollouts.worker import Worker
 from polar_proxy.store import Store
 from polar_proxy.store.service.queue import FleetRow
