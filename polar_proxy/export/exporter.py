@@ -19,6 +19,7 @@ from polar_proxy.traces import BUILDERS, TRAINABLE, CertificateError, build, cer
 from polar_proxy.training.advantages import ADVANTAGES
 from polar_proxy.types import CallRecord, Json, Trace
 
+Convert = Callable[[list[Json]], list[Json]]
 _PAGE = 500
 _ROLLOUT_FIELDS = (
     "rollout_id",
@@ -68,7 +69,7 @@ async def export(
     session without a rollout. Records of other trainers are made from the rows of tokens-jsonl, with an advantage in
     those of trl and tinker. Raise UsageError for an unknown format, builder, advantage, condition or session.
     """
-    convert: Callable[[list[Json]], list[Json]] = list
+    convert: Convert = list
     records: RecordConverter | None = None
     if form in TRAINER_FORMATS:
         rewards = await _rewards_by_group(store, advantage, builder)
@@ -78,14 +79,16 @@ async def export(
     if where is not None and session_ids:
         raise UsageError("Conditions choose rollouts: give either conditions or sessions.")
     report = ExportReport()
-    async for session in _selected(store, where, session_ids, form, builder, report):
+    async for session_id, rollout in _selected(store, where, session_ids, builder):
+        report.rollouts += rollout is not None
+        report.sessions += rollout is None
+        session = await _read_session(store, session_id, rollout, form, builder)
         report.left_out.update(session.excluded.values())
         placed = {call_id for trace in session.traces for call_id in trace.call_ids} | set(session.excluded)
         # The traces of a rollout are built when it ends.
         if unplaced := sum(call.call_id not in placed for call in session.calls):
             report.left_out["not_built_yet"] += unplaced
-        chosen = replace(session, traces=_trainable(session.traces, all_grades, report))
-        lines = await asyncio.to_thread(_lines, form, chosen, convert)
+        lines = await asyncio.to_thread(_lines, session, form, all_grades, report, convert)
         for line in lines:
             write(line)
         report.rows += len(lines)
@@ -119,9 +122,8 @@ async def rollout_lines(
     _require_known(form, builder)
     if rollout.session_id is None or not rollout.final:
         return []
-    session = await _read_session(store, _rollout_fields(rollout), rollout.session_id, form, builder, rollout)
-    chosen = replace(session, traces=_trainable(session.traces, all_grades, ExportReport()))
-    return await asyncio.to_thread(_lines, form, chosen, list)
+    session = await _read_session(store, rollout.session_id, rollout, form, builder)
+    return await asyncio.to_thread(_lines, session, form, all_grades, ExportReport(), list)
 
 
 def _require_known(form: str, builder: str) -> None:
@@ -132,46 +134,30 @@ def _require_known(form: str, builder: str) -> None:
 
 
 async def _selected(
-    store: Store, where: str | None, session_ids: Sequence[str], form: str, builder: str, report: ExportReport
-) -> AsyncIterator[SessionExport]:
-    if not session_ids:
-        before: str | None = None
-        while rows := await store.rollouts.find(where=where, limit=_PAGE, before=before, builder=builder):
-            for row in rows:
-                report.rollouts += 1
-                fields = _rollout_fields(row)
-                if row.session_id is None:
-                    yield SessionExport(fields, (), (), {})
-                else:
-                    yield await _read_session(store, fields, row.session_id, form, builder, row)
-            before = rows[0].rollout_id  # a page is ordered oldest first
-    if session_ids or where is None:
-        async for session_id in _sessions_without_rollout(store, session_ids):
-            report.sessions += 1
-            yield await _read_session(store, {"session_id": session_id}, session_id, form, builder, None)
-
-
-def _rollout_fields(row: RolloutRow) -> Json:
-    return {name: getattr(row, name) for name in _ROLLOUT_FIELDS}
-
-
-async def _sessions_without_rollout(store: Store, session_ids: Sequence[str]) -> AsyncIterator[str]:
+    store: Store, where: str | None, session_ids: Sequence[str], builder: str
+) -> AsyncIterator[tuple[str | None, RolloutRow | None]]:
+    """Yield the session and the rollout of each export; one of the two may be None."""
+    for session_id in session_ids:
+        if await store.sessions.get(session_id) is None:
+            raise UsageError(f"There is no session {session_id}. `polar sessions` lists them.")
+        yield session_id, None
     if session_ids:
-        for session_id in session_ids:
-            if await store.sessions.get(session_id) is None:
-                raise UsageError(f"There is no session {session_id}. `polar sessions` lists them.")
-            yield session_id
         return
     before: str | None = None
-    while page := await store.sessions.recent(limit=_PAGE, before=before):
+    while rows := await store.rollouts.find(where=where, limit=_PAGE, before=before, builder=builder):
+        for row in rows:
+            yield row.session_id, row
+        before = rows[0].rollout_id  # a page is ordered oldest first
+    before = None
+    while where is None and (page := await store.sessions.recent(limit=_PAGE, before=before)):
         for summary in page:
             if summary.rollout_id is None and summary.calls:
-                yield summary.session_id
+                yield summary.session_id, None
         before = page[-1].session_id
 
 
 async def _read_session(
-    store: Store, fields: Json, session_id: str, form: str, builder: str, rollout: RolloutRow | None
+    store: Store, session_id: str | None, rollout: RolloutRow | None, form: str, builder: str
 ) -> SessionExport:
     """Read the stored traces of a session with their certificates.
 
@@ -179,6 +165,11 @@ async def _read_session(
     ends, if it has calls that were recorded after its stored traces were built. A rollout that still runs has no traces
     yet.
     """
+    fields: Json = {"session_id": session_id}
+    if rollout is not None:
+        fields = {name: getattr(rollout, name) for name in _ROLLOUT_FIELDS}
+    if session_id is None:
+        return SessionExport(fields, (), (), {})
     stored = await store.traces.of_session(session_id, builder=builder, text=form != "tokens-jsonl")
     traces, excluded, calls = stored.traces, dict(stored.excluded), stored.calls
     known = {call_id for trace in traces for call_id in trace.call_ids} | set(excluded)
@@ -221,5 +212,6 @@ def _trainable(traces: Sequence[Trace], all_grades: bool, report: ExportReport) 
     return list(kept.values())
 
 
-def _lines(form: str, session: SessionExport, convert: Callable[[list[Json]], list[Json]]) -> list[bytes]:
-    return [json_codec.dumps(row) + b"\n" for row in convert(list(DATASET_FORMATS[form](session)))]
+def _lines(session: SessionExport, form: str, all_grades: bool, report: ExportReport, convert: Convert) -> list[bytes]:
+    chosen = replace(session, traces=_trainable(session.traces, all_grades, report))
+    return [json_codec.dumps(row) + b"\n" for row in convert(list(DATASET_FORMATS[form](chosen)))]
