@@ -235,12 +235,12 @@ def rescore(
     async def work(store: Store) -> Json:
         from polar_proxy.engines.factory import make_engine
         from polar_proxy.traces.operations import find_targets, rescore_session
-        from polar_proxy.traces.scoring import RescoreReport, Scorer, require_scoring_engine
+        from polar_proxy.traces.scoring import RescoreReport, Scorer, require_end_of_turn
 
         report = RescoreReport()
         targets = await find_targets(store, where=where, session_ids=session or (), limit=limit)
         async with make_engine(settings.engine) as entered:
-            require_scoring_engine(entered)
+            require_end_of_turn(entered)
             scorer = Scorer(entered, concurrency)
             with progress_bars() as update:
                 for number, target in enumerate(targets, 1):

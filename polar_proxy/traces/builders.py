@@ -21,7 +21,7 @@ from polar_proxy.errors import UsageError
 from polar_proxy.sequences import begins_with, common_prefix_length, shared_length
 from polar_proxy.traces.certificate import ScorerIdentity
 from polar_proxy.traces.drift import DriftEvent, DriftPolicy, drift_events, find_context_start
-from polar_proxy.traces.grades import CANONICAL, excluded_calls, grade_of, grade_reasons, in_start_order
+from polar_proxy.traces.grades import excluded_calls, grade_of, grade_reasons, in_start_order
 from polar_proxy.traces.validation import validate
 from polar_proxy.types import CallRecord, Choice, Span, TokenIds, Trace, new_id
 
@@ -246,7 +246,7 @@ class TraceBuilder:
     @property
     def has_drift(self) -> bool:
         """True if an answer in the trace follows other tokens than its recorded prompt."""
-        return CANONICAL in self.reasons
+        return "canonical" in self.reasons
 
     def shared_depth(self, prompt: TokenIds) -> int:
         """Return the length of the common prefix of prompt and path, given that the first `branch_at` tokens are
@@ -269,7 +269,7 @@ class TraceBuilder:
         prompt = call.prompt_ids
         assert prompt is not None
         if joins_drift:
-            self.reasons.add(CANONICAL)
+            self.reasons.add("canonical")
         if start < len(prompt):
             self.spans.append(Span("context", call.call_id, start, len(prompt)))
             self._append(prompt[start:])

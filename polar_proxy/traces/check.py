@@ -142,7 +142,7 @@ def _span_problems(certificate: Certificate) -> Iterator[str]:
     answers = set()
     for span in certificate.spans:
         if span.kind == "context":
-            if span.start != position and grades.CANONICAL not in certificate.grade_reasons:
+            if span.start != position and "canonical" not in certificate.grade_reasons:
                 yield f"the context of {span.call_id} begins at {span.start} of its prompt and at {position} here"
         else:
             if span.start != 0:
@@ -167,11 +167,11 @@ def _reason_problems(certificate: Certificate) -> Iterator[str]:
     sampled = [span for span in certificate.spans if isinstance(span, SampledSpan)]
     joined = any(event.outcome == "canonical" for event in certificate.drift)
     expected = {
-        grades.CONTINUED: any(span.prompt_mode == "continue" for span in sampled),
-        grades.OFF_DISTRIBUTION: any(span.sampling is not None for span in sampled),
-        grades.WEIGHTS_CHANGED: any(grades.weights_changed(span.versions) for span in sampled),
-        grades.RESCORED: certificate.rescored is not None,
-        grades.CANONICAL: joined,
+        "continued": any(span.prompt_mode == "continue" for span in sampled),
+        "off_distribution": any(span.sampling is not None for span in sampled),
+        "weights_changed": any(grades.weights_changed(span.versions) for span in sampled),
+        "rescored": certificate.rescored is not None,
+        "canonical": joined,
     }
     for reason, holds in expected.items():
         if (reason in reasons) != holds:

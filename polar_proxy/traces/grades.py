@@ -29,17 +29,12 @@ TRAINABLE = frozenset({"exact", "continued"})
 REJECTED = "rejected"
 
 Reason = Literal["continued", "off_distribution", "weights_changed", "canonical", "rescored"]
-CONTINUED: Reason = "continued"
-OFF_DISTRIBUTION: Reason = "off_distribution"
-WEIGHTS_CHANGED: Reason = "weights_changed"
-CANONICAL: Reason = "canonical"
-RESCORED: Reason = "rescored"
-GRADE_BY_REASON: dict[str, Grade] = {
-    CONTINUED: "continued",
-    OFF_DISTRIBUTION: "approximate",
-    WEIGHTS_CHANGED: "approximate",
-    CANONICAL: "approximate",
-    RESCORED: "approximate",
+_GRADE_BY_REASON: Mapping[str, Grade] = {
+    "continued": "continued",
+    "off_distribution": "approximate",
+    "weights_changed": "approximate",
+    "canonical": "approximate",
+    "rescored": "approximate",
 }
 
 _OFF_AT_ZERO = ("top_k", "min_p", "presence_penalty", "frequency_penalty", "logit_bias")
@@ -47,18 +42,18 @@ _OFF_AT_ZERO = ("top_k", "min_p", "presence_penalty", "frequency_penalty", "logi
 
 def grade_of(reasons: Iterable[str]) -> Grade:
     """Return the best grade that these reasons allow. Raise KeyError for an unknown reason."""
-    return max((GRADE_BY_REASON[reason] for reason in reasons), key=GRADES.index, default="exact")
+    return max((_GRADE_BY_REASON[reason] for reason in reasons), key=GRADES.index, default="exact")
 
 
 def grade_reasons(call: CallRecord, choice: Choice) -> set[Reason]:
     """Return why one answer by itself is not `exact`."""
     found: set[Reason] = set()
     if call.prompt_mode == "continue":
-        found.add(CONTINUED)
+        found.add("continued")
     if is_off_distribution(call):
-        found.add(OFF_DISTRIBUTION)
+        found.add("off_distribution")
     if weights_changed(policy_versions(call, choice)):
-        found.add(WEIGHTS_CHANGED)
+        found.add("weights_changed")
     return found
 
 

@@ -207,10 +207,6 @@ async def audit_store(
 
     Raise UsageError if the engine cannot score or serves another model, EngineError if the weights change meanwhile.
     """
-    if "score" not in engine.info.capabilities:
-        raise UsageError(
-            f"The engine {engine.info.engine} gives no log-probabilities of a given sequence: audit with vllm or local."
-        )
     report = AuditReport(reference)
     scorer = Scorer(engine, at_once)
     started = time.monotonic()

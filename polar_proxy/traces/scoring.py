@@ -32,7 +32,7 @@ from polar_proxy.sequences import all_reported, begins_with
 from polar_proxy.store.rescores import RESCORED_BUILDER, Rescore, apply_rescores
 from polar_proxy.traces.builders import BuildResult, build
 from polar_proxy.traces.certificate import ScorerIdentity
-from polar_proxy.traces.grades import CANONICAL, RESCORED, exclusion_reason, grade_of
+from polar_proxy.traces.grades import exclusion_reason, grade_of
 from polar_proxy.traces.validation import count_calls
 from polar_proxy.types import CallRecord, ChatRequest, Choice, Json, Logprobs, Message, TokenIds, Trace
 
@@ -47,6 +47,10 @@ class Scorer:
     """Scores sequences with an engine, at most `at_once` at a time, and counts the tokens that the engine scored."""
 
     def __init__(self, engine: Engine, at_once: int = 4) -> None:
+        """Raise UsageError if the engine cannot score."""
+        if "score" not in engine.info.capabilities:
+            name = engine.info.engine
+            raise UsageError(f"The engine {name} gives no log-probabilities of a given sequence: use vllm or local.")
         self.engine = engine
         self.tokens = 0
         self._gate = asyncio.Semaphore(at_once)
@@ -119,7 +123,7 @@ async def rescore(build: BuildResult, engine: Engine) -> BuildResult:
     traces: list[Trace] = []
     reasons = dict(build.grade_reasons)
     for trace in build.traces:
-        if CANONICAL in reasons[trace.trace_id]:
+        if "canonical" in reasons[trace.trace_id]:
             reasons[trace.trace_id] = _and_rescored(reasons[trace.trace_id])
             logprobs = await _rescored_logprobs(trace, engine)
             trace = replace(trace, logprobs=logprobs, rescored=True, grade=grade_of(reasons[trace.trace_id]))
@@ -174,15 +178,10 @@ class RescoreReport:
         return {**asdict(self), "skipped": dict(self.skipped)}
 
 
-def require_scoring_engine(engine: Engine) -> None:
-    """Raise UsageError for an engine that cannot score, or has no known end-of-turn token."""
-    info = engine.info
-    if "score" not in info.capabilities:
-        raise UsageError(f"The engine {info.engine} gives no log-probabilities of a given text: use vllm or local.")
-    if not info.eos_token_ids:
-        raise UsageError(
-            f"The engine {info.engine} does not report its end-of-turn token, so the end of an answer is unknown."
-        )
+def require_end_of_turn(engine: Engine) -> None:
+    if not engine.info.eos_token_ids:
+        name = engine.info.engine
+        raise UsageError(f"The engine {name} does not report its end-of-turn token: where an answer ends is unknown.")
 
 
 async def rescore_calls(calls: Sequence[CallRecord], scorer: Scorer) -> tuple[list[Rescore], dict[str, str]]:
@@ -248,7 +247,7 @@ def build_rescored(
 
 
 def _and_rescored(reasons: Iterable[str]) -> tuple[str, ...]:
-    return tuple(sorted({*reasons, RESCORED}))
+    return tuple(sorted({*reasons, "rescored"}))
 
 
 def _no_rescore_reason(call: CallRecord) -> str | None:

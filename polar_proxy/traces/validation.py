@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from polar_proxy.sequences import begins_with, find_problem, shared_length, trace_path
 from polar_proxy.traces.drift import drift_events, find_context_start
-from polar_proxy.traces.grades import CANONICAL, RESCORED, grade_of
+from polar_proxy.traces.grades import grade_of
 from polar_proxy.types import CallRecord, Json, Span, TokenIds, Trace
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def _problems(calls: Sequence[CallRecord], by_id: Mapping[str, CallRecord], buil
         if (problem := find_problem(trace, by_id)) is not None:
             yield f"the trace {trace.trace_id} does not match its calls: {problem}"
         reasons = build.grade_reasons.get(trace.trace_id, ())
-        if trace.rescored != (RESCORED in reasons) or trace.grade != grade_of(reasons):
+        if trace.rescored != ("rescored" in reasons) or trace.grade != grade_of(reasons):
             yield f"the grade of {trace.trace_id} does not follow from {reasons}"
         yield from _prompt_problems(trace, traces, by_id, build)
     yield from _answer_problems(by_id, build)
@@ -115,7 +115,7 @@ def _prompt_problems(
 def _is_allowed_join(trace: Trace, number: int, calls: Mapping[str, CallRecord], build: BuildResult) -> bool:
     """Return whether the answer in span `number` follows the answer that its call continues, with exactly the context
     that `find_context_start` gives."""
-    if build.on_drift not in ("canonical", "rescore") or CANONICAL not in build.grade_reasons.get(trace.trace_id, ()):
+    if build.on_drift not in ("canonical", "rescore") or "canonical" not in build.grade_reasons.get(trace.trace_id, ()):
         return False
     answer = trace.spans[number]
     call = calls[answer.call_id]

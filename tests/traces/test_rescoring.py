@@ -24,7 +24,7 @@ from polar_proxy.traces.scoring import (
     Scorer,
     UnusableAnswerError,
     encode_answers,
-    require_scoring_engine,
+    require_end_of_turn,
 )
 from polar_proxy.types import CallRecord, ChatRequest, Choice, Json, Message
 from tests.factories import call, engine_info
@@ -231,9 +231,9 @@ async def test_encodes_tool_calls_and_several_answers() -> None:
 
 def test_requires_an_engine_that_can_score() -> None:
     with pytest.raises(UsageError, match="log-prob"):
-        require_scoring_engine(engine(capabilities=INFO.capabilities - {"score"}))
+        Scorer(engine(capabilities=INFO.capabilities - {"score"}))
     with pytest.raises(UsageError, match="end-of-turn"):
-        require_scoring_engine(engine(eos_token_ids=()))
+        require_end_of_turn(engine(eos_token_ids=()))
 
 
 async def test_store_returns_rescores_unchanged(store: Store) -> None:
