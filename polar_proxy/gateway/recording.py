@@ -105,6 +105,7 @@ class CallRecorder:
             self._metrics.lost.inc()
             log.exception("call %s was answered but could not be recorded", record.call_id)
         else:
+            session.recorded += 1
             for observer in self.observers:
                 observer(record)
         self._metrics.commit.observe(time.perf_counter() - started)

@@ -43,6 +43,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from polar_proxy.sessions import rules
 from polar_proxy.sessions.call_index import CallIndex, CallNode, QuoteKind
@@ -83,7 +84,7 @@ class Lineage:
     """The call's messages and their hash chain, for the session's next call."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PlacementQuery:
     messages: tuple[Message, ...]
     chain: HashChain
@@ -96,8 +97,10 @@ class PlacementQuery:
         return node.client_thread is None or self.metadata.thread in (None, node.client_thread)
 
     def quotes(self, node: CallNode, *kinds: QuoteKind) -> bool:
-        return _has_quote(self.opening(), node, *kinds)
+        """Return whether the conversation begins with a quote from this call's answer."""
+        return any(quote.text in self.opening for quote in node.quotes if quote.kind in kinds)
 
+    @cached_property
     def opening(self) -> str:
         """Return the beginning of the conversation, which is searched for quotes."""
         texts = [text_of(message)[:_OPENING] for message in self.messages[:6] if message.role != "system"]
@@ -361,20 +364,15 @@ def _new_conversation(index: CallIndex, query: PlacementQuery, compaction: rules
 
 def _root_or_quoted(index: CallIndex, query: PlacementQuery) -> Decision:
     """Decide about a new conversation: a root, unless its first messages quote an earlier answer."""
-    opening = query.opening()
     if not any(message.role == "assistant" for message in query.messages):
-        if callers := [node for node in index.quotable if _has_quote(opening, node, "agent_prompt")]:
+        if callers := [node for node in index.quotable if query.quotes(node, "agent_prompt")]:
             idle = [node for node in callers if not node.continued] or callers
             return Decision("subagent", idle[-1], "prompt_from_tool_call", len(idle) > 1, own_thread=True)
-        if any(_has_quote(opening, node, "argument") for node in index.quotable):
+        if any(query.quotes(node, "argument") for node in index.quotable):
             return Decision("root", None, "prompt_from_unknown_tool", True, own_thread=True)
-    if any(_has_quote(opening, node, "answer") for node in index.quotable):
+    if any(query.quotes(node, "answer") for node in index.quotable):
         return Decision("root", None, "quotes_an_answer", True, own_thread=True)
     return Decision("root", own_thread=True)
-
-
-def _has_quote(opening: str, node: CallNode, *kinds: QuoteKind) -> bool:
-    return any(quote.text in opening for quote in node.quotes if quote.kind in kinds)
 
 
 def _is_new_subagent(index: CallIndex, query: PlacementQuery) -> bool:

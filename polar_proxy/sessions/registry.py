@@ -83,7 +83,7 @@ class SessionRegistry:
             window = self._settings.retry_window_seconds
             session = SessionState(row.session_id, row.policy or {}, self._hasher, window=window, cache=self._cache)
             session.rebuild(lineages)
-            session.elsewhere = len(lineages)
+            session.recorded = len(lineages)
             session = self._by_id.setdefault(session.session_id, session)  # another name may have added it
         self._by_hash[digest] = session
         self._evict()
@@ -92,22 +92,21 @@ class SessionRegistry:
     async def _catch_up(self, session: SessionState) -> None:
         """Read what other gateways have recorded of this session. Raises SessionClosedError.
 
-        The row counts committed calls. While no call is in flight here, this gateway knows exactly how many of them are
-        its own, so an equal sum proves that nothing is new.
+        The row counts committed calls. While no call is in flight here, `session.recorded` includes all of this
+        gateway's, so an equal number proves that nothing is new.
         """
-        quiet, ended = session.in_flight == 0, session.ended
+        quiet, recorded = session.in_flight == 0, session.recorded
         row = await self._store.sessions.summary(session.session_id)
         if row is None or row.closed_at is not None:
             if session.in_flight == 0 and session.lost == 0:
                 self.forget(session.session_id)
             raise SessionClosedError
-        quiet = quiet and session.in_flight == 0 and session.ended == ended
-        ours = session.ended - session.lost
-        if quiet and row.calls == session.elsewhere + ours:
+        quiet = quiet and session.in_flight == 0 and session.recorded == recorded
+        if quiet and row.calls == recorded:
             return
         session.rebuild(await self._store.calls.lineages(session.session_id, known=session.call_ids))
         if quiet:
-            session.elsewhere = row.calls - ours
+            session.recorded = row.calls
 
     def lost(self, session_id: str) -> int:
         """Return how many calls of this session were answered without being recorded."""

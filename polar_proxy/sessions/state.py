@@ -123,10 +123,8 @@ class SessionState:
         self.idle.set()
         self.lost = 0
         """Calls that were answered but could not be committed: the rollout is incomplete, not to be trained on."""
-        self.ended = 0
-        """Calls that this gateway has answered, lost ones included."""
-        self.elsewhere = 0
-        """Calls in the store that this gateway did not answer: from other gateways, or from before it started."""
+        self.recorded = 0
+        """Calls in the store that are known here, from this gateway and from others."""
 
     def begin(self, calls: int) -> None:
         self.in_flight += calls
@@ -134,7 +132,6 @@ class SessionState:
 
     def end(self, calls: int) -> None:
         self.in_flight -= calls
-        self.ended += calls
         if self.in_flight == 0:
             self.idle.set()
 
