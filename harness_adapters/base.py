@@ -166,36 +166,6 @@ class HarnessAdapter(Protocol):
         ...
 
 
-def failed_exit(
-    name: str, exit_code: int | None, stdout_tail: str, error_prefixes: tuple[str, ...] = ()
-) -> tuple[ExitOutcome, str] | None:
-    """Return outcome and message of a run that timed out or exited with an error; None for exit code 0.
-
-    The message quotes the last line that begins with one of `error_prefixes`, or else the last line that is no frame.
-    """
-    if exit_code is None:
-        return "timed_out", f"{name} was stopped at its time limit"
-    if exit_code == 0:
-        return None
-    lines = [line.strip() for line in stdout_tail.splitlines() if line.strip(" │╭╮╰╯─")]
-    errors = [line for line in lines if line.startswith(error_prefixes)] or lines or ["no output"]
-    return "failed", f"{name} exited with {exit_code}: {errors[-1][:400]}"
-
-
-def require_supported(name: str, info: HarnessInfo, context: LaunchContext) -> WireApi:
-    """Return the wire API for a run. Raises `HarnessError` if `context` asks for something that `info` lacks."""
-    if context.resume and "resume" not in info.features:
-        raise HarnessError(f"{name} cannot resume a conversation")
-    if context.mcp_servers and "mcp" not in info.features:
-        raise HarnessError(f"{name} does not support MCP servers")
-    if context.skills and "skills" not in info.features:
-        raise HarnessError(f"{name} does not support skills")
-    wire_api = context.wire_api or info.wire_apis[0]
-    if wire_api not in info.wire_apis:
-        raise HarnessError(f"{name} does not speak {wire_api}; it speaks {', '.join(info.wire_apis)}")
-    return wire_api
-
-
 _BUILT_IN: Mapping[str, str] = {
     "aider": "harness_adapters.aider:Aider",
     "claude-code": "harness_adapters.claude_code:ClaudeCode",

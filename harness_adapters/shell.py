@@ -17,16 +17,15 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
 from harness_adapters.base import (
-    ExitOutcome,
     HarnessError,
     HarnessInfo,
     Installation,
     InstallError,
     LaunchContext,
     LaunchPlan,
-    failed_exit,
-    require_supported,
+    WireApi,
 )
+from harness_adapters.toolkit.adapter import BaseHarness
 
 _PLACEHOLDER = re.compile(r"\{\{|\}\}|\{mount:(?P<path>[^{}]+)\}|\{(?P<name>[a-z_]+)\}")
 _SHELLS = {"sh", "bash", "dash", "zsh", "ksh", "fish"}
@@ -35,8 +34,9 @@ _CONTEXT_NAMES = ("base_url", "root_url", "model", "instruction", "home", "workd
 _NAMES = (*_CONTEXT_NAMES, "api_key_env")
 
 
-class ShellCommand:
+class ShellCommand(BaseHarness):
     name = "shell"
+    success = "exited with 0"
     info = HarnessInfo(
         homepage="",
         package="none",
@@ -77,11 +77,13 @@ class ShellCommand:
         del cache_root, version
         return True
 
-    def launch(self, installed: Installation, context: LaunchContext) -> LaunchPlan:
-        require_supported(self.name, self.info, context)
+    @property
+    def label(self) -> str:
+        return self.default_version
+
+    def make_plan(self, installed: Installation, context: LaunchContext, wire_api: WireApi) -> LaunchPlan:
         values = {"api_key_env": _KEY_NAME, **{name: getattr(context, name) for name in _CONTEXT_NAMES}}
         env = {
-            "HOME": context.home,
             "OPENAI_BASE_URL": context.base_url,
             "OPENAI_API_BASE": context.base_url,
             _KEY_NAME: context.api_key,
@@ -93,10 +95,7 @@ class ShellCommand:
             "POLAR_INSTRUCTION": context.instruction,
         }
         argv = tuple(_filled(word, values) for word in self._words())
-        return LaunchPlan(argv=argv, env=env, mounts=installed.mounts)
-
-    def interpret(self, exit_code: int | None, stdout_tail: str) -> tuple[ExitOutcome, str]:
-        return failed_exit(self.default_version, exit_code, stdout_tail) or ("ok", "exited with 0")
+        return LaunchPlan(argv=argv, env=env)
 
     def _words(self) -> list[str]:
         """Return the command's words. Raises `HarnessError` for a command that cannot be run."""

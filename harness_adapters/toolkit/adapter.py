@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import json
 import re
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import ClassVar
 
 from harness_adapters.base import (
     ExitOutcome,
+    HarnessAdapter,
     HarnessError,
-    HarnessInfo,
     Installation,
     LaunchContext,
     LaunchPlan,
     McpServer,
     Skill,
     WireApi,
-    failed_exit,
-    require_supported,
 )
 
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
@@ -38,34 +35,23 @@ class RunLimit:
     """Regular expression that the output matches then; `^` and `$` match at lines."""
 
 
-class CachedHarness(ABC):
+class BaseHarness(HarnessAdapter):
     """Implements `HarnessAdapter` except for the installation and the launch plan."""
 
-    name: str
-    default_version: str
-    info: HarnessInfo
     skills_folder: ClassVar[str] = ""
     """Where it reads skills, relative to HOME."""
     success: ClassVar[str] = "finished"
     """Message of a run that ended with exit code 0."""
     limits: ClassVar[Sequence[RunLimit]] = ()
     error_prefixes: ClassVar[tuple[str, ...]] = ()
-    """Beginnings of the output lines that report an error, because the last line may be another one (Codex: a token
-    count)."""
-
-    @abstractmethod
-    def install(self, cache_root: Path, version: str | None = None) -> Installation: ...
-
-    @abstractmethod
-    def is_installed(self, cache_root: Path, version: str | None = None) -> bool: ...
+    """Beginnings of the output lines that report an error. A message quotes the last of them, or else the last line."""
 
     @abstractmethod
     def make_plan(self, installed: Installation, context: LaunchContext, wire_api: WireApi) -> LaunchPlan:
         """Return argument list, environment and files of a run. `launch` adds HOME, the skills and the mounts."""
 
     def launch(self, installed: Installation, context: LaunchContext) -> LaunchPlan:
-        wire_api = require_supported(self.name, self.info, context)
-        plan = self.make_plan(installed, context, wire_api)
+        plan = self.make_plan(installed, context, self._check_support(context))
         return replace(
             plan,
             env={"HOME": context.home, **plan.env},
@@ -77,7 +63,32 @@ class CachedHarness(ABC):
         for limit in self.limits:
             if exit_code == limit.exit_code and re.search(limit.pattern, stdout_tail, re.MULTILINE):
                 return "ok", f"ended by {limit.name}"
-        return failed_exit(self.name, exit_code, stdout_tail, self.error_prefixes) or ("ok", self.success)
+        if exit_code is None:
+            return "timed_out", f"{self.label} was stopped at its time limit"
+        if exit_code == 0:
+            return "ok", self.success
+        lines = [line.strip() for line in stdout_tail.splitlines() if line.strip(" │╭╮╰╯─")]
+        errors = [line for line in lines if line.startswith(self.error_prefixes)] or lines or ["no output"]
+        return "failed", f"{self.label} exited with {exit_code}: {errors[-1][:400]}"
+
+    @property
+    def label(self) -> str:
+        """Its name in messages."""
+        return self.name
+
+    def _check_support(self, context: LaunchContext) -> WireApi:
+        """Return the wire API for a run. Raises `HarnessError` if `context` asks for something that `info` lacks."""
+        name, info = self.name, self.info
+        if context.resume and "resume" not in info.features:
+            raise HarnessError(f"{name} cannot resume a conversation")
+        if context.mcp_servers and "mcp" not in info.features:
+            raise HarnessError(f"{name} does not support MCP servers")
+        if context.skills and "skills" not in info.features:
+            raise HarnessError(f"{name} does not support skills")
+        wire_api = context.wire_api or info.wire_apis[0]
+        if wire_api not in info.wire_apis:
+            raise HarnessError(f"{name} does not speak {wire_api}; it speaks {', '.join(info.wire_apis)}")
+        return wire_api
 
 
 def json_text(value: object) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from harness_adapters.base import Installation, InstallError
 from harness_adapters.toolkit import cache
-from harness_adapters.toolkit.adapter import CachedHarness
+from harness_adapters.toolkit.adapter import BaseHarness
 
 # The last release of the long-term line 22 on PyPI. Pi needs 22.19, Claude Code and Qwen Code need 22.
 NODE_VERSION = "22.20.0"
@@ -63,7 +63,7 @@ class NodeRuntime:
         cache.run_step(f"start {named} once", [*self.npm, "--version"], advice=advice)
 
 
-class NpmHarness(CachedHarness):
+class NpmHarness(BaseHarness):
     entry: str
     """Pattern, relative to the folder, of the native program or script to start."""
     needs_node = False

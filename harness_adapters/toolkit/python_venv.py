@@ -20,7 +20,7 @@ from typing import ClassVar
 
 from harness_adapters.base import Installation, InstallError
 from harness_adapters.toolkit import cache
-from harness_adapters.toolkit.adapter import CachedHarness
+from harness_adapters.toolkit.adapter import BaseHarness
 
 LITELLM_ENV: Mapping[str, str] = {
     # Otherwise every start downloads a price list from the internet, and waits for the failure.
@@ -38,7 +38,7 @@ _FETCHED = ".python"
 _PIP_INSTALL = ("-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-input")
 
 
-class VenvHarness(CachedHarness):
+class VenvHarness(BaseHarness):
     imports: str
     """Modules whose import proves the installation, separated by commas."""
     extra_requirements: ClassVar[tuple[str, ...]] = ()

@@ -80,9 +80,9 @@ def _first_error(error: ValidationError, parent: str) -> RequestError:
     if kind == "missing":
         return missing(path)
     if kind == "greater_than_equal":
-        return invalid_value(path, f"it must be at least {bounds['ge']:g}")
+        return invalid(path, f"it must be at least {bounds['ge']:g}")
     if kind == "less_than_equal":
-        return invalid_value(path, f"it must be at most {bounds['le']:g}")
+        return invalid(path, f"it must be at most {bounds['le']:g}")
     return invalid_type(path, _EXPECTED.get(kind) or first["msg"])
 
 
@@ -90,12 +90,8 @@ def invalid_type(path: str, expected: str) -> RequestError:
     return RequestError(f"Invalid type for '{path}': expected {expected}.", param=path, code="invalid_type")
 
 
-def invalid_value(path: str, problem: str) -> RequestError:
-    return RequestError(f"Invalid value for '{path}': {problem}.", param=path, code="invalid_value")
-
-
-def invalid(path: str, problem: str, code: str | None = None) -> RequestError:
-    return RequestError(f"Invalid '{path}': {problem}.", param=path, code=code)
+def invalid(path: str, problem: str, code: str = "invalid_value") -> RequestError:
+    return RequestError(f"Invalid value for '{path}': {problem}.", param=path, code=code)
 
 
 def missing(path: str) -> RequestError:
@@ -113,6 +109,21 @@ def string_field(item: Json, key: str, path: str) -> str:
     if not isinstance(value, str):
         raise invalid_type(f"{path}.{key}", "a string")
     return value
+
+
+def optional_string(item: Json, key: str) -> str | None:
+    """Return a string of `item`; None for a value of another type."""
+    value = item.get(key)
+    return value if isinstance(value, str) else None
+
+
+def function_tool(name: str, description: object, parameters: Json | None) -> Json:
+    """Return a function in OpenAI's form."""
+    function: Json = {"name": name}
+    if isinstance(description, str):
+        function["description"] = description
+    function["parameters"] = {"type": "object", "properties": {}} if parameters is None else parameters
+    return {"type": "function", "function": function}
 
 
 def text_part(text: str) -> Json:

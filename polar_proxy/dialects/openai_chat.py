@@ -10,7 +10,7 @@ import orjson
 from pydantic import Field
 
 from polar_proxy.dialects.base import Answer, AnswerChoice, ParsedRequest
-from polar_proxy.dialects.fields import Integer, invalid, invalid_type, invalid_value
+from polar_proxy.dialects.fields import Integer, invalid, invalid_type, optional_string
 from polar_proxy.dialects.openai_common import OpenAIDialect, OpenAIEncoder, StreamFields, make_choice, token_logprobs
 from polar_proxy.dialects.wire import storable_params, to_json
 from polar_proxy.errors import RequestError
@@ -127,7 +127,7 @@ def _parse_message(item: Any, position: int) -> Message:
         raise invalid_type(path, "an object")
     role = item.get("role")
     if not isinstance(role, str) or role not in _ROLES:
-        raise invalid_value(f"{path}.role", f"expected one of {', '.join(sorted(_ROLES))}")
+        raise invalid(f"{path}.role", f"expected one of {', '.join(sorted(_ROLES))}")
     content = item.get("content")
     if isinstance(content, list):
         for number, part in enumerate(content):
@@ -139,15 +139,13 @@ def _parse_message(item: Any, position: int) -> Message:
     reasoning = item.get("reasoning_content")
     if reasoning is None:
         reasoning = item.get("reasoning")
-    tool_call_id = item.get("tool_call_id")
-    name = item.get("name")
     return Message(
         role=role,
         content=content,
         reasoning=reasoning if isinstance(reasoning, str) else None,
         tool_calls=_parse_tool_calls(item.get("tool_calls"), f"{path}.tool_calls"),
-        tool_call_id=tool_call_id if isinstance(tool_call_id, str) else None,
-        name=name if isinstance(name, str) else None,
+        tool_call_id=optional_string(item, "tool_call_id"),
+        name=optional_string(item, "name"),
     )
 
 
@@ -172,8 +170,7 @@ def _parse_tool_calls(value: Any, path: str) -> tuple[ToolCall, ...]:
             arguments = ""
         elif not isinstance(arguments, str):
             arguments = to_json(arguments, path).decode()
-        call_id = call.get("id")
-        calls.append(ToolCall(call_id if isinstance(call_id, str) else "", function["name"], arguments))
+        calls.append(ToolCall(optional_string(call, "id") or "", function["name"], arguments))
     return tuple(calls)
 
 
@@ -191,7 +188,7 @@ def _parse_tool_choice(choice: Any, tools: tuple[Json, ...]) -> str | Json | Non
             if name not in {tool["function"]["name"] for tool in tools}:
                 raise invalid("tool_choice", f"{name!r} is not among the tools")
             return {"type": "function", "function": {"name": name}}
-    raise RequestError("Invalid value for 'tool_choice'.", param="tool_choice", code="invalid_value")
+    raise RequestError("Invalid value for 'tool_choice'.", param="tool_choice")
 
 
 def _parse_response_format(value: Json | None) -> Json | None:

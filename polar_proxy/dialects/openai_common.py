@@ -15,7 +15,16 @@ import orjson
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from polar_proxy.dialects.base import Answer, AnswerChoice, Dialect, Encoder
-from polar_proxy.dialects.fields import Integer, Penalty, Probability, RequestFields, Temperature, TopK, invalid_type
+from polar_proxy.dialects.fields import (
+    Integer,
+    Penalty,
+    Probability,
+    RequestFields,
+    Temperature,
+    TopK,
+    invalid,
+    invalid_type,
+)
 from polar_proxy.dialects.wire import sse
 from polar_proxy.errors import RequestError
 from polar_proxy.types import Json, SampleEvent, Sampling
@@ -34,9 +43,7 @@ def _biases(value: dict[str, Any]) -> dict[str, Any]:
     for key, bias in value.items():
         number = isinstance(bias, int | float) and not isinstance(bias, bool)
         if not number or not -100 <= bias <= 100 or _TOKEN_ID.fullmatch(key) is None:
-            raise RequestError(
-                "Invalid 'logit_bias': expected token ids with numbers between -100 and 100.", param="logit_bias"
-            )
+            raise invalid("logit_bias", "expected token ids with numbers between -100 and 100")
     return value
 
 

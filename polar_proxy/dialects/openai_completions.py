@@ -16,7 +16,6 @@ from polar_proxy.dialects.base import Answer, AnswerChoice, ParsedRequest
 from polar_proxy.dialects.fields import Integer, invalid, unsupported
 from polar_proxy.dialects.openai_common import OpenAIDialect, OpenAIEncoder, StreamFields, make_choice
 from polar_proxy.dialects.wire import storable_params, to_json
-from polar_proxy.errors import RequestError
 from polar_proxy.types import Json, SampleEvent, TextRequest
 
 _MAX_PROMPTS = 128
@@ -39,9 +38,7 @@ class OpenAICompletions(OpenAIDialect):
             if body.get(key):
                 raise unsupported(key)
         if fields.best_of > fields.n:
-            raise RequestError(
-                "'best_of' above 'n' is not supported here.", param="best_of", code="unsupported_parameter"
-            )
+            raise unsupported("best_of", "at most 'n'")
         sampling = fields.sampling(
             max_tokens=max(1, fields.max_tokens),  # the API allows 0, which cannot be sampled
             logprobs=fields.logprobs is not None,

@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from polar_proxy.errors import RequestError
+from polar_proxy.dialects.fields import invalid
 from polar_proxy.types import Json
 
 _SEAL_PREFIX = b"polar1."
@@ -26,11 +26,8 @@ def to_json(value: Any, param: str) -> bytes:
     try:
         return orjson.dumps([[[[[[[[value]]]]]]]])[8:-8]
     except TypeError as error:
-        raise RequestError(
-            f"Invalid '{param}': nested too deeply, or it holds an integer of more than 64 bits or broken Unicode.",
-            param=param,
-            code="invalid_value",
-        ) from error
+        problem = "nested too deeply, or it holds an integer of more than 64 bits or broken Unicode"
+        raise invalid(param, problem) from error
 
 
 def storable_params(body: Json, *separate: str) -> Json:

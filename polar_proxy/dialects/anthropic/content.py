@@ -21,7 +21,14 @@ from typing import Any
 
 from polar_proxy.dialects.anthropic.tools import AnthropicTools, parse_tool_addition, render_definitions
 from polar_proxy.dialects.base import AssistantDraft
-from polar_proxy.dialects.fields import as_content, invalid, invalid_type, invalid_value, string_field, text_part
+from polar_proxy.dialects.fields import (
+    as_content,
+    invalid,
+    invalid_type,
+    optional_string,
+    string_field,
+    text_part,
+)
 from polar_proxy.dialects.wire import to_json, unseal
 from polar_proxy.types import Json, Message, ToolCall
 
@@ -43,7 +50,7 @@ def parse_messages(raw: list[Any], tools: AnthropicTools) -> list[Message]:
         elif role in ("user", "system"):
             messages += reader.input(str(role), blocks)
         else:
-            raise invalid_value(f"{path}.role", "expected user, assistant or system")
+            raise invalid(f"{path}.role", "expected user, assistant or system")
     return messages
 
 
@@ -65,7 +72,7 @@ def _content_blocks(value: Any, path: str) -> list[Json]:
         raise invalid_type(path, "a string or an array of content blocks")
     for number, block in enumerate(value):
         if not isinstance(block, dict) or not isinstance(block.get("type"), str):
-            raise invalid(f"{path}[{number}]", "expected a content block with a type", code="invalid_value")
+            raise invalid(f"{path}[{number}]", "expected a content block with a type")
     return value
 
 
@@ -188,8 +195,8 @@ class _BlockReader:
 
     def _tool_removal(self, block: Json, path: str) -> list[Json]:
         tool = block.get("tool")
-        name = tool.get("name") if isinstance(tool, dict) else None
-        return [text_part(f"The tool {name} is no longer available.")] if isinstance(name, str) else []
+        name = optional_string(tool, "name") if isinstance(tool, dict) else None
+        return [] if name is None else [text_part(f"The tool {name} is no longer available.")]
 
 
 _BLOCK_READERS: dict[str, Callable[[_BlockReader, Json, str], list[Json]]] = {
@@ -210,17 +217,15 @@ def _rendered(blocks: list[Json], path: str) -> list[tuple[Json, str]]:
 
 def _thinking(block: Json) -> str:
     """Return the thinking text; for a block sent back without it (display `omitted`), the text in its signature."""
-    text = block.get("thinking")
-    return text if isinstance(text, str) and text else unseal(block.get("signature")) or ""
+    return optional_string(block, "thinking") or unseal(block.get("signature")) or ""
 
 
 def _tool_call(block: Json, path: str) -> ToolCall:
     value = block.get("input")
     if not isinstance(value, dict | None):
-        raise invalid(f"{path}.input", "expected an object", code="invalid_value")
-    call_id = block.get("id")
+        raise invalid(f"{path}.input", "expected an object")
     arguments = to_json(value or {}, f"{path}.input").decode()
-    return ToolCall(call_id if isinstance(call_id, str) else "", string_field(block, "name", path), arguments)
+    return ToolCall(optional_string(block, "id") or "", string_field(block, "name", path), arguments)
 
 
 def _marked_as_error(parts: list[Json]) -> list[Json]:
@@ -254,4 +259,4 @@ def _source_url(source: Json, path: str, expected: str) -> str:
         return f"data:{string_field(source, 'media_type', path)};base64,{string_field(source, 'data', path)}"
     if source.get("type") == "url":
         return string_field(source, "url", path)
-    raise invalid(f"{path}.source", expected, code="invalid_value")
+    raise invalid(f"{path}.source", expected)

@@ -16,9 +16,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from polar_proxy.dialects.fields import invalid
+from polar_proxy.dialects.fields import function_tool, invalid, invalid_type
 from polar_proxy.dialects.wire import to_json
-from polar_proxy.errors import RequestError
 from polar_proxy.types import Json
 
 
@@ -54,22 +53,18 @@ def parse_tools(raw: list[Any], tool_choice: Json | None) -> AnthropicTools:
 def _parse_tool(tool: Any, path: str) -> Json | None:
     """Return the tool as an OpenAI function; None for a tool that the client does not run."""
     if not isinstance(tool, dict):
-        raise invalid(path, "expected an object", code="invalid_type")
+        raise invalid_type(path, "an object")
     kind = tool.get("type")
     if kind is not None and not isinstance(kind, str):
-        raise invalid(f"{path}.type", "expected a string", code="invalid_type")
+        raise invalid_type(f"{path}.type", "a string")
     if kind not in (None, "custom"):
         return None
     name, schema = tool.get("name"), tool.get("input_schema")
     if not isinstance(name, str) or not name:
         raise invalid(f"{path}.name", "a tool needs a name")
     if not isinstance(schema, dict | None):
-        raise invalid(f"{path}.input_schema", "expected a JSON schema object", code="invalid_type")
-    function: Json = {"name": name}
-    if isinstance(tool.get("description"), str):
-        function["description"] = tool["description"]
-    function["parameters"] = schema if schema is not None else {"type": "object", "properties": {}}
-    return {"type": "function", "function": function}
+        raise invalid_type(f"{path}.input_schema", "a JSON schema object")
+    return function_tool(name, tool.get("description"), schema)
 
 
 def parse_tool_choice(choice: Json | None, tools: AnthropicTools) -> tuple[str | Json | None, bool | None]:
@@ -84,16 +79,14 @@ def parse_tool_choice(choice: Json | None, tools: AnthropicTools) -> tuple[str |
             return ("none" if tools.offered else None), None
         case "any":
             if not tools.offered:
-                raise RequestError("'tool_choice' is 'any' but no tool is offered.", param="tool_choice")
+                raise invalid("tool_choice", "it is 'any' but no tool is offered")
             return "required", parallel
         case "tool":
             name = choice.get("name")
             if not isinstance(name, str) or name not in tools.by_name:
                 raise invalid("tool_choice", f"tool {name!r} is not offered")
             return {"type": "function", "function": {"name": name}}, parallel
-    raise RequestError(
-        "Invalid 'tool_choice.type': expected auto, any, tool or none.", param="tool_choice", code="invalid_value"
-    )
+    raise invalid("tool_choice", "expected type auto, any, tool or none")
 
 
 def render_definitions(functions: Iterable[Json]) -> str:
@@ -110,7 +103,7 @@ def render_definitions(functions: Iterable[Json]) -> str:
 def parse_tool_addition(value: Any, tools: AnthropicTools, path: str) -> Json | None:
     """Return the function of a `tool_addition`: one declared in the request, or one defined in the block itself."""
     if not isinstance(value, dict):
-        raise invalid(path, "expected an object", code="invalid_type")
+        raise invalid_type(path, "an object")
     if value.get("type") == "tool_definition":
         return _parse_tool(value.get("definition"), f"{path}.definition")
     name = value.get("name")

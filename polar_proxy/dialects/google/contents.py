@@ -22,10 +22,9 @@ from typing import Any
 
 import orjson
 
-from polar_proxy.dialects.fields import as_content, invalid, invalid_type, invalid_value, text_part
+from polar_proxy.dialects.fields import as_content, invalid, invalid_type, missing, text_part
 from polar_proxy.dialects.google.schema import Content, FunctionCall, FunctionResponse, Part
 from polar_proxy.dialects.wire import seal, to_json, unseal
-from polar_proxy.errors import RequestError
 from polar_proxy.types import Json, Message, ToolCall
 
 _ROLES = {"user", "model", "function", "tool"}
@@ -137,13 +136,13 @@ class _ContentReader:
         parts = content.parts
         role = content.role or ("model" if any(part.function_call is not None for part in parts) else "user")
         if role not in _ROLES:
-            raise invalid_value(f"{path}.role", "expected user or model")
+            raise invalid(f"{path}.role", "expected user or model")
         if role == "model":
             self._model(parts, path, position)
             return
         self._close_turn()
         if not parts:
-            raise RequestError(f"'{path}.parts' must not be empty.", param=f"{path}.parts", code="empty_array")
+            raise invalid(f"{path}.parts", "it must not be empty", code="empty_array")
         data: list[Json] = []
         for number, part in enumerate(parts):
             part_path = f"{path}.parts[{number}]"
@@ -187,14 +186,13 @@ class _ContentReader:
         elif signed is not None and signed.call is not None and part.text == call_as_text(signed.call):
             turn.calls.append(signed.call)
         elif part.function_response is not None:
-            problem = f"Invalid '{path}.functionResponse': the role 'model' answers no calls."
-            raise RequestError(problem, param=path)
+            raise invalid(f"{path}.functionResponse", "the role 'model' answers no calls")
         else:
             turn.content += _data(part, path)
 
     def _call(self, turn: _ModelTurn, call: FunctionCall, path: str, generated_id: str) -> None:
         if not call.name:
-            raise RequestError(f"Missing '{path}.name'.", param=f"{path}.name")
+            raise missing(f"{path}.name")
         call_id = call.id.removeprefix(call.name + "__")
         if not call_id:
             call_id = generated_id

@@ -17,7 +17,7 @@ from urllib.parse import parse_qs
 import orjson
 
 from polar_proxy.dialects.base import Dialect, ParsedRequest
-from polar_proxy.dialects.fields import invalid, unsupported
+from polar_proxy.dialects.fields import invalid, missing, unsupported
 from polar_proxy.dialects.google.contents import parse_contents, parse_system
 from polar_proxy.dialects.google.encoder import GoogleEncoder, google_error
 from polar_proxy.dialects.google.schema import (
@@ -146,7 +146,7 @@ def _chat_request(model: str, fields: GenerateContentRequest) -> ChatRequest:
     if fields.cached_content is not None:
         raise unsupported("cachedContent", "send the contents themselves, repeated prefixes are cached anyway")
     if not fields.contents:
-        raise RequestError("Missing required parameter: 'contents'.", param="contents", code="empty_array")
+        raise missing("contents")
     messages = parse_contents(fields.contents)
     if not messages:
         raise RequestError("'contents' contains nothing to answer.", param="contents", code="empty_array")

@@ -14,7 +14,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +22,7 @@ import orjson
 from polar_proxy.dialects.base import Answer, AnswerChoice, Encoder
 from polar_proxy.dialects.google.contents import SignedReasoning, call_as_text, pack
 from polar_proxy.dialects.wire import is_json_object, sse
-from polar_proxy.types import Json, SampleEvent, ToolCall, TopLogprob
+from polar_proxy.types import Json, SampleEvent, ToolCall
 
 _FINISH_REASONS = {"stop": "STOP", "tool_calls": "STOP", "length": "MAX_TOKENS", "content_filter": "SAFETY"}
 
@@ -202,12 +201,10 @@ def _logprobs_result(choice: AnswerChoice) -> Json:
     ]
     result: Json = {"chosenCandidates": chosen}
     if any(choice.top):
-        result["topCandidates"] = [{"candidates": _top_tokens(row)} for row in choice.top]
+        result["topCandidates"] = [
+            {"candidates": [_token(other.token, other.token_id, other.logprob) for other in row]} for row in choice.top
+        ]
     return result
-
-
-def _top_tokens(row: Sequence[TopLogprob]) -> list[Json]:
-    return [_token(other.token, other.token_id, other.logprob) for other in row]
 
 
 def _token(token: str, token_id: int, logprob: float) -> Json:

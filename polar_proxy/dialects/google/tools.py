@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from polar_proxy.dialects.fields import invalid, invalid_value
+from polar_proxy.dialects.fields import function_tool, invalid, missing
 from polar_proxy.dialects.google.schema import FunctionCallingConfig, FunctionDeclaration, Tool, camel_case
-from polar_proxy.errors import RequestError
 from polar_proxy.types import Json
 
 _COUNTS = {"maxItems", "minItems", "maxLength", "minLength", "maxProperties", "minProperties"}
@@ -29,16 +28,11 @@ def parse_tools(tools: list[Tool]) -> tuple[Json, ...]:
 
 def _function(declaration: FunctionDeclaration, path: str) -> Json:
     if not declaration.name:
-        raise RequestError(f"Missing '{path}.name': a function needs a name.", param=f"{path}.name")
-    function: Json = {"name": declaration.name}
-    if declaration.description is not None:
-        function["description"] = declaration.description
+        raise missing(f"{path}.name")
     parameters = declaration.parameters_json_schema
     if parameters is None:
-        schema = declaration.parameters
-        parameters = {"type": "object", "properties": {}} if schema is None else json_schema(schema)
-    function["parameters"] = parameters
-    return {"type": "function", "function": function}
+        parameters = json_schema(declaration.parameters)
+    return function_tool(declaration.name, declaration.description, parameters)
 
 
 def json_schema(schema: Any) -> Any:
@@ -90,7 +84,7 @@ def parse_tool_choice(
     path = "toolConfig.functionCallingConfig"
     mode = (config.mode or "AUTO").upper()
     if mode not in _MODES:
-        raise invalid_value(f"{path}.mode", "expected AUTO, ANY, NONE or VALIDATED")
+        raise invalid(f"{path}.mode", "expected AUTO, ANY, NONE or VALIDATED")
     declared = {tool["function"]["name"] for tool in tools}
     allowed = set(config.allowed_function_names)
     if unknown := [name for name in config.allowed_function_names if name not in declared]:
@@ -99,7 +93,7 @@ def parse_tool_choice(
         tools = tuple(tool for tool in tools if tool["function"]["name"] in allowed)
     if mode == "ANY":
         if not tools:
-            raise RequestError(f"'{path}.mode' is ANY but no functions are declared.", param=f"{path}.mode")
+            raise invalid(f"{path}.mode", "it is ANY but no functions are declared")
         if len(tools) == 1:
             return tools, {"type": "function", "function": {"name": tools[0]["function"]["name"]}}
         return tools, "required"

@@ -16,14 +16,21 @@ templates of open models have no developer role and no second system message the
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from polar_proxy.dialects.base import AssistantDraft
-from polar_proxy.dialects.fields import as_content, invalid, invalid_type, invalid_value, string_field, text_part
+from polar_proxy.dialects.fields import (
+    as_content,
+    invalid,
+    invalid_type,
+    optional_string,
+    string_field,
+    text_part,
+)
 from polar_proxy.dialects.openai_responses.items import answer_of_item, is_broken_input
 from polar_proxy.dialects.openai_responses.tools import BUILT_IN_TOOLS, Toolbox, built_in_arguments
 from polar_proxy.dialects.wire import to_json, unseal
-from polar_proxy.errors import RequestError
 from polar_proxy.types import Json, Message, ToolCall
 
 _ROLES = {"user": "user", "system": "system", "developer": "system", "assistant": "assistant"}
@@ -139,7 +146,7 @@ class _ItemReader:
     def _message(self, item: Json, path: str) -> None:
         role = item.get("role")
         if not isinstance(role, str) or role not in _ROLES:
-            raise invalid_value(f"{path}.role", f"expected one of {', '.join(sorted(_ROLES))}")
+            raise invalid(f"{path}.role", f"expected one of {', '.join(sorted(_ROLES))}")
         content = read_content(item.get("content"), f"{path}.content")
         if role != "assistant":
             self._append(Message(_ROLES[role], content))
@@ -166,7 +173,7 @@ class _ItemReader:
         return self._tools.offered_name(namespace, name)
 
     def _call(self, item: Json, name: str, arguments: str) -> None:
-        self._draft_of(item, True).tool_calls.append(ToolCall(_call_id(item), name, arguments))
+        self._draft_of(item, True).tool_calls.append(ToolCall(optional_string(item, "call_id") or "", name, arguments))
 
     def _built_in_call(self, item: Json, name: str, path: str) -> None:
         field_path = f"{path}.{BUILT_IN_TOOLS[name].holder}"
@@ -183,7 +190,7 @@ class _ItemReader:
             content = read_content(output, f"{path}.output")
         else:
             content = to_json(output, f"{path}.output").decode()
-        self._append(Message("tool", content, tool_call_id=_call_id(item)))
+        self._append(Message("tool", content, tool_call_id=optional_string(item, "call_id") or ""))
 
     def _found_tools(self, item: Json, path: str) -> list[Json]:
         """Return the tools that a search found as a short list. `collect_tools` offers their definitions."""
@@ -199,12 +206,9 @@ class _ItemReader:
             raise invalid_type(f"{path}.type", "a string")
         if _is_reference(item):
             if item["id"] not in self._ids:
-                raise RequestError(
-                    f"Item {item['id']!r:.80} not found: '{path}' refers to an item that is not in the input. "
-                    "Send the item itself, or continue with 'previous_response_id'.",
-                    param=path,
-                    code="item_not_found",
-                )
+                problem = f"item {item['id']!r:.80} is not in the input"
+                advice = "send the item itself, or continue with 'previous_response_id'"
+                raise invalid(path, f"{problem}; {advice}", code="item_not_found")
             return
         if kind in _IGNORED:
             return
@@ -216,12 +220,8 @@ class _ItemReader:
         has_content = any(item.get(key) not in (None, "", [], {}) for key in _CONTENT_FIELDS)
         if has_content or kind is None or kind == "compaction_trigger":
             what = "an item without a type" if kind is None else f"an item of type {kind!r:.80}"
-            raise RequestError(
-                f"Unsupported '{path}': {what} cannot be shown to this model, and leaving it out would change the "
-                "conversation.",
-                param=path,
-                code="unsupported_value",
-            )
+            problem = f"{what} cannot be shown to this model, and leaving it out would change the conversation"
+            raise invalid(path, problem, code="unsupported_value")
 
 
 def _is_reference(item: Json) -> bool:
@@ -229,11 +229,6 @@ def _is_reference(item: Json) -> bool:
     return isinstance(item.get("id"), str) and (
         kind == "item_reference" or (kind is None and not {"role", "content"} & item.keys())
     )
-
-
-def _call_id(item: Json) -> str:
-    call_id = item.get("call_id")
-    return call_id if isinstance(call_id, str) else ""
 
 
 def _joined(value: Any, path: str) -> str:
@@ -266,33 +261,19 @@ def _read_part(part: Any, path: str) -> Json:
         return {"type": "file", "file": {key: part[key] for key in keys if isinstance(part.get(key), str)}}
     if kind in ("input_audio", "image_url", "file") and isinstance(part.get(kind), dict):
         return {"type": kind, kind: part[kind]}
-    raise RequestError(
-        f"Unsupported '{path}': a content part of type {kind!r:.80} cannot be read here"
-        + (" by the id of an uploaded file; send its data." if part.get("file_id") else "."),
-        param=path,
-        code="unsupported_value",
-    )
+    advice = " by the id of an uploaded file; send its data" if part.get("file_id") else ""
+    raise invalid(path, f"a content part of type {kind!r:.80} cannot be read here{advice}", code="unsupported_value")
 
 
 def _with_one_system_message(messages: list[Message], instructions: str | None) -> list[Message]:
     """Join `instructions` and the system messages at the beginning into one message."""
-    count = 0
-    while count < len(messages) and messages[count].role == "system":
-        count += 1
-    head = ([Message("system", instructions)] if instructions else []) + messages[:count]
+    leading = list(takewhile(lambda message: message.role == "system", messages))
+    head = [Message("system", instructions), *leading] if instructions else leading
     if len(head) < 2:
-        return head + messages[count:]
-    texts: list[str] = []
-    others: list[Json] = []
+        return [*head, *messages[len(leading) :]]
+    parts: list[Json] = []
     for message in head:
-        if isinstance(message.content, str):
-            texts.append(message.content)
-            continue
-        for part in message.content or ():
-            if part["type"] == "text":
-                texts.append(part["text"])
-            else:
-                others.append(part)
-    text = "\n\n".join(texts)
-    content: str | list[Json] = [text_part(text), *others] if others else text
-    return [Message("system", content), *messages[count:]]
+        parts += [text_part(message.content)] if isinstance(message.content, str) else message.content or []
+    text = "\n\n".join(part["text"] for part in parts if part["type"] == "text")
+    content = as_content([text_part(text), *(part for part in parts if part["type"] != "text")])
+    return [Message("system", content), *messages[len(leading) :]]

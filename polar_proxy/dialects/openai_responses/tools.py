@@ -192,7 +192,7 @@ class Toolbox:
             if name is None:
                 raise invalid("tool_choice", "this tool is not among the tools that can be called here")
             return {"type": "function", "function": {"name": name}}, self.functions()
-        raise RequestError("Invalid value for 'tool_choice'.", param="tool_choice", code="invalid_value")
+        raise RequestError("Invalid value for 'tool_choice'.", param="tool_choice")
 
     def _allowed(self, choice: Json) -> list[str]:
         tools = choice.get("tools")
