@@ -19,7 +19,8 @@ from pathlib import Path
 import numpy as np
 
 from polar_proxy.store import open_store
-from polar_proxy.traces import build, certify
+from polar_proxy.traces.builders import build
+from polar_proxy.traces.certificate import certify
 from polar_proxy.types import CallRecord, Choice, EngineInfo, Message, new_id
 
 _END = 151_645

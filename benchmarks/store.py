@@ -29,7 +29,7 @@ from benchmarks._stacks import million  # noqa: E402
 from benchmarks._stacks.rollout import CallData, conversation, records, tools  # noqa: E402
 from benchmarks._stacks.stacks import StackError, environment_for  # noqa: E402
 from polar_proxy.store import open_store  # noqa: E402
-from polar_proxy.traces import build  # noqa: E402
+from polar_proxy.traces.builders import build  # noqa: E402
 
 CACHE = Path("~/.cache/polar/benchmarks").expanduser()
 

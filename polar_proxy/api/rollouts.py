@@ -15,7 +15,7 @@ from polar_proxy.errors import UsageError
 from polar_proxy.export.exporter import rollout_lines
 from polar_proxy.sessions import hash_key, new_key
 from polar_proxy.store import RolloutRow, Store
-from polar_proxy.traces import BUILDERS
+from polar_proxy.traces.builders import BUILDERS
 from polar_proxy.types import Json
 
 NDJSON = "application/x-ndjson"

@@ -30,7 +30,7 @@ from polar_proxy.dialects import recorded_request
 from polar_proxy.engines.base import Engine
 from polar_proxy.sessions import prompt_config
 from polar_proxy.store import Store
-from polar_proxy.traces import BuildResult, build
+from polar_proxy.traces.builders import BuildResult, build
 from polar_proxy.traces.drift import DriftCause, DriftEvent, ToolsChange, base_choice, explain_drift
 from polar_proxy.types import CallRecord, ChatRequest, Choice, EngineInfo, Json, PromptMode, TokenIds, Trace
 from sandboxes.base import SandboxKind

@@ -19,7 +19,7 @@ import orjson
 from polar_proxy.dialects import parse_recorded
 from polar_proxy.dialects.base import ParsedRequest
 from polar_proxy.errors import RequestError
-from polar_proxy.traces import Certificate
+from polar_proxy.traces.certificate import Certificate
 from polar_proxy.traces.rows import SCHEMA, trace_identity, write_row
 from polar_proxy.types import CallRecord, Json, TextRequest, Trace
 

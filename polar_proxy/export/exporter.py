@@ -15,7 +15,9 @@ from polar_proxy.export.datasets import DATASET_FORMATS, SessionExport
 from polar_proxy.export.formats import TRAINER_FORMATS, RecordConverter, with_advantages
 from polar_proxy.store import FINAL_STATUSES, RolloutRow, Store, json_codec
 from polar_proxy.store.rescores import RESCORED_BUILDER
-from polar_proxy.traces import BUILDERS, TRAINABLE, CertificateError, build, certify, restore
+from polar_proxy.traces.builders import BUILDERS, build
+from polar_proxy.traces.certificate import CertificateError, certify, restore
+from polar_proxy.traces.grades import TRAINABLE
 from polar_proxy.training.advantages import ADVANTAGES
 from polar_proxy.types import CallRecord, Json, Trace
 

@@ -81,14 +81,8 @@ class LogprobDifference:
         return abs(self.recorded - self.fresh)
 
     def to_json(self) -> Json:
-        return {
-            "call_id": self.call_id,
-            "choice": self.choice,
-            "position": self.position,
-            "token_id": self.token_id,
-            "recorded": self.recorded,
-            "fresh": self.fresh,
-        }
+        names = ("call_id", "choice", "position", "token_id", "recorded", "fresh")
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(slots=True)

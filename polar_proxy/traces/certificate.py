@@ -41,6 +41,8 @@ SCHEMA = 1
 Hash = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
 Count = Annotated[int, Field(strict=True, ge=0)]
 
+IDENTITY_FIELDS = ("trace_id", "session_id", "rollout_id", "builder", "parent_trace_id", "branch_at", "prompt_length")
+"""The fields of a trace that its certificate repeats."""
 _NOT_IN_SEED = {"grade", "audit", "spans", "seed", "head"}
 _STORED = {"schema_version", "on_drift", "grade", "grade_reasons", "drift", "rescored", "audit", "head"}
 _PERSON = b"polar trace"
@@ -206,16 +208,10 @@ def _certificate(
         branch_hash = hash_tokens(trace_path(trace, traces).token_ids[: trace.branch_at])
     header: Json = {
         "schema": SCHEMA,
-        "trace_id": trace.trace_id,
-        "session_id": trace.session_id,
-        "rollout_id": trace.rollout_id,
-        "builder": trace.builder,
+        **{name: getattr(trace, name) for name in IDENTITY_FIELDS},
         "on_drift": origin["on_drift"],
         "grade_reasons": origin["grade_reasons"],
-        "parent_trace_id": trace.parent_trace_id,
-        "branch_at": trace.branch_at,
         "branch_hash": branch_hash,
-        "prompt_length": trace.prompt_length,
         "engines": engines,
         "rescored": origin["rescored"],
         "drift": origin["drift"],

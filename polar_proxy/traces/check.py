@@ -19,9 +19,17 @@ from pydantic import ValidationError
 
 from polar_proxy.sequences import trace_path
 from polar_proxy.traces import grades
-from polar_proxy.traces.certificate import SCHEMA, Certificate, SampledSpan, hash_json, hash_spans, hash_tokens
+from polar_proxy.traces.certificate import (
+    IDENTITY_FIELDS,
+    SCHEMA,
+    Certificate,
+    SampledSpan,
+    hash_json,
+    hash_spans,
+    hash_tokens,
+)
 from polar_proxy.traces.rows import RowError, describe_errors, read_row
-from polar_proxy.types import Json, Trace
+from polar_proxy.types import Json, Span, Trace
 
 _PROBLEMS_SHOWN = 3
 """Number of a row's problems that are printed."""
@@ -101,13 +109,11 @@ def check_row(row: Any) -> RowCheck:
 
 
 def _identity_problems(trace: Trace, certificate: Certificate) -> Iterator[str]:
-    for name in ("trace_id", "session_id", "rollout_id", "builder", "grade", "parent_trace_id", "branch_at"):
+    for name in (*IDENTITY_FIELDS, "grade"):
         if getattr(trace, name) != getattr(certificate, name):
             yield f"{name} is {getattr(trace, name)!r}, and {getattr(certificate, name)!r} in the certificate"
-    if trace.prompt_length != certificate.prompt_length:
-        yield "prompt_ids are not the tokens before the first answer"
-    spans = [(span.kind, span.call_id, span.choice, span.start, span.end) for span in trace.spans]
-    if spans != [(span.kind, span.call_id, span.choice, span.start, span.end) for span in certificate.spans]:
+    spans = [Span(span.kind, span.call_id, span.start, span.end, span.choice) for span in certificate.spans]
+    if spans != list(trace.spans):
         yield "the row has other spans than its certificate"
     if any(span.n != span.end - span.start for span in certificate.spans):
         yield "a span's n is not end - start"

@@ -24,7 +24,7 @@ from polar_proxy.client import (
 from polar_proxy.errors import StoreError
 from polar_proxy.store import RolloutRow, Store
 from polar_proxy.store.service.feed import GroupLease, LeaseBatch
-from polar_proxy.traces import build
+from polar_proxy.traces.builders import build
 from polar_proxy.traces.rows import read_row
 from polar_proxy.training.batch import GroupRollout, TrainingGroup
 from polar_proxy.training.checkpoint import write_file

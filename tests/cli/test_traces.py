@@ -18,7 +18,7 @@ from polar_proxy.engines.openai import OpenAIEngine
 from polar_proxy.engines.scripted import ScriptedEngine, decode
 from polar_proxy.gateway import Gateway
 from polar_proxy.store import open_store
-from polar_proxy.traces import build
+from polar_proxy.traces.builders import build
 from polar_proxy.traces.check import check_row
 from polar_proxy.types import Json, new_id
 from tests.cli.runner import polar, polar_error, polar_json, polar_ok

@@ -14,7 +14,7 @@ from polar_proxy.engines.factory import make_engine
 from polar_proxy.engines.openai import CONTEXT_LENGTH, OpenAIEngine
 from polar_proxy.errors import EngineError, RequestError, UsageError
 from polar_proxy.store import Store
-from polar_proxy.traces import build
+from polar_proxy.traces.builders import build
 from polar_proxy.types import EngineRequest, Json, Message, Sampling, TextRequest, ToolCall
 from tests.conftest import Serve
 from tests.engines.engine_contract import WEATHER, chat

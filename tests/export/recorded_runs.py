@@ -9,7 +9,8 @@ import orjson
 
 from polar_proxy.store import RolloutStatus, Store
 from polar_proxy.store.service.jobs import NewGroup, NewRollout
-from polar_proxy.traces import BUILDERS, build, certify
+from polar_proxy.traces.builders import BUILDERS, build
+from polar_proxy.traces.certificate import certify
 from polar_proxy.types import CallRecord, Json, new_id
 from tests.factories import call
 

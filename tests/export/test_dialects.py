@@ -8,7 +8,7 @@ import pytest
 from polar_proxy.dialects import OpenAIChat, recorded_request
 from polar_proxy.export import DATASET_FORMATS, SessionExport, conversation
 from polar_proxy.export.datasets import ConversationReader
-from polar_proxy.traces import build
+from polar_proxy.traces.builders import build
 from polar_proxy.types import CallRecord, ChatRequest, Json
 from tests.export.dialect_requests import BODIES, recorded
 

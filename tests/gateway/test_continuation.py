@@ -12,7 +12,7 @@ import pytest
 from polar_proxy.engines.scripted import END, INFO, ScriptedEngine, ScriptedReply, decode, encode
 from polar_proxy.errors import EngineError
 from polar_proxy.store import Store
-from polar_proxy.traces import build
+from polar_proxy.traces.builders import build
 from polar_proxy.types import CallRecord, ChatRequest, EngineRequest, ToolCall
 from tests.conftest import Serve
 from tests.gateway.agents import client, new_session, recorded_calls

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from polar_proxy.store import RewardRow, Store, open_store
-from polar_proxy.traces import build
+from polar_proxy.traces.builders import build
 from sandboxes import available
 from tests.cli.runner import polar_error, polar_json
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from polar_proxy.errors import EngineError, UsageError
 from polar_proxy.store import Store
-from polar_proxy.traces import BUILDERS, build
 from polar_proxy.traces.audit import AuditReference, TraceAudit, audit, wrong_mode
+from polar_proxy.traces.builders import BUILDERS, build
 from polar_proxy.traces.operations import SessionTarget, audit_store, find_targets
 from polar_proxy.traces.scoring import Scorer, find_containing
 from polar_proxy.types import CallRecord, LogprobMode, Trace

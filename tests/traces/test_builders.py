@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polar_proxy.traces import build, exclusion_reason
+from polar_proxy.traces.builders import build
+from polar_proxy.traces.grades import exclusion_reason
 from polar_proxy.types import Json, Span, Trace
 from tests.factories import call
 from tests.traces.random_sessions import DEFECTS, HARMLESS_CHANGES, CallDefect, with_defect

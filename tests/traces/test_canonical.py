@@ -10,9 +10,10 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 
 from polar_proxy.errors import EngineError, UsageError
-from polar_proxy.traces import BuildResult, InvariantError, build, validate
+from polar_proxy.traces.builders import BuildResult, build
 from polar_proxy.traces.certificate import ScorerIdentity
 from polar_proxy.traces.scoring import rescore
+from polar_proxy.traces.validation import InvariantError, validate
 from polar_proxy.types import CallRecord, EngineInfo, Span
 from tests.factories import call
 from tests.traces.conversations import END, INFO, conversations

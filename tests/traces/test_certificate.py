@@ -13,7 +13,8 @@ import orjson
 import pytest
 from pydantic import ValidationError
 
-from polar_proxy.traces import Certificate, CertificateError, build, certify, restore
+from polar_proxy.traces.builders import build
+from polar_proxy.traces.certificate import Certificate, CertificateError, certify, restore
 from polar_proxy.traces.rows import describe_errors
 from polar_proxy.traces.scoring import rescore
 from polar_proxy.types import CallRecord, Json

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from polar_proxy.traces import ON_DRIFT, build
+from polar_proxy.traces.builders import ON_DRIFT, build
 from polar_proxy.traces.certificate import hash_json, hash_spans
 from polar_proxy.traces.check import check_lines, check_row, main
 from polar_proxy.traces.scoring import rescore

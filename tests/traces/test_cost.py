@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.joining import join_ms, long_session
 from polar_proxy.store import Store
-from polar_proxy.traces import build
+from polar_proxy.traces.builders import build
 from polar_proxy.types import CallRecord
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from polar_proxy.traces import BUILDERS, DriftEvent, build, drift_events
-from polar_proxy.traces.drift import INTENTIONAL_REASONS
+from polar_proxy.traces.builders import BUILDERS, build
+from polar_proxy.traces.drift import INTENTIONAL_REASONS, DriftEvent, drift_events
 from polar_proxy.types import CallRecord
 from tests.factories import call
 

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polar_proxy.traces import BUILDERS, build, validate
+from polar_proxy.traces.builders import BUILDERS, build
+from polar_proxy.traces.validation import validate
 from polar_proxy.types import CallRecord
 from tests.factories import call
 

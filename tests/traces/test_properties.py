@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, event, given, settings
 
-from polar_proxy.traces import build, validate
+from polar_proxy.traces.builders import build
+from polar_proxy.traces.validation import validate
 from polar_proxy.types import CallRecord
 from tests.traces.random_sessions import sessions
 

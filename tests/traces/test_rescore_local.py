@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from polar_proxy.config import EngineSettings
-from polar_proxy.traces import build, validate
+from polar_proxy.traces.builders import build
 from polar_proxy.traces.scoring import rescore
+from polar_proxy.traces.validation import validate
 from polar_proxy.types import CallRecord, ChatRequest, Message, Sampling
 from tests.factories import answer, call
 

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from polar_proxy.sequences import trace_path
-from polar_proxy.traces import BuildResult, InvariantError, build, validate
+from polar_proxy.traces.builders import BuildResult, build
+from polar_proxy.traces.validation import InvariantError, validate
 from polar_proxy.types import CallRecord, Trace
 from tests.factories import call
 from tests.traces.conversations import conversations

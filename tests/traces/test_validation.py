@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polar_proxy.traces import BuildResult, InvariantError, build, validate
+from polar_proxy.traces.builders import BuildResult, build
+from polar_proxy.traces.validation import InvariantError, validate
 from polar_proxy.types import Span
 from tests.factories import call
 
