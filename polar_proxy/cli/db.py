@@ -124,7 +124,7 @@ def export_archive(
     """Write the selected data, by default everything, to one archive for `polar db import`. Keys are left out."""
     counts = with_store(
         load_settings(db),
-        lambda store: store.maintenance.export_archive(file, where=where, sessions=session or (), overwrite=overwrite),
+        lambda store: store.archive.export_archive(file, where=where, sessions=session or (), overwrite=overwrite),
     )
     _print_counts(counts, "written", as_json)
 
@@ -136,7 +136,7 @@ def import_archive(
     as_json: options.AsJson = False,
 ) -> None:
     """Import an archive. Data that is already there stays; if it differs from the archive, nothing is imported."""
-    counts = with_store(load_settings(db), lambda store: store.maintenance.import_archive(file), create=True)
+    counts = with_store(load_settings(db), lambda store: store.archive.import_archive(file), create=True)
     _print_counts(counts, "new", as_json)
 
 

@@ -11,6 +11,7 @@ from polar_proxy.store.artifacts import ArtifactRepository, RewardRepository
 from polar_proxy.store.calls import CallRepository
 from polar_proxy.store.database import Database, Durability, create_file, display_url, normalise_url
 from polar_proxy.store.group_commit import GroupCommit
+from polar_proxy.store.maintenance.archive import ArchiveRepository
 from polar_proxy.store.maintenance.repository import MaintenanceRepository
 from polar_proxy.store.open_calls import OpenCallRepository
 from polar_proxy.store.rescores import RescoreRepository
@@ -81,7 +82,9 @@ class Store:
         # Training
         self.feed = FeedRepository(database)
         self.training = TrainingRepository(database)
+        # The whole database
         self.maintenance = MaintenanceRepository(database, artifacts)
+        self.archive = ArchiveRepository(database, artifacts)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

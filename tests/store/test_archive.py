@@ -60,10 +60,10 @@ async def test_round_trip_and_repeated_import(store: Store, other_url: str, tmp_
     for label in ("one", "two"):
         await _filled(store, label)
     file, again = tmp_path / "all.polar", tmp_path / "again.polar"
-    moved = await store.maintenance.export_archive(file)
+    moved = await store.archive.export_archive(file)
     assert (moved.rows["calls"], moved.files) == (4, 2)
     async with open_store(other_url) as other:
-        imported = await other.maintenance.import_archive(file)
+        imported = await other.archive.import_archive(file)
         assert (imported.rows, imported.files, imported.known) == (moved.rows, 2, 0)
         assert await _content(other) == await _content(store)
         assert await other.maintenance.verify() == []
@@ -75,21 +75,21 @@ async def test_round_trip_and_repeated_import(store: Store, other_url: str, tmp_
                 await other.traces.find(session_id=session.session_id),
                 await store.traces.find(session_id=session.session_id),
             )
-        once_more = await other.maintenance.import_archive(file)
+        once_more = await other.archive.import_archive(file)
         assert once_more.rows == {}
         assert once_more.known == sum(moved.rows.values())
-        await other.maintenance.export_archive(again)
+        await other.archive.export_archive(again)
     # Into the database that it came from (on PostgreSQL: from an SQLite file into the server).
-    assert (await store.maintenance.import_archive(again)).rows == {}
+    assert (await store.archive.import_archive(again)).rows == {}
 
 
 async def test_import_into_an_empty_database_of_the_other_kind(url: str, other_url: str, tmp_path: Path) -> None:
     file = tmp_path / "file.polar"
     async with open_store(other_url) as made:
         rollout_id, session_id = await _filled(made, "one")
-        await made.maintenance.export_archive(file)
+        await made.archive.export_archive(file)
         async with open_store(url, artifacts=tmp_path / "artifacts") as store:
-            await store.maintenance.import_archive(file)
+            await store.archive.import_archive(file)
             assert await _content(store) == await _content(made)
             assert await store.maintenance.verify() == []
             assert_same(await store.calls.of_session(session_id), await made.calls.of_session(session_id))
@@ -102,59 +102,59 @@ async def test_selection_contains_exactly_what_it_refers_to(store: Store, other_
     bad, bad_session = await _filled(store, "bad", 0.0)
     alone = await new_session(store)
     await store.calls.commit(call_record(alone))
-    await store.maintenance.export_archive(tmp_path / "good.polar", where="reward>=1")
+    await store.archive.export_archive(tmp_path / "good.polar", where="reward>=1")
     async with open_store(other_url) as other:
-        await other.maintenance.import_archive(tmp_path / "good.polar")
+        await other.archive.import_archive(tmp_path / "good.polar")
         assert [row.rollout_id for row in await other.rollouts.find()] == [good]
         assert [row.session_id for row in await other.sessions.recent()] == [good_session]
         assert await other.maintenance.verify() == []
-        await store.maintenance.export_archive(tmp_path / "more.polar", sessions=[bad_session, alone])
-        await other.maintenance.import_archive(tmp_path / "more.polar")
+        await store.archive.export_archive(tmp_path / "more.polar", sessions=[bad_session, alone])
+        await other.archive.import_archive(tmp_path / "more.polar")
         assert {row.rollout_id for row in await other.rollouts.find()} == {good, bad}
         assert await _content(other) == await _content(store)
     with pytest.raises(UsageError, match="no session"):
-        await store.maintenance.export_archive(tmp_path / "none.polar", sessions=["sess_unknown"])
+        await store.archive.export_archive(tmp_path / "none.polar", sessions=["sess_unknown"])
     with pytest.raises(UsageError, match="exists already"):
-        await store.maintenance.export_archive(tmp_path / "more.polar")
+        await store.archive.export_archive(tmp_path / "more.polar")
 
 
 async def test_archive_contains_no_keys(store: Store, tmp_path: Path) -> None:
     session_id = await new_session(store, key_hash=_KEY)
     await store.calls.commit(call_record(session_id))
     file = tmp_path / "all.polar"
-    await store.maintenance.export_archive(file)
+    await store.archive.export_archive(file)
     with zipfile.ZipFile(file) as archive:
         archive.extract("polar.db", tmp_path / "out")
     assert _KEY not in (tmp_path / "out" / "polar.db").read_bytes()
     assert file.stat().st_mode & 0o077 == 0
     found = await store.sessions.by_key(_KEY)
     assert found is not None
-    await store.maintenance.import_archive(file)  # the stored key stays
+    await store.archive.import_archive(file)  # the stored key stays
     assert await store.sessions.by_key(_KEY) == found
 
 
 async def test_different_rows_are_not_overwritten(store: Store, other_url: str, tmp_path: Path) -> None:
     await _filled(store, "one")
     file = tmp_path / "all.polar"
-    await store.maintenance.export_archive(file)
+    await store.archive.export_archive(file)
     async with open_store(other_url) as other:
-        await other.maintenance.import_archive(file)
+        await other.archive.import_archive(file)
         async with other.database.writing() as connection:
             await connection.execute(update(schema.rewards).values(value=0.25))
         await _filled(store, "two")
-        await store.maintenance.export_archive(file, overwrite=True)
+        await store.archive.export_archive(file, overwrite=True)
         before = await _content(other)
         with pytest.raises(
             StoreError, match=r"Nothing was imported: rewards rew_\w+ is stored already with another value"
         ):
-            await other.maintenance.import_archive(file)
+            await other.archive.import_archive(file)
         assert await _content(other) == before
 
 
 async def test_refuses_newer_schemas_and_other_files(store: Store, other_url: str, tmp_path: Path) -> None:
     await _filled(store, "one")
     file = tmp_path / "all.polar"
-    await store.maintenance.export_archive(file)
+    await store.archive.export_archive(file)
     with zipfile.ZipFile(file) as archive:
         archive.extractall(tmp_path / "out")
     with sqlite3.connect(tmp_path / "out" / "polar.db") as connection:
@@ -165,19 +165,19 @@ async def test_refuses_newer_schemas_and_other_files(store: Store, other_url: st
         archive.write(tmp_path / "out" / "polar.db", "polar.db")
     async with open_store(other_url) as other:
         with pytest.raises(StoreError, match="newer Polar"):
-            await other.maintenance.import_archive(newer)
+            await other.archive.import_archive(newer)
         with pytest.raises(UsageError, match="no file"):
-            await other.maintenance.import_archive(tmp_path / "none.polar")
+            await other.archive.import_archive(tmp_path / "none.polar")
         (tmp_path / "text.polar").write_text("not a zip")
         with pytest.raises(StoreError, match="cannot be read as an archive"):
-            await other.maintenance.import_archive(tmp_path / "text.polar")
+            await other.archive.import_archive(tmp_path / "text.polar")
         assert (await other.maintenance.stats())["rows"]["sessions"] == 0
 
 
 async def test_refuses_damaged_archives_before_writing(store: Store, other_url: str, tmp_path: Path) -> None:
     await _filled(store, "one")
     file, lacking, changed = tmp_path / "all.polar", tmp_path / "lacking.polar", tmp_path / "changed.polar"
-    await store.maintenance.export_archive(file)
+    await store.archive.export_archive(file)
     with zipfile.ZipFile(file) as archive:
         (artifact,) = (name for name in archive.namelist() if name != "polar.db")
         database = archive.read("polar.db")
@@ -189,5 +189,5 @@ async def test_refuses_damaged_archives_before_writing(store: Store, other_url: 
     async with open_store(other_url) as other:
         for damaged, match in ((lacking, "is missing from it"), (changed, "does not match its name")):
             with pytest.raises(StoreError, match=match):
-                await other.maintenance.import_archive(damaged)
+                await other.archive.import_archive(damaged)
         assert (await other.maintenance.stats())["rows"]["sessions"] == 0

@@ -54,11 +54,11 @@ async def test_refuses_unknown_runs_and_missing_lines(store: Store) -> None:
 
 async def test_archive_of_everything_contains_training_runs(store: Store, tmp_path: Path) -> None:
     await store.training.put_run("run_1", "first", {"loss": "dapo"}, LINES)
-    await store.maintenance.export_archive(tmp_path / "all.polar")
-    await store.maintenance.export_archive(tmp_path / "some.polar", where="reward>=1")
+    await store.archive.export_archive(tmp_path / "all.polar")
+    await store.archive.export_archive(tmp_path / "some.polar", where="reward>=1")
     async with open_store(f"{tmp_path}/other/polar.db") as other:
-        await other.maintenance.import_archive(tmp_path / "some.polar")
+        await other.archive.import_archive(tmp_path / "some.polar")
         assert await other.training.runs() == []
         for _ in range(2):
-            await other.maintenance.import_archive(tmp_path / "all.polar")
+            await other.archive.import_archive(tmp_path / "all.polar")
         assert await other.training.lines("run_1") == LINES

@@ -33,7 +33,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from polar_proxy.errors import StoreError, UsageError
 from polar_proxy.store import schema
 from polar_proxy.store.artifacts import artifact_path, write_artifact
-from polar_proxy.store.database import Database, normalise_url
+from polar_proxy.store.database import Database, Repository, normalise_url
 from polar_proxy.store.encoding.loader import chain_ids
 from polar_proxy.store.filters import parse_where
 from polar_proxy.store.migrate import upgrade
@@ -67,11 +67,11 @@ class ArchiveCounts:
             self.rows[table] = self.rows.get(table, 0) + count
 
 
-class StoreArchive:
+class ArchiveRepository(Repository):
     """Exports a selection of one database to an archive, and imports archives."""
 
     def __init__(self, database: Database, artifacts: Path) -> None:
-        self._database = database
+        super().__init__(database)
         self._artifacts = artifacts
 
     async def export_archive(
@@ -92,7 +92,8 @@ class StoreArchive:
                 for table in schema.metadata.sorted_tables:
                     if table.name not in NOT_EXPORTED:
                         moved.add(table.name, await _copy(source, target, table, queries[table.name]))
-                files = set(await source.scalars(_columns(schema.artifacts, queries["artifacts"], "sha256")))
+                hashes = queries["artifacts"].with_only_columns(schema.artifacts.c.sha256)
+                files = set(await source.scalars(hashes))
             moved.files = await asyncio.to_thread(self._write_zip, file, made, sorted(files))
         return moved
 
@@ -204,30 +205,23 @@ async def _selection(source: AsyncConnection, where: str | None, sessions: Seque
 
     heads = used(c.messages_node, c.tools_node, c.prompt_node, x.prompt_node).subquery()
     chain = chain_ids(select(heads.c.key.label("node_id")).where(heads.c.key.is_not(None)))
-    found_queries = {
-        "tasks": select(t["tasks"]).where(t["tasks"].c.task_id.in_(tasks)),
-        "groups": select(t["groups"]).where(t["groups"].c.group_id.in_(groups)),
-        "sessions": select(t["sessions"]).where(s.session_id.in_(session_ids)),
-        "nodes": select(t["nodes"]).where(t["nodes"].c.node_id.in_(select(chain.c.node_id))),
-        "settings": select(t["settings"]).where(
-            t["settings"].c.settings_hash.in_(used(c.params_hash, c.sampling_hash))
-        ),
-        "engines": select(t["engines"]).where(t["engines"].c.engine_hash.in_(used(c.engine_hash, x.engine_hash))),
-        "trace_spans": select(t["trace_spans"]).where(t["trace_spans"].c.trace_id.in_(traces)),
+    conditions: dict[str, ColumnElement[bool]] = {
+        "tasks": t["tasks"].c.task_id.in_(tasks),
+        "groups": t["groups"].c.group_id.in_(groups),
+        "nodes": t["nodes"].c.node_id.in_(select(chain.c.node_id)),
+        "settings": t["settings"].c.settings_hash.in_(used(c.params_hash, c.sampling_hash)),
+        "engines": t["engines"].c.engine_hash.in_(used(c.engine_hash, x.engine_hash)),
+        "trace_spans": t["trace_spans"].c.trace_id.in_(traces),
+        "training_runs": false(),  # a selection of sessions has none
+        "training_lines": false(),
     }
     for name in ("completions", "rescores"):
-        found_queries[name] = select(t[name]).where(t[name].c.call_id.in_(calls))
-    for name in ("calls", "traces", "exclusions"):
-        found_queries[name] = select(t[name]).where(t[name].c.session_id.in_(session_ids))
+        conditions[name] = t[name].c.call_id.in_(calls)
+    for name in ("sessions", "calls", "traces", "exclusions"):
+        conditions[name] = t[name].c.session_id.in_(session_ids)
     for name in ("rollouts", "rewards", "rollout_events", "artifacts", "stages"):
-        found_queries[name] = select(t[name]).where(t[name].c.rollout_id.in_(rollouts))
-    for name in ("training_runs", "training_lines"):
-        found_queries[name] = select(t[name]).where(false())  # sessions without a rollout
-    return found_queries
-
-
-def _columns(table: Table, query: Select[Any], name: str) -> Select[Any]:
-    return query.with_only_columns(table.c[name])
+        conditions[name] = t[name].c.rollout_id.in_(rollouts)
+    return {name: select(t[name]).where(condition) for name, condition in conditions.items()}
 
 
 def _order(table: Table) -> list[ColumnElement[Any]]:

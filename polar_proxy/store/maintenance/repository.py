@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import ColumnElement, Table, and_, delete, exists, func, or_, select, update
+from sqlalchemy import Column, ColumnElement, delete, exists, func, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from polar_proxy.errors import StoreError
@@ -27,8 +27,7 @@ from polar_proxy.store import migrate, schema
 from polar_proxy.store.artifacts import artifact_path
 from polar_proxy.store.database import Database, Repository
 from polar_proxy.store.filters import parse_where
-from polar_proxy.store.maintenance.archive import ArchiveCounts, StoreArchive
-from polar_proxy.store.maintenance.verify import IntegrityFault, ProgressCallback, StoreVerifier, no_progress
+from polar_proxy.store.maintenance.verify import IntegrityFault, ProgressCallback, no_progress, verify
 from polar_proxy.types import Json
 
 _BATCH = 500
@@ -42,6 +41,7 @@ _c, _n, _r, _s = schema.calls.c, schema.nodes.c, schema.rollouts.c, schema.sessi
 _TO_NODES = (_n.parent_id, _c.messages_node, _c.tools_node, _c.prompt_node, schema.rescores.c.prompt_node)
 _TO_SETTINGS = (_c.params_hash, _c.sampling_hash)
 _TO_ENGINES = (_c.engine_hash, schema.rescores.c.engine_hash)
+_settings_hash, _engine_hash = schema.settings.c.settings_hash, schema.engines.c.engine_hash
 _TO_CALLS = (schema.trace_spans.c.call_id, schema.exclusions.c.call_id)
 
 
@@ -85,37 +85,24 @@ class MaintenanceRepository(Repository):
                 table.name: await connection.scalar(select(func.count()).select_from(table))
                 for table in schema.metadata.sorted_tables
             }
-            prompt, completion = (
-                await connection.execute(
-                    select(func.coalesce(func.sum(s.prompt_tokens), 0), func.coalesce(func.sum(s.completion_tokens), 0))
-                )
-            ).one()
-            stored = await connection.scalar(select(func.coalesce(func.sum(n.length), 0)).where(n.kind == "tokens"))
+            tokens = {
+                "prompt_tokens": select(func.sum(s.prompt_tokens)),
+                "completion_tokens": select(func.sum(s.completion_tokens)),
+                "stored_prompt_tokens": select(func.sum(n.length)).where(n.kind == "tokens"),
+            }
+            counts = {name: int(await connection.scalar(query) or 0) for name, query in tokens.items()}
             revision = await migrate.revision(connection)
         return {
             "schema": revision,
             "database": self._database.dialect,
             "bytes": await self._size(),
             "rows": rows,
-            "tokens": {
-                "prompt_tokens": int(prompt),
-                "completion_tokens": int(completion),
-                "stored_prompt_tokens": int(stored or 0),
-            },
+            "tokens": counts,
         }
 
     async def verify(self, progress: ProgressCallback = no_progress) -> list[IntegrityFault]:
-        """Check every row; see `StoreVerifier`."""
-        return await StoreVerifier(self._database, self._artifacts).verify(progress)
-
-    async def export_archive(
-        self, file: Path, *, where: str | None = None, sessions: Sequence[str] = (), overwrite: bool = False
-    ) -> ArchiveCounts:
-        archive = StoreArchive(self._database, self._artifacts)
-        return await archive.export_archive(file, where=where, sessions=sessions, overwrite=overwrite)
-
-    async def import_archive(self, file: Path) -> ArchiveCounts:
-        return await StoreArchive(self._database, self._artifacts).import_archive(file)
+        """Check every row; see `verify.verify`."""
+        return await verify(self._database, self._artifacts, progress)
 
     async def prune(
         self,
@@ -140,22 +127,19 @@ class MaintenanceRepository(Repository):
                 [] if where else list(await connection.scalars(select(_s.session_id).where(*_old_session(before))))
             )
             if dry_run:
-                mine = _c.session_id.in_(select(_sessions_of(rollouts).subquery().c.session_id))
-                alone = _c.session_id.in_(sessions)
-                counted = await connection.scalar(
-                    select(func.count()).select_from(schema.calls).where(or_(mine, alone))
-                )
-                return PruneResult(rollouts, sessions, int(counted or 0))
-        total = len(rollouts) + len(sessions)
+                mine = or_(_c.session_id.in_(_sessions_of(rollouts)), _c.session_id.in_(sessions))
+                calls = await connection.scalar(select(func.count(_c.call_id)).where(mine)) or 0
+                return PruneResult(rollouts, sessions, calls)
+        done, total = 0, len(rollouts) + len(sessions)
         if not total:
             return pruned
         async with self._indices(_TO_CALLS):
-            for start in range(0, len(rollouts), _ROLLOUTS_AT_ONCE):
-                await self._delete_rollouts(rollouts[start : start + _ROLLOUTS_AT_ONCE], before, pruned)
-                progress("rollouts and sessions", start, total)
-            for start in range(0, len(sessions), _ROLLOUTS_AT_ONCE):
-                await self._delete_sessions(sessions[start : start + _ROLLOUTS_AT_ONCE], before, pruned)
-                progress("rollouts and sessions", len(rollouts) + start, total)
+            for delete_some, ids in ((self._delete_rollouts, rollouts), (self._delete_sessions, sessions)):
+                for start in range(0, len(ids), _ROLLOUTS_AT_ONCE):
+                    some = ids[start : start + _ROLLOUTS_AT_ONCE]
+                    await delete_some(some, before, pruned)
+                    done += len(some)
+                    progress("rollouts and sessions", done, total)
         return pruned
 
     async def _delete_rollouts(self, candidates: Sequence[str], before: float, pruned: PruneResult) -> None:
@@ -214,12 +198,8 @@ class MaintenanceRepository(Repository):
         done = VacuumResult(bytes_before=await self._size())
         async with self._indices((*_TO_NODES, *_TO_SETTINGS, *_TO_ENGINES)):
             done.nodes = await self._delete_nodes(progress)
-            for table, key, users in (
-                (schema.settings, schema.settings.c.settings_hash, _TO_SETTINGS),
-                (schema.engines, schema.engines.c.engine_hash, _TO_ENGINES),
-            ):
-                removed = await self._delete_unused(table, key, users, None)
-                setattr(done, table.name, len(removed))
+            done.settings = len(await self._delete_unused(_settings_hash, _TO_SETTINGS))
+            done.engines = len(await self._delete_unused(_engine_hash, _TO_ENGINES))
         if self._database.dialect == "sqlite":
             done.free_bytes = await self._shrink_file(full, progress)
         else:
@@ -233,26 +213,26 @@ class MaintenanceRepository(Repository):
             total = int(await connection.scalar(select(func.count()).select_from(schema.nodes)) or 0)
         while True:
             async with self._database.reading() as connection:
-                query = select(_n.node_id).where(_n.node_id > last, *_unused(schema.nodes, _n.node_id, _TO_NODES))
+                query = select(_n.node_id).where(_n.node_id > last, *_unused(_n.node_id, _TO_NODES))
                 leaves = list(await connection.scalars(query.order_by(_n.node_id).limit(_BATCH)))
             if not leaves:
                 return removed
             last = leaves[-1]
             while leaves:  # deleting a leaf may turn its parent into one
-                parents = await self._delete_unused(schema.nodes, _n.node_id, _TO_NODES, leaves[:_BATCH])
+                parents = await self._delete_unused(_n.node_id, _TO_NODES, leaves[:_BATCH])
                 removed += len(parents)
                 leaves = [*leaves[_BATCH:], *{parent for parent in parents if parent is not None}]
                 progress("nodes deleted", removed, total)
                 await asyncio.sleep(0)  # lets other writers of this process take their turn
 
     async def _delete_unused(
-        self, table: Table, key: ColumnElement[Any], users: Sequence[ColumnElement[Any]], keys: Sequence[bytes] | None
+        self, key: Column[Any], users: Sequence[Column[Any]], keys: Sequence[bytes] | None = None
     ) -> list[bytes | None]:
         """Delete unused rows. Returns the parents of deleted nodes, or the keys of other deleted rows."""
-        statement = delete(table).where(*_unused(table, key, users))
+        statement = delete(key.table).where(*_unused(key, users))
         if keys is not None:
             statement = statement.where(key.in_(keys))
-        returned = statement.returning(_n.parent_id if table is schema.nodes else key)
+        returned = statement.returning(_n.parent_id if key is _n.node_id else key)
         for attempt in range(_ATTEMPTS):
             try:
                 async with self._database.writing() as connection:
@@ -264,7 +244,7 @@ class MaintenanceRepository(Repository):
         return []
 
     @asynccontextmanager
-    async def _indices(self, columns: Sequence[ColumnElement[Any]]) -> AsyncIterator[None]:
+    async def _indices(self, columns: Sequence[Column[Any]]) -> AsyncIterator[None]:
         # Indices that a killed process left behind are used, and dropped at the end.
         names = [
             (f"maintenance_{column.table.name}_{column.name}", column.table.name, column.name) for column in columns
@@ -366,9 +346,9 @@ async def _delete_empty_groups(connection: AsyncConnection, groups: Sequence[str
         await connection.execute(delete(table).where(table.c.group_id.in_(gone)))
 
 
-def _unused(table: Table, key: ColumnElement[Any], users: Sequence[ColumnElement[Any]]) -> list[ColumnElement[bool]]:
+def _unused(key: Column[Any], users: Sequence[Column[Any]]) -> list[ColumnElement[bool]]:
     found: list[ColumnElement[bool]] = []
     for column in users:
         user = column.table.alias("user_of")
-        found.append(~exists(select(1).select_from(user).where(and_(user.c[column.name] == key)).correlate(table)))
+        found.append(~exists(select(1).select_from(user).where(user.c[column.name] == key).correlate(key.table)))
     return found

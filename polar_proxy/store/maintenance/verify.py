@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sqlalchemy import Text, and_, case, cast, func, or_, select, text
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Text, case, cast, func, or_, select, text
 
 from polar_proxy.errors import StoreError
 from polar_proxy.store import schema
@@ -36,84 +35,76 @@ def no_progress(what: str, done: int, total: int) -> None:
     """Report nothing."""
 
 
-class StoreVerifier:
-    """Checks every row of one database.
+Faults = AsyncIterator[IntegrityFault]
+
+
+async def verify(database: Database, artifacts: Path, progress: ProgressCallback = no_progress) -> list[IntegrityFault]:
+    """Check every row of a database and return all faults.
 
     It checks the hashes of chains, settings and engines; the references and counts of calls, traces and sessions; that
     every packed cell can be unpacked; and the artifacts on disk. Reads only. Rows that another process deletes during
     the check can be reported as missing.
     """
+    seen: set[bytes] = set()
+    checks = (
+        *(_check_sqlite(database), _check_hashes(database), _check_counters(database), _check_traces(database)),
+        _check_calls(database, seen, progress),
+        _check_other_nodes(database, seen, progress),
+        _check_artifacts(database, artifacts, progress),
+    )
+    return [fault for check in checks async for fault in check]
 
-    def __init__(self, database: Database, artifacts: Path) -> None:
-        self._database = database
-        self._artifacts = artifacts
 
-    async def verify(self, progress: ProgressCallback = no_progress) -> list[IntegrityFault]:
-        """Return all faults."""
-        faults: list[IntegrityFault] = []
-        async with self._database.reading() as connection:
-            if self._database.dialect == "sqlite":
-                faults += await _check_sqlite(connection)
-            faults += await _check_hashes(connection)
-            faults += await _check_counters(connection)
-            faults += await _check_traces(connection)
-        seen: set[bytes] = set()
-        faults += await self._check_sessions(seen, progress)
-        faults += await self._check_other_nodes(seen, progress)
-        faults += await self._check_artifacts(progress)
-        return faults
+async def _check_calls(database: Database, seen: set[bytes], progress: ProgressCallback) -> Faults:
+    c = schema.calls.c
+    async with database.reading() as connection:
+        query = select(c.session_id, func.count()).group_by(c.session_id).order_by(c.session_id)
+        counts = (await connection.execute(query)).all()
+    total, done = sum(count for _, count in counts), 0
+    for session_id, count in counts:
+        async with database.reading() as connection:
+            verifier = _CallVerifier(await fetch(connection, c.session_id == session_id))
+        for fault in await asyncio.to_thread(lambda: list(verifier.check_calls(seen))):  # noqa: B023 (awaited here)
+            yield fault
+        done += count
+        progress("calls", done, total)
 
-    async def _check_sessions(self, seen: set[bytes], progress: ProgressCallback) -> list[IntegrityFault]:
-        faults: list[IntegrityFault] = []
-        c = schema.calls.c
-        async with self._database.reading() as connection:
-            query = select(c.session_id, func.count()).group_by(c.session_id).order_by(c.session_id)
-            counts = (await connection.execute(query)).all()
-        total, done = sum(count for _, count in counts), 0
-        for session_id, count in counts:
-            async with self._database.reading() as connection:
-                verifier = _CallVerifier(await fetch(connection, c.session_id == session_id))
-            faults += await asyncio.to_thread(lambda: list(verifier.check_calls(seen)))  # noqa: B023 (awaited here)
-            done += count
-            progress("calls", done, total)
-        return faults
 
-    async def _check_other_nodes(self, seen: set[bytes], progress: ProgressCallback) -> list[IntegrityFault]:
-        """Check the nodes that belong to no call: those of rescored prompts, and those that `polar db vacuum` would
-        remove."""
-        faults: list[IntegrityFault] = []
-        n = schema.nodes.c
-        last, done = b"", 0
-        async with self._database.reading() as connection:
-            total = int(await connection.scalar(select(func.count()).select_from(schema.nodes)) or 0)
-            while True:
-                query = select(n.node_id, n.kind).where(n.node_id > last).order_by(n.node_id).limit(_PAGE)
-                page = [(bytes(row.node_id), row.kind) for row in await connection.execute(query)]
-                if not page:
-                    return faults
-                last, done = page[-1][0], done + len(page)
-                if new := [row for row in page if row[0] not in seen]:
-                    heads = select(n.node_id).where(n.node_id.in_([key for key, _ in new]))
-                    verifier = _CallVerifier(CallLoader(await fetch_nodes(connection, heads)))
-                    faults += await asyncio.to_thread(lambda: list(verifier.check_chains(new, seen)))  # noqa: B023
-                progress("nodes", done, total)
+async def _check_other_nodes(database: Database, seen: set[bytes], progress: ProgressCallback) -> Faults:
+    """Check the nodes that belong to no call: those of rescored prompts, and those that `polar db vacuum` would
+    remove."""
+    n = schema.nodes.c
+    last, done = b"", 0
+    async with database.reading() as connection:
+        total = await connection.scalar(select(func.count()).select_from(schema.nodes)) or 0
+        while True:
+            query = select(n.node_id, n.kind).where(n.node_id > last).order_by(n.node_id).limit(_PAGE)
+            page = [(bytes(row.node_id), row.kind) for row in await connection.execute(query)]
+            if not page:
+                return
+            last, done = page[-1][0], done + len(page)
+            if new := [row for row in page if row[0] not in seen]:
+                heads = select(n.node_id).where(n.node_id.in_([key for key, _ in new]))
+                verifier = _CallVerifier(CallLoader(await fetch_nodes(connection, heads)))
+                for fault in await asyncio.to_thread(lambda: list(verifier.check_chains(new, seen))):  # noqa: B023
+                    yield fault
+            progress("nodes", done, total)
 
-    async def _check_artifacts(self, progress: ProgressCallback) -> list[IntegrityFault]:
-        a = schema.artifacts.c
-        async with self._database.reading() as connection:
-            rows = (await connection.execute(select(a.artifact_id, a.sha256, a.bytes).order_by(a.artifact_id))).all()
-        faults: list[IntegrityFault] = []
-        for done, row in enumerate(rows, 1):
-            what, path = f"artifacts {row.artifact_id}", artifact_path(self._artifacts, row.sha256)
-            try:
-                content = await asyncio.to_thread(path.read_bytes)
-            except OSError as error:
-                faults.append(IntegrityFault(what, f"its file {path} cannot be read: {error.strerror}"))
-            else:
-                if len(content) != row.bytes or hashlib.sha256(content).hexdigest() != row.sha256:
-                    faults.append(IntegrityFault(what, f"the content of {path} has changed"))
-            progress("artifacts", done, len(rows))
-        return faults
+
+async def _check_artifacts(database: Database, folder: Path, progress: ProgressCallback) -> Faults:
+    a = schema.artifacts.c
+    async with database.reading() as connection:
+        rows = (await connection.execute(select(a.artifact_id, a.sha256, a.bytes).order_by(a.artifact_id))).all()
+    for done, row in enumerate(rows, 1):
+        what, path = f"artifacts {row.artifact_id}", artifact_path(folder, row.sha256)
+        try:
+            content = await asyncio.to_thread(path.read_bytes)
+        except OSError as error:
+            yield IntegrityFault(what, f"its file {path} cannot be read: {error.strerror}")
+        else:
+            if len(content) != row.bytes or hashlib.sha256(content).hexdigest() != row.sha256:
+                yield IntegrityFault(what, f"the content of {path} has changed")
+        progress("artifacts", done, len(rows))
 
 
 class _CallVerifier:
@@ -143,9 +134,8 @@ class _CallVerifier:
                         f"it counts {answer.tokens} tokens, has {choice.token_ids.size} and {choice.logprobs.size} "
                         "log-probabilities",
                     )
-            heads: list[tuple[bytes | None, NodeKind]] = [
-                *((row.messages_node, "message"), (row.tools_node, "tools"), (row.prompt_node, "tokens"))
-            ]
+            heads: list[tuple[bytes | None, NodeKind]]
+            heads = [(row.messages_node, "message"), (row.tools_node, "tools"), (row.prompt_node, "tokens")]
             yield from self.check_chains([(bytes(head), kind) for head, kind in heads if head is not None], seen)
 
     def check_chains(self, heads: Sequence[tuple[bytes, NodeKind]], seen: set[bytes]) -> Iterator[IntegrityFault]:
@@ -173,73 +163,63 @@ class _CallVerifier:
         return None
 
 
-async def _check_sqlite(connection: AsyncConnection) -> list[IntegrityFault]:
-    lines = await connection.scalars(text("PRAGMA quick_check"))
-    faults = [IntegrityFault("database", str(line)) for line in lines if line != "ok"]
-    for row in (await connection.execute(text("PRAGMA foreign_key_check"))).mappings():
-        what = f"{row['table']} (row {row['rowid']})"
-        faults.append(IntegrityFault(what, f"it refers to a row of {row['parent']} that does not exist"))
-    return faults
+async def _check_sqlite(database: Database) -> Faults:
+    if database.dialect != "sqlite":
+        return
+    async with database.reading() as connection:
+        for line in await connection.scalars(text("PRAGMA quick_check")):
+            if line != "ok":
+                yield IntegrityFault("database", str(line))
+        for row in (await connection.execute(text("PRAGMA foreign_key_check"))).mappings():
+            what = f"{row['table']} (row {row['rowid']})"
+            yield IntegrityFault(what, f"it refers to a row of {row['parent']} that does not exist")
 
 
-async def _check_hashes(connection: AsyncConnection) -> list[IntegrityFault]:
-    faults: list[IntegrityFault] = []
-    for name, key, value in (
-        ("settings", schema.settings.c.settings_hash, schema.settings.c.value),
-        ("engines", schema.engines.c.engine_hash, schema.engines.c.info),
-    ):
-        # The text as stored, because parsing and printing it could change a number.
-        for row in await connection.execute(select(key, cast(value, Text))):
-            if content_hash(row[1].encode()) != row[0]:
-                faults.append(IntegrityFault(f"{name} {row[0].hex()}", "its content does not match its id"))
-    return faults
+async def _check_hashes(database: Database) -> Faults:
+    async with database.reading() as connection:
+        for table, value in ((schema.settings, schema.settings.c.value), (schema.engines, schema.engines.c.info)):
+            # The text as stored, because parsing and printing it could change a number.
+            for row in await connection.execute(select(*table.primary_key.columns, cast(value, Text))):
+                if content_hash(row[1].encode()) != row[0]:
+                    yield IntegrityFault(f"{table.name} {row[0].hex()}", "its content does not match its id")
 
 
-async def _check_counters(connection: AsyncConnection) -> list[IntegrityFault]:
+async def _check_counters(database: Database) -> Faults:
     s, c = schema.sessions.c, schema.calls.c
-    counted = (
-        select(
-            c.session_id,
-            func.count().label("calls"),
-            func.sum(case((c.status != "ok", 1), else_=0)).label("failed_calls"),
-            func.sum(func.coalesce(c.prompt_tokens, 0)).label("prompt_tokens"),
-            func.sum(c.completion_tokens).label("completion_tokens"),
-        )
-        .group_by(c.session_id)
-        .subquery()
-    )
-    names = ("calls", "failed_calls", "prompt_tokens", "completion_tokens")
-    real = [func.coalesce(counted.c[name], 0) for name in names]
+    counts = {
+        s.calls: func.count(c.call_id),
+        s.failed_calls: func.coalesce(func.sum(case((c.status != "ok", 1), else_=0)), 0),
+        s.prompt_tokens: func.coalesce(func.sum(c.prompt_tokens), 0),
+        s.completion_tokens: func.coalesce(func.sum(c.completion_tokens), 0),
+    }
     query = (
-        select(s.session_id, *(s[name] for name in names), *real)
-        .outerjoin(counted, counted.c.session_id == s.session_id)
-        .where(or_(*(s[name] != value for name, value in zip(names, real, strict=True))))
+        select(s.session_id, *counts, *counts.values())
+        .outerjoin(schema.calls, c.session_id == s.session_id)
+        .group_by(s.session_id)
+        .having(or_(*(counter != count for counter, count in counts.items())))
         .order_by(s.session_id)
     )
-    faults: list[IntegrityFault] = []
-    for session_id, *numbers in await connection.execute(query):
-        for name, stored, found in zip(names, numbers[:4], numbers[4:], strict=True):
-            if stored != found:
-                problem = f"its counter {name} is {stored}, its calls have {found}"
-                faults.append(IntegrityFault(f"sessions {session_id}", problem))
-    return faults
+    async with database.reading() as connection:
+        for session_id, *numbers in await connection.execute(query):
+            for counter, stored, found in zip(counts, numbers[:4], numbers[4:], strict=True):
+                if stored != found:
+                    problem = f"its counter {counter.name} is {stored}, its calls have {found}"
+                    yield IntegrityFault(f"sessions {session_id}", problem)
 
 
-async def _check_traces(connection: AsyncConnection) -> list[IntegrityFault]:
+async def _check_traces(database: Database) -> Faults:
     t, p = schema.traces.c, schema.trace_spans.c
     size = p.end_token - p.start_token
     length = func.coalesce(func.sum(size), 0)
     trained = func.coalesce(func.sum(case((p.kind == "sampled", size), else_=0)), 0)
     query = (
         select(t.trace_id, t.length, t.trained_tokens, length, trained)
-        .outerjoin(schema.trace_spans, and_(p.trace_id == t.trace_id))
-        .group_by(t.trace_id, t.length, t.trained_tokens)
+        .outerjoin(schema.trace_spans, p.trace_id == t.trace_id)
+        .group_by(t.trace_id)
         .having(or_(t.length != length, t.trained_tokens != trained))
         .order_by(t.trace_id)
     )
-    return [
-        IntegrityFault(
-            f"traces {row[0]}", f"it counts {row[2]} trained of {row[1]} tokens, its spans {row[4]} of {row[3]}"
-        )
-        for row in await connection.execute(query)
-    ]
+    async with database.reading() as connection:
+        for row in await connection.execute(query):
+            problem = f"it counts {row[2]} trained of {row[1]} tokens, its spans {row[4]} of {row[3]}"
+            yield IntegrityFault(f"traces {row[0]}", problem)
