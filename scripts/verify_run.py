@@ -77,7 +77,7 @@ async def check(store: Store, model: torch.nn.Module) -> dict[str, object]:
 
 async def main(database: str, model_dir: str) -> int:
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
-    async with open_store(database, upgrade=False) as store:
+    async with open_store(database, create=False) as store:
         found = await check(store, model)
     print(json.dumps(found, indent=2))
     return 1 if found["problems"] or found["max_logprob_difference"] > 1e-3 else 0  # type: ignore[operator]

@@ -72,7 +72,7 @@ async def _queries(path: Path, last: int) -> dict[str, float]:
         await work
         timed[name] = round((time.perf_counter() - started) * 1000, 1)
 
-    async with open_store(str(path), upgrade=False) as store:
+    async with open_store(str(path), create=False) as store:
         await clock("open_ms", store.schema_revision())
         await clock("sessions_ms", store.sessions.recent(20))
         await clock("sessions_middle_ms", store.sessions.recent(20, before=_session_id(last // 2)))

@@ -85,7 +85,7 @@ def database_url(settings: Settings) -> str:
     return settings.db or default_url(settings.home)
 
 
-def open_database(settings: Settings, *, create: bool = False) -> Store:
+def open_database(settings: Settings, *, create: bool = False) -> contextlib.AbstractAsyncContextManager[Store]:
     """Return the store. Entering it fails if the database does not exist; with `create` it is created or upgraded."""
     from polar_proxy.store import normalise_url, open_store
 

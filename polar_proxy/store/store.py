@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from polar_proxy.store import migrate
 from polar_proxy.store.artifacts import ArtifactRepository, RewardRepository
@@ -27,39 +27,16 @@ from polar_proxy.store.training import TrainingRepository
 
 
 class Store:
-    """One open database: `async with open_store(url) as store`. Several processes may open the same database.
+    """One open database. Several processes may open the same database.
 
     Each attribute is a repository with the queries on one family of tables. All of them raise StoreError if the
     database refuses.
     """
 
-    def __init__(self, url: str, *, create: bool, durability: Durability, artifacts: Path | None) -> None:
-        self.url = normalise_url(url)
-        """May contain a password: print `display_url` instead."""
-        self.display_url = display_url(self.url)
-        self._create = create
-        self._durability = durability
-        self._artifacts = artifacts
-
-    async def __aenter__(self) -> Self:
-        self.database = Database(self.url, self._durability)
-        try:
-            if self._create:
-                create_file(self.database)
-                await migrate.ensure_newest(self.database)
-            else:
-                await migrate.require_newest(self.database)
-        except BaseException:
-            await self.database.close()
-            raise
-        self._writer = GroupCommit(self.database)
-        self._open_repositories()
-        return self
-
-    def _open_repositories(self) -> None:
-        database = self.database
-        home = database.path.parent if database.path else Path.cwd()
-        artifacts = (self._artifacts or home / "artifacts").absolute()
+    def __init__(self, database: Database, artifacts: Path) -> None:
+        self.database = database
+        self.display_url = display_url(database.url)
+        self._writer = GroupCommit(database)
         # One conversation
         self.sessions = SessionRepository(database)
         self.calls = CallRepository(database, self._writer)
@@ -86,34 +63,39 @@ class Store:
         self.maintenance = MaintenanceRepository(database, artifacts)
         self.archive = ArchiveRepository(database, artifacts)
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            await self.open_calls.stop()
-            await self._writer.stop()
-        finally:
-            await self.database.close()
-
     async def schema_revision(self) -> str:
         async with self.database.reading() as connection:
             return await migrate.revision(connection) or ""
 
+    async def flush(self) -> None:
+        """Write the calls that wait for their commit, and refuse more."""
+        await self.open_calls.stop()
+        await self._writer.stop()
 
-def open_store(
-    url: str,
-    *,
-    create: bool = True,
-    upgrade: bool = True,
-    durability: Durability = "process",
-    artifacts: Path | None = None,
-) -> Store:
-    """Return a store to enter with `async with`.
 
-    Entering creates the database or upgrades an older one. If `create` or `upgrade` is false (readers), a missing,
-    empty or older database raises StoreError instead. A newer database always raises it.
+@asynccontextmanager
+async def open_store(
+    url: str, *, create: bool = True, durability: Durability = "process", artifacts: Path | None = None
+) -> AsyncIterator[Store]:
+    """Open a database, and create it or upgrade an older one; a newer one raises StoreError.
+
+    Without `create` (readers), a missing, empty or older database raises StoreError.
 
     `artifacts`: the folder of the artifacts. Default: `artifacts` next to the SQLite file; for PostgreSQL, in the
     current folder.
     """
-    return Store(url, create=create and upgrade, durability=durability, artifacts=artifacts)
+    database = Database(normalise_url(url), durability)
+    try:
+        if create:
+            create_file(database)
+            await migrate.ensure_newest(database)
+        else:
+            await migrate.require_newest(database)
+        home = database.path.parent if database.path else Path.cwd()
+        store = Store(database, (artifacts or home / "artifacts").absolute())
+        try:
+            yield store
+        finally:
+            await store.flush()
+    finally:
+        await database.close()

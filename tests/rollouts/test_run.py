@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def own_sandbox_register(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("POLAR_ADMISSION__MEMORY_MB", "0")  # no check of the machine's load, so that two run at a time
 
 
-async def open_recorded(home: Path) -> Store:
+async def open_recorded(home: Path) -> AbstractAsyncContextManager[Store]:
     return open_store(f"sqlite:///{home}/polar.db", create=False)
 
 

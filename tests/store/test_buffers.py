@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polar_proxy.store.encoding.buffers import TokenPrefix
-from polar_proxy.store.encoding.cells import CONTEXT, CellCodec, low_bytes
+from polar_proxy.store.encoding.cells import CONTEXT, CellCodec, TokenPrefix, low_bytes
 from tests.factories import token_ids
 
 pytestmark = pytest.mark.slow

@@ -179,7 +179,7 @@ async def test_random_conversations_round_trip(
         found[rng.random(count) < 0.1] = END
         return found
 
-    async with open_store(str(tmp_path / f"{rng.bytes(6).hex()}.db")) as store, open_store(store.url) as other:
+    async with open_store(str(tmp_path / f"{rng.bytes(6).hex()}.db")) as store, open_store(store.database.url) as other:
         session_id = await new_session(store)
         calls: list[Any] = []
         for number, (at, exact, said, sizes, new) in enumerate(steps):

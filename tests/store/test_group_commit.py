@@ -23,7 +23,7 @@ async def test_concurrent_commits(store: Store, url: str) -> None:
     sessions = [await new_session(store) for _ in range(3)]
     calls = [call_record(sessions[n % 3], messages=(b"%d" % n,), started_at=float(n)) for n in range(200)]
     await asyncio.gather(*(store.calls.commit(call) for call in calls))
-    async with open_store(url, upgrade=False) as reader:
+    async with open_store(url, create=False) as reader:
         for number, session_id in enumerate(sessions):
             assert_same(await reader.calls.of_session(session_id), calls[number::3])
     summary = await store.sessions.summary(sessions[0])
@@ -85,7 +85,7 @@ async def test_call_of_a_cancelled_caller_is_stored(url: str) -> None:
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-    async with open_store(url, upgrade=False) as reader:
+    async with open_store(url, create=False) as reader:
         assert_same(await reader.calls.get(call.call_id), call)
 
 
@@ -143,7 +143,7 @@ async def test_concurrent_readers_and_writers(store: Store, url: str) -> None:
     seen: list[int] = []
 
     async def read() -> None:
-        async with open_store(url, upgrade=False) as reader:
+        async with open_store(url, create=False) as reader:
             while not done.is_set():
                 calls = await reader.calls.of_session(session_id)
                 assert all(len(call.choices) == 1 for call in calls)

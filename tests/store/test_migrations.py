@@ -48,7 +48,7 @@ async def test_reader_refuses_an_older_schema(url: str, request: pytest.FixtureR
         pass
     request.getfixturevalue("newer_polar")
     with pytest.raises(StoreError, match=r"has the older schema 0001\. Run `polar db upgrade`"):
-        async with open_store(url, upgrade=False):
+        async with open_store(url, create=False):
             pass
 
 

@@ -89,7 +89,7 @@ async def test_refuses_a_newer_schema(url: str, reader: bool) -> None:
     async with open_store(url) as store, store.database.writing() as connection:
         await connection.exec_driver_sql(f"UPDATE {VERSION_TABLE} SET version_num = '9999'")
     with pytest.raises(StoreError, match=r"newer Polar \(schema 9999.*update Polar"):
-        async with open_store(url, upgrade=not reader):
+        async with open_store(url, create=not reader):
             pass
 
 
@@ -112,7 +112,7 @@ async def test_refuses_a_file_that_is_not_a_database(tmp_path: Path) -> None:
 
 async def test_reader_creates_nothing(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="no database at"):
-        async with open_store(str(tmp_path / "none.db"), upgrade=False):
+        async with open_store(str(tmp_path / "none.db"), create=False):
             pass
     assert list(tmp_path.iterdir()) == []
 
@@ -122,7 +122,7 @@ async def test_reader_refuses_an_empty_database(tmp_path: Path) -> None:
     sqlite3.connect(file).close()
     file.touch()
     with pytest.raises(StoreError, match="polar db upgrade"):
-        async with open_store(str(file), upgrade=False):
+        async with open_store(str(file), create=False):
             pass
 
 
@@ -141,7 +141,7 @@ async def test_file_is_readable_only_by_its_owner(tmp_path: Path) -> None:
 
 
 async def test_power_durability_sets_pragmas(tmp_path: Path) -> None:
-    store = open_store(str(tmp_path / "polar.db"), durability="power")
-    async with store, store.database.writing() as connection:
+    opened = open_store(str(tmp_path / "polar.db"), durability="power")
+    async with opened as store, store.database.writing() as connection:
         for pragma, value in (("synchronous", 2), ("journal_mode", "wal"), ("foreign_keys", 1)):
             assert (await connection.exec_driver_sql(f"PRAGMA {pragma}")).scalar() == value

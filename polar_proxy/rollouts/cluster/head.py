@@ -58,7 +58,7 @@ class Cluster:
         """`address` is HOST:PORT of the Ray cluster, or `auto` for the one that this machine belongs to.
 
         Raises UsageError for a database that other machines cannot reach."""
-        if store.url.startswith("sqlite"):
+        if store.database.dialect == "sqlite":
             raise UsageError(
                 "A cluster needs a database that all machines can reach: give --db postgresql://USER@HOST/NAME."
             )

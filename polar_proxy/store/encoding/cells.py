@@ -1,4 +1,5 @@
-"""Packed cells: how bytes, token ids and log-probabilities are stored in a binary column.
+"""Packed cells: how bytes, token ids and log-probabilities are stored in a binary column. `TokenPrefix` holds the
+token sequences that are unpacked.
 
 A cell is two header bytes and a body. Byte 0 is the version of this format. Byte 1 describes the body:
 
@@ -23,7 +24,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import dataclass
 
 import numpy as np
 import zstandard
@@ -44,14 +45,7 @@ _MIN_LENGTH = 32
 _MAX_DEFLATE_LENGTH = 16_384
 """Longer bodies gain little from the dictionary, and zstd is five times faster."""
 _DEFLATE_LEVEL = 5
-
-
-class TokenContext(Protocol):
-    """An object with the tokens before a piece, which returns them as bytes."""
-
-    def low_bytes(self, width: int) -> bytes | bytearray:
-        """Return the `width` lowest bytes, little-endian, of each of the last `CONTEXT // width` tokens."""
-        ...
+_MIN_CAPACITY = 1024
 
 
 class CellCodec:
@@ -78,10 +72,10 @@ class CellCodec:
     def unpack_bytes(self, cell: bytes, before: bytes = b"") -> bytes:
         return self._body(cell, _BYTES, before[-CONTEXT:])[0]
 
-    def unpack_ids(self, cell: bytes, before: TokenIds | TokenContext = NO_IDS) -> TokenIds:
+    def unpack_ids(self, cell: bytes, before: TokenIds | TokenPrefix = NO_IDS) -> TokenIds:
         return ids_from_bytes(*self.unpack_id_bytes(cell, before))
 
-    def unpack_id_bytes(self, cell: bytes, before: TokenIds | TokenContext = NO_IDS) -> tuple[bytes, int]:
+    def unpack_id_bytes(self, cell: bytes, before: TokenIds | TokenPrefix = NO_IDS) -> tuple[bytes, int]:
         """Return the ids as little-endian bytes and the bytes per id (see `ids_from_bytes`)."""
         dictionary: bytes | bytearray = b""
         if len(cell) > 1 and cell[1] & _DEFLATE:
@@ -220,3 +214,95 @@ def change_width(body: bytes | bytearray, old: int, new: int) -> bytes | bytearr
     for place in range(min(old, new)):
         found[place::new] = body[place::old]
     return found
+
+
+class _TokenBuffer:
+    """A growing sequence of `size` tokens. It is kept as bytes, because it is read and compared as bytes; the array is
+    filled on demand."""
+
+    __slots__ = ("_array", "_bytes", "_filled", "size", "width")
+
+    def __init__(self, content: bytes | bytearray = b"", width: int = 1) -> None:
+        self.width = width
+        """Bytes per token: those of the widest piece so far."""
+        self.size = len(content) // width
+        self._bytes = {width: bytearray(content)}
+        """The tokens by width. Widths other than `width` hold a prefix, extended on demand."""
+        self._array: TokenIds = np.empty(0, dtype=np.int32)
+        self._filled = 0
+
+    def part(self, start: int, end: int, width: int) -> bytearray:
+        """Return the tokens [start, end) with `width` bytes each."""
+        if width > self.width:
+            self.widen(width)
+        found = self._bytes.setdefault(width, bytearray())
+        if (known := len(found) // width) < end:
+            found += change_width(self._bytes[self.width][known * self.width : end * self.width], self.width, width)
+        return found[start * width : end * width]
+
+    def widen(self, width: int) -> None:
+        self._bytes[width] = bytearray(change_width(self._bytes[self.width], self.width, width))
+        self.width = width
+
+    def append(self, piece: bytes | bytearray) -> None:
+        """Append tokens of the buffer's width."""
+        self._bytes[self.width] += piece
+        self.size += len(piece) // self.width
+
+    def array(self, size: int) -> TokenIds:
+        """Return the first `size` tokens. Earlier views stay valid."""
+        if self._filled < size:
+            start, end = self._filled, self.size
+            if end > len(self._array):
+                grown: TokenIds = np.empty(max(_MIN_CAPACITY, 2 * end if start else end), dtype=np.int32)
+                grown[:start] = self._array[:start]
+                self._array = grown
+            self._array[start:end] = ids_from_bytes(self.part(start, end, self.width), self.width)
+            self._filled = end
+        return self._array[:size]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrefix:
+    """The first `size` tokens of a buffer.
+
+    The prompts of a session mostly extend each other. With one buffer, reading a prompt with k new tokens costs O(k),
+    and two prompts with a common prefix share its memory, which makes comparing them cheap. A sequence never changes:
+    one that continues differently from its buffer gets a copy.
+    """
+
+    _buffer: _TokenBuffer
+    size: int
+
+    @staticmethod
+    def empty() -> TokenPrefix:
+        return TokenPrefix(_TokenBuffer(), 0)
+
+    @property
+    def ids(self) -> TokenIds:
+        """int32 [size], read-only."""
+        view = self._buffer.array(self.size)
+        view.flags.writeable = False
+        return view
+
+    def low_bytes(self, width: int) -> bytearray:
+        """Return the `width` lowest bytes, little-endian, of each of the last `CONTEXT // width` tokens."""
+        return self._buffer.part(max(0, self.size - CONTEXT // width), self.size, width)
+
+    def extended(self, piece: bytes | bytearray, width: int) -> TokenPrefix:
+        """Return these tokens followed by those of `piece`, which has `width` bytes per token."""
+        buffer = self._buffer
+        if width > buffer.width:
+            buffer.widen(width)
+        piece, width = change_width(piece, width, buffer.width), buffer.width
+        end = self.size + len(piece) // width
+        common_end = min(buffer.size, end)
+        if common_end > self.size:
+            known = (common_end - self.size) * width
+            if buffer.part(self.size, common_end, width) == piece[:known]:
+                piece = piece[known:]
+            else:
+                buffer = _TokenBuffer(buffer.part(0, self.size, width), width)
+        if end > buffer.size:
+            buffer.append(piece)
+        return TokenPrefix(buffer, end)

@@ -13,8 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from polar_proxy.errors import StoreError
 from polar_proxy.store import json_codec
-from polar_proxy.store.encoding.buffers import TokenPrefix
-from polar_proxy.store.encoding.cells import CONTEXT, CellCodec, bytes_before
+from polar_proxy.store.encoding.cells import CONTEXT, CellCodec, TokenPrefix, bytes_before
 from polar_proxy.store.encoding.chains import NodeKind
 from polar_proxy.store.encoding.serializer import SAME_COLUMNS
 from polar_proxy.store.schema import calls, completions, engines, nodes, settings

@@ -99,6 +99,7 @@ def test_gateways_listen_where_the_heads_does() -> None:
     assert gateway_host("0.0.0.0", "10.0.0.1") == "10.0.0.1"
 
 
-def test_a_cluster_refuses_a_database_file(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="postgresql://"):
-        Cluster(Settings(), open_store(f"{tmp_path}/polar.db"), "auto")
+async def test_a_cluster_refuses_a_database_file(tmp_path: Path) -> None:
+    async with open_store(f"{tmp_path}/polar.db") as store:
+        with pytest.raises(UsageError, match="postgresql://"):
+            Cluster(Settings(), store, "auto")
