@@ -55,7 +55,6 @@ class ServiceLimits:
     preparing: int = 4
     running: int = 8
     scoring: int = 4
-    attempts: int = 3
     retry_seconds: float = 1.0
     """Pause before the second attempt after an infrastructure failure; it doubles with each further attempt."""
     lease_seconds: float = 30.0
@@ -275,13 +274,11 @@ class StageLimits:
         return self.preparing.inside + sum(limiter.inside + limiter.waiting for limiter in later)
 
     def counts(self) -> dict[str, Json]:
-        """Return the counts of each limiter by stage, for the metrics."""
         limiters = {"preparing": self.preparing, "running": self.running, "scoring": self.scoring}
         return {stage: limiter.counts() for stage, limiter in limiters.items()}
 
 
 def _decrement(counter: Counter[_Key], key: _Key) -> None:
-    """Decrement; drop the key at zero."""
     counter[key] -= 1
     if not counter[key]:
         del counter[key]
@@ -312,7 +309,6 @@ def free_memory_mb(root: Path = Path("/")) -> int | None:
 
 
 def _read_fields(path: Path) -> dict[str, int]:
-    """Parse lines of a name and a number."""
     rows = (line.split() for line in path.read_text().splitlines())
     return {row[0].rstrip(":"): int(row[1]) for row in rows if len(row) > 1 and row[1].isdecimal()}
 
@@ -354,7 +350,6 @@ class MemoryAdmission:
         return None
 
     def release(self, rollout_id: str) -> None:
-        """End the rollout's reservation, because its sandbox is closed."""
         self._reserved.pop(rollout_id, None)
 
 

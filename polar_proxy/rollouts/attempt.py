@@ -254,7 +254,6 @@ class AttemptRunner:
         return PreparedAgent(harness, task_sandboxes, sandbox, base, plan)
 
     async def _run_agent(self, attempt: RunningAttempt, given: AttemptInput, agent: PreparedAgent) -> AgentResult:
-        """Run the agent to its end and read its patch."""
         task, spec, sandbox = given.task, given.spec, agent.sandbox
         # The evaluator's sandbox opens while the agent works.
         self.pool.expect(sandbox.kind, await agent.task_sandboxes.evaluator(task, attempt.labels))
@@ -336,7 +335,12 @@ class AttemptRunner:
     ) -> None:
         """Close the session, build its traces and record the final status; `outcome` is that of the last stage."""
         lost = await self._close_session(attempt)
-        await self._build_traces(attempt, reward, incomplete=lost is not None)
+        if attempt.session_id is not None:
+            await build_traces(
+                self.store, attempt.session_id, attempt.rollout_id, reward=reward, incomplete=lost is not None
+            )
+            if attempt.claim.attempt > 1:
+                await exclude_earlier_attempts(self.store, attempt.rollout_id, attempt.session_id)
         detail = result.detail if lost is None else f"{lost}; it is not trained on. {result.detail}"
         await self.store.rollouts.end(
             attempt.claim,
@@ -367,13 +371,6 @@ class AttemptRunner:
         await self.store.sessions.close(attempt.session_id)
         self.gateway.end_session(attempt.session_id)
         return await self.gateway.forget_session(attempt.session_id, _IDLE_SECONDS, timeout_elsewhere=remote_seconds)
-
-    async def _build_traces(self, attempt: RunningAttempt, reward: float | None, *, incomplete: bool) -> None:
-        if attempt.session_id is None:
-            return
-        await build_traces(self.store, attempt.session_id, attempt.rollout_id, reward=reward, incomplete=incomplete)
-        if attempt.claim.attempt > 1:
-            await exclude_earlier_attempts(self.store, attempt.rollout_id, attempt.session_id)
 
     async def _enter_stage(
         self,

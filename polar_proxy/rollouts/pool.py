@@ -82,10 +82,6 @@ class SandboxPool:
         """How many sandboxes wait in the pool, including those that are opening."""
         return len(self._shelf)
 
-    async def opened(self) -> None:
-        """Wait until no sandbox in the pool is opening."""
-        await asyncio.gather(*(task for _, task in self._shelf), return_exceptions=True)
-
     def counts(self) -> dict[str, float]:
         """Return on_shelf, size, hits, misses, dead and waited_seconds, for the metrics."""
         return {"on_shelf": self.waiting, "size": self._size, **asdict(self.count)}

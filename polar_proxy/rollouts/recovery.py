@@ -17,8 +17,11 @@ from polar_proxy.store import RolloutRow, Store
 from polar_proxy.traces.operations import build_traces, exclude_session
 from sandboxes import orphans
 
+MAX_ATTEMPTS = 3
+"""Attempts at a rollout whose infrastructure fails."""
 
-async def recover(store: Store, *, attempts: int = 3) -> list[str]:
+
+async def recover(store: Store) -> list[str]:
     """Clean up after dead processes of this machine; return one readable line for each action.
 
     Call it before this process creates or claims its first rollout.
@@ -32,7 +35,7 @@ async def recover(store: Store, *, attempts: int = 3) -> list[str]:
             lines.append(f"rollout {rollout.rollout_id} was interrupted; its {rollout.calls} recorded calls are kept")
     for worker in await store.queue.workers():
         if _worker_is_dead(worker):
-            reclaimed = await store.queue.reclaim_from(worker, attempts=attempts)
+            reclaimed = await store.queue.reclaim_from(worker, attempts=MAX_ATTEMPTS)
             groups.update(await account_for_reclaimed(store, reclaimed))
             for rollout_id, attempt in reclaimed.items():
                 lines.append(f"rollout {rollout_id} " + ("is queued again" if attempt else "has been tried too often"))

@@ -149,7 +149,6 @@ class RolloutService:
         return in_flight
 
     async def until_done(self, job_id: str) -> JobRow:
-        """Wait until every group of the job has ended."""
         while True:
             self._settled.clear()
             job = await self._store.jobs.get(job_id)
@@ -178,7 +177,6 @@ class RolloutService:
 
 
 def check_job(spec: JobSpec) -> None:
-    """Raise UsageError for a job whose groups could never be complete."""
     if spec.group_size is not None and spec.group_size > spec.samples:
         raise UsageError(f"A group of {spec.group_size} rollouts needs at least as many samples, not {spec.samples}.")
     get_group_policy(spec.group_policy)

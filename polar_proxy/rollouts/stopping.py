@@ -118,8 +118,6 @@ def _usable(rollouts: Sequence[RolloutRow]) -> list[RolloutRow]:
 
 
 class EarlyStopCheck(BaseModel):
-    """The command that decides whether to stop, and how often it runs."""
-
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     command: tuple[str, ...] = Field(min_length=1)

@@ -22,9 +22,8 @@ from typing import Any
 from polar_proxy.rewards.harbor import folder_digest, folder_files
 from polar_proxy.rollouts.pool import SandboxOpener
 from polar_proxy.rollouts.workspace import (
-    TaskNotPossibleError,
     WorkspaceError,
-    unsupported_reason,
+    check_possible,
     uses_image,
     write_task_files,
 )
@@ -57,8 +56,7 @@ class TaskSandboxes:
         `memory_mb` is for tasks that do not say what they need. Raises `TaskNotPossibleError` if this kind of sandbox
         cannot hold the task, `WorkspaceError` if image or bundle cannot be made.
         """
-        if (reason := unsupported_reason(task, self.kind)) is not None:
-            raise TaskNotPossibleError(reason)
+        check_possible(task, self.kind)
         environment = task.environment
         image, workdir = await self._image(environment)
         if (bundle := await self.bundle(task)) is not None:
@@ -75,7 +73,6 @@ class TaskSandboxes:
         )
 
     async def evaluator(self, task: Task, labels: Mapping[str, str]) -> SandboxSpec:
-        """Return the specification of the sandbox in which the task is evaluated."""
         return await self.spec(task, memory_mb=2048, labels={**labels, "polar.role": "evaluator"})
 
     @contextlib.asynccontextmanager
@@ -95,7 +92,6 @@ class TaskSandboxes:
             return await _make_bundle(repository, folder)
 
     async def _image(self, environment: Environment) -> tuple[str | None, str | None]:
-        """Return the image and the workspace in it."""
         if not uses_image(environment, self.kind):
             return None, environment.workdir
         async with docker_engine.docker_client() as engine:
@@ -134,7 +130,6 @@ async def _build_image(engine: Any, folder: Path, tag: str) -> None:
 
 
 def _pack_folder(folder: Path) -> io.BytesIO:
-    """Return the folder as a build context."""
     entries = []
     for name, (data, executable) in folder_files(folder).items():
         entry = tarfile.TarInfo(name)

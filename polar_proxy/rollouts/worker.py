@@ -23,7 +23,7 @@ from typing import Self
 from polar_proxy.errors import EngineError, StoreError, UsageError
 from polar_proxy.rollouts.admission import ServiceLimits
 from polar_proxy.rollouts.attempt import InfrastructureError
-from polar_proxy.rollouts.recovery import account_for_reclaimed, exclude_orphaned_calls
+from polar_proxy.rollouts.recovery import MAX_ATTEMPTS, account_for_reclaimed, exclude_orphaned_calls
 from polar_proxy.rollouts.stopping import GroupPolicy, get_group_policy, wait_for_all
 from polar_proxy.store import Store
 from polar_proxy.store.rollouts import Claim, ClaimLostError
@@ -106,7 +106,6 @@ class Worker:
 
     @property
     def in_flight(self) -> int:
-        """How many rollouts are claimed."""
         return len(self._tasks)
 
     def stop(self, rollout_ids: Collection[str]) -> list[asyncio.Task[None]]:
@@ -211,7 +210,7 @@ class Worker:
             self._claimed -= lost
 
     async def _reclaim_expired(self) -> None:
-        expired = await self._store.queue.reclaim_expired(attempts=self._limits.attempts, job_id=self._job_id)
+        expired = await self._store.queue.reclaim_expired(attempts=MAX_ATTEMPTS, job_id=self._job_id)
         for rollout_id, attempt in expired.items():
             log.warning("rollout %s was reclaimed from a worker without a heartbeat (attempt %d)", rollout_id, attempt)
         await self._settle_all(await account_for_reclaimed(self._store, expired))
@@ -252,13 +251,13 @@ class Worker:
                 self._on_release(claim.rollout_id)
         except InfrastructureError as error:
             log.warning("rollout %s, attempt %d: %s", claim.rollout_id, claim.attempt, error)
-            if claim.attempt < self._limits.attempts:
+            if claim.attempt < MAX_ATTEMPTS:
                 await asyncio.sleep(self._limits.retry_seconds * 2 ** (claim.attempt - 1))
             return error
         return None
 
     async def _retry_or_fail(self, claim: Claim, failure: InfrastructureError) -> None:
-        if claim.attempt < self._limits.attempts:
+        if claim.attempt < MAX_ATTEMPTS:
             await self._store.queue.release(claim.rollout_id, cause=failure.cause)
         else:
             await self._store.rollouts.end(claim, "failed", outcome="failed", cause=failure.cause, error=str(failure))

@@ -75,23 +75,20 @@ class TaskNotPossibleError(PolarError):
 
 
 def uses_image(environment: Environment, kind: SandboxKind) -> bool:
-    """Return whether the workspace comes from an image."""
     return kind == "docker" and (environment.image is not None or environment.build is not None)
 
 
-def unsupported_reason(task: Task, kind: SandboxKind) -> str | None:
-    """Return why a sandbox of this kind cannot hold the task, or None."""
+def check_possible(task: Task, kind: SandboxKind) -> None:
+    """Raise `TaskNotPossibleError` if a sandbox of this kind cannot hold the task."""
     environment = task.environment
     if environment.needs_image and kind != "docker":
         source = environment.image or f"the Dockerfile in {environment.build}"
-        return f"{task.task_id} needs docker: its workspace comes from {source}, which {kind} cannot make"
+        problem = f"its workspace comes from {source}, which {kind} cannot make"
+        raise TaskNotPossibleError(f"{task.task_id} needs docker: {problem}")
     if kind == "process" and (environment.workdir or environment.folders):
         paths = ", ".join(filter(None, (environment.workdir, *environment.folders)))
-        return (
-            f"{task.task_id} needs bubblewrap or docker: it uses {paths}, "
-            "and a process sandbox has no file system of its own"
-        )
-    return None
+        problem = f"it uses {paths}, and a process sandbox has no file system of its own"
+        raise TaskNotPossibleError(f"{task.task_id} needs bubblewrap or docker: {problem}")
 
 
 async def write_task_files(task: Task, sandbox: Sandbox, bundle: Path | None) -> None:

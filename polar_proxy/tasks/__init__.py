@@ -1,6 +1,6 @@
 """Tasks, and the sources that they come from."""
 
-from polar_proxy.tasks.sources import TaskList, TaskRefusal, get_source, list_sources, load_tasks, tasks_from_rows
+from polar_proxy.tasks.sources import TaskList, TaskRefusal, get_source, load_tasks, tasks_from_rows
 from polar_proxy.tasks.task import (
     Environment,
     GitRepository,
@@ -18,7 +18,6 @@ __all__ = [
     "TaskRefusal",
     "TaskSource",
     "get_source",
-    "list_sources",
     "load_tasks",
     "task_from_json",
     "task_to_json",

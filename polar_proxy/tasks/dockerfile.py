@@ -17,8 +17,6 @@ _ENV = re.compile(r"(?P<name>[A-Za-z_][A-Za-z0-9_]*)=(?P<value>.*)", re.DOTALL)
 
 @dataclass(frozen=True)
 class DockerfileWorkspace:
-    """The workspace of a Dockerfile."""
-
     workdir: str
     files: dict[str, str]
     """Text by relative path."""

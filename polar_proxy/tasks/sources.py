@@ -29,11 +29,6 @@ _T = TypeVar("_T")
 # ---------------------------------------------------------------- by name
 
 
-def list_sources() -> tuple[str, ...]:
-    """Return the names of the built-in families, sorted."""
-    return tuple(sorted(_BUILT_IN))
-
-
 def get_source(name: str) -> TaskSource:
     """Return the task source that `name` denotes:
 
@@ -56,7 +51,7 @@ def get_source(name: str) -> TaskSource:
         return _from_python(name)
     if "/" in name or name.endswith(_SUFFIXES):
         raise UsageError(f"there is no task file or folder {name}")
-    known = ", ".join(list_sources())
+    known = ", ".join(sorted(_BUILT_IN))
     raise UsageError(
         f"there is no task family {name!r}; give {known}, a file, a folder, module:Class or module:function"
     )

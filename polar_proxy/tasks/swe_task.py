@@ -55,8 +55,6 @@ class Formula:
 
 @dataclass(frozen=True)
 class GeneratedFunction:
-    """One function of the generated repository."""
-
     name: str
     first: str
     second: str
@@ -172,8 +170,6 @@ def _build(seed: int) -> GeneratedInstance:
 
 
 class SweTaskSource:
-    """The task source `swe-task`."""
-
     name = "swe-task"
 
     def task(self, seed: int) -> Task:

@@ -89,8 +89,8 @@ def swebench_task(row: Row, position: int, folder: Path) -> Task:
         family="swebench",
         seed=position,
         instruction=_text(row, "instruction", required=False).replace("{problem_statement}", statement) or statement,
-        fail_to_pass=() if r2e else _tests(row, "FAIL_TO_PASS"),
-        pass_to_pass=() if r2e else _tests(row, "PASS_TO_PASS"),
+        fail_to_pass=() if r2e else named_tests(row, "FAIL_TO_PASS"),
+        pass_to_pass=() if r2e else named_tests(row, "PASS_TO_PASS"),
         timeout_seconds=_number(row, "timeout_seconds", TIMEOUT_SECONDS),
         metadata={name: row[name] for name in ("repo", "base_commit", "version", "language") if row.get(name)},
         environment=_environment(row, repo, folder, r2e, task_id),
@@ -194,26 +194,19 @@ def _number(row: Row, name: str, default: float) -> float:
     return float(value)
 
 
-def _tests(row: Row, name: str) -> tuple[str, ...]:
-    if name not in row:
-        raise BadTaskError(f"{name}: is missing")
-    try:
-        return named_tests(row[name])
-    except BadTaskError as error:
-        raise BadTaskError(f"{name}: {error}") from None
-
-
-def named_tests(value: object) -> tuple[str, ...]:
+def named_tests(row: Row, name: str) -> tuple[str, ...]:
     """Read FAIL_TO_PASS or PASS_TO_PASS: a list in some data sets, the JSON text of a list in others.
 
     Raises `BadTaskError`.
     """
+    if name not in row:
+        raise BadTaskError(f"{name}: is missing")
+    value: Any = row[name]
     if isinstance(value, str):
-        text = value
         try:
-            value = json.loads(text) if text.strip() else []
+            value = json.loads(value) if value.strip() else []
         except json.JSONDecodeError:
-            raise BadTaskError(f"is text, but not a JSON list: {text[:60]!r}") from None
+            raise BadTaskError(f"{name}: is text, but not a JSON list: {value[:60]!r}") from None
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise BadTaskError("must be a list of test names")
+        raise BadTaskError(f"{name}: must be a list of test names")
     return tuple(value)

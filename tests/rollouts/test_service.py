@@ -172,8 +172,10 @@ async def test_cancelled_while_the_agent_runs(
         whole = {"job": made.job_id, "group": group.group_id, "rollout": row.rollout_id}[what]
         await asyncio.wait_for(running.cancel(whole), 120)
         # The sandbox that was opened for an evaluator waits in the pool.
-        await running.pool.opened()
-        assert len(left_behind()) == running.pool.waiting <= 1
+        async with asyncio.timeout(60):
+            while len(left_behind()) != running.pool.waiting:
+                await asyncio.sleep(0.05)
+        assert running.pool.waiting <= 1
         await asyncio.wait_for(running.until_done(made.job_id), 60)
     assert left_behind() == []
     (row,) = await store.rollouts.find()

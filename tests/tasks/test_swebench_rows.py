@@ -128,8 +128,8 @@ def test_the_example_equals_the_output_of_its_script(tmp_path: Path) -> None:
 
 
 def test_reads_test_names_from_a_list_or_its_json() -> None:
-    assert named_tests('["a", "b"]') == named_tests(["a", "b"]) == ("a", "b")
-    assert named_tests("") == ()
+    assert named_tests({"x": '["a", "b"]'}, "x") == named_tests({"x": ["a", "b"]}, "x") == ("a", "b")
+    assert named_tests({"x": ""}, "x") == ()
     for wrong in ("a", None, [1], {"a": 1}):
         with pytest.raises(BadTaskError):
-            named_tests(wrong)
+            named_tests({"x": wrong}, "x")

@@ -31,7 +31,7 @@ from polar_proxy.rollouts.cluster.node import (
     plan_nodes,
     scoring_resources,
 )
-from polar_proxy.rollouts.recovery import account_for_reclaimed
+from polar_proxy.rollouts.recovery import MAX_ATTEMPTS, account_for_reclaimed
 from polar_proxy.store import Store
 
 log = logging.getLogger(__name__)
@@ -50,9 +50,6 @@ class Cluster:
         settings: Settings,
         store: Store,
         address: str,
-        *,
-        attempts: int = 3,
-        lease_seconds: float = 30.0,
         note: Callable[[str], None] = lambda line: None,
     ) -> None:
         """`address` is HOST:PORT of the Ray cluster, or `auto` for the one that this machine belongs to.
@@ -62,22 +59,20 @@ class Cluster:
             raise UsageError(
                 "A cluster needs a database that all machines can reach: give --db postgresql://USER@HOST/NAME."
             )
-        self._ray = _import_ray()
+        try:
+            import ray
+        except ImportError as error:
+            raise UsageError("A cluster needs Ray: run pip install 'polar-proxy[ray]' on each machine.") from error
+        self._ray: Any = ray
         self._settings = settings
         self._store = store
         self._address = address
-        self._attempts = attempts
-        self._lease_seconds = lease_seconds
         self._note = note
         self._plans: dict[str, NodePlan] = {}
         self._scoring_resources: dict[str, float] = {}
         self._keepers: dict[str, asyncio.Task[None]] = {}
-        self._states: dict[str, NodeState] = {}
-
-    @property
-    def nodes(self) -> list[NodeState]:
-        """The nodes that are working now, by address."""
-        return sorted(self._states.values(), key=lambda state: (state.address, state.worker))
+        self._working: set[str] = set()
+        """The nodes that are working now."""
 
     async def __aenter__(self) -> Self:
         await asyncio.to_thread(self._connect)
@@ -136,7 +131,7 @@ class Cluster:
         return options.remote(self._config(plan), self._scoring_resources)
 
     def _config(self, plan: NodePlan) -> NodeConfig:
-        return NodeConfig(self._settings, plan.address, plan.agents, lease_seconds=self._lease_seconds)
+        return NodeConfig(self._settings, plan.address, plan.agents)
 
     # One task for each node
 
@@ -182,7 +177,7 @@ class Cluster:
                         await self._stop(plan)
                         continue
                     worker = state.worker
-                    self._states[plan.node_id] = state
+                    self._working.add(plan.node_id)
                     self._note(f"node {plan.address}: {plan.agents} agents at a time, gateway {state.url}")
                     await await_ref(actor.ended.remote())
                     return
@@ -197,7 +192,7 @@ class Cluster:
                     self._note(f"node {plan.address}: {error}")
                     await asyncio.sleep(_RETRY_SECONDS)
                 finally:
-                    self._states.pop(plan.node_id, None)
+                    self._working.discard(plan.node_id)
         finally:
             if worker is not None and plan.node_id not in self._plans:
                 self._note(f"node {plan.address} is gone")
@@ -205,13 +200,13 @@ class Cluster:
 
     async def _reclaim_from(self, worker: str) -> None:
         """Queue the rollouts of a dead worker again, and remove its sandboxes if another node is on its machine."""
-        reclaimed = await self._store.queue.reclaim_from(worker, attempts=self._attempts)
+        reclaimed = await self._store.queue.reclaim_from(worker, attempts=MAX_ATTEMPTS)
         for group_id in await account_for_reclaimed(self._store, reclaimed):
             await self._store.groups.settle(group_id)
         if reclaimed:
             self._note(f"{len(reclaimed)} rollouts of a dead node are queued again")
         for plan in list(self._plans.values()):
-            if plan.node_id in self._states:
+            if plan.node_id in self._working:
                 with contextlib.suppress(self._ray.exceptions.RayError):  # that node's own task handles it
                     actor = await asyncio.to_thread(self._actor, plan)
                     await await_ref(actor.sweep.remote())
@@ -244,11 +239,3 @@ class Cluster:
 
 def _actor_name(plan: NodePlan) -> str:
     return f"polar-node-{plan.node_id}"
-
-
-def _import_ray() -> Any:
-    try:
-        import ray
-    except ImportError as error:
-        raise UsageError("A cluster needs Ray: run pip install 'polar-proxy[ray]' on each machine.") from error
-    return ray

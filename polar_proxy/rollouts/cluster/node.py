@@ -112,13 +112,12 @@ class NodeConfig:
     """The node's own address, by which others reach it."""
     agents: int
     version: str = __version__
-    lease_seconds: float = 30.0
 
     @property
     def digest(self) -> str:
         """A hash of the configuration; a node whose hash differs must be restarted."""
         settings = json.dumps(self.settings.model_dump(), sort_keys=True, default=_to_json_value)
-        rest = f"{self.address} {self.agents} {self.version} {self.lease_seconds}"
+        rest = f"{self.address} {self.agents} {self.version}"
         return hashlib.sha256(f"{settings} {rest}".encode()).hexdigest()
 
 
@@ -126,14 +125,11 @@ class NodeConfig:
 class NodeState:
     """The report of a node about itself."""
 
-    address: str
-    agents: int
     worker: str
     """The name of its worker in the queue."""
     url: str
     """The URL of its gateway."""
     digest: str
-    engine: str
 
 
 @contextlib.asynccontextmanager
@@ -162,14 +158,7 @@ async def run_node(config: NodeConfig, remote_scorer: RemoteScorer | None = None
                 remote_scorer=remote_scorer,
             )
             async with service:
-                yield NodeState(
-                    address=config.address,
-                    agents=config.agents,
-                    worker=service.worker.name,
-                    url=gateway.url,
-                    digest=config.digest,
-                    engine=f"{engine.info.engine} {engine.info.version}",
-                )
+                yield NodeState(service.worker.name, gateway.url, config.digest)
 
 
 def node_settings(given: Settings) -> Settings:
@@ -188,7 +177,7 @@ def node_limits(config: NodeConfig, settings: Settings) -> ServiceLimits:
 
     A single machine claims twice as many as may run. Here another node could run what this one only claims."""
     in_flight = config.agents + max(1, config.agents // 4)
-    return ServiceLimits.of(settings, config.agents, in_flight=in_flight, lease_seconds=config.lease_seconds)
+    return ServiceLimits.of(settings, config.agents, in_flight=in_flight)
 
 
 def gateway_host(host: str, address: str) -> str:
