@@ -21,7 +21,7 @@ from polar_proxy.api.context import ApiContext, Routers, pause_timed_out, requir
 from polar_proxy.api.serializers import convert, convert_all, job_detail
 from polar_proxy.errors import ApiError, UsageError
 from polar_proxy.rollout_spec import JobSpec
-from polar_proxy.rollouts import cancel, check_job, submit
+from polar_proxy.rollouts import cancel, submit
 from polar_proxy.store import json_codec
 from polar_proxy.store.service.job_events import EventCursor
 from polar_proxy.store.service.jobs import JobRow, JobStatus
@@ -204,7 +204,6 @@ def _job_spec(context: ApiContext, body: m.JobRequest) -> JobSpec:
     """Return the job as requested, on top of the server's settings. Raises UsageError."""
     given = body.model_dump(include=body.model_fields_set & JobSpec.model_fields.keys())
     spec = context.settings.run.job_spec(**given)
-    check_job(spec)
     if spec.callback_url is not None:
         _check_callback_url(spec.callback_url)
     return spec

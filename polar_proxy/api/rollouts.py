@@ -97,8 +97,7 @@ def add_routes(routers: Routers, context: ApiContext) -> None:
     async def new_session(body: m.SessionRequest) -> m.CreatedSession:
         """Create a session and its key, for an agent that you start yourself. The key is shown once."""
         key = new_key()
-        names = ("temperature", "max_tokens", "prompt_mode", "past_reasoning")
-        policy = {name: value for name in names if (value := getattr(body, name)) is not None}
+        policy = body.model_dump(exclude={"label"}, exclude_none=True)
         session = await store.sessions.create(
             key_hash=hash_key(key), label=body.label, policy=policy or None, origin="key"
         )

@@ -185,12 +185,7 @@ class MessageHasher:
                 f"The known ones are {', '.join(sorted(names))}."
             )
         names.difference_update(off)
-        self._blocks = "string_or_blocks" in names
-        self._marks = "cache_marks" in names
-        self._reasoning = "reasoning" in names
-        self._arguments = "json_arguments" in names
-        self._trailing = "trailing_space" in names
-        self._repeated = "repeated_results" in names
+        self._active = frozenset(names)
         self._patterns = [item for item in NORMALISERS if item.name in names and item.pattern is not None]
         self._root = hashlib.blake2b(orjson.dumps(sorted(names)) + VERSION, digest_size=16).digest()
 
@@ -221,7 +216,7 @@ class MessageHasher:
                 continue
             run = []
             digest = self.digest(message)
-            if message.role in ("tool", "function") and self._repeated:
+            if message.role in ("tool", "function") and "repeated_results" in self._active:
                 result = (digest, message.tool_call_id)
                 if result in results:
                     keys.append(keys[-1])
@@ -242,10 +237,10 @@ class MessageHasher:
         content = self._content(role, message.content)
         if isinstance(content, str):
             content = self._text(role, content)
-            if self._trailing and role == "assistant":
+            if "trailing_space" in self._active and role == "assistant":
                 content = content.rstrip()
         calls = [(call.name, self._canonical_arguments(call.arguments)) for call in message.tool_calls]
-        normalised = orjson.dumps([role, content, calls, None if self._reasoning else message.reasoning])
+        normalised = orjson.dumps([role, content, calls, None if "reasoning" in self._active else message.reasoning])
         return hashlib.blake2b(normalised, digest_size=16).digest()
 
     def _text(self, role: str, text: str) -> str:
@@ -259,12 +254,12 @@ class MessageHasher:
             return ""
         if isinstance(content, str):
             return content
-        parts = [part for part in content if not (self._reasoning and part.get("type") in _THINKING)]
-        if self._blocks and all(part.get("type") == "text" for part in parts):
+        parts = [part for part in content if not ("reasoning" in self._active and part.get("type") in _THINKING)]
+        if "string_or_blocks" in self._active and all(part.get("type") == "text" for part in parts):
             return "".join(str(part.get("text", "")) for part in parts)
         kept = []
         for part in parts:
-            if self._marks and "cache_control" in part:
+            if "cache_marks" in self._active and "cache_control" in part:
                 part = {key: value for key, value in part.items() if key != "cache_control"}
             if part.get("type") == "text" and isinstance(part.get("text"), str):
                 part = {**part, "text": self._text(role, part["text"])}
@@ -272,7 +267,7 @@ class MessageHasher:
         return [orjson.dumps(kept, option=_SORTED).decode()]  # a list never equals a text
 
     def _canonical_arguments(self, arguments: str) -> str:
-        if not self._arguments:
+        if "json_arguments" not in self._active:
             return arguments
         if not arguments.strip():
             return "{}"
