@@ -6,7 +6,6 @@ from polar_proxy.rollouts.recovery import recover
 from polar_proxy.rollouts.service import (
     RolloutService,
     cancel,
-    check_job,
     local_gateway,
     rollout_ids,
     run_job,
@@ -18,7 +17,6 @@ __all__ = [
     "RolloutService",
     "ServiceLimits",
     "cancel",
-    "check_job",
     "local_gateway",
     "recover",
     "rollout_ids",
