@@ -120,7 +120,7 @@ def killed(
 
 async def reward_of_weights(folder: Path, samples: int) -> float:
     """Return the mean reward of samples from fixed seeds by an engine with these weights."""
-    async with LocalEngine(folder, name="tiny", threads=1) as engine:
+    async with LocalEngine(folder, name="tiny") as engine:
 
         async def one(index: int) -> float:
             sampling = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=LENGTH, seed=HELD_OUT_SEED + index)

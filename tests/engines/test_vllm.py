@@ -90,15 +90,6 @@ async def test_rejects_a_server_without_ids_or_logprobs(limit: str, message: str
             await entered(fake)
 
 
-async def test_answers_without_ids_if_tokens_are_not_required() -> None:
-    fake = FakeVllm(limits=frozenset({"no_ids", "no_logprobs"}))
-    async with fake, VllmEngine(fake.url, require_tokens=False) as engine:
-        assert engine.info.capabilities == frozenset()
-        events = [event async for event in engine.sample(chat())]
-        assert "".join(event.text for event in events) == "Hello."
-        assert not any(event.token_ids for event in events)
-
-
 @pytest.mark.parametrize("processed", [False, True])
 async def test_measures_the_logprob_mode(processed: bool) -> None:
     async with FakeVllm(processed=processed) as fake:

@@ -132,7 +132,7 @@ class Bandit:
 async def opened(folder: Path, model: Path) -> AsyncIterator[tuple[Store, LocalEngine]]:
     async with (
         open_store(f"sqlite:///{folder}/polar.db") as store,
-        LocalEngine(model, name="tiny", threads=1) as engine,
+        LocalEngine(model, name="tiny") as engine,
     ):
         yield store, engine
 

@@ -75,7 +75,7 @@ async def test_merged_weights_equal_the_policy_in_trainer_and_engine(folder: Pat
     plain.restore(policy.weights(), plain.state())
     assert plain.logprobs(IDS) == pytest.approx(policy.logprobs(IDS), abs=1e-5)
     ids = probe_ids(policy.vocab_size)
-    async with LocalEngine(folder, name="tiny", threads=1) as engine:
+    async with LocalEngine(folder, name="tiny") as engine:
         await LocalSync(engine).push(policy.weights(), "1")
         result = await probe(engine, ids, policy.logprobs(ids), first, 1e-3)
     assert result.moved is not None

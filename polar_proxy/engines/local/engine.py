@@ -7,7 +7,7 @@ Log-probabilities are fp32 and belong to the distribution that was sampled from 
 from __future__ import annotations
 
 import asyncio
-import random
+import secrets
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version as installed
@@ -30,8 +30,6 @@ from polar_proxy.engines.local.tokenizer import ChatTokenizer
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.types import ChatRequest, EngineInfo, EngineRequest, SampleEvent, TextRequest
 
-SMALL_MODEL = 20_000_000
-"""Up to this many parameters one thread is as fast as several, and far faster when the other cores are busy."""
 _PROMPT_TAIL = 16
 """Number of tokens at the end of an exact prompt that are searched for an open reasoning tag."""
 
@@ -51,27 +49,13 @@ class LoadedModel:
 class LocalEngine(Engine):
     """Serve the model folder `model_path`: config, safetensors weights and a fast tokenizer with a chat template.
 
-    `max_batch` choices run at once; more wait. `kv_bytes` bounds the keys and values kept of finished sequences; those
-    of the running batch come on top. `threads` is PyTorch's number of threads for the model (default: one for a small
-    model, else PyTorch's own). `seed` makes requests without a seed repeatable.
+    `max_batch` choices run at once; more wait.
     """
 
-    def __init__(
-        self,
-        model_path: Path | str,
-        *,
-        name: str | None = None,
-        max_batch: int = 16,
-        kv_bytes: int = 1 << 29,
-        threads: int | None = None,
-        seed: int | None = None,
-    ) -> None:
+    def __init__(self, model_path: Path | str, *, name: str | None = None, max_batch: int = 16) -> None:
         self._path = Path(model_path)
         self._name = name or self._path.resolve().name
         self._max_batch = max_batch
-        self._kv_bytes = kv_bytes
-        self._threads = threads
-        self._seeds = random.Random(seed)
         self._loaded: LoadedModel | None = None
 
     async def __aenter__(self) -> Self:
@@ -107,15 +91,7 @@ class LocalEngine(Engine):
             capabilities=frozenset(capabilities),
             eos_token_ids=tuple(sorted(end_ids)),
         )
-        scheduler = BatchScheduler(
-            runner,
-            chat,
-            end_ids,
-            loop=loop,
-            max_batch=self._max_batch,
-            kv_bytes=self._kv_bytes,
-            threads=self._threads or (1 if runner.parameter_count < SMALL_MODEL else None),
-        )
+        scheduler = BatchScheduler(runner, chat, end_ids, loop=loop, max_batch=self._max_batch)
         grammars = GrammarCompiler(tokenizer, runner.vocab_size, end_ids)
         return LoadedModel(info, runner, chat, grammars, runner.model.generation_config.to_diff_dict(), scheduler)
 
@@ -146,7 +122,7 @@ class LocalEngine(Engine):
         self, request: EngineRequest, *, stream: bool = True, prompt: ExactPrompt | None = None
     ) -> AsyncGenerator[SampleEvent, None]:
         scheduler = self.loaded.scheduler
-        seed = self._seeds.getrandbits(62) if request.sampling.seed is None else request.sampling.seed
+        seed = secrets.randbits(62) if request.sampling.seed is None else request.sampling.seed
         generation, parsers = await asyncio.to_thread(self._prepare, request, prompt, seed)
         scheduler.submit(generation)
         try:

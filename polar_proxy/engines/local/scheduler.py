@@ -31,6 +31,10 @@ T = TypeVar("T")
 
 PREFILL_TOKENS = 256
 """Prompt tokens per step."""
+CACHE_BYTES = 1 << 29
+"""Bound of the keys and values kept of finished sequences; those of the running batch come on top."""
+SMALL_MODEL = 20_000_000
+"""Up to this many parameters one thread is as fast as several, and far faster when the other cores are busy."""
 ANSWER_ROOM = 512
 """Positions for the answer in a new KV buffer, which doubles when it is full."""
 
@@ -83,8 +87,6 @@ class BatchScheduler:
         *,
         loop: asyncio.AbstractEventLoop,
         max_batch: int,
-        kv_bytes: int,
-        threads: int | None,
     ) -> None:
         self.end_ids = end_ids
         """Tokens that end an answer."""
@@ -100,11 +102,11 @@ class BatchScheduler:
         self._active: list[SequenceState] = []
         self._stepping = False
         """A step is queued or runs."""
-        self._prefixes = PrefixCache(kv_bytes)
+        self._prefixes = PrefixCache(CACHE_BYTES)
         self._results: list[tuple[Generation, SampleEvent | EngineError]] = []
         self._executor = ThreadPoolExecutor(1, "polar-local-engine")
-        if threads is not None:
-            self._executor.submit(torch.set_num_threads, threads)
+        if runner.parameter_count < SMALL_MODEL:
+            self._executor.submit(torch.set_num_threads, 1)
 
     def submit(self, generation: Generation) -> None:
         """Queue a call. Raises EngineError if the worker has stopped."""

@@ -57,23 +57,20 @@ class VllmEngine(ServerEngine):
     """`async with VllmEngine("http://127.0.0.1:8000") as engine:` connects to the server and verifies it.
 
     Entering raises EngineError if the server cannot be reached, serves another model, or does not return token ids and
-    log-probabilities (unless `require_tokens` is off: then calls are answered and cannot be trained on).
+    log-probabilities.
     """
 
     client: VllmClient
     _server: VerifiedServer
 
-    def __init__(
-        self, url: str, *, model: str | None = None, api_key: str | None = None, require_tokens: bool = True
-    ) -> None:
+    def __init__(self, url: str, *, model: str | None = None, api_key: str | None = None) -> None:
         """`model` may be left out if the server serves one model. `api_key` is sent as a bearer token."""
         self.client = VllmClient(url, api_key, model=model)
-        self._require_tokens = require_tokens
         self._weight_version: str | None = None
         self._weight_version_at = self._weights_changed_at = 0.0
 
     async def _connect(self) -> EngineInfo:
-        self._server = await ServerProbe(self.client, require_tokens=self._require_tokens).run()
+        self._server = await ServerProbe(self.client).run()
         self._weight_version = self._server.weight_version
         self._weight_version_at = time.monotonic()
         self._texts = TokenTexts(self.client, separator=next(iter(self._server.info.eos_token_ids), None))
@@ -104,7 +101,7 @@ class VllmEngine(ServerEngine):
     ) -> AsyncGenerator[SampleEvent, None]:
         if prompt is not None and not (isinstance(prompt, VllmPrompt) and isinstance(request, ChatRequest)):
             raise TypeError("prompt must come from this engine's accept_prompt, for a chat request")
-        decoder = ChunkDecoder(request.sampling, self.client.name, expect_ids="token_ids" in self.info.capabilities)
+        decoder = ChunkDecoder(request.sampling, self.client.name)
         if prompt is None and isinstance(request, ChatRequest):
             stream = stream or bool(request.tools)  # see the module docstring
         response = await self._start(*self._request(request, stream, prompt))

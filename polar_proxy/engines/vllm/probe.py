@@ -60,9 +60,8 @@ class VerifiedServer:
 class ServerProbe:
     """One verification of one server. It sets the client's model if the user named none."""
 
-    def __init__(self, client: VllmClient, *, require_tokens: bool) -> None:
+    def __init__(self, client: VllmClient) -> None:
         self._client = client
-        self._require_tokens = require_tokens
         self._any_token = 0
         """Some ordinary token of the vocabulary: the first that was sampled."""
 
@@ -71,14 +70,9 @@ class ServerProbe:
         context_length = await self._find_model()
         reported = await unless_refused(self._client.json("GET", "/version"))
         version = str(reported.get("version", "unknown")) if isinstance(reported, dict) else "unknown"
-        model = self._client.model
         problem = await self._missing_evidence()
         if problem is not None:
-            if self._require_tokens:
-                raise EngineError(f"{self._client.name} (version {version}) {problem} {REFUSED}")
-            info = EngineInfo("vllm", version, model, context_length, None, "raw", frozenset())
-            reason = CannotContinueError("it returns no token ids and log-probabilities.")
-            return VerifiedServer(info, False, None, reason)
+            raise EngineError(f"{self._client.name} (version {version}) {problem} {REFUSED}")
         mode, tools, required, schema, tokenize = await asyncio.gather(
             self._logprob_mode(),
             self._accepts(tools=[TOOL], tool_choice="auto"),
@@ -112,7 +106,7 @@ class ServerProbe:
         info = EngineInfo(
             engine="vllm",
             version=version,
-            model=model,
+            model=self._client.model,
             context_length=context_length,
             template_hash=await self._template_hash(tokenize),
             logprob_mode=mode,
@@ -138,7 +132,7 @@ class ServerProbe:
         return proofs
 
     async def _find_model(self) -> int:
-        """Check or choose the model, and return its context length (0 if the server does not report it)."""
+        """Check or choose the model, and return its context length."""
         answer = await self._client.json("GET", "/v1/models")
         served = {str(row["id"]): row for row in answer.get("data", []) if "id" in row}
         names = ", ".join(sorted(served)) or "none"
@@ -149,9 +143,9 @@ class ServerProbe:
         if self._client.model not in served:
             raise EngineError(f"{self._client.name} does not serve {self._client.model!r}. It serves: {names}.")
         length = served[self._client.model].get("max_model_len")
-        if length is None and self._require_tokens:
+        if length is None:
             raise EngineError(f"{self._client.name} does not report its context length. Is it a vLLM server? {REFUSED}")
-        return int(length or 0)
+        return int(length)
 
     async def _chat(self, **fields: Any) -> Json:
         """Sample one token of a chat."""
