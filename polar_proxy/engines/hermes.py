@@ -102,7 +102,6 @@ class HermesParser:
         return True
 
     def _think(self, final: bool) -> bool:
-        """State inside the reasoning."""
         ends = (END_THINK, CALL) if self._call_ends_thought else (END_THINK,)
         found = min((place for tag in ends if (place := self._buffer.find(tag)) >= 0), default=None)
         if found is None:
@@ -114,7 +113,6 @@ class HermesParser:
         return True
 
     def _text(self, final: bool) -> bool:
-        """State inside the visible text."""
         if not self._tools:
             self._add_text(self._buffer)
             self._buffer = ""

@@ -216,13 +216,7 @@ class HttpClient:
         connection = self._pooled() or await self._connected()
         return await connection.exchange(parts)
 
-    @property
-    def connections(self) -> int:
-        """Number of open connections, in use or idle."""
-        return len(self._open)
-
     def close(self) -> None:
-        """Drop all connections."""
         for connection in list(self._open):
             connection.drop()
         self._idle.clear()

@@ -46,13 +46,7 @@ class OpenAIClient:
             raise RequestError(f"The engine's URL or its key cannot be used: {error}.") from error
 
     def close(self) -> None:
-        """Drop all connections."""
         self._http.close()
-
-    @property
-    def connections(self) -> int:
-        """Number of open connections."""
-        return self._http.connections
 
     async def send(self, method: str, path: str, body: Json | None = None) -> HttpResponse:
         """Send a request and return the response once its headers are there, whatever its status. The caller closes it.

@@ -160,15 +160,7 @@ class ChunkDecoder:
         if calls := delta.get("tool_calls"):
             pending = self._stage(2, index, pending, out)
             for position, call in enumerate(calls):
-                function = call.get("function") or {}
-                pending.tools.append(
-                    ToolDelta(
-                        index=call.get("index", position),
-                        id=call.get("id"),
-                        name=function.get("name"),
-                        arguments=function.get("arguments") or "",
-                    )
-                )
+                pending.tools.append(tool_delta(call, position))
         return pending
 
     def _stage(self, stage: int, index: int, pending: _PendingEvent, out: list[SampleEvent]) -> _PendingEvent:
@@ -253,6 +245,17 @@ def _chat_entries(logprobs: Json) -> Sequence[Json]:
         }
         for text, value, top in zip(texts, values, tops, strict=True)
     ]
+
+
+def tool_delta(call: Json, position: int) -> ToolDelta:
+    """Return a piece of a tool call, as chats stream it; `position` is its index if it names none."""
+    function = call.get("function") or {}
+    return ToolDelta(
+        index=call.get("index", position),
+        id=call.get("id"),
+        name=function.get("name"),
+        arguments=function.get("arguments") or "",
+    )
 
 
 def _real(value: float | None) -> float:

@@ -33,8 +33,6 @@ INFO = EngineInfo(
 
 @dataclass(frozen=True, slots=True)
 class ScriptedReply:
-    """One scripted answer."""
-
     text: str = ""
     reasoning: str = ""
     calls: tuple[ToolCall, ...] = ()
@@ -65,7 +63,6 @@ Script = Callable[[EngineRequest], ScriptedAnswer]
 
 
 def encode(text: str) -> list[int]:
-    """Return the token ids of a text."""
     return [byte + 3 for byte in text.encode(errors="replace")]
 
 
@@ -192,7 +189,6 @@ class ScriptedEngine(Engine):
 
 
 def _pieces(reply: ScriptedReply, size: int) -> Iterator[tuple[SampleEvent, list[int]]]:
-    """Yield an answer as events, each with its token ids."""
     if reply.reasoning:
         yield SampleEvent(), encode("<think>")
         for text, ids in _split(reply.reasoning, size):

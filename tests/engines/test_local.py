@@ -474,13 +474,15 @@ async def test_loads_weights_between_calls(random_engine: LocalEngine, random_mo
 async def test_loads_weights_during_an_answer(random_engine: LocalEngine, random_model_dir: Path) -> None:
     weights = other_weights(random_model_dir)
     ignore_eos(random_engine)
-    worker = random_engine.loaded.scheduler
-    queued = signalled(worker, "run")
+    queued = threading.Event()
     steps = Steps(random_engine, lambda number: hold(queued.is_set) if number == 100 else None)
     request = TextRequest("", tuple(range(100, 130)), replace(PLAIN, max_tokens=400))
     task = asyncio.create_task(run(random_engine, request))
     await until(lambda: steps.count == 100)
-    await random_engine.load_weights(weights, "1")
+    loading = asyncio.create_task(random_engine.load_weights(weights, "1"))
+    await asyncio.sleep(0)
+    queued.set()
+    await loading
     result = await task
     answer = result.choices[0]
     assert len(answer.token_ids) == 400

@@ -290,11 +290,11 @@ async def test_reuses_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("KEEPALIVE_SECONDS", "FINISH_SECONDS"):
         monkeypatch.setattr(openai_client, name, 3600.0)
     async with FakeVllm() as fake, VllmEngine(fake.url) as engine:
-        opened = engine.client.connections
+        opened = len(fake.peers)
         for stream in (True, False, True):
             await run(engine, chat())
             _ = [event async for event in engine.sample(chat(), stream=stream)]
-        assert engine.client.connections == opened
+        assert len(fake.peers) == opened
         assert 1 <= opened <= 8  # concurrent requests of the probe
 
 

@@ -140,6 +140,8 @@ class FakeVllm:
         """Bodies of the generation requests, in order of arrival."""
         self.aborted = 0
         """Generations whose client disconnected."""
+        self.peers: set[object] = set()
+        """Addresses of the connections that were used."""
         self.url = ""
 
     def script(self, *answers: Answer | Fault) -> None:
@@ -162,6 +164,7 @@ class FakeVllm:
         await self._runner.cleanup()
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
+        self.peers.add(request.get_extra_info("peername"))
         if self.api_key and request.headers.get("authorization") != f"Bearer {self.api_key}":
             return web.json_response({"error": "Unauthorized"}, status=401)
         body = await request.json() if request.can_read_body else {}

@@ -47,7 +47,6 @@ class GrammarMask:
         return masked
 
     def accept(self, token_id: int) -> None:
-        """Advance by the token that was sampled."""
         if self.error is None and not self._matcher.consume_token(token_id):
             self.error = self._matcher.get_error() or "the grammar does not allow the sampled token"
 

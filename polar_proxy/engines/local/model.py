@@ -12,10 +12,10 @@ sequence costs the others of its batch nothing.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from cachetools import LRUCache
 from safetensors.torch import load_file
@@ -81,12 +81,6 @@ class SequenceCache(Cache):  # type: ignore[misc]  # transformers has no stubs
         return keys, values
 
 
-@dataclass(frozen=True, slots=True)
-class _CachedPrefix:
-    tokens: TokenIds
-    kv: torch.Tensor
-
-
 class PrefixCache:
     """Keys and values of finished sequences, at most `limit_bytes`, least recently used dropped first.
 
@@ -94,7 +88,8 @@ class PrefixCache:
     """
 
     def __init__(self, limit_bytes: int) -> None:
-        self._entries: LRUCache[bytes, _CachedPrefix] = LRUCache(limit_bytes, lambda entry: entry.kv.nbytes)
+        self._entries: LRUCache[bytes, torch.Tensor] = LRUCache(limit_bytes, lambda kv: kv.nbytes)
+        """By the tokens' bytes."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -108,19 +103,18 @@ class PrefixCache:
         part = kv[..., :length, :]
         if length < MIN_REUSE or part.nbytes > self._entries.maxsize or self.find(tokens)[0] == length:
             return
-        for key, entry in list(self._entries.items()):
-            if common_prefix(entry.tokens, tokens) == len(entry.tokens):
-                del self._entries[key]
-        copied = part.clone(memory_format=torch.contiguous_format)
-        self._entries[tokens.tobytes()] = _CachedPrefix(tokens.copy(), copied)
+        name = tokens.tobytes()
+        for covered in [other for other in self._entries if name.startswith(other)]:
+            del self._entries[covered]
+        self._entries[name] = part.clone(memory_format=torch.contiguous_format)
 
     def find(self, tokens: TokenIds) -> tuple[int, torch.Tensor | None]:
         """Return the length of the longest cached prefix of `tokens`, and the KV buffer that holds it."""
-        lengths = {key: common_prefix(entry.tokens, tokens) for key, entry in self._entries.items()}
+        lengths = {name: common_prefix(np.frombuffer(name, dtype=np.int32), tokens) for name in self._entries}
         best = max(lengths, key=lengths.__getitem__, default=b"")
         if lengths.get(best, 0) < MIN_REUSE:
             return 0, None
-        return lengths[best], self._entries[best].kv
+        return lengths[best], self._entries[best]
 
 
 def common_prefix(one: TokenIds, two: TokenIds) -> int:

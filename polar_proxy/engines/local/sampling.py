@@ -67,7 +67,7 @@ class SequenceSampler:
         self.grammar = grammar
         self.greedy = sampling.temperature is not None and sampling.temperature < GREEDY_BELOW
         self.top_logprobs = sampling.top_logprobs
-        self._random = random.Random(seed)
+        self.random = random.Random(seed)
         self._presence = sampling.presence_penalty or 0.0
         self._frequency = sampling.frequency_penalty or 0.0
         self._counts = torch.zeros(vocab_size) if self._presence or self._frequency else None
@@ -77,10 +77,6 @@ class SequenceSampler:
             for token, value in sampling.logit_bias.items():
                 self._bias[int(token)] = value
         self._warpers = [] if self.greedy else _warpers(sampling)
-
-    def uniform(self) -> float:
-        """Return the next random number in [0, 1)."""
-        return self._random.random()
 
     def adjust(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the logits [V] of the distribution to sample from."""
@@ -95,7 +91,6 @@ class SequenceSampler:
         return logits
 
     def accept(self, token_id: int) -> None:
-        """Count the token that was sampled, and advance the grammar by it."""
         if self._counts is not None:
             self._counts[token_id] += 1
         if self.grammar is not None:
@@ -144,7 +139,7 @@ def _pick(logprobs: torch.Tensor, rows: Sequence[SequenceSampler]) -> torch.Tens
     """Return one token id per row, int64 [B]."""
     cumulative = logprobs.double().exp_().cumsum(dim=-1)
     total = cumulative[:, -1]
-    uniform = torch.tensor([row.uniform() for row in rows], dtype=torch.float64)
+    uniform = torch.tensor([row.random.random() for row in rows], dtype=torch.float64)
     # Strictly below the total: searchsorted then stops at a token whose probability is not zero.
     target = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
     sampled = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]

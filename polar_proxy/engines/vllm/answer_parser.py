@@ -16,13 +16,14 @@ the finish reason change.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from polar_proxy.engines.base import CannotContinueError, uses_tools
 from polar_proxy.engines.hermes import HermesParser, Reasoning
+from polar_proxy.engines.openai_stream import tool_delta
 from polar_proxy.engines.vllm.client import DERENDER, VllmClient, chat_body
 from polar_proxy.errors import EngineError
-from polar_proxy.types import ChatRequest, Json, Message, SampleEvent, Sampling, TokenIds, ToolDelta
+from polar_proxy.types import ChatRequest, Json, Message, SampleEvent, Sampling, TokenIds
 
 _DERENDER_INTERVAL = 8
 """The server's parser is called when at least this many tokens, and at least an eighth of the answer, are new."""
@@ -123,7 +124,7 @@ class DerenderAnswerParser:
             event,
             text=delta.get("content") or "",
             reasoning=delta.get("reasoning") or delta.get("reasoning_content") or "",
-            tool_calls=tuple(map(_tool_delta, delta.get("tool_calls") or ())),
+            tool_calls=tuple(tool_delta(call, 0) for call in delta.get("tool_calls") or ()),
             finish_reason=parsed.get("finish_reason") if finish is not None else None,
         )
 
@@ -141,13 +142,3 @@ class DerenderAnswerParser:
         except (KeyError, TypeError) as error:
             raise EngineError(f"{self._client.name} parsed an answer into an unknown shape: {error!r}.") from error
         return choices[0] if choices else {"finish_reason": finish}
-
-
-def _tool_delta(call: Any) -> ToolDelta:
-    function = call.get("function") or {}
-    return ToolDelta(
-        index=call.get("index", 0),
-        id=call.get("id"),
-        name=function.get("name"),
-        arguments=function.get("arguments") or "",
-    )

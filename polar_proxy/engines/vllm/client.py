@@ -61,7 +61,6 @@ class VllmClient(OpenAIClient):
         return await super().send(method, path, None if body is None else {"model": self.model, **body})
 
     async def chat(self, body: Json) -> Json:
-        """Return the whole answer to a chat."""
         answer = await self.json("POST", CHAT, body)
         if not isinstance(answer, dict) or not answer.get("choices"):
             raise EngineError(f"{self.name} answered a chat without choices.")

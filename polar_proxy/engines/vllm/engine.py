@@ -111,7 +111,6 @@ class VllmEngine(ServerEngine):
                     yield event
 
     def _request(self, request: EngineRequest, stream: bool, prompt: VllmPrompt | None) -> tuple[str, Json]:
-        """Return route and body."""
         if not isinstance(request, ChatRequest):
             return COMPLETIONS, text_body(request, stream=stream)
         if prompt is None:

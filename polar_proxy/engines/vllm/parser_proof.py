@@ -209,7 +209,6 @@ class ParserProofs:
         return bool(answer.parsed.text or answer.parsed.reasoning)
 
     async def _force_answers(self, frame: Json, reasons: bool) -> list[ForcedAnswer]:
-        """Return the answers to compare, all requested at once."""
         frame = frame | {"repetition_penalty": 1.0}
 
         async def force(name: str, text: str, bias: Json, before: str = "") -> ForcedAnswer | None:

@@ -46,8 +46,6 @@ _NEUTRAL: Json = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "
 
 @dataclass(frozen=True, slots=True)
 class VerifiedServer:
-    """The result of the probe of one server."""
-
     info: EngineInfo
     tokenize_renders: bool
     """`/tokenize` returned exactly the prompt ids of the chat route."""
@@ -148,7 +146,6 @@ class ServerProbe:
         return int(length)
 
     async def _chat(self, **fields: Any) -> Json:
-        """Sample one token of a chat."""
         return await self._client.chat({"messages": USER, "max_tokens": 1, **fields})
 
     async def _accepts(self, **fields: Any) -> bool:
