@@ -32,6 +32,29 @@ class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
 
+class GatewayLimits(_Section):
+    """Limits of the gateway's server that keep one client from stopping it for all others."""
+
+    connections: int = Field(4096, ge=1)
+    """Open connections. Fewer if the system allows this process fewer descriptors."""
+    sandbox_connections: int = Field(256, ge=1)
+    """Open connections from inside one sandbox."""
+    head_kb: int = Field(64, ge=1)
+    """Size of a request's headers in KiB."""
+    headers: int = Field(200, ge=1)
+    """Number of a request's headers."""
+    url_kb: int = Field(16, ge=1)
+    """Size of a request's URL in KiB."""
+    head_seconds: float = Field(20.0, gt=0)
+    """Time from the first byte of a request to the end of its headers."""
+    body_pause_seconds: float = Field(30.0, gt=0)
+    """Longest pause between two parts of a request body."""
+    bodies_mb: int = Field(512, ge=1)
+    """Size of all request bodies that are read and parsed at a time, in MiB."""
+    body_values: int = Field(2_000_000, ge=1)
+    """Number of JSON values in a request body."""
+
+
 class GatewaySettings(_Section):
     """The gateway: where agents send their model calls."""
 
@@ -48,6 +71,8 @@ class GatewaySettings(_Section):
     """Port of the gateways on the nodes of a Ray cluster; 0 takes any free port."""
     max_body_mb: int = Field(256, ge=1)
     """Size limit of a request body in MiB."""
+    limits: GatewayLimits = GatewayLimits()
+    """Limits that keep one client from stopping the gateway for all others."""
     heartbeat_seconds: float = Field(15.0, gt=0)
     """Send a comment line on a stream that has been silent for this long."""
     headers_after_seconds: float = Field(2.0, ge=0)

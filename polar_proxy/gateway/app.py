@@ -110,6 +110,13 @@ def error_format(path: str) -> Dialect:
     return _MODEL_ROUTES["/chat/completions"]
 
 
+def refusal_body(path: str, error: RequestError) -> bytes:
+    """Return an error in the format of the dialect that this path belongs to."""
+    path = split_path(path)[1]
+    route = find_route(path, b"")
+    return (error_format(path) if route is None else route[0]).error_body(error)
+
+
 def create_app(engine: Engine, handler: RequestHandler, metrics: GatewayMetrics) -> GatewayApp:
     """Build the application. The caller owns the lifetime of the engine and the store."""
     app = FastAPI(title="Polar", version=__version__, docs_url="/docs", redoc_url=None)

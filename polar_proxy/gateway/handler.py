@@ -26,6 +26,7 @@ from polar_proxy.engines.base import Engine
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.gateway import asgi
 from polar_proxy.gateway.in_flight import InFlightCalls
+from polar_proxy.gateway.limits import BodyBudget
 from polar_proxy.gateway.metrics import GatewayMetrics
 from polar_proxy.gateway.recording import CallOutcome, CallRecorder, PendingCall, RequestContext, apply_policy
 from polar_proxy.gateway.reply import Reply, send_error
@@ -67,6 +68,8 @@ class RequestHandler:
         self._settings = settings
         self._metrics = metrics
         self._in_flight = in_flight
+        self._bodies = BodyBudget(settings.limits.bodies_mb << 20)
+        self._body_limits = (settings.max_body_mb << 20, settings.limits.body_pause_seconds)
         self._prompts = PromptBuilder(engine, store, settings)
         self.recorder = CallRecorder(engine, store, metrics, in_flight)
         self.retries = RetryCache(settings)
@@ -107,8 +110,9 @@ class RequestHandler:
         started_at = time.time()
         headers = asgi.read_headers(scope)
         session = await self._find_session(headers, path_key, scope)
-        body = await asgi.read_body(receive, self._settings.max_body_mb << 20)
-        parsed = await self._parse(dialect, body, session)
+        with self._bodies.reserve() as take:
+            body = await asgi.read_body(receive, *self._body_limits, take)
+            parsed = await self._parse(dialect, body, session)
         metadata = read_client_metadata(headers, parsed.params)
         return RequestContext(dialect, session, path, parsed, metadata, started_at)
 
@@ -214,9 +218,11 @@ class RequestHandler:
         """Answer a request for the number of tokens of a prompt. It is not a call and is not recorded."""
         try:
             await self._find_session(asgi.read_headers(scope), path_key, scope)
-            body = await asgi.read_body(receive, self._settings.max_body_mb << 20)
-            value = await _offload(len(body), asgi.parse_json_object, body)
-            tokens = await self._engine.count_tokens(await _offload(len(body), dialect.parse_count, value))
+            with self._bodies.reserve() as take:
+                body = await asgi.read_body(receive, *self._body_limits, take)
+                value = await _offload(len(body), asgi.parse_json_object, body, self._settings.limits.body_values)
+                request = await _offload(len(body), dialect.parse_count, value)
+            tokens = await self._engine.count_tokens(request)
         except asgi.ClientDisconnected:
             return
         except (RequestError, EngineError) as error:
@@ -234,7 +240,7 @@ class RequestHandler:
         return await self._sessions.find(key, path_key, inside_sandbox=inside_sandbox)
 
     async def _parse(self, dialect: Dialect, raw: bytes, session: SessionState) -> ParsedRequest:
-        body = await _offload(len(raw), asgi.parse_json_object, raw)
+        body = await _offload(len(raw), asgi.parse_json_object, raw, self._settings.limits.body_values)
         previous_call_id = dialect.previous_call_id(body)
         if previous_call_id is None:
             return await _offload(len(raw), dialect.parse, body, session.last_parsed(dialect.name))

@@ -10,6 +10,7 @@ import logging
 import math
 import socket
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Self
 
 import uvicorn
@@ -19,9 +20,10 @@ from polar_proxy.config import GatewaySettings
 from polar_proxy.engines.base import Engine
 from polar_proxy.errors import UsageError
 from polar_proxy.gateway import asgi
-from polar_proxy.gateway.app import create_app
+from polar_proxy.gateway.app import create_app, refusal_body
 from polar_proxy.gateway.handler import RequestHandler
 from polar_proxy.gateway.in_flight import InFlightCalls
+from polar_proxy.gateway.limits import Connections, LimitedHttpProtocol, raise_descriptor_limit
 from polar_proxy.gateway.metrics import GatewayMetrics
 from polar_proxy.gateway.recording import CallObserver
 from polar_proxy.sessions import SessionRegistry
@@ -65,6 +67,8 @@ class Gateway:
         self.app = create_app(engine, self._handler, self.metrics)
         self._grace = grace
         self._sandbox_servers: dict[socket.socket, asyncio.Server] = {}
+        descriptors = raise_descriptor_limit()
+        self._connections = Connections(min(settings.limits.connections, max(16, descriptors // 2)))
 
     def include(self, router: APIRouter) -> None:
         """Serve the routes of `router` from now on, except on sockets inside sandboxes."""
@@ -97,7 +101,7 @@ class Gateway:
         self._socket = _bind(self.settings.host, self.settings.port)
         self._config = uvicorn.Config(
             self.app,
-            http="httptools",
+            http=self._protocol(self._connections),  # type: ignore[arg-type]  # any factory serves
             lifespan="off",
             access_log=False,
             log_config=None,
@@ -166,7 +170,8 @@ class Gateway:
 
         It serves the routes that agents need, and nothing that shows the gateway or other sessions.
         """
-        protocol_class: Callable[..., asyncio.Protocol] = self._config.http_protocol_class
+        connections = Connections(self.settings.limits.sandbox_connections, self._connections)
+        protocol_class = self._protocol(connections)
         state, config = self._server.server_state, self._config
 
         def protocol() -> asyncio.Protocol:
@@ -174,6 +179,11 @@ class Gateway:
 
         loop = asyncio.get_running_loop()
         self._sandbox_servers[listener] = await loop.create_server(protocol, sock=listener, backlog=config.backlog)
+
+    def _protocol(self, connections: Connections) -> Callable[..., asyncio.Protocol]:
+        return partial(
+            LimitedHttpProtocol, limits=self.settings.limits, connections=connections, refusal_body=refusal_body
+        )
 
     async def stop_serving_on(self, listener: socket.socket) -> None:
         server = self._sandbox_servers.pop(listener, None)
