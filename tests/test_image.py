@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from sandboxes import available
+from sandboxes.choice import available
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1500)]
 ROOT = Path(__file__).resolve().parent.parent

@@ -17,8 +17,7 @@ from benchmarks._fleet.engine import Fleet
 from polar_proxy.rollouts.admission import AdmissionRequest, StageLimits
 from polar_proxy.rollouts.pool import SandboxPool
 from polar_proxy.store.rollouts import Claim
-from sandboxes import ExecResult, Sandbox, SandboxSpec
-from sandboxes.base import SandboxKind
+from sandboxes.base import ExecResult, Sandbox, SandboxKind, SandboxSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ from polar_proxy.engines.base import Engine
 from polar_proxy.rollouts import JobSpec, RolloutService, ServiceLimits, local_gateway, rollout_ids
 from polar_proxy.store import RolloutRow, Store, open_store
 from polar_proxy.tasks import Task
-from sandboxes import available
 from sandboxes.base import SandboxKind
+from sandboxes.choice import available
 
 
 def python_inside() -> str:

@@ -12,7 +12,7 @@ from polar_proxy import __version__
 from polar_proxy.cli import admin, conformance, db, doctor, harness, jobs, run, serve, show, traces, train
 from polar_proxy.cli.output import err
 from polar_proxy.errors import PolarError
-from sandboxes import SandboxError
+from sandboxes.base import SandboxError
 
 app = typer.Typer(
     name="polar",

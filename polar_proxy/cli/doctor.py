@@ -90,7 +90,7 @@ def _bundled_policy() -> InstallCheck:
 
 
 def _sandboxes() -> list[InstallCheck]:
-    from sandboxes import available
+    from sandboxes.choice import available
 
     return [
         InstallCheck(

@@ -222,7 +222,8 @@ def install_harness(adapter: HarnessAdapter, version: str | None, cache: Path, *
 
 
 def _with_docker(work: Callable[[Any], Coroutine[Any, Any, T]]) -> T:
-    from sandboxes import SandboxError, docker_engine
+    from sandboxes import docker_engine
+    from sandboxes.base import SandboxError
 
     async def main() -> T:
         async with docker_engine.docker_client() as engine:

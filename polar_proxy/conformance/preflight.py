@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from harness_adapters.base import HarnessAdapter, HarnessError, Installation, LaunchContext
-from sandboxes import Mount, ResourceLimits, Sandbox, SandboxError, SandboxSpec, choose, open_sandbox
-from sandboxes.base import SandboxKind
+from sandboxes.base import Mount, ResourceLimits, Sandbox, SandboxError, SandboxKind, SandboxSpec
+from sandboxes.choice import choose, open_sandbox
 
 _TIMEOUT_SECONDS = 120.0
 

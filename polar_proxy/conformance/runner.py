@@ -20,8 +20,8 @@ from polar_proxy.gateway import Gateway
 from polar_proxy.sessions import hash_key, new_key
 from polar_proxy.store import Store, open_store
 from polar_proxy.types import CallRecord, PromptMode
-from sandboxes import Mount, ResourceLimits, Sandbox, SandboxError, SandboxSpec, choose, open_sandbox
-from sandboxes.base import SandboxKind
+from sandboxes.base import Mount, ResourceLimits, Sandbox, SandboxError, SandboxKind, SandboxSpec
+from sandboxes.choice import choose, open_sandbox
 
 _TAIL = 200_000
 _PREPARE_SECONDS = 120.0

@@ -38,8 +38,8 @@ from polar_proxy.store.rollouts import Claim, ClaimLostError
 from polar_proxy.tasks import Task, task_from_json
 from polar_proxy.traces.operations import build_traces
 from polar_proxy.types import CallRecord
-from sandboxes import Mount, Sandbox, SandboxError, choose
-from sandboxes.base import SandboxKind, uncancellable
+from sandboxes.base import Mount, Sandbox, SandboxError, SandboxKind, uncancellable
+from sandboxes.choice import choose
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from harness_adapters.base import HarnessAdapter, HarnessError, Installation, get_adapter, split_version
 from polar_proxy.errors import UsageError
-from sandboxes import SandboxSpec, docker_engine
+from sandboxes import docker_engine
+from sandboxes.base import SandboxSpec
 from sandboxes.images.prebuilt import PrebuiltImage, prebuild
 
 log = logging.getLogger(__name__)

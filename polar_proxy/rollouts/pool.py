@@ -20,8 +20,8 @@ from typing import Self
 
 from cachetools import LRUCache
 
-from sandboxes import Sandbox, SandboxError, SandboxSpec, open_sandbox
-from sandboxes.base import SandboxKind, uncancellable
+from sandboxes.base import Sandbox, SandboxError, SandboxKind, SandboxSpec, uncancellable
+from sandboxes.choice import open_sandbox
 
 SandboxOpener = Callable[[SandboxKind, SandboxSpec], Awaitable[Sandbox]]
 

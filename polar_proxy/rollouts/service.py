@@ -32,8 +32,8 @@ from polar_proxy.store.service.groups import KEEP_OVERFLOW
 from polar_proxy.store.service.jobs import JobRow, NewGroup, NewRollout
 from polar_proxy.tasks import Task, task_to_json
 from polar_proxy.types import EngineInfo, Json
-from sandboxes import choose, open_sandbox
 from sandboxes.base import uncancellable
+from sandboxes.choice import choose, open_sandbox
 
 log = logging.getLogger(__name__)
 

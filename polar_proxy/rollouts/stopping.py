@@ -26,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from polar_proxy.errors import BadTaskError, UsageError, first_problem
 from polar_proxy.store import FINAL_STATUSES, RolloutRow
-from sandboxes import Sandbox, SandboxError
+from sandboxes.base import Sandbox, SandboxError
 
 log = logging.getLogger(__name__)
 

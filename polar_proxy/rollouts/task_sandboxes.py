@@ -28,8 +28,10 @@ from polar_proxy.rollouts.workspace import (
     write_task_files,
 )
 from polar_proxy.tasks import Environment, GitRepository, Task
-from sandboxes import Mount, ResourceLimits, Sandbox, SandboxSpec, default_state_dir, docker_engine, open_sandbox
-from sandboxes.base import SandboxKind
+from sandboxes import docker_engine
+from sandboxes.base import Mount, ResourceLimits, Sandbox, SandboxKind, SandboxSpec
+from sandboxes.choice import open_sandbox
+from sandboxes.orphans import default_state_dir
 
 _GIT_SECONDS = 900.0
 _BUILD_SECONDS = 1800.0

@@ -16,8 +16,7 @@ from pathlib import Path
 
 from polar_proxy.errors import PolarError
 from polar_proxy.tasks import Environment, Task
-from sandboxes import Sandbox
-from sandboxes.base import SandboxKind
+from sandboxes.base import Sandbox, SandboxKind
 
 # The agent may have changed the repository's configuration; these options override it when the patch is read.
 _GIT_OPTIONS = (

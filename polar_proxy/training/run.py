@@ -30,7 +30,7 @@ from polar_proxy.training.metrics import StoreSink
 from polar_proxy.training.model import Learner, load_model
 from polar_proxy.training.weight_sync import LocalSync, VllmControl, WeightSync, make_vllm_sync
 from polar_proxy.types import Json, new_id
-from sandboxes import choose
+from sandboxes.choice import choose
 
 CONNECTION_TRIES = 12
 """Enough to wait about a minute for a server that restarts."""

@@ -182,6 +182,6 @@ async def test_real_agents_drift_in_render_mode_and_never_in_continue_mode(force
 
 
 def real_sandbox():  # type: ignore[no-untyped-def]
-    from sandboxes import choose
+    from sandboxes.choice import choose
 
     return choose("auto").kind

@@ -14,8 +14,9 @@ from polar_proxy.rewards import EvaluationInput, Score, evaluate
 from polar_proxy.rollouts.task_sandboxes import TaskSandboxes
 from polar_proxy.rollouts.workspace import prepare_workspace, read_patch
 from polar_proxy.tasks import Task
-from sandboxes import Mount, available, images, open_sandbox
-from sandboxes.base import SandboxKind
+from sandboxes import images
+from sandboxes.base import Mount, SandboxKind
+from sandboxes.choice import available, open_sandbox
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "tasks"
 ScriptRunner = Callable[..., Awaitable[Score]]

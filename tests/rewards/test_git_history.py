@@ -10,7 +10,8 @@ import pytest
 from polar_proxy.rollouts.task_sandboxes import TaskSandboxes
 from polar_proxy.rollouts.workspace import WorkspaceError, git, prepare_workspace, truncate_git_history
 from polar_proxy.tasks import Environment, GitRepository, Task, get_source
-from sandboxes import Sandbox, open_sandbox
+from sandboxes.base import Sandbox
+from sandboxes.choice import open_sandbox
 from tests.rewards.conftest import EXAMPLES, needs
 
 pytestmark = pytest.mark.slow

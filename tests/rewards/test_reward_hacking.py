@@ -10,7 +10,7 @@ from polar_proxy.rewards.evaluate import reward_hacking_signs
 from polar_proxy.rollouts.task_sandboxes import TaskSandboxes
 from polar_proxy.rollouts.workspace import prepare_workspace
 from polar_proxy.tasks import Task, get_source
-from sandboxes import open_sandbox
+from sandboxes.choice import open_sandbox
 from tests.rewards.conftest import EXAMPLES, ScriptRunner, needs, with_local_image
 
 pytestmark = pytest.mark.slow

@@ -7,8 +7,9 @@ import asyncio
 import pytest
 
 from polar_proxy.rollouts.pool import SandboxPool
-from sandboxes import ResourceLimits, Sandbox, SandboxEnded, SandboxError, SandboxSpec, default_state_dir, open_sandbox
-from sandboxes.base import SandboxKind
+from sandboxes.base import ResourceLimits, Sandbox, SandboxEnded, SandboxError, SandboxKind, SandboxSpec
+from sandboxes.choice import open_sandbox
+from sandboxes.orphans import default_state_dir
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_sandbox_register")]
 

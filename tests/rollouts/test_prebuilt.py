@@ -14,8 +14,9 @@ from polar_proxy.rollouts import JobSpec, RolloutService, ServiceLimits, local_g
 from polar_proxy.rollouts.harnesses import PrebuiltImageCache
 from polar_proxy.store import Store
 from polar_proxy.tasks import get_source
-from sandboxes import Mount, Sandbox, SandboxSpec, available, docker_engine, open_sandbox
-from sandboxes.base import SandboxKind
+from sandboxes import docker_engine
+from sandboxes.base import Mount, Sandbox, SandboxKind, SandboxSpec
+from sandboxes.choice import available, open_sandbox
 from sandboxes.images.prebuilt import REPOSITORY, PrebuiltImage
 from tests.fakes.player import PlayerEngine
 from tests.fakes.tiny_agent import TinyAgent

@@ -18,7 +18,7 @@ import pytest
 
 from polar_proxy.store import RewardRow, Store, open_store
 from polar_proxy.traces.builders import build
-from sandboxes import available
+from sandboxes.choice import available
 from tests.cli.runner import polar_error, polar_json
 
 pytestmark = pytest.mark.slow

@@ -21,8 +21,9 @@ from polar_proxy.rollouts import JobSpec, RolloutService, ServiceLimits, attempt
 from polar_proxy.store import RolloutRow, Store
 from polar_proxy.store.rollouts import StageRow
 from polar_proxy.tasks import get_source
-from sandboxes import ExecResult, Sandbox, SandboxEnded, SandboxError, SandboxSpec, default_state_dir, open_sandbox
-from sandboxes.base import SandboxKind
+from sandboxes.base import ExecResult, Sandbox, SandboxEnded, SandboxError, SandboxKind, SandboxSpec
+from sandboxes.choice import open_sandbox
+from sandboxes.orphans import default_state_dir
 from tests.fakes.player import PlayerEngine, play
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_sandbox_register")]

@@ -18,7 +18,7 @@ from polar_proxy.rollouts.stopping import (
     get_group_policy,
     stop_early,
 )
-from sandboxes import SandboxError
+from sandboxes.base import SandboxError
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from sandboxes import Sandbox, SandboxSpec, available, docker_engine, open_sandbox, orphans
+from sandboxes import docker_engine, orphans
+from sandboxes.base import Sandbox, SandboxSpec
+from sandboxes.choice import available, open_sandbox
 
 KINDS = ["process", "bubblewrap", pytest.param("docker", marks=pytest.mark.full)]
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from sandboxes import ResourceLimits, SandboxSpec, open_sandbox
+from sandboxes.base import ResourceLimits, SandboxSpec
+from sandboxes.choice import open_sandbox
 
 pytestmark = [pytest.mark.slow, pytest.mark.parametrize("kind", ["bubblewrap"], indirect=True)]
 
@@ -99,7 +100,8 @@ async def test_memory_limit_covers_all_processes_together(kind: str, state_dir: 
 SCRIPT = """
 import asyncio, sys
 from pathlib import Path
-from sandboxes import ResourceLimits, SandboxEnded, SandboxSpec, open_sandbox
+from sandboxes.base import ResourceLimits, SandboxEnded, SandboxSpec
+from sandboxes.choice import open_sandbox
 
 async def main():
     spec = SandboxSpec(limits=ResourceLimits(memory_mb=200, pids=30))

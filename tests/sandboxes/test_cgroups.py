@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from sandboxes import ResourceLimits, SandboxError, cgroups
+from sandboxes import cgroups
+from sandboxes.base import ResourceLimits, SandboxError
 
 LIMITS = ResourceLimits(memory_mb=100, cpus=1.5, pids=20)
 

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from sandboxes import SandboxSpec, SandboxUnavailable, available, choose, images, open_sandbox
+from sandboxes import images
+from sandboxes.base import SandboxSpec, SandboxUnavailable
+from sandboxes.choice import available, choose, open_sandbox
 
 
 def test_available_lists_every_kind_with_reason_and_remedy() -> None:

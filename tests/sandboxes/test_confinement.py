@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from sandboxes import Sandbox, SandboxSpec, open_sandbox, seccomp
+from sandboxes import seccomp
+from sandboxes.base import Sandbox, SandboxSpec
+from sandboxes.choice import open_sandbox
 
 pytestmark = pytest.mark.slow
 

@@ -11,19 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from sandboxes import (
-    ResourceLimits,
-    SandboxEnded,
-    SandboxError,
-    SandboxSpec,
-    SandboxUnavailable,
-    docker_engine,
-    images,
-    netns,
-    open_sandbox,
-    orphans,
-    sweep,
-)
+from sandboxes import docker_engine, images, netns, orphans
+from sandboxes.base import ResourceLimits, SandboxEnded, SandboxError, SandboxSpec, SandboxUnavailable
+from sandboxes.choice import open_sandbox
+from sandboxes.orphans import sweep
 
 full = pytest.mark.full
 on_docker = pytest.mark.parametrize("kind", [pytest.param("docker", marks=full)], indirect=True)

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from sandboxes import SandboxEnded, open_sandbox
+from sandboxes.base import SandboxEnded
+from sandboxes.choice import open_sandbox
 from sandboxes.docker import DockerSandbox
 
 on_docker = pytest.mark.parametrize("kind", [pytest.param("docker", marks=pytest.mark.full)], indirect=True)

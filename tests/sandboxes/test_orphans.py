@@ -15,7 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from sandboxes import Sandbox, docker_engine, orphans, sweep
+from sandboxes import docker_engine, orphans
+from sandboxes.base import Sandbox
+from sandboxes.orphans import sweep
 from tests.until import until
 
 pytestmark = pytest.mark.slow
@@ -26,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 OWNER = """
 import asyncio, os, sys
 from pathlib import Path
-from sandboxes import open_sandbox
+from sandboxes.choice import open_sandbox
 
 async def main(kind, state_dir):
     sandbox = await open_sandbox(kind, state_dir=Path(state_dir))

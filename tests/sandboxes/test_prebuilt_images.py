@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from sandboxes import SandboxSpec, SandboxUnavailable, docker_engine, open_sandbox
+from sandboxes import docker_engine
+from sandboxes.base import SandboxSpec, SandboxUnavailable
+from sandboxes.choice import open_sandbox
 from sandboxes.images.prebuilt import prebuild, prebuilt_tag, prune_prebuilt, write_context
 
 

@@ -11,7 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from sandboxes import ExecResult, FileTooLarge, Mount, ResourceLimits, Sandbox, SandboxEnded, SandboxError, SandboxSpec
+from sandboxes.base import (
+    ExecResult,
+    FileTooLarge,
+    Mount,
+    ResourceLimits,
+    Sandbox,
+    SandboxEnded,
+    SandboxError,
+    SandboxSpec,
+)
 from tests.loop_watch import watched
 
 pytestmark = pytest.mark.slow

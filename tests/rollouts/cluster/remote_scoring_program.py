@@ -15,7 +15,7 @@ from polar_proxy.rewards import CommandEvaluator, EvaluationInput, Score
 from polar_proxy.rollouts.attempt import InfrastructureError
 from polar_proxy.rollouts.cluster.node import RayScorer
 from polar_proxy.tasks import Environment, GitRepository, Task
-from sandboxes import default_state_dir
+from sandboxes.orphans import default_state_dir
 
 PATCH = b"""diff --git a/done.txt b/done.txt
 new file mode 100644
