@@ -29,7 +29,8 @@ class AssistantDraft:
     def empty(self) -> bool:
         return not (self.text or self.reasoning or self.tool_calls)
 
-    def build(self) -> Message:
+    @property
+    def message(self) -> Message:
         text, reasoning = "".join(self.text), "".join(self.reasoning)
         content = text if text or not self.tool_calls else None
         return Message("assistant", content, reasoning or None, tuple(self.tool_calls))
@@ -47,17 +48,8 @@ class AnswerChoice(AssistantDraft):
     stop_sequence: str | None = None
     versions: list[tuple[int, str]] = field(default_factory=list)
     """(first position, policy version) of each run of tokens."""
-    _message: Message | None = None
-
-    @property
-    def message(self) -> Message:
-        """The choice as an assistant message; built once after the last event."""
-        if self._message is None:
-            self._message = self.build()
-        return self._message
 
     def add(self, event: SampleEvent) -> None:
-        self._message = None
         if event.text:
             self.text.append(event.text)
         if event.reasoning:

@@ -179,7 +179,7 @@ def _parse_tool_choice(choice: Any, tools: tuple[Json, ...]) -> str | Json | Non
         return None
     if isinstance(choice, str) and choice in ("none", "auto", "required"):
         if choice == "required" and not tools:
-            raise RequestError("'tool_choice' is 'required' but there are no tools.", param="tool_choice")
+            raise invalid("tool_choice", "it is 'required' but there are no tools")
         return choice
     if isinstance(choice, dict):
         function = choice.get("function")
@@ -188,7 +188,7 @@ def _parse_tool_choice(choice: Any, tools: tuple[Json, ...]) -> str | Json | Non
             if name not in {tool["function"]["name"] for tool in tools}:
                 raise invalid("tool_choice", f"{name!r} is not among the tools")
             return {"type": "function", "function": {"name": name}}
-    raise RequestError("Invalid value for 'tool_choice'.", param="tool_choice")
+    raise invalid("tool_choice", "expected none, auto, required, or a function of the tools")
 
 
 def _parse_response_format(value: Json | None) -> Json | None:

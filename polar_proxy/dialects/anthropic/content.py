@@ -85,7 +85,7 @@ def _append_turn(messages: list[Message], turn: list[Message]) -> None:
             merged.text.append(str(message.content or ""))
             merged.reasoning.append(message.reasoning or "")
             merged.tool_calls += message.tool_calls
-        messages[-1] = merged.build()
+        messages[-1] = merged.message
         turn = turn[1:]
     messages += turn
 
@@ -123,13 +123,13 @@ class _BlockReader:
             elif kind in _CALLS:
                 draft.tool_calls.append(_tool_call(block, path))
             elif kind.endswith("_tool_result") and isinstance(block.get("tool_use_id"), str):
-                messages += [] if draft.empty else [draft.build()]
+                messages += [] if draft.empty else [draft.message]
                 messages.append(self._result(block, path))
                 draft = AssistantDraft()
             else:
                 draft.text += [_as_text(part) for part in self._parts([(block, path)])]
         if not draft.empty or not messages:
-            messages.append(draft.build())
+            messages.append(draft.message)
         return messages
 
     def _result(self, block: Json, path: str) -> Message:

@@ -61,7 +61,7 @@ def to_messages(items: list[Json], instructions: str | None, tools: Toolbox) -> 
     reader = _ItemReader(tools, ids)
     for position, item in enumerate(items):
         reader.read(item, f"input[{position}]")
-    messages = [entry.build() if isinstance(entry, _AnswerDraft) else entry for entry in reader.entries]
+    messages = [entry.message if isinstance(entry, _AnswerDraft) else entry for entry in reader.entries]
     return tuple(_with_one_system_message(messages, instructions))
 
 

@@ -24,7 +24,6 @@ from typing import Any
 import orjson
 
 from polar_proxy.dialects.fields import invalid
-from polar_proxy.errors import RequestError
 from polar_proxy.types import Json
 
 _TEXT: Json = {"type": "string"}
@@ -185,19 +184,19 @@ class Toolbox:
             return (choice if self.tools else None), self.functions()
         if choice == "required":
             if not self.tools:
-                raise RequestError("'tool_choice' is 'required' but there are no tools to call.", param="tool_choice")
+                raise invalid("tool_choice", "it is 'required' but there are no tools to call")
             return choice, self.functions()
         if isinstance(choice, dict):
             name = self._find(choice)
             if name is None:
                 raise invalid("tool_choice", "this tool is not among the tools that can be called here")
             return {"type": "function", "function": {"name": name}}, self.functions()
-        raise RequestError("Invalid value for 'tool_choice'.", param="tool_choice")
+        raise invalid("tool_choice", "expected none, auto, required, or a tool")
 
     def _allowed(self, choice: Json) -> list[str]:
         tools = choice.get("tools")
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-            raise RequestError("Invalid 'tool_choice.tools': expected an array of tools.", param="tool_choice")
+            raise invalid("tool_choice", "its 'tools' must be an array of tools")
         names: list[str] = []
         for tool in tools:
             if tool.get("type") == "namespace":
