@@ -142,9 +142,10 @@ class ChunkDecoder:
 
     def _find_prompt(self, chunk: Json, choices: Sequence[Json]) -> None:
         """Chat answers carry the prompt's ids at the top level, completions in each choice."""
-        found = chunk.get("prompt_token_ids") or next((c["prompt_token_ids"] for c in choices if _has_prompt(c)), None)
-        if found is not None:
-            self._prompt = found
+        for holder in (chunk, *choices):
+            if holder.get("prompt_token_ids") is not None:
+                self._prompt = holder["prompt_token_ids"]
+                return
 
     def _add_delta(self, index: int, pending: _PendingEvent, delta: Json, out: list[SampleEvent]) -> _PendingEvent:
         """Add a delta. An event is read as reasoning, text, tool calls; another order starts a new event."""
@@ -172,19 +173,22 @@ class ChunkDecoder:
 
     def _add_evidence(self, pending: _PendingEvent, ids: Sequence[int], logprobs: Json | None) -> None:
         """Add the ids of one chunk with their log-probabilities."""
-        entries = _chat_entries(logprobs) if logprobs else ()
-        if len(entries) != len(ids):
-            if not ids:
-                if not self._expect_ids:
-                    return
-                ids = (UNKNOWN_ID,) * len(entries)
-            entries = [{"token": "", "logprob": None}] * len(ids)
+        values: Sequence[Any] = ()
+        if logprobs:
+            reported = logprobs.get("token_logprobs")  # completions
+            values = [entry["logprob"] for entry in logprobs.get("content") or ()] if reported is None else reported
+        aligned = len(values) == len(ids)
+        if not ids and not aligned:
+            if not self._expect_ids:
+                return
+            ids = (UNKNOWN_ID,) * len(values)
         pending.ids.extend(ids)
-        pending.logprobs.extend([_real(entry["logprob"]) for entry in entries])
+        pending.logprobs.extend([_real(value) for value in values] if aligned else [nan] * len(ids))
         if self._texts:
+            entries = _chat_entries(logprobs) if aligned and logprobs else [{"token": ""}] * len(ids)
             pending.tokens.extend(map(_text, entries))
-        if self._tops:
-            pending.top.extend(map(_top, entries))
+            if self._tops:
+                pending.top.extend(map(_top, entries))
 
     def _emit(self, index: int, pending: _PendingEvent, out: list[SampleEvent], *, last: bool = False) -> None:
         first = not self._started
@@ -260,10 +264,6 @@ def tool_delta(call: Json, position: int) -> ToolDelta:
 
 def _real(value: float | None) -> float:
     return value if value is not None and value > MISSING_BELOW else nan
-
-
-def _has_prompt(choice: Json) -> bool:
-    return choice.get("prompt_token_ids") is not None
 
 
 def _text(entry: Json) -> str:

@@ -116,14 +116,6 @@ async def test_rejects_formats_that_cannot_be_enforced(engine: LocalEngine) -> N
             await run(engine, request)
 
 
-async def test_missing_llguidance_error_says_what_to_install(
-    engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(grammar, "available", lambda: False)
-    with pytest.raises(RequestError, match="pip install llguidance"):
-        await run(engine, chat(response_format={"type": "json_object"}))
-
-
 async def test_failing_grammar_fails_only_its_own_call(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken:
         def compute_logit_bias(self) -> bytes:

@@ -21,7 +21,6 @@ from transformers import AutoTokenizer
 
 from polar_proxy.engines.base import Engine, ExactPrompt, uses_tools
 from polar_proxy.engines.hermes import HermesParser
-from polar_proxy.engines.local import grammar
 from polar_proxy.engines.local.grammar import GrammarCompiler
 from polar_proxy.engines.local.model import ModelRunner
 from polar_proxy.engines.local.sampling import SequenceSampler, resolve
@@ -76,11 +75,9 @@ class LocalEngine(Engine):
             raise EngineError(f"The model in {self._path} has no fast tokenizer (tokenizer.json).", status=500)
         runner, chat = ModelRunner.load(self._path), ChatTokenizer(tokenizer)
         end_ids = _end_ids(runner.model, tokenizer)
-        capabilities = {"token_ids", "logprobs", "token_prompt", "score", "continue", "weight_versions"}
+        capabilities = {"token_ids", "logprobs", "token_prompt", "score", "continue", "weight_versions", "json_schema"}
         if chat.has_tools:
-            capabilities.add("tools")
-        if grammar.available():
-            capabilities |= {"json_schema", "tool_choice_required"} if chat.has_tools else {"json_schema"}
+            capabilities |= {"tools", "tool_choice_required"}
         info = EngineInfo(
             engine="local",
             version=f"transformers {installed('transformers')}, torch {installed('torch')}",

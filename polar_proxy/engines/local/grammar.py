@@ -1,4 +1,4 @@
-"""Answers with an enforced form: `response_format`, and a `tool_choice` that demands a call. Needs llguidance.
+"""Answers with an enforced form: `response_format`, and a `tool_choice` that demands a call.
 
 A `response_format` is enforced only while the model may not call tools, see `base.enforced_format`. A required tool
 call is sampled in the model's own Hermes form, so that it parses and renders back like any other. Log-probabilities are
@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from importlib.util import find_spec
+from functools import cached_property
 from typing import Any
 
 import torch
+from llguidance import LLMatcher, hf
 
 from polar_proxy.engines.base import enforced_format
 from polar_proxy.engines.hermes import CALL, END_CALL, END_THINK, THINK, Reasoning
@@ -21,10 +22,6 @@ from polar_proxy.types import ChatRequest, Json
 
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON in the form of json.dumps, which is the form that templates show to the model."""
-
-
-def available() -> bool:
-    return find_spec("llguidance") is not None
 
 
 class GrammarMask:
@@ -59,23 +56,17 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._end_ids = sorted(end_ids)
         self._tokens = {token.content for token in tokenizer.added_tokens_decoder.values()}
-        self._ll_tokenizer: Any = None
+
+    @cached_property
+    def _compiled_tokenizer(self) -> Any:
+        return hf.from_tokenizer(self._tokenizer, self._vocab_size, self._end_ids)
 
     def for_request(self, request: ChatRequest, reasoning: Reasoning) -> Callable[[], GrammarMask] | None:
         """Return a factory of masks, one mask per choice; None if the answer is free. Raises RequestError."""
         body = self._body(request)
         if body is None:
             return None
-        if not available():
-            raise RequestError(
-                "response_format and a required tool_choice need the package llguidance: pip install llguidance.",
-                param="response_format" if request.response_format else "tool_choice",
-            )
-        from llguidance import LLMatcher, hf
-
-        if self._ll_tokenizer is None:
-            self._ll_tokenizer = hf.from_tokenizer(self._tokenizer, self._vocab_size, self._end_ids)
-        tokenizer = self._ll_tokenizer
+        tokenizer = self._compiled_tokenizer
         grammar = LLMatcher.grammar_from_lark(self._prefix(reasoning) + body)
         problem = LLMatcher.validate_grammar(grammar, tokenizer)
         if problem and not problem.startswith("WARNING"):
