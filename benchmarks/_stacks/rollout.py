@@ -22,7 +22,7 @@ import orjson
 from tokenizers import Tokenizer
 
 from polar_proxy.engines.factory import POLAR_TINY
-from polar_proxy.sessions import SessionState
+from polar_proxy.sessions.state import SessionState
 from polar_proxy.types import CallRecord, ChatRequest, Choice, EngineInfo, Json, Logprobs, Message, TokenIds, ToolCall
 
 MODULES = (

@@ -23,7 +23,7 @@ from polar_proxy.config import Settings
 from polar_proxy.engines.base import Engine
 from polar_proxy.errors import ApiError, PolarError, UsageError
 from polar_proxy.rollouts import RolloutService
-from polar_proxy.sessions import hash_key
+from polar_proxy.sessions.identity import hash_key
 from polar_proxy.store import Store
 from polar_proxy.store.service.feed import LeaseExpiredError
 from polar_proxy.store.training import MissingLinesError

@@ -13,7 +13,7 @@ from polar_proxy.api.context import ApiContext, Routers, not_found, require
 from polar_proxy.api.serializers import convert, convert_all, group_detail, group_rollouts
 from polar_proxy.errors import UsageError
 from polar_proxy.export.exporter import rollout_lines
-from polar_proxy.sessions import hash_key, new_key
+from polar_proxy.sessions.identity import hash_key, new_key
 from polar_proxy.store import RolloutRow, Store
 from polar_proxy.traces.builders import BUILDERS
 from polar_proxy.types import Json

@@ -39,7 +39,7 @@ def new_key(
     if role not in ("admin", "trainer"):
         raise UsageError(f"--role is admin or trainer, not {role!r}.")
     from polar_proxy.api import new_api_key
-    from polar_proxy.sessions import hash_key
+    from polar_proxy.sessions.identity import hash_key
 
     checked: Role = "admin" if role == "admin" else "trainer"
     key = new_api_key(checked)
@@ -92,7 +92,7 @@ def new_session(
     settings = load_settings(db, gateway=modes)  # validates the modes
     policy = given({"temperature": temperature, "max_tokens": max_tokens})
     policy |= {name: getattr(settings.gateway, name) for name in modes}
-    from polar_proxy.sessions import hash_key, new_key
+    from polar_proxy.sessions.identity import hash_key, new_key
 
     key = new_key()
     session = with_store(

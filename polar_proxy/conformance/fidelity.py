@@ -28,7 +28,7 @@ from polar_proxy.conformance.runner import ScenarioRun, ScenarioRunner, choose_k
 from polar_proxy.conformance.scripted_model import Finish, Scenario
 from polar_proxy.dialects import recorded_request
 from polar_proxy.engines.base import Engine
-from polar_proxy.sessions import prompt_config
+from polar_proxy.sessions.continuation import prompt_config
 from polar_proxy.store import Store
 from polar_proxy.traces.builders import BuildResult, build
 from polar_proxy.traces.drift import DriftCause, DriftEvent, ToolsChange, base_choice, explain_drift

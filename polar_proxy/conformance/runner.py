@@ -17,7 +17,7 @@ from polar_proxy.conformance.scripted_model import ReceivedRequest, ScriptedMode
 from polar_proxy.engines.base import Engine
 from polar_proxy.engines.scripted import Script
 from polar_proxy.gateway import Gateway
-from polar_proxy.sessions import hash_key, new_key
+from polar_proxy.sessions.identity import hash_key, new_key
 from polar_proxy.store import Store, open_store
 from polar_proxy.types import CallRecord, PromptMode
 from sandboxes.base import Mount, ResourceLimits, Sandbox, SandboxError, SandboxKind, SandboxSpec

@@ -20,7 +20,7 @@ from polar_proxy.conformance.profiles import Arguments, HarnessProfile
 from polar_proxy.conformance.recording_proxy import Exchange
 from polar_proxy.engines.scripted import ScriptedReply
 from polar_proxy.errors import EngineError, RequestError
-from polar_proxy.sessions import NO_METADATA
+from polar_proxy.sessions.identity import NO_METADATA
 from polar_proxy.sessions.rules import COMPACTION_REQUESTS, SIDE_CALLS, RequestTexts, match
 from polar_proxy.types import ChatRequest, EngineRequest, Json, ToolCall, new_id
 

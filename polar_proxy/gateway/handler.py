@@ -31,14 +31,10 @@ from polar_proxy.gateway.metrics import GatewayMetrics
 from polar_proxy.gateway.recording import CallOutcome, CallRecorder, PendingCall, RequestContext, apply_policy
 from polar_proxy.gateway.reply import Reply, send_error
 from polar_proxy.gateway.retries import ResponseBuffer, RetryCache
-from polar_proxy.sessions import (
-    PromptBuilder,
-    SessionClosedError,
-    SessionRegistry,
-    SessionState,
-    key_of_request,
-    read_client_metadata,
-)
+from polar_proxy.sessions.continuation import PromptBuilder
+from polar_proxy.sessions.identity import key_of_request, read_client_metadata
+from polar_proxy.sessions.registry import SessionClosedError, SessionRegistry
+from polar_proxy.sessions.state import SessionState
 from polar_proxy.store import Store
 from polar_proxy.types import new_id
 

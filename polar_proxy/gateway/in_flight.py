@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Self
 
 from polar_proxy.errors import StoreError
-from polar_proxy.sessions import SessionClosedError
+from polar_proxy.sessions.registry import SessionClosedError
 from polar_proxy.store import Store
 from polar_proxy.store.open_calls import OpenCall
 from polar_proxy.types import new_id

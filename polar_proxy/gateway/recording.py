@@ -16,7 +16,10 @@ from polar_proxy.engines.base import Engine, is_constrained
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.gateway.in_flight import InFlightCalls
 from polar_proxy.gateway.metrics import GatewayMetrics
-from polar_proxy.sessions import ClientMetadata, Lineage, PromptPlan, SessionState
+from polar_proxy.sessions.continuation import PromptPlan
+from polar_proxy.sessions.identity import ClientMetadata
+from polar_proxy.sessions.lineage import Lineage
+from polar_proxy.sessions.state import SessionState
 from polar_proxy.store import Store
 from polar_proxy.types import CallRecord, CallStatus, Choice, EngineInfo, EngineRequest, Json, Sampling, TokenIds
 

@@ -26,7 +26,7 @@ from polar_proxy.gateway.in_flight import InFlightCalls
 from polar_proxy.gateway.limits import Connections, LimitedHttpProtocol, raise_descriptor_limit
 from polar_proxy.gateway.metrics import GatewayMetrics
 from polar_proxy.gateway.recording import CallObserver
-from polar_proxy.sessions import SessionRegistry
+from polar_proxy.sessions.registry import SessionRegistry
 from polar_proxy.store import Store
 
 log = logging.getLogger(__name__)

@@ -32,7 +32,7 @@ from polar_proxy.rollouts.recovery import exclude_earlier_attempts
 from polar_proxy.rollouts.stopping import STOPPED_EARLY, EarlyStopCheck, early_stop_check, stop_early
 from polar_proxy.rollouts.task_sandboxes import TaskSandboxes
 from polar_proxy.rollouts.workspace import TaskNotPossibleError, WorkspaceError, prepare_workspace, read_patch
-from polar_proxy.sessions import hash_key, new_key
+from polar_proxy.sessions.identity import hash_key, new_key
 from polar_proxy.store import RolloutStatus, Store
 from polar_proxy.store.rollouts import Claim, ClaimLostError
 from polar_proxy.tasks import Task, task_from_json

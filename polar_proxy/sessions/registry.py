@@ -66,14 +66,9 @@ class SessionRegistry:
         is_new = row is None
         if row is None:
             if not may_open:
-                raise RequestError(
-                    "Incorrect API key provided. Polar accepts only keys made by `polar session new` here.",
-                    status=401,
-                    code="invalid_api_key",
-                )
-            row = await self._store.sessions.create(
-                key_hash=digest, label=None, rollout_id=None, policy=None, origin="open"
-            )
+                message = "Incorrect API key provided. Polar accepts only keys made by `polar session new` here."
+                raise RequestError(message, status=401, code="invalid_api_key")
+            row = await self._store.sessions.create(key_hash=digest, label=None, origin="open")
         if row.closed_at is not None:
             raise SessionClosedError
         session = self._by_id.get(row.session_id)  # already in memory under another name (its id in the path)

@@ -19,7 +19,7 @@ from polar_proxy.config import AdmissionSettings, Settings
 from polar_proxy.engines.base import Engine
 from polar_proxy.gateway import Gateway
 from polar_proxy.rollouts import RolloutService, ServiceLimits
-from polar_proxy.sessions import hash_key
+from polar_proxy.sessions.identity import hash_key
 from polar_proxy.store import Store
 from tests.fakes.player import PlayerEngine
 

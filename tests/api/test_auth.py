@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from polar_proxy.api import create_api, local_admin_key
 from polar_proxy.config import Settings
 from polar_proxy.engines.scripted import ScriptedEngine
-from polar_proxy.sessions import hash_key, new_key
+from polar_proxy.sessions.identity import hash_key, new_key
 from polar_proxy.store import Store
 from tests.api.conftest import ServeApi, job_request, make_key
 

@@ -12,7 +12,7 @@ from pydantic.alias_generators import to_snake
 
 from polar_proxy.dialects.google.dialect import GoogleGenerateContent
 from polar_proxy.errors import RequestError
-from polar_proxy.sessions import SessionState
+from polar_proxy.sessions.state import SessionState
 from polar_proxy.types import ChatRequest, Json
 from tests.dialects.google_helpers import HI
 from tests.dialects.hostile_json import DEEP, VALUES, assert_refusal

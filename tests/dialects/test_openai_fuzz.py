@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, event, given, settings
 from polar_proxy.dialects import OpenAIChat, OpenAICompletions
 from polar_proxy.dialects.base import Dialect
 from polar_proxy.errors import RequestError
-from polar_proxy.sessions import SessionState
+from polar_proxy.sessions.state import SessionState
 from polar_proxy.types import ChatRequest, Json
 from tests.dialects.hostile_json import DEEP, assert_refusal, bodies
 

@@ -6,7 +6,7 @@ import asyncio
 
 import httpx
 
-from polar_proxy.sessions import hash_key
+from polar_proxy.sessions.identity import hash_key
 from polar_proxy.store import Store
 from polar_proxy.types import CallRecord
 

@@ -16,7 +16,8 @@ import pytest
 
 from polar_proxy.gateway import in_flight
 from polar_proxy.rollouts import recover
-from polar_proxy.sessions import SessionRegistry, SessionState
+from polar_proxy.sessions.registry import SessionRegistry
+from polar_proxy.sessions.state import SessionState
 from polar_proxy.store import open_store
 from polar_proxy.store.open_calls import OpenCallRepository
 from polar_proxy.types import CallRecord

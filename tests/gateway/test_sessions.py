@@ -13,7 +13,8 @@ from polar_proxy.engines.scripted import ScriptedEngine
 from polar_proxy.gateway import is_loopback
 from polar_proxy.gateway.recording import apply_policy
 from polar_proxy.rollouts import JobSpec, submit
-from polar_proxy.sessions import SessionRegistry, hash_key, new_key
+from polar_proxy.sessions.identity import hash_key, new_key
+from polar_proxy.sessions.registry import SessionRegistry
 from polar_proxy.store import SessionRow, Store
 from polar_proxy.tasks import get_source
 from polar_proxy.types import Sampling, TextRequest

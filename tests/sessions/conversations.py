@@ -8,8 +8,10 @@ from typing import Any
 import orjson
 
 from polar_proxy.dialects import OpenAIChat
-from polar_proxy.sessions import NO_METADATA, ClientMetadata, Lineage, SessionState
 from polar_proxy.sessions.hashing import MessageHasher
+from polar_proxy.sessions.identity import NO_METADATA, ClientMetadata
+from polar_proxy.sessions.lineage import Lineage
+from polar_proxy.sessions.state import SessionState
 from polar_proxy.types import CallStatus, ChatRequest, Json, StoredLineage
 
 _numbers = itertools.count()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from polar_proxy.sessions import ClientMetadata, read_client_metadata
+from polar_proxy.sessions.identity import ClientMetadata, read_client_metadata
 
 CASES: dict[str, tuple[dict[str, str], dict[str, Any], ClientMetadata]] = {
     "nothing": ({"authorization": "Bearer secret", "user-agent": "x"}, {}, ClientMetadata()),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from polar_proxy.errors import UsageError
-from polar_proxy.sessions import ClientMetadata
+from polar_proxy.sessions.identity import ClientMetadata
 from polar_proxy.types import CallStatus, TextRequest
 from tests.sessions.conversations import (
     SessionDriver,

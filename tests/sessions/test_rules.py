@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from polar_proxy.sessions import ClientMetadata, Lineage
 from polar_proxy.sessions.hashing import NORMALISERS
+from polar_proxy.sessions.identity import ClientMetadata
+from polar_proxy.sessions.lineage import Lineage
 from polar_proxy.sessions.rules import RULES, Rule
 from polar_proxy.types import Json
 from tests.sessions.conversations import SessionDriver, calls, result, says, system, tools, user

@@ -22,7 +22,7 @@ from polar_proxy.client.inprocess import InProcessTransport
 from polar_proxy.config import Settings
 from polar_proxy.engines.local import LocalEngine
 from polar_proxy.errors import UsageError
-from polar_proxy.sessions import hash_key
+from polar_proxy.sessions.identity import hash_key
 from polar_proxy.store import Store
 from polar_proxy.training import metrics
 from polar_proxy.training.config import make_config

@@ -13,7 +13,7 @@ import pytest
 from polar_proxy.api import create_api, new_api_key
 from polar_proxy.client import AsyncClient
 from polar_proxy.config import Settings
-from polar_proxy.sessions import hash_key
+from polar_proxy.sessions.identity import hash_key
 from polar_proxy.store import Store, open_store
 from polar_proxy.training import metrics
 from polar_proxy.training.feed import HttpSink

@@ -20,7 +20,7 @@ import orjson
 import pytest
 
 from polar_proxy.rollouts import JobSpec, rollout_ids, submit
-from polar_proxy.sessions import hash_key
+from polar_proxy.sessions.identity import hash_key
 from polar_proxy.store import FINAL_STATUSES, RolloutRow, Store, open_store
 from polar_proxy.tasks import get_source
 from tests.rollouts.cluster.conftest import Machines
