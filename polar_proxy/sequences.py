@@ -164,8 +164,9 @@ def find_problem(trace: Trace, calls: Mapping[str, CallRecord]) -> str | None:
     return None
 
 
-# ---------------------------------------------------------------- comparing token sequences All are int32 [n]. The
-# store reads the prompts of a session into one buffer, because they begin alike. Two arrays that begin at the same
+# ---------------------------------------------------------------- comparing token sequences, int32 [n]
+#
+# The store reads the prompts of a session into one buffer, because they begin alike. Two arrays that begin at the same
 # address are not compared, so that the cost of a turn is that of its new tokens.
 
 
