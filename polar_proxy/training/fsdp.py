@@ -40,7 +40,6 @@ from polar_proxy.training.batch import TrainingBatch, TrainingSequence
 from polar_proxy.training.config import GrpoConfig
 from polar_proxy.training.model import Learner, StepAccumulator, StepStats, load_model
 from polar_proxy.training.tree import Ids, Microbatch, Pack, assign_to_processes, build_tree, pack_for_processes
-from polar_proxy.types import Json
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 """A process that is later than this in a collective operation counts as dead."""
@@ -101,31 +100,30 @@ class ShardedLearner(Learner):
         }
         return {**state, "state": whole}
 
-    def load_shards(self, weights: Mapping[str, Tensor] | None, optimiser: Json) -> None:
+    def load_shards(self, weights: Mapping[str, Tensor] | None, optimiser: Mapping[str, Any]) -> None:
         """Distribute the tensors that rank 0 passes to all processes. The others pass None for weights and for sharded
-        tensors of the optimiser (`_describe_state`)."""
+        tensors of the optimiser."""
         with torch.no_grad():
             for name, own in dict(self.model.named_parameters()).items():
                 own.copy_(self._shard(None if weights is None else weights[name], own))
         trained = self.optimiser.param_groups[0]["params"]
         state = {
             index: {
-                name: value if name in described["replicated"] else self._shard(value, trained[index])
-                for name, value in described["values"].items()
+                name: self._shard(value, trained[index])
+                if value is None or _is_sharded(value)
+                else copy.deepcopy(value)
+                for name, value in values.items()
             }
-            for index, described in optimiser["state"].items()
+            for index, values in optimiser["state"].items()
         }
         self.optimiser.load_state_dict({**optimiser, "state": state})
 
-    def _shard(self, whole: Tensor | None, like: Any) -> Tensor:
+    def _shard(self, whole: Tensor | None, like: Any) -> Any:
         """Return this process's shard of a tensor that rank 0 passes whole."""
         from torch.distributed.tensor import distribute_tensor
 
-        source = torch.empty(like.shape, dtype=like.dtype) if whole is None else whole
-        shard: Tensor = distribute_tensor(
-            source.to(device=self._device, dtype=like.dtype), like.device_mesh, like.placements
-        )
-        return shard
+        source = torch.empty(like.shape) if whole is None else whole
+        return distribute_tensor(source.to(self._device, like.dtype), like.device_mesh, like.placements)
 
     def _pack(self, sequences: Sequence[Ids]) -> list[Pack]:
         return pack_for_processes(sequences, self._config.max_tokens_per_microbatch, self._processes)
@@ -164,37 +162,42 @@ class ShardedCoordinator(ShardedLearner):
         super().__init__(spec)
 
     def update(self, batch: TrainingBatch, step: int) -> StepStats:
-        return self._run_in_all(lambda: super(ShardedCoordinator, self).update(batch, step), "update", batch, step)
+        return self._run_in_all(super().update, batch, step)
 
     def logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        ids = list(token_ids)
-        return self._run_in_all(lambda: super(ShardedCoordinator, self).logprobs(ids), "logprobs", ids)
+        return self._run_in_all(super().logprobs, list(token_ids))
 
     def weights(self) -> dict[str, Tensor]:
-        return self._run_in_all(super().weights, "weights")
+        return self._run_in_all(super().weights)
 
     def state(self) -> dict[str, Any]:
-        return self._run_in_all(super().state, "state")
+        return self._run_in_all(super().state)
 
     def restore(self, weights: Mapping[str, Tensor], optimiser: dict[str, Any]) -> None:
         own = {name: parameter.shape for name, parameter in self.model.named_parameters()}
         if own != {name: tensor.shape for name, tensor in weights.items()}:
             raise TrainingError("the checkpoint holds the weights of another model")
-        self._run_in_all(
-            lambda: self.load_shards(weights, copy.deepcopy(_describe_state(optimiser, with_tensors=True))),
-            "load_shards",
-            None,
-            _describe_state(optimiser, with_tensors=False),
-        )
+        others = {
+            index: {name: None if _is_sharded(value) else value for name, value in values.items()}
+            for index, values in optimiser["state"].items()
+        }
+        remote_arguments = (None, {**optimiser, "state": others})
+        self._run_in_all(self.load_shards, weights, optimiser, remote_arguments=remote_arguments)
 
-    def _run_in_all(self, run: Callable[[], T], name: str, *arguments: Any) -> T:
-        """Run a method in all processes. Raises TrainingError if one of the others fails or is gone."""
+    def _run_in_all(
+        self, method: Callable[..., T], *arguments: Any, remote_arguments: tuple[Any, ...] | None = None
+    ) -> T:
+        """Run a method of `ShardedLearner` in all processes, by default with the same arguments.
+
+        Raises TrainingError if one of the others fails or is gone.
+        """
+        name = method.__name__
         try:
             for pipe in self._pipes:
-                pipe.send((name, arguments))
+                pipe.send((name, arguments if remote_arguments is None else remote_arguments))
             failure: TrainingError | None = None
             try:
-                result = run()
+                result = method(*arguments)
             except TrainingError as error:  # the others raise the same and are ready for the next method
                 failure = error
             errors = self._receive_errors()
@@ -306,14 +309,6 @@ def _gather_tensor(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def _describe_state(optimiser: Mapping[str, Any], *, with_tensors: bool) -> Json:
-    """Return an optimiser's state in the form that `load_shards` takes.
-
-    Tensors that are sharded like their parameter are replaced by None unless `with_tensors`.
-    """
-    state = {}
-    for index, values in optimiser["state"].items():
-        replicated = [name for name, value in values.items() if not isinstance(value, Tensor) or value.ndim == 0]
-        kept = {name: value if with_tensors or name in replicated else None for name, value in values.items()}
-        state[index] = {"values": kept, "replicated": replicated}
-    return {**optimiser, "state": state}
+def _is_sharded(value: Any) -> bool:
+    """Return whether a value of an optimiser's state is sharded like its parameter; the number of steps is not."""
+    return isinstance(value, Tensor) and value.ndim > 0

@@ -268,13 +268,15 @@ class Learner:
         logits: Tensor = output.logits[0]
         return logits
 
-    def _target_logits(self, model: Any, microbatch: Microbatch) -> Tensor:
-        return self._forward(model, microbatch.tree, torch.from_numpy(microbatch.targets.rows).to(self._device))
+    def _logits_and_logprobs(self, model: Any, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
+        """Return logits [r, V] of the rows of the targets, and log-probabilities of all targets [m]."""
+        rows = torch.from_numpy(microbatch.targets.rows).to(self._device)
+        logits = self._forward(model, microbatch.tree, rows)
+        return logits, target_logprobs(logits, microbatch.targets, temperature=self._config.temperature)
 
     def _logprobs_and_entropy(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
         """Return log-probabilities (with gradient) and entropies (without) of all targets [m]."""
-        logits = self._target_logits(self.model, microbatch)
-        logprobs = target_logprobs(logits, microbatch.targets, temperature=self._config.temperature)
+        logits, logprobs = self._logits_and_logprobs(self.model, microbatch)
         with torch.no_grad():
             log_softmax = torch.log_softmax(logits.detach().float() / self._config.temperature, dim=-1)
             row_entropy = -(log_softmax.exp() * log_softmax).sum(dim=-1)
@@ -283,8 +285,7 @@ class Learner:
 
     def _logprobs_without_grad(self, model: Any, microbatch: Microbatch) -> Tensor:
         with torch.no_grad():
-            logits = self._target_logits(model, microbatch)
-        logprobs = target_logprobs(logits, microbatch.targets, temperature=self._config.temperature)
+            _, logprobs = self._logits_and_logprobs(model, microbatch)
         return logprobs[microbatch.sampled]
 
     # Overridden by training/fsdp.py, where several processes train one policy
