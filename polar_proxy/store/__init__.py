@@ -5,7 +5,7 @@ One schema for SQLite (a file, the default) and PostgreSQL. `docs/guide/data.md`
 
 from polar_proxy.store.artifacts import ArtifactRow, RewardRow
 from polar_proxy.store.calls import CallSummary
-from polar_proxy.store.database import Durability, default_url, display_url, normalise_url
+from polar_proxy.store.database import default_url, display_url, normalise_url
 from polar_proxy.store.migrate import upgrade
 from polar_proxy.store.rollouts import EventRow, RolloutRow, TaskRow
 from polar_proxy.store.schema import FINAL_STATUSES, ROLLOUT_STATUSES, RolloutStatus
@@ -17,7 +17,6 @@ __all__ = [
     "ROLLOUT_STATUSES",
     "ArtifactRow",
     "CallSummary",
-    "Durability",
     "EventRow",
     "RewardRow",
     "RolloutRow",

@@ -30,13 +30,6 @@ from polar_proxy.store import json_codec
 P = TypeVar("P")
 T = TypeVar("T")
 
-Durability = Literal["process", "power"]
-"""Failures that a commit survives: the end of every process (`process`), or also a power failure (`power`).
-
-`power` waits for the disk with each group commit. It applies to SQLite. On PostgreSQL the server's own
-`synchronous_commit` decides, because there `process` would also lose calls when the server dies.
-"""
-
 _SQLITE_DRIVER = "sqlite+aiosqlite"
 _POSTGRES_DRIVER = "postgresql+asyncpg"
 _BUSY_MS = 30_000
@@ -59,7 +52,7 @@ class Database:
     server cut off raises an error: only its caller knows whether it may be repeated.
     """
 
-    def __init__(self, url: str, durability: Durability = "process") -> None:
+    def __init__(self, url: str) -> None:
         """`url`: as `normalise_url` returns it."""
         self.url = url
         self.path = sqlite_path(url)
@@ -84,9 +77,9 @@ class Database:
                     connect_args={"check_same_thread": False, "factory": _RollbackOnClose},
                     **common,
                 )
-                _listen(self._writer.sync_engine, durability, writes=True)
-                _listen(self._reader.sync_engine, durability, writes=False)
-                _listen(self._worker_engine, durability, writes=True)
+                _listen(self._writer.sync_engine, writes=True)
+                _listen(self._reader.sync_engine, writes=False)
+                _listen(self._worker_engine, writes=True)
             else:
                 # pre_ping: the server may have been restarted since the connection was pooled.
                 self._writer = create_async_engine(url, pool_size=4, max_overflow=4, pool_pre_ping=True, **common)
@@ -277,7 +270,7 @@ class _RollbackOnClose(sqlite3.Connection):
         super().close()
 
 
-def _listen(engine: Engine, durability: Durability, *, writes: bool) -> None:
+def _listen(engine: Engine, *, writes: bool) -> None:
     """Set up the SQLite connections of an engine when they are opened and when a transaction begins."""
     begin = "BEGIN IMMEDIATE" if writes else "BEGIN"
 
@@ -287,7 +280,8 @@ def _listen(engine: Engine, durability: Durability, *, writes: bool) -> None:
         cursor.execute(f"PRAGMA busy_timeout={_BUSY_MS}")
         if writes:
             cursor.execute("PRAGMA journal_mode=WAL")
-            cursor.execute(f"PRAGMA synchronous={'FULL' if durability == 'power' else 'NORMAL'}")
+            # A commit survives the end of every process. To survive a power failure it would wait for the disk.
+            cursor.execute("PRAGMA synchronous=NORMAL")
             cursor.execute(f"PRAGMA wal_autocheckpoint={_CHECKPOINT_PAGES}")
             cursor.execute("PRAGMA foreign_keys=ON")
         else:

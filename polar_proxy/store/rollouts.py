@@ -152,8 +152,9 @@ class TaskRepository(Repository):
 class RolloutRepository(Repository):
     """Rollouts, their stages and their events."""
 
-    async def get(self, rollout_id: str, *, builder: str = _DEFAULT_BUILDER) -> RolloutRow | None:
-        return await self._row(RolloutRow, _select_rollouts(builder).where(_r.rollout_id == rollout_id))
+    async def get(self, rollout_id: str) -> RolloutRow | None:
+        rows = await self.find(rollout_ids=[rollout_id])
+        return rows[0] if rows else None
 
     async def find(
         self,
@@ -161,8 +162,6 @@ class RolloutRepository(Repository):
         rollout_ids: Collection[str] | None = None,
         group_id: str | None = None,
         job_id: str | None = None,
-        task_id: str | None = None,
-        session_id: str | None = None,
         statuses: Collection[str] | None = None,
         where: str | None = None,
         limit: int | None = None,
@@ -175,8 +174,10 @@ class RolloutRepository(Repository):
         before this one. `builder`: the builder whose traces are counted.
         """
         conditions: list[ColumnElement[bool]] = parse_where(where) if where else []
-        equal = ((_r.group_id, group_id), (_r.job_id, job_id), (_r.task_id, task_id), (_r.session_id, session_id))
-        conditions += [column == value for column, value in equal if value is not None]
+        if group_id is not None:
+            conditions.append(_r.group_id == group_id)
+        if job_id is not None:
+            conditions.append(_r.job_id == job_id)
         if rollout_ids is not None:
             conditions.append(_r.rollout_id.in_(list(rollout_ids)))
         if statuses is not None:
@@ -230,14 +231,13 @@ class RolloutRepository(Repository):
         outcome: str = "ok",
         session_id: str | None = None,
         exit_code: int | None = None,
-        sandbox: str | None = None,
     ) -> None:
         """End the attempt's open stage with `outcome`, start `stage` and make it the rollout's status.
 
         Raises ClaimLostError if the claim was lost.
         """
         now = time.time()
-        values = _given(session_id=session_id, exit_code=exit_code, sandbox=sandbox)
+        values = _given(session_id=session_id, exit_code=exit_code)
         new_stage = self._database.insert_new(schema.stages).values(
             rollout_id=claim.rollout_id, attempt=claim.attempt, stage=stage, started_at=now, worker=claim.claimed_by
         )

@@ -9,7 +9,7 @@ from pathlib import Path
 from polar_proxy.store import migrate
 from polar_proxy.store.artifacts import ArtifactRepository, RewardRepository
 from polar_proxy.store.calls import CallRepository
-from polar_proxy.store.database import Database, Durability, create_file, display_url, normalise_url
+from polar_proxy.store.database import Database, create_file, display_url, normalise_url
 from polar_proxy.store.group_commit import GroupCommit
 from polar_proxy.store.maintenance.archive import ArchiveRepository
 from polar_proxy.store.maintenance.repository import MaintenanceRepository
@@ -74,9 +74,7 @@ class Store:
 
 
 @asynccontextmanager
-async def open_store(
-    url: str, *, create: bool = True, durability: Durability = "process", artifacts: Path | None = None
-) -> AsyncIterator[Store]:
+async def open_store(url: str, *, create: bool = True, artifacts: Path | None = None) -> AsyncIterator[Store]:
     """Open a database, and create it or upgrade an older one; a newer one raises StoreError.
 
     Without `create` (readers), a missing, empty or older database raises StoreError.
@@ -84,7 +82,7 @@ async def open_store(
     `artifacts`: the folder of the artifacts. Default: `artifacts` next to the SQLite file; for PostgreSQL, in the
     current folder.
     """
-    database = Database(normalise_url(url), durability)
+    database = Database(normalise_url(url))
     try:
         if create:
             create_file(database)

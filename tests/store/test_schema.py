@@ -140,8 +140,8 @@ async def test_file_is_readable_only_by_its_owner(tmp_path: Path) -> None:
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
-async def test_power_durability_sets_pragmas(tmp_path: Path) -> None:
-    opened = open_store(str(tmp_path / "polar.db"), durability="power")
+async def test_writers_set_pragmas(tmp_path: Path) -> None:
+    opened = open_store(str(tmp_path / "polar.db"))
     async with opened as store, store.database.writing() as connection:
-        for pragma, value in (("synchronous", 2), ("journal_mode", "wal"), ("foreign_keys", 1)):
+        for pragma, value in (("synchronous", 1), ("journal_mode", "wal"), ("foreign_keys", 1)):
             assert (await connection.exec_driver_sql(f"PRAGMA {pragma}")).scalar() == value

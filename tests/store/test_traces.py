@@ -50,8 +50,7 @@ async def test_round_trip(store: Store) -> None:
     row = await store.rollouts.get(rollout_id)
     assert row is not None
     assert (row.traces, row.trained_tokens) == (1, 35)
-    other = await store.rollouts.get(rollout_id, builder="per_call")
-    assert other is not None
+    (other,) = await store.rollouts.find(rollout_ids=[rollout_id], builder="per_call")
     assert (other.traces, other.trained_tokens) == (0, 0)
 
 

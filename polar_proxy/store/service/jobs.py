@@ -169,7 +169,6 @@ class JobRepository(Repository):
         job_id: str,
         status: JobStatus,
         *,
-        error: str | None = None,
         paused_until: float | None = None,
         only_if: tuple[JobStatus, float | None] | None = None,
     ) -> list[str]:
@@ -188,9 +187,8 @@ class JobRepository(Repository):
             if found.status in ("done", "cancelled") or only_if not in (None, tuple(found)):
                 return []
             ends = status in ("done", "cancelled")
-            change = update(schema.jobs).where(_j.job_id == job_id)
-            change = change.values(status=status, error=json_codec.clean_text(error), ended_at=now if ends else None)
-            await connection.execute(change.values(paused_until=paused_until if status == "paused" else None))
+            values = {"status": status, "ended_at": now if ends else None, "paused_until": paused_until}
+            await connection.execute(update(schema.jobs).where(_j.job_id == job_id).values(values))
             claimed: list[str] = []
             if status == "cancelled":
                 claimed = await cancel_rollouts(connection, _r.job_id == job_id, now)
