@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 import polar_proxy
 from polar_proxy.api_models import JobRequest
-from polar_proxy.cli import jobs, run, train
+from polar_proxy.cli import rollouts, train
 from polar_proxy.config import Settings
 from polar_proxy.errors import UsageError
 from polar_proxy.rollout_spec import JobSpec, RolloutSpec
@@ -28,8 +28,8 @@ def test_every_field_has_a_help_text() -> None:
 
 
 def test_every_field_is_a_command_line_option() -> None:
-    assert RolloutSpec.model_fields.keys() <= inspect.signature(run.run).parameters.keys()
-    assert JobSpec.model_fields.keys() <= inspect.signature(jobs.submit).parameters.keys()
+    assert RolloutSpec.model_fields.keys() <= inspect.signature(rollouts.run).parameters.keys()
+    assert JobSpec.model_fields.keys() <= inspect.signature(rollouts.submit).parameters.keys()
     set_by_grpo = {"temperature", "train_timed_out"}
     assert RolloutSpec.model_fields.keys() - set_by_grpo <= inspect.signature(train.grpo).parameters.keys()
 

@@ -9,7 +9,7 @@ import typer
 from rich.markup import escape
 
 from polar_proxy import __version__
-from polar_proxy.cli import admin, conformance, db, doctor, harness, jobs, run, serve, show, traces, train
+from polar_proxy.cli import admin, conformance, harness, rollouts, serve, show, traces, train
 from polar_proxy.cli.output import err
 from polar_proxy.errors import PolarError
 from sandboxes.base import SandboxError
@@ -22,9 +22,9 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 for verb in (
-    *(run.run, serve.serve, serve.node),
-    *(jobs.submit, jobs.status, jobs.results, jobs.watch, jobs.events, jobs.cancel, jobs.pause, jobs.resume),
-    *(jobs.reward, show.sessions, show.show),
+    *(rollouts.run, serve.serve, serve.node),
+    *(rollouts.submit, rollouts.status, rollouts.results, rollouts.watch, rollouts.events, rollouts.cancel),
+    *(rollouts.pause, rollouts.resume, rollouts.reward, show.sessions, show.show),
     *(traces.export, traces.build, traces.audit, traces.rescore, conformance.conformance),
 ):
     app.command(verb.__name__)(verb)
@@ -33,8 +33,8 @@ for name, group in {
     "key": admin.key_app,
     "service": admin.service_app,
     "harness": harness.app,
-    "db": db.app,
-    "doctor": doctor.app,
+    "db": admin.db_app,
+    "doctor": harness.doctor_app,
     "train": train.app,
 }.items():
     app.add_typer(group, name=name)

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from polar_proxy.cli import options
 from polar_proxy.cli.common import load_settings, run_async
-from polar_proxy.cli.harness import find_adapter, install_harness
+from polar_proxy.cli.harness import doctor_app, find_adapter, install_harness
 from polar_proxy.cli.output import err, make_table, out, print_result
 from polar_proxy.types import Json
 
@@ -147,6 +147,7 @@ def _print_fidelity(found: Json) -> None:
     out.print(make_table(columns, rows))
 
 
+@doctor_app.command("drift")
 def drift(
     harness: Annotated[str, typer.Option(help="NAME[@VERSION] or module:Class.")],
     model: options.Model = None,

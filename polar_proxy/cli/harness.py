@@ -1,4 +1,4 @@
-"""`polar harness`: list, install and check the agents; build and prune the Docker images that contain them."""
+"""`polar doctor` and `polar harness`: check the installation; list, install and check the agents, make their images."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.text import Text
 
 from polar_proxy.cli import options
-from polar_proxy.cli.common import load_settings, run_async
+from polar_proxy.cli.common import load_settings, open_database, run_async
 from polar_proxy.cli.output import make_table, out, print_checks, print_note, print_result, spinner
 from polar_proxy.errors import PolarError, UsageError
 from polar_proxy.types import Json
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+doctor_app = typer.Typer(invoke_without_command=True)
 app = typer.Typer(help="List, install and check agents.", no_args_is_help=True)
 
 NameArgument = Annotated[str, typer.Argument(help="NAME[@VERSION], module:Class, or shell:COMMAND.")]
@@ -32,6 +33,25 @@ VersionOption = Annotated[str | None, typer.Option(help="Version; overrides the 
 
 class HarnessUnusableError(PolarError):
     """The harness or its image cannot be used."""
+
+
+@doctor_app.callback()
+def doctor(
+    context: typer.Context,
+    engine_url: Annotated[str | None, typer.Option(help="Also check the vLLM server at this URL.")] = None,
+    db: options.Db = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Show what is installed, what is missing and how to get it. The exit code is 1 if a required part is missing."""
+    if context.invoked_subcommand is not None:
+        return
+    from polar_proxy.conformance.preflight import check_installation
+
+    settings = load_settings(db, engine={"url": engine_url})
+    checks = run_async(check_installation(settings, open_database(settings), engine=engine_url is not None))
+    failed = [check for check in checks if check.needed and check.state != "ok"]
+    found = {"ok": not failed, "checks": checks}
+    print_result(found, lambda: print_checks(checks), as_json, good=not failed)
 
 
 @app.command("list")
@@ -65,7 +85,7 @@ def show_info(name: NameArgument, as_json: options.AsJson = False) -> None:
     info = _describe(adapter, load_settings().harness_cache)
     lines = []
     for key, value in info.items():
-        text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+        text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
         lines.append(f"[bold]{key}[/]: {escape(text)}")
     print_result(info, "\n".join(lines), as_json)
 
@@ -241,11 +261,11 @@ def _describe(adapter: HarnessAdapter, cache: Path) -> Json:
         "name": adapter.name,
         "version": adapter.default_version,
         "installed": adapter.is_installed(cache),
-        "wire_apis": list(info.wire_apis),
+        "wire_apis": info.wire_apis,
         "runtime": info.runtime,
-        "needs": list(info.needs),
+        "needs": info.needs,
         "package": info.package,
-        "tested_versions": list(info.tested_versions or (adapter.default_version, adapter.default_version)),
+        "tested_versions": info.tested_versions or (adapter.default_version, adapter.default_version),
         "features": sorted(info.features),
         "homepage": info.homepage,
         "notes": info.notes,

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import typer
 from pydantic import BaseModel
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -156,19 +156,13 @@ def spinner(text: str, *, quiet: bool) -> Iterator[None]:
         print_note(f"{text} (once; a minute or two)")
         yield
         return
-    columns = (SpinnerColumn(), TextColumn(escape(text)), TimeElapsedColumn())
-    with Progress(*columns, console=err, transient=True) as progress:
-        progress.add_task(text, total=None)
+    with err.status(escape(text)):
         yield
 
 
-@contextlib.contextmanager
-def _live(table: Callable[[], RenderableType], shown: bool) -> Iterator[None]:
-    if not shown:
-        yield
-        return
-    with Live(get_renderable=table, console=err, refresh_per_second=4, transient=True):
-        yield
+def _live(table: Callable[[], Table], shown: bool) -> contextlib.AbstractContextManager[object]:
+    live = Live(get_renderable=table, console=err, refresh_per_second=4, transient=True)
+    return live if shown else contextlib.nullcontext()
 
 
 @dataclass(slots=True)
@@ -195,7 +189,7 @@ class RolloutProgressView:
         self._rollout_of: dict[str, str] = {}
         """Rollout id by session id."""
 
-    def show(self) -> contextlib.AbstractContextManager[None]:
+    def show(self) -> contextlib.AbstractContextManager[object]:
         return _live(self._table, self._is_live)
 
     def stage(self, rollout_id: str, status: str, detail: str = "") -> None:
@@ -248,7 +242,7 @@ class JobProgressView:
         self._stages: dict[str, str] = {}
         self._since: dict[str, float] = {}
 
-    def show(self) -> contextlib.AbstractContextManager[None]:
+    def show(self) -> contextlib.AbstractContextManager[object]:
         return _live(self._table, self._is_live)
 
     def update(self, event: Event) -> None:

@@ -18,9 +18,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from polar_proxy.conformance.scripted_model import (
-    Finish,
+    RUN,
     ReceivedRequest,
-    RunCommands,
     Scenario,
     ScriptedModel,
     Step,
@@ -46,8 +45,7 @@ _UNKNOWN_ARGUMENTS: Json = {
 _OPTION_VALUES: Mapping[Any, Any] = {"boolean": False, "integer": 20000, "number": 20000}
 _TAG = re.compile(r"(</?(?:think|tool_call)>)")
 _MAX_REQUESTS_PER_STEP = 3
-"""A step that is requested more often ends the run, because some harnesses drop an unusable answer and ask again
-forever."""
+"""A step that is requested more often ends the run: some harnesses drop an unusable answer and ask again forever."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +74,10 @@ STYLES: Mapping[str, JsonStyle] = {
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerStyle:
-    """How one step is written."""
+class StyledStep:
+    """A step and how it is written."""
 
+    step: Step
     json: str = "plain"
     """Name of the style of its JSON."""
     before: str = ""
@@ -93,26 +92,18 @@ class AnswerStyle:
     """Add a call of the same tool without arguments, and one of a tool that does not exist."""
 
 
-@dataclass(frozen=True, slots=True)
-class StyledStep:
-    """A step and how it is written."""
-
-    step: Step
-    style: AnswerStyle
-
-
 FIRST = (
-    StyledStep(RunCommands((_UNICODE_COMMAND,)), AnswerStyle("escaped")),
-    StyledStep(RunCommands(("true", "echo /tmp")), AnswerStyle("spaced", before="I look, twice. ")),
-    StyledStep(RunCommands(), AnswerStyle("numbers", options=True, thought="Let me see.\n\n- a\n-  b \n ")),
-    StyledStep(RunCommands((LONG_OUTPUT,)), AnswerStyle("plain", before="\n\nNow a long one:\n", silent=True)),
-    StyledStep(RunCommands((_LONG_COMMAND,)), AnswerStyle("reversed", thought="word " * 40)),
-    StyledStep(RunCommands(), AnswerStyle("plain", odd_calls=True)),
-    StyledStep(Finish(), AnswerStyle("reversed")),
+    StyledStep((_UNICODE_COMMAND,), "escaped"),
+    StyledStep(("true", "echo /tmp"), "spaced", before="I look, twice. "),
+    StyledStep(RUN, "numbers", options=True, thought="Let me see.\n\n- a\n-  b \n "),
+    StyledStep((LONG_OUTPUT,), before="\n\nNow a long one:\n", silent=True),
+    StyledStep((_LONG_COMMAND,), "reversed", thought="word " * 40),
+    StyledStep(RUN, odd_calls=True),
+    StyledStep("finish", "reversed"),
 )
 SECOND = (
-    StyledStep(RunCommands(), AnswerStyle("reversed", before="Once more.")),
-    StyledStep(Finish(), AnswerStyle(thought="I am done. ")),
+    StyledStep(RUN, "reversed", before="Once more."),
+    StyledStep("finish", thought="I am done. "),
 )
 SCENARIO = Scenario(
     "fidelity",
@@ -132,13 +123,13 @@ class FidelityModel(ScriptedModel):
         count = sum(other.kind == "main" and other.step == received.step for other in self.requests)
         tag = self.tag(received.step)
         if received.step >= len(steps) or count > _MAX_REQUESTS_PER_STEP:
-            return step_reply(self.profile, Finish(), tag)
+            return step_reply(self.profile, "finish", tag)
         styled = steps[received.step]
         reply = step_reply(self.profile, styled.step, tag)
-        return _restyle(reply, styled.style, self.profile.tool, received.request)
+        return _restyle(reply, styled, self.profile.tool, received.request)
 
 
-def _restyle(reply: ScriptedReply, style: AnswerStyle, tool: str, request: ChatRequest) -> ScriptedReply:
+def _restyle(reply: ScriptedReply, style: StyledStep, tool: str, request: ChatRequest) -> ScriptedReply:
     """Return the same answer, written in another style."""
     json_style = STYLES[style.json]
     reasoning = "" if style.silent else f"{reply.reasoning} {style.thought}"

@@ -25,7 +25,7 @@ from polar_proxy.conformance.forced_vllm import CUT_EVERY, prescribed_engine
 from polar_proxy.conformance.profiles import profile_of
 from polar_proxy.conformance.report import FIDELITY
 from polar_proxy.conformance.runner import ScenarioRun, ScenarioRunner, choose_kind, temporary_store
-from polar_proxy.conformance.scripted_model import Finish, Scenario
+from polar_proxy.conformance.scripted_model import Scenario
 from polar_proxy.dialects import recorded_request
 from polar_proxy.engines.base import Engine
 from polar_proxy.sessions.continuation import prompt_config
@@ -38,7 +38,7 @@ from sandboxes.base import SandboxKind
 MODES: tuple[PromptMode, ...] = ("continue", "render")
 TASK = "List the files of this folder with a command, read a.txt, write notes.txt about it, and say when it is done."
 SECOND_TASK = "Now run one command that counts the words of notes.txt, and say what it printed."
-DRIFT = Scenario("drift", "some turns", (Finish(),), second=(Finish(),))
+DRIFT = Scenario("drift", "some turns", ("finish",), second=("finish",))
 """Some turns with the model's own answers."""
 SCORED_TOKENS = 200_000
 """Longer sequences are not scored again."""

@@ -17,10 +17,9 @@ from polar_proxy.conformance.report import CONFORMANCE
 from polar_proxy.conformance.runner import ScenarioRun, ScenarioRunner, choose_kind, temporary_store
 from polar_proxy.conformance.scripted_model import (
     BASIC,
+    RUN,
     SCENARIOS,
     FaultKind,
-    Finish,
-    RunCommands,
     Scenario,
     ScriptedModel,
     Step,
@@ -162,9 +161,8 @@ async def _play(
 def _adapted(scenario: Scenario, profile: HarnessProfile, info: HarnessInfo) -> Scenario:
     """Drop a second turn that the harness does not support; use as many commands as it takes to fill its context."""
     if scenario.fills_context:
-        commands = (RunCommands((profile.filling_command,)) for _ in range(profile.compaction_steps))
-        steps: tuple[Step, ...] = (*commands, Finish())
-        return replace(scenario, steps=steps, second=(RunCommands(), Finish()) if profile.compacts_after_turn else ())
+        steps: tuple[Step, ...] = (*[(profile.filling_command,)] * profile.compaction_steps, "finish")
+        return replace(scenario, steps=steps, second=(RUN, "finish") if profile.compacts_after_turn else ())
     return scenario if "resume" in info.features else replace(scenario, second=())
 
 

@@ -1,14 +1,29 @@
-"""Check that a harness would start in a sandbox, without calling a model: `polar harness check`."""
+"""Check what is installed (`polar doctor`), and that a harness would start in a sandbox (`polar harness check`)."""
 
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
+import platform
+import shutil
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Literal
 
-from harness_adapters.base import HarnessAdapter, HarnessError, Installation, LaunchContext
+from harness_adapters.base import (
+    HarnessAdapter,
+    HarnessError,
+    Installation,
+    LaunchContext,
+    get_adapter,
+    list_adapters,
+)
+from polar_proxy.config import Settings
+from polar_proxy.engines.factory import POLAR_TINY, make_engine
+from polar_proxy.errors import PolarError
+from polar_proxy.store import Store
 from sandboxes.base import Mount, ResourceLimits, Sandbox, SandboxError, SandboxKind, SandboxSpec
-from sandboxes.choice import choose, open_sandbox
+from sandboxes.choice import available, choose, open_sandbox
 
 _TIMEOUT_SECONDS = 120.0
 
@@ -21,6 +36,14 @@ class PreflightCheck:
     state: Literal["ok", "missing", "failed", "note"]
     detail: str
     fix: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class InstallCheck(PreflightCheck):
+    """The result of one check of `polar doctor`."""
+
+    needed: bool = False
+    """The demo of Polar cannot run without it."""
 
 
 def check_version(adapter: HarnessAdapter, installed: Installation) -> list[PreflightCheck]:
@@ -113,3 +136,93 @@ async def _check_launch(adapter: HarnessAdapter, installed: Installation, sandbo
 
 def _version_key(version: str) -> list[int]:
     return [int("".join(c for c in part if c.isdigit()) or 0) for part in version.split(".")]
+
+
+# The installation
+
+
+async def check_installation(
+    settings: Settings, database: AbstractAsyncContextManager[Store], *, engine: bool
+) -> list[InstallCheck]:
+    """Check what is installed; with `engine`, also the configured vLLM server."""
+    git = shutil.which("git")
+    checks = [
+        InstallCheck("python", "ok", platform.python_version(), "Polar needs Python 3.11 or newer", needed=True),
+        InstallCheck(
+            "git",
+            "ok" if git else "missing",
+            git or "not on PATH",
+            "install git with your system's package manager",
+            needed=True,
+        ),
+        _package("torch", "the local engine", "local"),
+        _package("transformers", "the local engine", "local"),
+        _package("aiodocker", "the docker sandbox", "docker"),
+        _package("asyncpg", "PostgreSQL", "postgres"),
+        _bundled_policy(),
+        *_sandboxes(),
+        *_harnesses(settings),
+        await _database(database),
+    ]
+    return checks + (await _engine(settings) if engine else [])
+
+
+def _package(name: str, purpose: str, extra: str) -> InstallCheck:
+    fix = f"pip install 'polar-proxy[{extra}]'"
+    try:
+        return InstallCheck(name, "ok", f"{importlib.metadata.version(name)} (for {purpose})")
+    except importlib.metadata.PackageNotFoundError:
+        return InstallCheck(name, "missing", f"not installed (for {purpose})", fix)
+
+
+def _bundled_policy() -> InstallCheck:
+    weights = POLAR_TINY / "model.safetensors"
+    if weights.is_file():
+        return InstallCheck("polar-tiny", "ok", f"bundled policy, {weights.stat().st_size / 1e6:.1f} MB")
+    return InstallCheck("polar-tiny", "missing", f"no weights in {POLAR_TINY}", "reinstall Polar")
+
+
+def _sandboxes() -> list[InstallCheck]:
+    return [
+        InstallCheck(
+            f"sandbox {item.kind}", "ok" if item.ok else "missing", item.why_not or "usable", item.how_to_get or ""
+        )
+        for item in available()
+    ]
+
+
+def _harnesses(settings: Settings) -> list[InstallCheck]:
+    checks = []
+    for name in list_adapters():
+        adapter = get_adapter(name)
+        ready = adapter.is_installed(settings.harness_cache)
+        detail = f"{adapter.default_version} " + ("installed" if ready else "is installed at its first run")
+        checks.append(
+            InstallCheck(f"harness {name}", "ok" if ready else "missing", detail, "nothing to do: `polar run` does it")
+        )
+    return checks
+
+
+async def _database(database: AbstractAsyncContextManager[Store]) -> InstallCheck:
+    try:
+        async with database as store:
+            return InstallCheck("database", "ok", f"{store.display_url}, schema {await store.schema_revision()}")
+    except PolarError as error:
+        fix = "`polar db upgrade` creates it, and so do `polar run` and `polar serve`"
+        return InstallCheck("database", "missing", str(error), fix)
+
+
+async def _engine(settings: Settings) -> list[InstallCheck]:
+    try:
+        async with make_engine(settings.engine.model_copy(update={"kind": "vllm"})) as engine:
+            info = engine.info
+            capabilities = ", ".join(sorted(info.capabilities))
+            detail = f"{info.engine} {info.version}, {info.model}, {info.logprob_mode}: {capabilities}"
+            problem = engine.continue_problem
+    except PolarError as error:
+        return [InstallCheck("engine", "failed", str(error), "start the server, or correct --engine-url")]
+    if problem is None:
+        continuation = InstallCheck("continue mode", "ok", "turns begin with the exact tokens of the turn before")
+    else:
+        continuation = InstallCheck("continue mode", "missing", problem)
+    return [InstallCheck("engine", "ok", detail), continuation]

@@ -29,29 +29,11 @@ RequestKind = Literal["main", "subagent", "compaction", "side_call"]
 _LARGEST_CUT_REQUEST = 1 << 22
 
 
-@dataclass(frozen=True, slots=True)
-class RunCommands:
-    """The model runs commands, all in one answer. Each follows a command whose output proves that it was run."""
-
-    commands: tuple[str, ...] = ("true",)
-
-
-@dataclass(frozen=True, slots=True)
-class StartSubagent:
-    """The model starts a sub-agent."""
-
-
-@dataclass(frozen=True, slots=True)
-class WaitForSubagent:
-    """The model waits for its sub-agent if the harness has a tool for that; otherwise it runs a command."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finish:
-    """The model reports that it is done, in the harness's own way."""
-
-
-Step = RunCommands | StartSubagent | WaitForSubagent | Finish
+Step = tuple[str, ...] | Literal["start_subagent", "wait_for_subagent", "finish"]
+"""What one answer does: run shell commands (each after a command whose output proves that it was run), start a
+sub-agent, wait for it (or run a command, if the harness has no tool for that), or report that the work is done."""
+RUN = ("true",)
+"""A step that runs one command."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,30 +61,25 @@ class Scenario:
 BASIC = Scenario(
     "basic",
     "a command, two commands at once, the end; then a second user turn",
-    steps=(RunCommands(), RunCommands(("true", "true")), Finish()),
-    second=(RunCommands(), Finish()),
+    steps=(RUN, ("true", "true"), "finish"),
+    second=(RUN, "finish"),
 )
-LONG = Scenario("long", "25 commands and the end", steps=(*(RunCommands() for _ in range(25)), Finish()), seconds=240)
-SUBAGENT = Scenario(
-    "subagent",
-    "a sub-agent that runs a command",
-    steps=(StartSubagent(), WaitForSubagent(), Finish()),
+SCENARIOS = (
+    BASIC,
+    Scenario("long", "25 commands and the end", steps=(*[RUN] * 25, "finish"), seconds=240),
+    Scenario("subagent", "a sub-agent that runs a command", steps=("start_subagent", "wait_for_subagent", "finish")),
+    Scenario("compaction", "the context fills up", steps=(RUN, "finish"), fills_context=True, seconds=240),
+    Scenario(
+        "faults",
+        "429, 500, a slow first byte, a connection that is reset",
+        steps=(*[RUN] * 5, "finish"),
+        faults=("429", "500", "slow", "drop"),
+        seconds=180,
+    ),
+    Scenario("killed", "the program is killed in the middle of an answer", steps=("finish",), endless=True),
+    Scenario("refused", "the model refuses every request", steps=("finish",), refuses=True),
 )
-COMPACTION = Scenario(
-    "compaction", "the context fills up", steps=(RunCommands(), Finish()), fills_context=True, seconds=240
-)
-FAULTS = Scenario(
-    "faults",
-    "429, 500, a slow first byte, a connection that is reset",
-    steps=(*(RunCommands() for _ in range(5)), Finish()),
-    faults=("429", "500", "slow", "drop"),
-    seconds=180,
-)
-KILLED = Scenario("killed", "the program is killed in the middle of an answer", steps=(Finish(),), endless=True)
-REFUSED = Scenario("refused", "the model refuses every request", steps=(Finish(),), refuses=True)
-
-SCENARIOS = (BASIC, LONG, SUBAGENT, COMPACTION, FAULTS, KILLED, REFUSED)
-_SUBAGENT_STEPS: tuple[Step, ...] = (RunCommands(), Finish())
+_SUBAGENT_STEPS: tuple[Step, ...] = (RUN, "finish")
 
 
 @dataclass(slots=True)
@@ -168,7 +145,7 @@ class ScriptedModel:
     def _main_reply(self, received: ReceivedRequest) -> ScriptedReply:
         """Return the reply to the main conversation, with the padding, faults and delays of its scenario."""
         number = received.step
-        step = self.steps[number] if number < len(self.steps) else Finish()
+        step = self.steps[number] if number < len(self.steps) else "finish"
         subagent, agent_id = f"child-{self.nonce}", _subagent_id(received.request)
         reply = step_reply(self.profile, step, self.tag(number), subagent=subagent, agent_id=agent_id)
         if self.scenario.endless:
@@ -248,17 +225,17 @@ def step_reply(
         return _aider_reply(step, tag)
     text = ""
     calls: list[tuple[str, Json]] = []
-    if isinstance(step, RunCommands):
-        for number, command in enumerate(step.commands):
+    if isinstance(step, tuple):
+        for number, command in enumerate(step):
             traced = traced_command(tag, number, command) + profile.command_suffix
             calls.append((profile.tool, _fill(profile.arguments, command=traced)))
-    elif isinstance(step, StartSubagent) and profile.start_subagent is not None:
+    elif step == "start_subagent" and profile.start_subagent is not None:
         name, arguments = profile.start_subagent
         prompt = f"{subagent}: run one command in a shell, then say what it printed. ({tag})"
         calls.append((name, _fill(arguments, prompt=prompt)))
-    elif isinstance(step, WaitForSubagent):
+    elif step == "wait_for_subagent":
         if profile.wait_for_subagent is None:
-            return step_reply(profile, RunCommands((f"sleep 1; echo {tag}",)), tag)
+            return step_reply(profile, (f"sleep 1; echo {tag}",), tag)
         name, arguments = profile.wait_for_subagent
         text = f"Waiting: {tag}."
         calls.append((name, _fill(arguments, agent=agent_id)))
@@ -273,19 +250,19 @@ def step_reply(
 
 def _terminus_reply(step: Step, tag: str) -> ScriptedReply:
     """Return the answer for Terminus 2, one JSON object: keystrokes for its terminal, or that the task is complete."""
-    commands = step.commands if isinstance(step, RunCommands) else ()
+    commands = step if isinstance(step, tuple) else ()
     keys = [
         {"keystrokes": traced_command(tag, number, text) + "\n", "duration": 0.3}
         for number, text in enumerate(commands)
     ]
-    done = isinstance(step, Finish)
+    done = step == "finish"
     value = {"analysis": f"I am at {tag}.", "plan": "Go on.", "commands": keys, "task_complete": done}
     return ScriptedReply(text=json.dumps(value), reasoning=f"I thought of thought-{tag}.")
 
 
 def _aider_reply(step: Step, tag: str) -> ScriptedReply:
     """Return the answer for aider, which reads whole files from the text."""
-    if isinstance(step, Finish):
+    if step == "finish":
         return ScriptedReply(text=f"Nothing is left to do: {tag}.", reasoning=f"I thought of thought-{tag}.")
     text = f"I change the file: {tag}.\n\na.txt\n```\nhello\n{tag}\n```\n"
     return ScriptedReply(text=text, reasoning=f"I thought of thought-{tag}.")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from polar_proxy.cli.db import parse_age
+from polar_proxy.cli.admin import parse_age
 from polar_proxy.errors import UsageError
 from polar_proxy.store import open_store
 from tests.cli.runner import polar_json
