@@ -115,8 +115,7 @@ SCENARIO = Scenario(
 
 
 class FidelityModel(ScriptedModel):
-    """The scripted model of the conformance checks, with awkward answers. Runs `SCENARIO`, with or without its second
-    turn."""
+    """The scripted model with awkward answers, for `SCENARIO` with or without its second turn."""
 
     def _main_reply(self, received: ReceivedRequest) -> ScriptedReply:
         steps = (*FIRST, *SECOND) if self.scenario.second else FIRST

@@ -167,11 +167,7 @@ async def play(
     score: bool = True,
     progress: Callable[[str], None] = lambda text: None,
 ) -> AsyncGenerator[tuple[FidelityRow, EngineInfo], None]:
-    """Run every job once, and yield each when it ends.
-
-    Each job has its own engine and gateway; the server and the store are shared. `make_engine(template)`
-    returns a scripted engine that renders with that template.
-    """
+    """Run every job once, each with its own engine (`make_engine(template)`), and yield each when it ends."""
     slots = asyncio.Semaphore(concurrency)
 
     async def run(store: Store, job: FidelityJob) -> tuple[FidelityRow, EngineInfo]:

@@ -87,12 +87,8 @@ async def _check_program(sandbox: Sandbox, program: str) -> PreflightCheck:
 
 async def _check_start(adapter: HarnessAdapter, installed: Installation, sandbox: Sandbox) -> list[PreflightCheck]:
     """Run the harness's version command, if it has one, and compare the version."""
-    values = {"{program}": str(installed.program), "{root}": str(installed.root)}
-    argv = []
-    for word in adapter.info.version_command:
-        for placeholder, value in values.items():
-            word = word.replace(placeholder, value)
-        argv.append(word)
+    program, root = str(installed.program), str(installed.root)
+    argv = [word.replace("{program}", program).replace("{root}", root) for word in adapter.info.version_command]
     if not argv:
         return []
     result = await sandbox.exec(argv, env={"HOME": sandbox.home}, timeout=_TIMEOUT_SECONDS)
@@ -221,8 +217,6 @@ async def _engine(settings: Settings) -> list[InstallCheck]:
             problem = engine.continue_problem
     except PolarError as error:
         return [InstallCheck("engine", "failed", str(error), "start the server, or correct --engine-url")]
-    if problem is None:
-        continuation = InstallCheck("continue mode", "ok", "turns begin with the exact tokens of the turn before")
-    else:
-        continuation = InstallCheck("continue mode", "missing", problem)
+    works = "turns begin with the exact tokens of the turn before"
+    continuation = InstallCheck("continue mode", "missing" if problem else "ok", problem or works)
     return [InstallCheck("engine", "ok", detail), continuation]

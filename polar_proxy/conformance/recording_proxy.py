@@ -50,10 +50,10 @@ class Exchange:
 
 
 class RecordingProxy:
-    """`async with RecordingProxy(host, port, committed) as proxy:` listens on a free loopback port.
+    """Listens on a free loopback port.
 
-    `committed(call_id)` returns whether that call is in the store. `should_cut(exchange)` is called for every model
-    request and returns whether its answer shall be broken.
+    `committed(call_id)` returns whether that call is in the store; `should_cut(exchange)`, called for every model
+    request, whether its answer shall be broken.
     """
 
     def __init__(self, host: str, port: int, committed: Callable[[str], bool]) -> None:

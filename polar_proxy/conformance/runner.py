@@ -88,11 +88,7 @@ async def choose_kind(sandbox: str) -> SandboxKind:
 
 
 class ScenarioRunner:
-    """`async with ScenarioRunner(engine, store, sandbox) as runner:` starts a gateway and a recording proxy in front of
-    it.
-
-    `play` runs one scenario at a time. `patience` multiplies all time limits.
-    """
+    """A gateway and a recording proxy in front of it. `patience` multiplies all time limits."""
 
     def __init__(
         self,
@@ -124,10 +120,7 @@ class ScenarioRunner:
         await self._stack.aclose()
 
     async def play(self, model: ScriptedModel, adapter: HarnessAdapter, installed: Installation) -> ScenarioRun:
-        """Run the model's scenario: start the program once or twice, in a new sandbox and a new session.
-
-        A run that is not possible has a `fault`, and nothing else.
-        """
+        """Start the program once or twice, in a new sandbox and session. A run with a `fault` has nothing else."""
         run = ScenarioRun(model)
         self._proxy.exchanges = run.exchanges
         self._proxy.should_cut = model.should_cut
