@@ -29,7 +29,7 @@ from benchmarks._stacks.deployed import containers_of, python_inside, usable_san
 from benchmarks._stacks.kill_targets import EngineProcess, ServiceProcess, descendants  # noqa: E402
 from benchmarks._stacks.reconcile import left_behind, processes_of  # noqa: E402
 from benchmarks._stacks.stacks import StackError  # noqa: E402
-from polar_proxy.rollouts import JobSpec, cancel, rollout_ids, submit  # noqa: E402
+from polar_proxy.rollouts import JobSpec, cancel, submit  # noqa: E402
 from polar_proxy.store import RolloutRow, Store, open_store  # noqa: E402
 from polar_proxy.tasks import Task, get_source  # noqa: E402
 from sandboxes.base import SandboxKind  # noqa: E402
@@ -151,8 +151,8 @@ class AttackRun:
         harness = f"shell:{python_inside()} {{mount:{AGENT}}} {manner} {{mount:{file}}}"
         spec = JobSpec(harness=harness, sandbox=self.kind, timeout=240.0)
         job, _ = await submit(self.store, [task], spec)
-        (rollout_id,) = await rollout_ids(self.store, job.job_id)
-        return job.job_id, rollout_id
+        (row,) = await self.store.rollouts.find(job_id=job.job_id)
+        return job.job_id, row.rollout_id
 
     async def row(self, rollout_id: str) -> RolloutRow:
         row = await self.store.rollouts.get(rollout_id)

@@ -32,7 +32,7 @@ from benchmarks._stacks.ray_kill_targets import RayCluster  # noqa: E402
 from benchmarks._stacks.reconcile import Reconciliation, left_behind, reconcile  # noqa: E402
 from benchmarks._stacks.stacks import StackError  # noqa: E402
 from polar_proxy.errors import StoreError  # noqa: E402
-from polar_proxy.rollouts import JobSpec, rollout_ids, submit  # noqa: E402
+from polar_proxy.rollouts import JobSpec, submit  # noqa: E402
 from polar_proxy.store import open_store  # noqa: E402
 from polar_proxy.store.service.jobs import JobRow  # noqa: E402
 from polar_proxy.tasks import get_source  # noqa: E402
@@ -132,7 +132,8 @@ class KillTest:
         spec = JobSpec(harness=agent, sandbox="process", timeout=200.0, samples=self.arguments.samples)
         tasks = [get_source(str(file)).task(0)]
         job, _ = await retry(lambda: submit(self.store, tasks, spec))
-        self.rollout_ids += await retry(lambda: rollout_ids(self.store, job.job_id))
+        rows = await retry(lambda: self.store.rollouts.find(job_id=job.job_id))
+        self.rollout_ids += [row.rollout_id for row in rows]
         return job.job_id
 
     async def undisturbed_seconds(self) -> float:
@@ -173,8 +174,7 @@ class KillTest:
             if (await self.job(job_id)).status in ("done", "cancelled"):
                 return []
             if time.monotonic() > deadline:
-                ids = await rollout_ids(self.store, job_id)
-                rows = [row for row in await self.store.rollouts.find(rollout_ids=ids) if not row.final]
+                rows = [row for row in await self.store.rollouts.find(job_id=job_id) if not row.final]
                 return [f"{row.rollout_id}: {row.status}" for row in rows] or [f"{job_id}: not settled"]
             await asyncio.sleep(0.1)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from polar_proxy.config import Settings
 from polar_proxy.engines.base import Engine
-from polar_proxy.rollouts import JobSpec, RolloutService, ServiceLimits, local_gateway, rollout_ids
+from polar_proxy.rollouts import JobSpec, RolloutService, ServiceLimits, local_gateway
 from polar_proxy.store import RolloutRow, Store, open_store
 from polar_proxy.tasks import Task
 from sandboxes.base import SandboxKind
@@ -78,7 +78,7 @@ async def finished(running: RolloutService, store: Store, tasks: Sequence[Task],
     """Run a job to its end and return its rollouts."""
     job, _ = await running.submit(tasks, spec)
     await running.until_done(job.job_id)
-    return await store.rollouts.find(rollout_ids=await rollout_ids(store, job.job_id))
+    return await store.rollouts.find(job_id=job.job_id)
 
 
 def containers_of(pid: int) -> list[str]:

@@ -121,9 +121,7 @@ async def _run(settings: Settings, tasks: list[Task], *, quiet: bool) -> list[Ro
                 gateway.observe(view.call)
                 with view.show():
                     spec = settings.run.job_spec()
-                    ids = await run_job(tasks, spec, settings, engine, store, gateway, view, print_note)
-        rows = {row.rollout_id: row for row in await store.rollouts.find(rollout_ids=ids)}
-        return [rows[rollout_id] for rollout_id in ids]
+                    return await run_job(tasks, spec, settings, engine, store, gateway, view, print_note)
 
 
 def _print_summary(rows: list[RolloutRow], url: str) -> None:

@@ -3,9 +3,7 @@
 from collections.abc import Mapping
 
 from polar_proxy.rewards.base import (
-    EvaluatedTask,
     EvaluationInput,
-    Evaluator,
     EvaluatorError,
     SandboxFactory,
     Score,
@@ -13,7 +11,7 @@ from polar_proxy.rewards.base import (
     check_relative_path,
 )
 from polar_proxy.rewards.custom import CommandEvaluator, PythonEvaluator
-from polar_proxy.rewards.evaluate import combine_scores, evaluate, reward_source, scoring_seconds
+from polar_proxy.rewards.evaluate import evaluate, reward_source, scoring_seconds
 from polar_proxy.rewards.harbor import HarborEvaluator
 from polar_proxy.rewards.hidden_tests import HiddenTestsEvaluator, SwebenchEvaluator
 
@@ -31,9 +29,7 @@ __all__ = [
     "EVALUATORS",
     "AnyEvaluator",
     "CommandEvaluator",
-    "EvaluatedTask",
     "EvaluationInput",
-    "Evaluator",
     "EvaluatorError",
     "HarborEvaluator",
     "HiddenTestsEvaluator",
@@ -43,7 +39,6 @@ __all__ = [
     "SwebenchEvaluator",
     "Workspace",
     "check_relative_path",
-    "combine_scores",
     "evaluate",
     "reward_source",
     "scoring_seconds",

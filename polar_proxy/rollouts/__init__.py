@@ -7,7 +7,6 @@ from polar_proxy.rollouts.service import (
     RolloutService,
     cancel,
     local_gateway,
-    rollout_ids,
     run_job,
     submit,
 )
@@ -19,7 +18,6 @@ __all__ = [
     "cancel",
     "local_gateway",
     "recover",
-    "rollout_ids",
     "run_job",
     "submit",
 ]

@@ -160,14 +160,13 @@ class StageLimiter:
         return self.inside + self.waiting >= self._limit
 
     def counts(self) -> Json:
-        """Return inside, waiting, limit, entered, waited_seconds, refused and refusals, for the metrics."""
+        """Return inside, waiting, limit, entered, waited_seconds and refusals by reason, for the metrics."""
         return {
             "inside": self.inside,
             "waiting": self.waiting,
             "limit": self._limit,
             "entered": self.entered,
             "waited_seconds": self.waited_seconds,
-            "refused": self.refusals.total(),
             "refusals": dict(self.refusals),
         }
 

@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import errno
 import logging
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -93,14 +93,9 @@ class ProgressReporter(Protocol):
     def session(self, rollout_id: str, session_id: str) -> None: ...
 
 
-class RemoteScorer(Protocol):
-    """Scores on another machine (`cluster.node.RayScorer`)."""
-
-    async def __call__(self, work: EvaluationInput, kind: SandboxKind, labels: Mapping[str, str]) -> Score:
-        """Wait until some machine has capacity, which uses up no time limit, and score there.
-
-        Raises InfrastructureError."""
-        ...
+RemoteScorer = Callable[[EvaluationInput, SandboxKind, Mapping[str, str]], Awaitable[Score]]
+"""Waits until another machine has capacity, which uses up no time limit, and scores there (`cluster.node.RayScorer`).
+Raises InfrastructureError."""
 
 
 @dataclass(slots=True)

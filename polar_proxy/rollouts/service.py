@@ -27,7 +27,7 @@ from polar_proxy.rollouts.harnesses import HarnessInstaller, PrebuiltImageCache,
 from polar_proxy.rollouts.pool import SandboxOpener, SandboxPool
 from polar_proxy.rollouts.stopping import get_group_policy
 from polar_proxy.rollouts.worker import Worker
-from polar_proxy.store import Store
+from polar_proxy.store import RolloutRow, Store
 from polar_proxy.store.service.groups import KEEP_OVERFLOW
 from polar_proxy.store.service.jobs import JobRow, NewGroup, NewRollout
 from polar_proxy.tasks import Task, task_to_json
@@ -242,28 +242,16 @@ async def cancel(store: Store, job_group_or_rollout: str) -> list[str]:
     given = job_group_or_rollout
     if given.startswith("job_"):
         return await store.jobs.set_status(given, "cancelled")
-    if given.startswith("group_"):
-        group_id, known = given, await store.groups.get(given) is not None
-    else:
-        row = await store.rollouts.get(given)
-        group_id, known = ("", False) if row is None else (row.group_id, True)
-    if not known:
-        raise UsageError(f"There is no job, group or rollout {given}.")
-    if group_id == given:
+    if given.startswith("group_") and await store.groups.get(given) is not None:
         in_flight = await store.groups.cancel(given, reason="cancelled")
-    else:
-        in_flight = [] if await store.queue.cancel(given) else [given]
-    await store.groups.settle(group_id)
+        await store.groups.settle(given)
+        return in_flight
+    row = await store.rollouts.get(given)
+    if row is None:
+        raise UsageError(f"There is no job, group or rollout {given}.")
+    in_flight = [] if await store.queue.cancel(given) else [given]
+    await store.groups.settle(row.group_id)
     return in_flight
-
-
-async def rollout_ids(store: Store, job_id: str) -> list[str]:
-    """Return the ids of a job's rollouts, in the order of submission."""
-    found = []
-    for group in await store.groups.of_job(job_id):
-        rows = await store.rollouts.find(group_id=group.group_id)
-        found += [row.rollout_id for row in sorted(rows, key=lambda row: row.group_index)]
-    return found
 
 
 # ---------------------------------------------------------------- a job of this process
@@ -286,8 +274,8 @@ async def run_job(
     gateway: Gateway,
     reporter: ProgressReporter,
     note: Callable[[str], None],
-) -> list[str]:
-    """Run a job, `run.concurrency` rollouts at a time; return the rollout ids in order. `note` gets lines for people.
+) -> list[RolloutRow]:
+    """Run a job, `run.concurrency` rollouts at a time; return its rollouts in order. `note` gets lines for people.
 
     A rollout that fails is a result, not an error. A cancellation cancels the job, leaves nothing running, and is
     passed on. The job belongs to this process: no service works on it, and if this process is killed, the next start
@@ -307,12 +295,11 @@ async def run_job(
         note(f"harness: {harness.label}")
         job, _ = await submit(store, tasks, spec, engine.info, owned=True, harness=harness.label)
         try:
-            ids = await rollout_ids(store, job.job_id)
-            for row in await store.rollouts.find(rollout_ids=ids):
+            for row in await store.rollouts.find(job_id=job.job_id):
                 reporter.stage(row.rollout_id, "queued", row.task_id)
             service.worker.work_on(job.job_id)
             await service.until_done(job.job_id)
         except BaseException:
             await uncancellable(service.cancel(job.job_id))
             raise
-    return ids
+    return await store.rollouts.find(job_id=job.job_id)

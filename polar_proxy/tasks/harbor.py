@@ -17,8 +17,10 @@ real image.
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +78,8 @@ def harbor_task(folder: Path, position: int) -> Task:
         files=files,
         timeout_seconds=_seconds(config, "verifier"),
         agent_seconds=_seconds(config, "agent") if _at(config, "agent", "timeout_sec") is not None else None,
-        metadata={"folder": folder.name, **_plain(_table(config, "metadata"))},
+        # JSON has no dates: they become text.
+        metadata={"folder": folder.name, **json.loads(json.dumps(_table(config, "metadata"), default=str))},
         environment=environment,
         evaluators=(HarborEvaluator(str(tests), folder_digest(tests), env=_variables(config, "verifier")),),
     )
@@ -92,30 +95,24 @@ def _environment(folder: Path, config: dict[str, Any]) -> tuple[Environment, dic
     built = (context / "Dockerfile").is_file()
     if not image and not built:
         raise BadTaskError("environment/Dockerfile: is missing, and task.toml has no environment.docker_image")
-    without_image = _at(config, "metadata", "polar", "without_image") is True
-    files: dict[str, str] = {}
-    executable: tuple[str, ...] = ()
-    if without_image:
-        if not built:
-            raise BadTaskError("metadata.polar.without_image: it needs a Dockerfile, and there is none")
-        workspace = read_dockerfile(context, workdir)
-        workdir, files, executable = workspace.workdir, workspace.files, workspace.executable
-        env = {**workspace.env, **env}
-    return (
-        Environment(
-            image=str(image) if image else None,
-            build=str(context) if built and not image else None,
-            without_image=without_image,
-            workdir=workdir,
-            folders=(TESTS, LOGS),
-            snapshot=True,
-            executable=executable,
-            env=env,
-            memory_mb=int(memory) if memory else None,
-            cpus=float(cpus) if cpus else None,
-        ),
-        files,
+    environment = Environment(
+        image=str(image) if image else None,
+        build=str(context) if built and not image else None,
+        workdir=workdir,
+        folders=(TESTS, LOGS),
+        snapshot=True,
+        env=env,
+        memory_mb=int(memory) if memory else None,
+        cpus=float(cpus) if cpus else None,
     )
+    if _at(config, "metadata", "polar", "without_image") is not True:
+        return environment, {}
+    if not built:
+        raise BadTaskError("metadata.polar.without_image: it needs a Dockerfile, and there is none")
+    found = read_dockerfile(context, workdir)
+    env = {**found.env, **env}
+    changed = replace(environment, without_image=True, workdir=found.workdir, executable=found.executable, env=env)
+    return changed, found.files
 
 
 def _config(folder: Path) -> dict[str, Any]:
@@ -174,12 +171,3 @@ def _megabytes(size: object) -> int | None:
     if found is None:
         raise BadTaskError(f"task.toml: environment.memory: {size!r} is not a size such as 2G")
     return max(1, int(float(found["number"]) * _MEGABYTES[found["unit"].upper()]))
-
-
-def _plain(value: Any) -> Any:
-    """Convert TOML values to JSON values: dates become text."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    return value if isinstance(value, str | int | float | bool) else str(value)

@@ -17,7 +17,7 @@ from polar_proxy.engines.base import Engine
 from polar_proxy.engines.factory import POLAR_TINY, make_engine
 from polar_proxy.errors import UsageError
 from polar_proxy.rollout_spec import JobSpec
-from polar_proxy.rollouts import RolloutService, ServiceLimits, local_gateway, rollout_ids
+from polar_proxy.rollouts import RolloutService, ServiceLimits, local_gateway
 from polar_proxy.rollouts.recovery import recover
 from polar_proxy.store import Store
 from polar_proxy.store.service.jobs import JobRow
@@ -154,7 +154,7 @@ class ServiceRollouts:
     async def evaluate(self, step: int) -> list[float | None]:
         job = await self._submit(self._sampler.held_out, _eval_options(self._config), f"eval-{step}")
         await self._service.until_done(job.job_id)
-        rows = await self._store.rollouts.find(rollout_ids=await rollout_ids(self._store, job.job_id))
+        rows = await self._store.rollouts.find(job_id=job.job_id)
         return [row.reward for row in rows]
 
     async def _submit(self, seeds: Sequence[int], options: Json, name: str) -> JobRow:

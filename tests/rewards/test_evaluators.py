@@ -15,11 +15,11 @@ from polar_proxy.rewards import (
     PythonEvaluator,
     Score,
     Workspace,
-    combine_scores,
     evaluate,
     reward_source,
     scoring_seconds,
 )
+from polar_proxy.rewards.evaluate import combine_scores
 from polar_proxy.rollouts.task_sandboxes import TaskSandboxes
 from polar_proxy.tasks import Task, get_source
 from tests.rewards.conftest import EXAMPLES, ScriptRunner, needs

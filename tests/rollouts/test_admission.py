@@ -150,7 +150,6 @@ async def test_one_rollout_enters_even_while_may_join_refuses() -> None:
         "limit": 3,
         "entered": 1,
         "waited_seconds": 0,
-        "refused": limiter.refusals["full"],
         "refusals": {"full": limiter.refusals["full"]},
     }
     leave["a"].set()

@@ -19,7 +19,7 @@ import hashlib
 import json
 import logging
 from collections.abc import AsyncIterator, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from polar_proxy import __version__
@@ -239,7 +239,6 @@ class RayScorer:
 
     resources: Mapping[str, float]
     """The resources that must be free on a node (see `scoring_resources`)."""
-    done: int = field(default=0, init=False)
 
     async def __call__(self, work: EvaluationInput, kind: SandboxKind, labels: Mapping[str, str]) -> Score:
         import ray
@@ -259,7 +258,6 @@ class RayScorer:
             # Its sandbox is closed. If its node is gone, the next sweep of that machine removes the sandbox.
             await uncancellable(_wait_for_end(ref))
             raise
-        self.done += 1
         if isinstance(result, InfrastructureError):
             raise result
         return result

@@ -70,7 +70,6 @@ async def main() -> dict[str, Any]:
         "solved": solved.reward,
         "log": solved.log.decode(),
         "unsolved": unsolved.reward,
-        "done": scorer.done,
         "cancelled": slow.cancelled(),
         "seconds": time.monotonic() - began,
         "left": registered(),

@@ -10,6 +10,7 @@ import pytest
 
 from polar_proxy.config import Settings
 from polar_proxy.errors import UsageError
+from polar_proxy.rollouts.attempt import InfrastructureError
 from polar_proxy.rollouts.cluster import Cluster
 from polar_proxy.rollouts.cluster.node import (
     NodeConfig,
@@ -92,6 +93,11 @@ def test_equal_configurations_have_equal_digests() -> None:
 def test_a_node_claims_little_that_another_could_run(agents: int, in_flight: int) -> None:
     limits = node_limits(NodeConfig(Settings(), "10.0.0.1", agents), Settings())
     assert (limits.in_flight, limits.running) == (in_flight, agents)
+
+
+def test_infrastructure_errors_can_be_sent_between_machines() -> None:
+    received = pickle.loads(pickle.dumps(InfrastructureError("disk", "No space is left.")))
+    assert (received.cause, str(received)) == ("disk", "No space is left.")
 
 
 def test_gateways_listen_where_the_heads_does() -> None:
