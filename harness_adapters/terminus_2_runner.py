@@ -54,11 +54,8 @@ class LocalEnvironment(BaseEnvironment):
     async def upload_dir(self, source_dir, target_dir) -> None:
         shutil.copytree(source_dir, target_dir, dirs_exist_ok=True)
 
-    async def download_file(self, source_path, target_path) -> None:
-        shutil.copyfile(source_path, target_path)
-
-    async def download_dir(self, source_dir, target_dir) -> None:
-        shutil.copytree(source_dir, target_dir, dirs_exist_ok=True)
+    download_file = upload_file
+    download_dir = upload_dir
 
     async def exec(self, command, cwd=None, env=None, timeout_sec=None, user=None) -> ExecResult:
         del user  # there is only one user

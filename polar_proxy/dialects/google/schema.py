@@ -133,7 +133,6 @@ class ToolConfig(GoogleFields):
 class ThinkingConfig(GoogleFields):
     include_thoughts: bool = False
     thinking_budget: Annotated[Int64, Field(ge=-1)] | None = None
-    thinking_level: str | None = None
 
 
 class GenerationConfig(GoogleFields):
