@@ -18,7 +18,7 @@ from typing import Self
 from polar_proxy.errors import StoreError
 from polar_proxy.sessions.registry import SessionClosedError
 from polar_proxy.store import Store
-from polar_proxy.store.open_calls import OpenCall
+from polar_proxy.store.calls import OpenCall
 from polar_proxy.types import new_id
 
 log = logging.getLogger(__name__)

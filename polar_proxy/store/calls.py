@@ -1,23 +1,41 @@
-"""Recorded calls: committed in groups, read back whole or as summaries."""
+"""Recorded calls: committed in groups, read back whole or as summaries. Calls in progress are announced to the other
+gateways that share the database.
+
+Promises:
+
+* A call is announced only while its session is open: once the session is closed, no gateway starts another call of it.
+* The transaction that commits a call deletes its row. A row whose lease has expired is a lost call: its gateway was
+  killed or could not commit it.
+* The end of a session removes the remaining rows. A call that is committed after its row was removed is too late for
+  the traces: the same transaction excludes it and marks its rollout incomplete, so that every call stays accounted for.
+
+A gateway that does not share its database announces nothing, and its commits check nothing.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
-from dataclasses import dataclass
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass
 
-from sqlalchemy import func, select
+from sqlalchemy import Connection, and_, delete, func, insert, or_, select, update
 
+from polar_proxy.errors import StoreError
+from polar_proxy.store import schema
 from polar_proxy.store.database import Database, Repository, row_columns
 from polar_proxy.store.encoding.loader import fetch
-from polar_proxy.store.group_commit import GroupCommit
-from polar_proxy.store.schema import calls, completions
+from polar_proxy.store.group_commit import BatchWriter, GroupCommit
 from polar_proxy.types import CallRecord, CallStatus, Edge, StoredLineage
 
 _MAX_BOUND_VALUES = 10_000
 """Values bound to one statement. Both databases accept three times as many."""
 
-_c = calls.c
+_c = schema.calls.c
+_x = schema.completions.c
+_o = schema.open_calls.c
+_r = schema.rollouts.c
+_s = schema.sessions.c
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +69,15 @@ class CallSummary:
     ended_at: float
 
 
-_answers = select(completions).where(completions.c.call_id == _c.call_id).correlate(calls)
-_first_answer = _answers.order_by(completions.c.choice_index).limit(1)
+_answers = select(schema.completions).where(_x.call_id == _c.call_id).correlate(schema.calls)
+_first_answer = _answers.order_by(_x.choice_index).limit(1)
 _summary = row_columns(
     CallSummary,
-    calls,
+    schema.calls,
     choices=_answers.with_only_columns(func.count()).scalar_subquery(),
-    finish_reason=_first_answer.with_only_columns(completions.c.finish_reason).scalar_subquery(),
+    finish_reason=_first_answer.with_only_columns(_x.finish_reason).scalar_subquery(),
 )
-_lineage = row_columns(StoredLineage, calls)
+_lineage = row_columns(StoredLineage, schema.calls)
 
 
 class CallRepository(Repository):
@@ -106,3 +124,112 @@ class CallRepository(Repository):
         if 0 < len(known) <= _MAX_BOUND_VALUES:
             query = query.where(_c.call_id.not_in(list(known)))
         return await self._rows(StoredLineage, query)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenCall:
+    """A call in progress, or one that its gateway lost. Times in seconds since the epoch."""
+
+    call_id: str
+    session_id: str
+    gateway: str
+    started_at: float
+    lease_expires_at: float
+
+
+_open_columns = row_columns(OpenCall, schema.open_calls)
+_insert_open_calls = insert(schema.open_calls)
+
+
+class OpenCallRepository(Repository):
+    """Calls in progress. All announcements that wait are written in one transaction."""
+
+    def __init__(self, database: Database, writer: GroupCommit) -> None:
+        super().__init__(database)
+        self._writer = writer
+        self._announcements = BatchWriter(self._write_announcements)
+
+    async def stop(self) -> None:
+        """Wait until all announcements are written."""
+        await self._announcements.stop()
+
+    async def announce(self, gateway: str, session_id: str, call_ids: Sequence[str], seconds: float) -> bool:
+        """Announce calls that `gateway` is about to answer, with a lease of `seconds`.
+
+        Returns True when every gateway can see them, False if the session is closed and they must not be answered.
+        """
+        self._writer.shared = True
+        now = time.time()
+        calls = [OpenCall(call_id, session_id, gateway, now, now + seconds) for call_id in call_ids]
+        return all(await asyncio.gather(*(self._announcements.add(call) for call in calls)))
+
+    async def _write_announcements(self, batch: Sequence[tuple[OpenCall, asyncio.Future[bool]]]) -> None:
+        """Write the calls whose sessions are open, and tell each caller whether its session is."""
+        open_sessions: set[str] = set()
+        error: StoreError | None = None
+        calls = [call for call, _ in batch]
+        try:
+            open_sessions = await self._database.write_in_thread(lambda: calls, _insert_announcements)
+        except StoreError as refusal:
+            error = refusal
+        for call, future in batch:
+            if future.done():
+                continue
+            if error is None:
+                future.set_result(call.session_id in open_sessions)
+            else:
+                future.set_exception(error)
+
+    async def renew(self, gateway: str, call_ids: Collection[str], seconds: float) -> None:
+        """Extend the leases of calls that the gateway is still answering."""
+        ids = list(call_ids)
+        async with self._database.writing() as connection:
+            for first in range(0, len(ids), 1000):
+                mine = and_(_o.gateway == gateway, _o.call_id.in_(ids[first : first + 1000]))
+                expires_at = time.time() + seconds
+                await connection.execute(update(schema.open_calls).where(mine).values(lease_expires_at=expires_at))
+
+    async def of_session(self, session_id: str, *, but: str | None = None) -> list[OpenCall]:
+        """Return the session's calls in progress and lost calls, oldest first, except those of the gateway `but`."""
+        query = select(*_open_columns).where(_o.session_id == session_id).order_by(_o.started_at, _o.call_id)
+        return await self._rows(OpenCall, query if but is None else query.where(_o.gateway != but))
+
+    async def take(self, session_id: str) -> list[OpenCall]:
+        """Delete and return the remaining calls of a session that has ended."""
+        if not await self.of_session(session_id):
+            return []
+        deleted = delete(schema.open_calls).where(_o.session_id == session_id).returning(*_open_columns)
+        async with self._database.writing() as connection:
+            return [OpenCall(*row) for row in await connection.execute(deleted)]
+
+    async def gateways(self) -> set[str]:
+        """Return the gateways that have calls in progress or died with some."""
+        return set(await self._scalars(select(_o.gateway).distinct()))
+
+    async def sweep(self, dead: Collection[str] = ()) -> list[OpenCall]:
+        """Delete and return the calls of `dead` gateways and those whose lease has expired.
+
+        Calls of a rollout that still runs stay, because its end must know what was lost.
+        """
+        now = time.time()
+        still_runs = select(_r.rollout_id).where(_r.session_id == _o.session_id, ~schema.rollout_is_final).exists()
+        of_dead = _o.gateway.in_(list(dead))
+        lost = or_(_o.lease_expires_at < now, of_dead)
+        async with self._database.writing() as connection:
+            deleted = delete(schema.open_calls).where(lost, ~still_runs).returning(*_open_columns)
+            removed = [OpenCall(*row) for row in await connection.execute(deleted)]
+            expire = update(schema.open_calls).where(of_dead, _o.lease_expires_at > now)
+            await connection.execute(expire.values(lease_expires_at=now))
+        return removed
+
+
+def _insert_announcements(connection: Connection, calls: Sequence[OpenCall]) -> set[str]:
+    """Insert the calls of open sessions, and return the ids of these sessions."""
+    ids = sorted({call.session_id for call in calls})
+    # Rows are locked in the same order as by commits. This transaction and the closing of a session wait for each
+    # other.
+    query = select(_s.session_id).where(_s.session_id.in_(ids), _s.closed_at.is_(None)).order_by(_s.session_id)
+    open_sessions = set(connection.scalars(query.with_for_update(read=True)))
+    if rows := [asdict(call) for call in calls if call.session_id in open_sessions]:
+        connection.execute(_insert_open_calls, rows)
+    return open_sessions

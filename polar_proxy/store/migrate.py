@@ -31,18 +31,31 @@ _migration_lock = threading.Lock()
 """Alembic's `op` and `context` are global, so a process migrates one database at a time."""
 
 
-async def upgrade(url: str) -> str:
-    """Create the database or upgrade it to the newest revision, and return that revision."""
+@asynccontextmanager
+async def open_database(url: str, *, create: bool = True) -> AsyncIterator[Database]:
+    """Open a database of the newest revision, after creating or upgrading it.
+
+    Without `create`, raise StoreError for a missing, empty or older database; a newer one always raises it.
+    """
     database = Database(normalise_url(url))
     try:
-        create_file(database)
-        await ensure_newest(database)
+        if create:
+            create_file(database)
+            await _ensure_newest(database)
+        else:
+            await _require_newest(database)
+        yield database
     finally:
         await database.close()
-    return HEAD
 
 
-async def ensure_newest(database: Database) -> None:
+async def upgrade(url: str) -> str:
+    """Create the database or upgrade it to the newest revision, and return that revision."""
+    async with open_database(url):
+        return HEAD
+
+
+async def _ensure_newest(database: Database) -> None:
     """Upgrade an empty or older database in one transaction. Concurrent processes take turns."""
     async with database.reading() as connection:
         if await revision(connection) == HEAD:
@@ -66,7 +79,7 @@ async def _one_at_a_time() -> AsyncIterator[None]:
         _migration_lock.release()
 
 
-async def require_newest(database: Database) -> None:
+async def _require_newest(database: Database) -> None:
     """Raise StoreError unless the database exists and has the newest revision. Changes nothing."""
     if database.path is not None and not database.path.exists():
         raise StoreError(

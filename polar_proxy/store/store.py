@@ -8,12 +8,11 @@ from pathlib import Path
 
 from polar_proxy.store import migrate
 from polar_proxy.store.artifacts import ArtifactRepository, RewardRepository
-from polar_proxy.store.calls import CallRepository
-from polar_proxy.store.database import Database, create_file, display_url, normalise_url
+from polar_proxy.store.calls import CallRepository, OpenCallRepository
+from polar_proxy.store.database import Database, display_url
 from polar_proxy.store.group_commit import GroupCommit
 from polar_proxy.store.maintenance.archive import ArchiveRepository
 from polar_proxy.store.maintenance.repository import MaintenanceRepository
-from polar_proxy.store.open_calls import OpenCallRepository
 from polar_proxy.store.rescores import RescoreRepository
 from polar_proxy.store.rollouts import RolloutRepository, TaskRepository
 from polar_proxy.store.service.feed import FeedRepository
@@ -75,25 +74,15 @@ class Store:
 
 @asynccontextmanager
 async def open_store(url: str, *, create: bool = True, artifacts: Path | None = None) -> AsyncIterator[Store]:
-    """Open a database, and create it or upgrade an older one; a newer one raises StoreError.
-
-    Without `create` (readers), a missing, empty or older database raises StoreError.
+    """Open a database (see `migrate.open_database`) and its repositories.
 
     `artifacts`: the folder of the artifacts. Default: `artifacts` next to the SQLite file; for PostgreSQL, in the
     current folder.
     """
-    database = Database(normalise_url(url))
-    try:
-        if create:
-            create_file(database)
-            await migrate.ensure_newest(database)
-        else:
-            await migrate.require_newest(database)
+    async with migrate.open_database(url, create=create) as database:
         home = database.path.parent if database.path else Path.cwd()
         store = Store(database, (artifacts or home / "artifacts").absolute())
         try:
             yield store
         finally:
             await store.flush()
-    finally:
-        await database.close()

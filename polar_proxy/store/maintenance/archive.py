@@ -33,10 +33,10 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from polar_proxy.errors import StoreError, UsageError
 from polar_proxy.store import schema
 from polar_proxy.store.artifacts import artifact_path, write_artifact
-from polar_proxy.store.database import Database, Repository, normalise_url
+from polar_proxy.store.database import Database, Repository
 from polar_proxy.store.encoding.loader import chain_ids
 from polar_proxy.store.filters import parse_where
-from polar_proxy.store.migrate import upgrade
+from polar_proxy.store.migrate import open_database
 
 _DATABASE = "polar.db"
 _ARTIFACT = re.compile(r"artifacts/([0-9a-f]{2})/(\1[0-9a-f]{62})")
@@ -165,12 +165,8 @@ def _unpack(file: Path, folder: Path) -> dict[str, bytes]:
 @asynccontextmanager
 async def _opened(path: Path) -> AsyncIterator[Database]:
     """Open the database of an archive, created or upgraded to this schema."""
-    await upgrade(str(path))
-    database = Database(normalise_url(str(path)))
-    try:
+    async with open_database(str(path)) as database:
         yield database
-    finally:
-        await database.close()
     with closing(sqlite3.connect(path)) as connection:  # a single file without a write-ahead log
         connection.execute("PRAGMA journal_mode=DELETE")
 

@@ -35,10 +35,6 @@ _g = schema.groups.c
 _j = schema.jobs.c
 _final = schema.rollout_is_final
 _not_started = and_(_r.status == "queued", _r.claimed_by.is_(None), _r.attempt == 1)
-_select_rollouts = select(
-    *(_r.rollout_id, _r.group_id, _r.group_index, _r.job_id, _r.task_id, _r.harness, _r.sandbox, _r.model),
-    *(_r.config, _r.policy_version, _r.status, _r.claimed_by),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +130,8 @@ class GroupRepository(Repository):
                 return {}
             await update_groups(connection, mine, reason=json_codec.clean_text(reason))
             await cancel_rollouts(connection, and_(_r.group_id == group_id, _r.claimed_by.is_(None)), now)
-            running = _select_rollouts.where(_r.group_id == group_id, ~_final, not_ending).order_by(_r.group_index)
-            overflow = list((await connection.execute(running.with_for_update())).all())
+            running = select(schema.rollouts).where(_r.group_id == group_id, ~_final, not_ending)
+            overflow = (await connection.execute(running.order_by(_r.group_index).with_for_update())).all()
             places = await _places(connection, group.task_id, _g.group_id != group_id) if overflow else []
             moved: dict[str, str] = {}
             for row in overflow:
@@ -170,9 +166,11 @@ class GroupRepository(Repository):
             if not places or not holding_groups:
                 return []
             usable = or_(_r.status.in_(("done", "timed_out")), ~_final)
-            waiting = _select_rollouts.where(
-                _r.group_id.in_(holding_groups), usable, not_ending, ~_r.incomplete, ~_not_started
-            ).order_by(_r.rollout_id)
+            waiting = (
+                select(schema.rollouts)
+                .where(_r.group_id.in_(holding_groups), usable, not_ending, ~_r.incomplete, ~_not_started)
+                .order_by(_r.rollout_id)
+            )
             rows = (await connection.execute(waiting.with_for_update(skip_locked=True))).all()
             carried_over = []
             for row in rows:
@@ -199,7 +197,7 @@ async def _end_job(connection: AsyncConnection, job_id: str, now: float) -> None
 async def _places(connection: AsyncConnection, task_id: str, which: ColumnElement[bool]) -> list[Any]:
     """Return the rollouts of this task that have not started, in open groups that take overflow, in queue order."""
     query = (
-        _select_rollouts.add_columns(_g.config.label("group_config"))
+        select(schema.rollouts, _g.config.label("group_config"))
         .join(schema.groups, _g.group_id == _r.group_id)
         .where(_g.task_id == task_id, _g.status == "open", which, _not_started, _r.owner_pid.is_(None))
         .order_by(_r.group_id, _r.group_index)
