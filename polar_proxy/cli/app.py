@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
+from harness_adapters.base import HarnessError
 from polar_proxy import __version__
 from polar_proxy.cli import admin, conformance, harness, rollouts, serve, show, traces, train
 from polar_proxy.cli.output import err
@@ -59,6 +60,6 @@ def main() -> None:
     """Run the command. An expected error is printed as one line on standard error and sets its exit code."""
     try:
         app()
-    except (PolarError, SandboxError) as error:
+    except (PolarError, HarnessError, SandboxError) as error:
         err.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
         sys.exit(getattr(error, "exit_code", 1))

@@ -12,6 +12,7 @@ import typer
 from rich.markup import escape
 from rich.text import Text
 
+from harness_adapters.base import HarnessAdapter, list_adapters
 from polar_proxy.cli import options
 from polar_proxy.cli.common import load_settings, run_async
 from polar_proxy.cli.harness import doctor_app, find_adapter, install_harness
@@ -19,7 +20,6 @@ from polar_proxy.cli.output import err, make_table, out, print_result
 from polar_proxy.types import Json
 
 if TYPE_CHECKING:
-    from harness_adapters.base import HarnessAdapter
     from polar_proxy.conformance.fidelity import FidelityRow
     from polar_proxy.conformance.report import MeasurementReport
     from polar_proxy.traces.drift import DriftCause
@@ -100,7 +100,6 @@ def conformance(
 
 
 def _find_adapters(names: list[str]) -> list[tuple[HarnessAdapter, str | None]]:
-    from harness_adapters.base import list_adapters
     from polar_proxy.conformance.profiles import PROFILES
 
     if "all" in names:

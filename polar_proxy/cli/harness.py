@@ -12,14 +12,21 @@ import typer
 from rich.markup import escape
 from rich.text import Text
 
+from harness_adapters.base import (
+    HarnessAdapter,
+    HarnessError,
+    Installation,
+    get_adapter,
+    list_adapters,
+    split_version,
+)
 from polar_proxy.cli import options
 from polar_proxy.cli.common import load_settings, open_database, run_async
 from polar_proxy.cli.output import make_table, out, print_checks, print_note, print_result, spinner
-from polar_proxy.errors import PolarError, UsageError
+from polar_proxy.errors import UsageError
 from polar_proxy.types import Json
 
 if TYPE_CHECKING:
-    from harness_adapters.base import HarnessAdapter, Installation
     from polar_proxy.conformance.preflight import PreflightCheck
 
 T = TypeVar("T")
@@ -29,10 +36,6 @@ app = typer.Typer(help="List, install and check agents.", no_args_is_help=True)
 
 NameArgument = Annotated[str, typer.Argument(help="NAME[@VERSION], module:Class, or shell:COMMAND.")]
 VersionOption = Annotated[str | None, typer.Option(help="Version; overrides the adapter's default.")]
-
-
-class HarnessUnusableError(PolarError):
-    """The harness or its image cannot be used."""
 
 
 @doctor_app.callback()
@@ -57,8 +60,6 @@ def doctor(
 @app.command("list")
 def list_harnesses(as_json: options.AsJson = False) -> None:
     """List the harnesses."""
-    from harness_adapters.base import get_adapter, list_adapters
-
     cache = load_settings().harness_cache
     rows = [_describe(get_adapter(name), cache) for name in list_adapters()]
     table = make_table(
@@ -137,7 +138,7 @@ def check(
     else:
         try:
             installed = install_harness(adapter, version, cache, quiet=as_json)
-        except PolarError as error:
+        except HarnessError as error:
             checks = [PreflightCheck("installed", "failed", str(error))]
         else:
             checks = [
@@ -197,7 +198,6 @@ def prune(
     An image is kept if it would be built again as it is (an installed agent with the same files and base image), or if
     a container uses it.
     """
-    from harness_adapters.base import get_adapter, list_adapters
     from sandboxes.images.prebuilt import prune_prebuilt
 
     cache = load_settings().harness_cache
@@ -218,8 +218,6 @@ def prune(
 
 def find_adapter(name: str, version: str | None = None) -> tuple[HarnessAdapter, str | None]:
     """Return the adapter and the requested version."""
-    from harness_adapters.base import HarnessError, get_adapter, split_version
-
     bare, inline = split_version(name)
     if version is not None and inline is not None and version != inline:
         raise UsageError(f"Two versions are given: {name} and --version {version}.")
@@ -230,29 +228,20 @@ def find_adapter(name: str, version: str | None = None) -> tuple[HarnessAdapter,
 
 
 def install_harness(adapter: HarnessAdapter, version: str | None, cache: Path, *, quiet: bool) -> Installation:
-    from harness_adapters.base import HarnessError
-
-    try:
-        if adapter.is_installed(cache, version):
-            return adapter.install(cache, version)
-        with spinner(f"installing {adapter.name} {version or adapter.default_version}", quiet=quiet):
-            return run_async(asyncio.to_thread(adapter.install, cache, version))
-    except HarnessError as error:
-        raise HarnessUnusableError(str(error)) from error
+    if adapter.is_installed(cache, version):
+        return adapter.install(cache, version)
+    with spinner(f"installing {adapter.name} {version or adapter.default_version}", quiet=quiet):
+        return run_async(asyncio.to_thread(adapter.install, cache, version))
 
 
 def _with_docker(work: Callable[[Any], Coroutine[Any, Any, T]]) -> T:
     from sandboxes import docker_engine
-    from sandboxes.base import SandboxError
 
     async def main() -> T:
         async with docker_engine.docker_client() as engine:
             return await work(engine)
 
-    try:
-        return run_async(main())
-    except SandboxError as error:
-        raise HarnessUnusableError(str(error)) from error
+    return run_async(main())
 
 
 def _describe(adapter: HarnessAdapter, cache: Path) -> Json:

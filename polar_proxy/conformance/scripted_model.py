@@ -27,6 +27,7 @@ from polar_proxy.types import ChatRequest, EngineRequest, Json, ToolCall, new_id
 FaultKind = Literal["429", "500", "slow", "drop"]
 RequestKind = Literal["main", "subagent", "compaction", "side_call"]
 _LARGEST_CUT_REQUEST = 1 << 22
+_CONTEXT_FULL = "This model's maximum context length is 1000 tokens. Your messages resulted in 2000 tokens."
 
 
 Step = tuple[str, ...] | Literal["start_subagent", "wait_for_subagent", "finish"]
@@ -152,7 +153,7 @@ class ScriptedModel:
             return replace(reply, text="word " * 2000, calls=(), pace=0.1)
         if self.scenario.fills_context and number >= 1 and not self.compacted:
             if self.profile.context_error:
-                return ScriptedReply(error=_context_length_error())
+                return ScriptedReply(error=RequestError(_CONTEXT_FULL, code="context_length_exceeded"))
             return replace(reply, prompt_tokens=self.profile.full_prompt_tokens)
         fault = self.faults.get(number)
         if fault is None or number in self._fired:
@@ -290,11 +291,6 @@ def _fill(arguments: Arguments, **values: str) -> Json:
         return value
 
     return {key: fill(value) for key, value in arguments.items()}
-
-
-def _context_length_error() -> RequestError:
-    text = "This model's maximum context length is 1000 tokens. Your messages resulted in 2000 tokens."
-    return RequestError(text, code="context_length_exceeded")
 
 
 def _subagent_id(request: ChatRequest) -> str:
