@@ -62,6 +62,9 @@ class GatewaySettings(_Section):
     """Address to listen on."""
     port: int = Field(8399, ge=0, le=65535)
     """Port to listen on; 0 takes any free port."""
+    allowed_hosts: frozenset[str] = frozenset({"host.docker.internal", "host.containers.internal"})
+    """Host names, besides those of loopback, that requests to a gateway on loopback may be addressed to or come from
+    (the headers Host and Origin). It protects a gateway without keys from pages in a browser."""
     require_known_keys: bool = False
     """Refuse unknown session keys on loopback too. On any other address they are always refused."""
     shared: bool = False

@@ -6,10 +6,12 @@ Every route is also served below `/s/{key}`, for programs that cannot send an AP
 
 from __future__ import annotations
 
+import ipaddress
 import re
 import time
 from datetime import UTC, datetime
 from typing import Any
+from urllib.parse import urlsplit
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
@@ -46,15 +48,23 @@ class GatewayApp:
     agents send. A connection from inside a sandbox gets the routes that agents need, and no others.
     """
 
-    def __init__(self, handler: RequestHandler, rest: FastAPI) -> None:
+    def __init__(self, handler: RequestHandler, rest: FastAPI, hosts: frozenset[str] | None) -> None:
+        """`hosts`: the host names that requests may be addressed to or come from; None: any."""
         self._handler = handler
         self._rest = rest
+        self._hosts = hosts
 
     def include(self, router: APIRouter) -> None:
         self._rest.include_router(router)
         self._rest.openapi_schema = None  # generated again when it is next requested
 
     async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
+        inside_sandbox = asgi.INSIDE_SANDBOX in scope.get("state", {})
+        if self._hosts is not None and scope["type"] == "http" and not inside_sandbox:
+            foreign = foreign_host(scope["headers"], self._hosts)
+            if foreign is not None:
+                await _refuse_host(scope["path"], foreign, send)
+                return
         if scope["type"] == "http":
             path_key, path = split_path(scope["path"])
             route = find_route(path, scope["query_string"])
@@ -68,7 +78,7 @@ class GatewayApp:
                 else:
                     await self._handler.handle(dialect, path, path_key, scope, receive, send)
                 return
-            if asgi.INSIDE_SANDBOX in scope.get("state", {}) and not _ROUTES_OF_AGENTS.fullmatch(path):
+            if inside_sandbox and not _ROUTES_OF_AGENTS.fullmatch(path):
                 error = RequestError(f"{path} is not served inside a sandbox.", status=404)
                 await asgi.send_json(send, 404, error_format(path).error_body(error))
                 return
@@ -77,6 +87,40 @@ class GatewayApp:
             await asgi.refuse_websocket(receive, send)
             return
         await self._rest(scope, receive, send)
+
+
+def foreign_host(headers: asgi.Headers, hosts: frozenset[str]) -> str | None:
+    """Return the header and name of the first host that is not among `hosts`, or None.
+
+    `Host` is what a browser was pointed at, so a page cannot reach this machine through a name of its own (DNS
+    rebinding). `Origin` is the page that sends a request.
+    """
+    for header in (b"host", b"origin"):
+        for name, value in headers:
+            if name == header:
+                text = value.decode("latin-1")
+                host = urlsplit(text if header == b"origin" else f"//{text}").hostname
+                if host not in hosts and not (host and is_loopback(host)):
+                    return f"{header.decode().title()}: {text}"
+    return None
+
+
+async def _refuse_host(path: str, foreign: str, send: asgi.Send) -> None:
+    message = (
+        f"This gateway takes requests from its own machine only, not with '{foreign}'. "
+        "If the name is right, add it to gateway.allowed_hosts."
+    )
+    await asgi.send_json(send, 403, refusal_body(path, RequestError(message, status=403)))
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine can reach a socket bound to `host`."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def split_path(path: str) -> tuple[str | None, str]:
@@ -117,8 +161,10 @@ def refusal_body(path: str, error: RequestError) -> bytes:
     return (error_format(path) if route is None else route[0]).error_body(error)
 
 
-def create_app(engine: Engine, handler: RequestHandler, metrics: GatewayMetrics) -> GatewayApp:
-    """Build the application. The caller owns the lifetime of the engine and the store."""
+def create_app(
+    engine: Engine, handler: RequestHandler, metrics: GatewayMetrics, hosts: frozenset[str] | None
+) -> GatewayApp:
+    """Build the application. The caller owns the lifetime of the engine and the store. `hosts`: see `GatewayApp`."""
     app = FastAPI(title="Polar", version=__version__, docs_url="/docs", redoc_url=None)
     started_at = int(time.time())
 
@@ -185,7 +231,7 @@ def create_app(engine: Engine, handler: RequestHandler, metrics: GatewayMetrics)
         described = RequestError(f"{request.method} {path}: {error.detail}", status=error.status_code)
         return Response(error_format(path).error_body(described), error.status_code, media_type="application/json")
 
-    return GatewayApp(handler, app)
+    return GatewayApp(handler, app, hosts)
 
 
 def _is_google_client(request: Request) -> bool:

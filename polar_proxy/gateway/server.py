@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import ipaddress
 import logging
 import math
 import socket
@@ -20,7 +19,7 @@ from polar_proxy.config import GatewaySettings
 from polar_proxy.engines.base import Engine
 from polar_proxy.errors import UsageError
 from polar_proxy.gateway import asgi
-from polar_proxy.gateway.app import create_app, refusal_body
+from polar_proxy.gateway.app import create_app, is_loopback, refusal_body
 from polar_proxy.gateway.handler import RequestHandler
 from polar_proxy.gateway.in_flight import InFlightCalls
 from polar_proxy.gateway.limits import Connections, LimitedHttpProtocol, raise_descriptor_limit
@@ -30,16 +29,6 @@ from polar_proxy.sessions.registry import SessionRegistry
 from polar_proxy.store import Store
 
 log = logging.getLogger(__name__)
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether only this machine can reach a socket bound to `host`."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 class _UvicornServer(uvicorn.Server):
@@ -64,7 +53,8 @@ class Gateway:
         self.sessions = SessionRegistry(store, settings, open_to_all=open_to_all)
         self._in_flight = InFlightCalls(store) if settings.shared else None
         self._handler = RequestHandler(engine, store, self.sessions, settings, self.metrics, self._in_flight)
-        self.app = create_app(engine, self._handler, self.metrics)
+        hosts = settings.allowed_hosts | {settings.host} if is_loopback(settings.host) else None
+        self.app = create_app(engine, self._handler, self.metrics, hosts)
         self._grace = grace
         self._sandbox_servers: dict[socket.socket, asyncio.Server] = {}
         descriptors = raise_descriptor_limit()
