@@ -95,7 +95,7 @@ async def test_a_disconnect_aborts_the_engine_and_is_recorded(serve: Serve, stor
     engine = ScriptedEngine(lambda request: "x" * 10_000, pace=0.01, tokens_per_event=1)
     async with serve(engine) as gateway:
         body = json.dumps({**CHAT, "stream": stream}).encode()
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n".encode()
         reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
         writer.write(head + body)
         await until(lambda: engine.sampled)

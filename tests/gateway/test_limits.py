@@ -21,7 +21,7 @@ from tests.gateway.agents import CHAT, client
 
 pytestmark = pytest.mark.slow
 
-HEAD = "POST {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer k\r\n"
+HEAD = "POST {path} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer k\r\n"
 ERROR_TEXT = {
     "/v1/chat/completions": lambda body: body["error"]["message"],
     "/v1/responses": lambda body: body["error"]["message"],
@@ -125,7 +125,7 @@ async def test_a_connection_that_is_answered_is_not_closed_for_a_new_one(serve: 
     async with serve(WaitingEngine(), limits={"connections": 2}) as gateway, contextlib.AsyncExitStack() as stack:
         answered = [await stack.enter_async_context(connection(gateway)) for _ in range(2)]
         for _, writer in answered:
-            writer.write(b"GET /healthz HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+            writer.write(b"GET /healthz HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
         await asyncio.sleep(0.2)
         status, _ = await send(gateway, "")
         assert status == 429

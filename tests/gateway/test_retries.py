@@ -39,7 +39,7 @@ async def disconnecting_request(gateway: Gateway, body: Mapping[str, object], en
 
     data = json.dumps(body).encode()
     head = (
-        "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer k1\r\n"
+        "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer k1\r\n"
         f"content-length: {len(data)}\r\n\r\n"
     )
     with pytest.MonkeyPatch.context() as patch:
