@@ -8,7 +8,8 @@
 The rollouts are Polar's: `rollout_func` returns a recorded group for each prompt of the dataset, with its tokens, masks
 and log-probabilities, and the reward is that of Polar's evaluators. Baseline, loss and optimiser are TRL's;
 `recorded_ratios` makes it compute importance ratios with the recorded log-probabilities.
-docs/guide/data.md has the same from a server's feed, and AsyncGRPOTrainer, which trains every sequence of a rollout.
+docs/guide/data.md has the same from a server's feed, and compares it with AsyncGRPOTrainer, which trains every sequence
+of a rollout.
 """
 
 from __future__ import annotations
