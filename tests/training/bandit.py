@@ -72,7 +72,8 @@ class Bandit:
         for claim in claims:
             by_group.setdefault(claim.group_id, []).append(claim)
         for group_id, members in by_group.items():
-            calls = await asyncio.gather(*(self._sample(claim) for claim in members))
+            # One after the other: in a batch, the rounding of log-probabilities depends on who else is in it.
+            calls = [await self._sample(claim) for claim in members]
             rewards = [reward_of(call.choices[0].token_ids.tolist()) for call in calls]
             for claim, call, reward in zip(members, calls, rewards, strict=True):
                 await self.store.rewards.add(claim.rollout_id, reward, "bandit", {})
