@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 import time
 from collections import Counter
@@ -13,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import typer
 from pydantic import BaseModel
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.live import Live
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
@@ -27,8 +29,31 @@ if TYPE_CHECKING:
     from polar_proxy.conformance.preflight import PreflightCheck
     from polar_proxy.types import CallRecord
 
-out = Console(highlight=False)
-err = Console(stderr=True, highlight=False)
+# Characters with which text from an agent or a model could command the terminal or change the order of a line.
+_CONTROL_CHARACTERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+
+
+class SafeConsole(Console):
+    """A console that shows control characters in text as escapes such as `\\x1b`."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            if segment.control or not _CONTROL_CHARACTERS.search(segment.text):
+                yield segment
+            else:
+                yield Segment(_CONTROL_CHARACTERS.sub(_escaped, segment.text), segment.style)
+
+
+def _escaped(match: re.Match[str]) -> str:
+    return match[0].encode("unicode_escape").decode()
+
+
+def _json_escaped(match: re.Match[str]) -> str:
+    return f"\\u{ord(match[0]):04x}"
+
+
+out = SafeConsole(highlight=False)
+err = SafeConsole(stderr=True, highlight=False)
 
 _END_COLOURS = {"done": "green", "failed": "red", "timed_out": "yellow", "cancelled": "yellow"}
 _CHECK_COLOURS = {"ok": "green", "note": "cyan", "missing": "yellow", "failed": "red"}
@@ -55,7 +80,8 @@ def print_result(
 def print_json(value: Any) -> None:
     """Print one JSON document on standard output. It may contain dataclasses and pydantic models."""
     options = orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS
-    sys.stdout.write(orjson.dumps(value, default=_to_json, option=options).decode() + "\n")
+    document = orjson.dumps(value, default=_to_json, option=options).decode()
+    sys.stdout.write(_CONTROL_CHARACTERS.sub(_json_escaped, document) + "\n")
     sys.stdout.flush()
 
 
