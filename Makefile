@@ -35,7 +35,7 @@ format: setup
 
 # Lint, types, and the tests that start no process, load no model and wait for nothing.
 test-fast: lint types
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(PROCESSES) --dist loadfile -m 'not slow and not full and not by_command'
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadfile -m 'not slow and not full and not by_command'
 
 # Everything that needs no service.
 test: lint types
