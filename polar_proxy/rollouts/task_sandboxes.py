@@ -147,7 +147,7 @@ async def _make_bundle(repository: GitRepository, folder: Path) -> Path:
     """Return the bundle of a repository in `folder`, making it first if it is missing. Raises `WorkspaceError`."""
     source, commit = repository.source, repository.commit
     if Path(source).is_dir():  # the commit's full name
-        output = await _git("-C", source, "rev-parse", "-q", "--verify", f"{commit}^{{commit}}")
+        output = await _git("-C", source, "rev-parse", "-q", "--verify", "--end-of-options", f"{commit}^{{commit}}")
         commit = output.decode().strip()
     name = hashlib.sha256(f"{source}\0{commit}".encode()).hexdigest()[:32]
     path = folder / f"{name}.bundle"
@@ -183,16 +183,17 @@ async def _fetch(work: Path, source: str, commit: str) -> None:
     """Fetch the commit from a URL or a bundle: by its name if the server allows that, else with all refs."""
     if "://" in source:
         with contextlib.suppress(WorkspaceError):
-            await _git("-C", str(work), "fetch", "-q", "--no-tags", source, commit)
+            await _git("-C", str(work), "fetch", "-q", "--no-tags", "--", source, commit)
             return
-    await _git("-C", str(work), "fetch", "-q", "--no-tags", source, "+refs/*:refs/in/*")
+    await _git("-C", str(work), "fetch", "-q", "--no-tags", "--", source, "+refs/*:refs/in/*")
 
 
 async def _git(*arguments: str) -> bytes:
     """Run git on this machine, without a terminal to ask at. Raises `WorkspaceError`."""
     process = await asyncio.create_subprocess_exec(
         "git",
-        *("-c", "safe.directory=*", "-c", "gc.auto=0"),
+        # No transport that runs a command, whatever this machine's git allows.
+        *("-c", "safe.directory=*", "-c", "gc.auto=0", "-c", "protocol.ext.allow=never"),
         *arguments,
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,

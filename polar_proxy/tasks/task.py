@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import posixpath
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,6 +19,8 @@ from pydantic import TypeAdapter, ValidationError
 from polar_proxy.errors import BadTaskError, first_problem
 from polar_proxy.rewards import AnyEvaluator, HiddenTestsEvaluator, check_relative_path
 from polar_proxy.types import Json
+
+_GIT_URL = re.compile(r"(https?|ssh|git|file)://")
 
 Row = dict[str, Any]
 """A row of a task file."""
@@ -165,13 +168,22 @@ def _check_environment(environment: Environment, task: Task) -> None:
         if not posixpath.isabs(path) or posixpath.normpath(path) == "/":
             raise BadTaskError(f"environment: {path!r} must be absolute and not /")
     if environment.repository is not None:
-        source = environment.repository.source
-        if "://" not in source and not Path(source).exists():
-            raise BadTaskError(f"environment.repository: {source} does not exist")
+        _check_repository(environment.repository)
         if task.files:
             raise BadTaskError("files: the repository is the workspace already; give files or repository, not both")
     if environment.build is not None and not (Path(environment.build) / "Dockerfile").is_file():
         raise BadTaskError(f"environment.build: {environment.build} has no Dockerfile")
+
+
+def _check_repository(repository: GitRepository) -> None:
+    """Refuse what git on this machine would take for an option or for a command, because rows are not trusted."""
+    source = repository.source
+    if "://" in source and not _GIT_URL.match(source):
+        raise BadTaskError(f"environment.repository: {source!r} is no URL with https, http, ssh, git or file")
+    if "://" not in source and (source.startswith("-") or not Path(source).exists()):
+        raise BadTaskError(f"environment.repository: {source} does not exist")
+    if repository.commit.startswith("-"):
+        raise BadTaskError(f"environment.repository: {repository.commit!r} is not the name of a commit")
 
 
 def resolve_path(source: str, folder: Path) -> str:

@@ -89,6 +89,16 @@ async def test_reads_a_folder_or_url_without_changing_it(tmp_path: Path) -> None
         await task_sandboxes.bundle(missing)
 
 
+@pytest.mark.parametrize("source", ["--upload-pack=touch {}://", "ext::touch {} ://x"])
+async def test_a_repository_never_names_a_command_for_git(tmp_path: Path, source: str) -> None:
+    """Rows are checked when they are read; git itself takes the source as nothing but a source as well."""
+    touched = tmp_path / "touched"
+    repository = GitRepository(source.format(touched), "0" * 40)
+    with pytest.raises(WorkspaceError, match="cannot be read"):
+        await TaskSandboxes("process").bundle(Task("x", "x", 0, "x", environment=Environment(repository=repository)))
+    assert not touched.exists()
+
+
 @pytest.mark.parametrize("detached", [False, True])
 async def test_truncates_the_history_of_a_clone_in_an_image(tmp_path: Path, detached: bool) -> None:
     """The image holds a clone with its full history, reset to the base commit and changed a little."""
