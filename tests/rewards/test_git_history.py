@@ -93,7 +93,8 @@ async def test_reads_a_folder_or_url_without_changing_it(tmp_path: Path) -> None
 async def test_a_repository_never_names_a_command_for_git(tmp_path: Path, source: str) -> None:
     """Rows are checked when they are read; git itself takes the source as nothing but a source as well."""
     touched = tmp_path / "touched"
-    repository = GitRepository(source.format(touched), "0" * 40)
+    run(tmp_path, "init", "-q", "repository")
+    repository = GitRepository(source.format(touched), str(tmp_path / "repository"))
     with pytest.raises(WorkspaceError, match="cannot be read"):
         await TaskSandboxes("process").bundle(Task("x", "x", 0, "x", environment=Environment(repository=repository)))
     assert not touched.exists()
