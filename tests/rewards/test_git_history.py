@@ -89,7 +89,7 @@ async def test_reads_a_folder_or_url_without_changing_it(tmp_path: Path) -> None
         await task_sandboxes.bundle(missing)
 
 
-@pytest.mark.parametrize("source", ["--upload-pack=touch {}://", "ext::touch {} ://x"])
+@pytest.mark.parametrize("source", ["--upload-pack=touch {};://", "ext::touch {} :// x"])
 async def test_a_repository_never_names_a_command_for_git(tmp_path: Path, source: str) -> None:
     """Rows are checked when they are read; git itself takes the source as nothing but a source as well."""
     touched = tmp_path / "touched"
