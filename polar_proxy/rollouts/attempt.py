@@ -65,7 +65,7 @@ class InfrastructureError(PolarError):
     """An attempt failed through no fault of the agent: a sandbox, the engine, the disk. The worker tries again."""
 
     def __init__(self, cause: str, text: str) -> None:
-        """`cause` is machine-readable: sandbox, harness, evaluator, engine, store or disk."""
+        """`cause` is machine-readable: sandbox, harness, evaluator, engine, store, disk or internal."""
         super().__init__(cause, text)  # both, so that the error can be pickled
         self.cause = cause
         self.text = text
@@ -201,6 +201,10 @@ class AttemptRunner:
         except (PolarError, HarnessError) as error:  # another attempt would fail in the same way
             failure = AgentResult("failed", _failure_cause(error), str(error), None, b"", None, masked=False)
             await self._finish(attempt, failure, None, outcome="failed")
+        except Exception as error:
+            log.exception("rollout %s: a fault in Polar", attempt.rollout_id)
+            await uncancellable(self._abandon(attempt))
+            raise InfrastructureError("internal", f"a fault in Polar: {type(error).__name__}: {error}") from error
 
     # The stages, in order
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -158,6 +159,24 @@ async def test_fails_after_three_attempts_without_a_sandbox(store: Store, tmp_pa
     assert stage_ends(stages) == [(number, "preparing", "failed", "sandbox") for number in (1, 2, 3)]
     assert await store.feed.depth() == {"dropped": 1}
     assert await count_calls(store, row) == {"trained": 0}
+
+
+async def test_an_unforeseen_error_is_recorded_at_once(store: Store, tmp_path: Path) -> None:
+    """It must not look like a dead worker, whose rollouts wait until their claim expires."""
+
+    async def opener(kind: SandboxKind, spec: SandboxSpec) -> Sandbox:
+        raise RecursionError("a fault of Polar's")
+
+    start = time.monotonic()
+    async with service(store, tmp_path, opener) as running:
+        made, _ = await running.submit(TASKS, job(for_training=True))
+        await running.until_done(made.job_id)
+    assert time.monotonic() - start < 20
+    (row,) = await store.rollouts.find()
+    assert (row.status, row.cause) == ("failed", "internal")
+    assert row.error == "a fault in Polar: RecursionError: a fault of Polar's"
+    stages = await store.rollouts.stages(row.rollout_id)
+    assert stage_ends(stages) == [(number, "preparing", "failed", "internal") for number in (1, 2, 3)]
 
 
 @pytest.mark.parametrize("what", ["job", "group", "rollout"])
