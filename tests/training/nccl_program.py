@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from dataclasses import asdict
 
 import torch
 
@@ -36,7 +37,7 @@ async def main(url: str, how: str) -> None:
             logprobs = learner.logprobs(ids)
             result = await probe(engine, ids, logprobs, before, 0.02)
             engine_version = await engine.weight_version()
-            print(json.dumps({"engine": engine_version, "seconds": seconds, **result.to_json()}), flush=True)
+            print(json.dumps({"engine": engine_version, "seconds": seconds, **asdict(result)}), flush=True)
             before = logprobs
             noise = torch.Generator().manual_seed(int(version))
             for tensor in learner.weights().values():
