@@ -37,7 +37,8 @@ def assemble(spans: Sequence[Span], calls: Mapping[str, CallRecord]) -> tuple[To
     for a span without a call, without an answer, or outside of its call.
     """
     ids: list[TokenIds] = [np.empty(0, np.int32)]
-    logprobs: list[Logprobs] = [np.empty(0, np.float32)]
+    reported: list[tuple[int, Logprobs]] = []
+    size = 0
     for span in spans:
         call = calls.get(span.call_id)
         if call is None:
@@ -51,11 +52,13 @@ def assemble(spans: Sequence[Span], calls: Mapping[str, CallRecord]) -> tuple[To
         if tokens is None or not 0 <= span.start <= span.end <= len(tokens):
             raise SpanError(f"a span lies outside of the call {span.call_id}")
         ids.append(tokens[span.start : span.end])
-        if values is None:
-            logprobs.append(np.full(span.end - span.start, np.nan, np.float32))
-        else:
-            logprobs.append(values[span.start : span.end])
-    return np.concatenate(ids), _mask_of(spans), np.concatenate(logprobs)
+        if values is not None:
+            reported.append((size, values[span.start : span.end]))
+        size += span.end - span.start
+    logprobs = np.full(size, np.nan, np.float32)
+    for start, values in reported:
+        logprobs[start : start + len(values)] = values
+    return np.concatenate(ids), _mask_of(spans), logprobs
 
 
 def _mask_of(spans: Sequence[Span]) -> LossMask:
