@@ -34,7 +34,7 @@ def assemble(spans: Sequence[Span], calls: Mapping[str, CallRecord]) -> tuple[To
     """Concatenate the tokens of the spans.
 
     Return token_ids int32 [n], loss_mask uint8 [n], logprobs float32 [n] (NaN where the mask is 0). Raise SpanError
-    for a span without a call, without an answer, or outside of its call.
+    for a span whose call or answer does not exist, or that ends outside of its call.
     """
     ids: list[TokenIds] = [np.empty(0, np.int32)]
     reported: list[tuple[int, Logprobs]] = []
@@ -42,7 +42,7 @@ def assemble(spans: Sequence[Span], calls: Mapping[str, CallRecord]) -> tuple[To
     for span in spans:
         call = calls.get(span.call_id)
         if call is None:
-            raise SpanError(f"it refers to the call {span.call_id}, which its session does not have")
+            raise SpanError(f"a span names the call {span.call_id}, which the session does not have")
         tokens, values = call.prompt_ids, None
         if span.kind == "sampled":
             choice = next((choice for choice in call.choices if choice.index == span.choice), None)
@@ -141,8 +141,8 @@ def all_reported(logprobs: Logprobs) -> bool:
 def find_problem(trace: Trace, calls: Mapping[str, CallRecord]) -> str | None:
     """Return how a trace differs from its calls, or None.
 
-    Tokens and log-probabilities are those of the calls, position by position, and each sampled span is a whole answer.
-    A rescored trace may have other log-probabilities.
+    There is none if tokens and log-probabilities are those of the calls, position by position, and each sampled span is
+    a whole answer. A rescored trace may have other log-probabilities.
     """
     if (problem := find_layout_problem(trace)) is not None:
         return problem
@@ -170,7 +170,7 @@ def find_problem(trace: Trace, calls: Mapping[str, CallRecord]) -> str | None:
 # ---------------------------------------------------------------- comparing token sequences, int32 [n]
 #
 # The store reads the prompts of a session into one buffer, because they begin alike. Two arrays that begin at the same
-# address are not compared, so that the cost of a turn is that of its new tokens.
+# address are equal without a comparison, so that a turn costs only the comparison of its new tokens.
 
 
 def common_prefix_length(one: TokenIds, other: TokenIds) -> int:
@@ -213,12 +213,12 @@ def share_buffer(one: TokenIds, other: TokenIds) -> bool:
 
 
 def shared_length(ids: TokenIds, known: TokenIds | None) -> int:
-    """Return the length of `known` if `ids` share its buffer, so that these first tokens need no comparison, else 0."""
+    """Return how many first tokens need no comparison: all of `known` if `ids` begins with it in one buffer, else 0."""
     return len(known) if known is not None and len(known) <= len(ids) and share_buffer(ids, known) else 0
 
 
 def is_any(ids: TokenIds, wanted: Sequence[int]) -> npt.NDArray[np.bool_]:
-    """Return bool [n]: which of `ids` are among a few wanted ones."""
+    """Return bool [n]: whether each of `ids` is one of the few ids in `wanted`."""
     found = np.zeros(len(ids), dtype=np.bool_)
     for token in wanted:
         found |= ids == token

@@ -1,6 +1,6 @@
 """The dataset formats: each a pure function from one rollout's (or session's) calls and traces to rows.
 
-jsonl         one line for each rollout: the requests, answers and scores, call by call; no tokens
+jsonl         one line for each rollout: its reward, and the request and answers of each call; no tokens
 chat-jsonl    one line for each trace: the conversation in OpenAI form with its tools, for SFT on text
 tokens-jsonl  one line for each trace: ids, mask, log-probabilities and certificate (`traces/rows.py`)
 
@@ -70,7 +70,7 @@ def jsonl(session: SessionExport) -> Iterator[Json]:
 
 
 def chat_jsonl(session: SessionExport) -> Iterator[Json]:
-    """The last call of a trace has its whole conversation, and the choice that ends the trace is its answer."""
+    """Yield a row for each trace: the conversation of its last call, and the answer that ends the trace."""
     calls = {call.call_id: call for call in session.calls}
     reader = ConversationReader()
     for trace in session.traces:
@@ -99,13 +99,14 @@ DATASET_FORMATS: dict[str, Callable[[SessionExport], Iterator[Json]]] = {
 def conversation(call: CallRecord) -> Json:
     """Return {"messages", "tools"} of a call's request; `tools` is null if the call offered none.
 
-    A raw prompt (Completions) has no roles: its message has the role `prompt`. With "unparsed" the messages are raw.
+    A raw prompt (Completions) has no roles: its message has the role `prompt`. If the
+    request cannot be converted, messages and tools are raw, and "unparsed" has the reason.
     """
     return ConversationReader().read(call)
 
 
 class ConversationReader:
-    """Reads the conversations of a session's calls, and parses a message that several calls have only once."""
+    """Reads the conversations of a session's calls. A message that several calls contain is parsed once."""
 
     def __init__(self) -> None:
         self._last_parsed: dict[str, ParsedRequest] = {}

@@ -46,9 +46,9 @@ class ExportReport:
     rollouts: int = 0
     sessions: int = 0
     left_out: Counter[str] = field(default_factory=Counter)
-    """Calls by reason (`not_built_yet`: of a rollout that still runs; `certificate_broken`: of a session with a trace
-    that does not match its certificate); traces by grade, and branches of traces that were left out
-    (`parent_left_out`)."""
+    """Calls by reason (`not_built_yet`: their rollout still runs; `certificate_broken`: their session has a trace that
+    does not match its certificate); traces by grade (`grade_...`), and branches whose parent is left out
+    (`parent_left_out`); rows that a trainer's format refuses, by reason."""
 
     def to_json(self) -> Json:
         return {**asdict(self), "left_out": dict(self.left_out)}
@@ -67,9 +67,10 @@ async def export(
 ) -> ExportReport:
     """Write rows of the format `form` through `write`, one line at a time.
 
-    With `where`, the rollouts that match it; with `session_ids`, these sessions; with neither, every rollout and every
-    session without a rollout. Records of other trainers are made from the rows of tokens-jsonl, with an advantage in
-    those of trl and tinker. Raise UsageError for an unknown format, builder, advantage, condition or session.
+    Rows are written for the rollouts that match `where`, or for the sessions `session_ids`, or by default for every
+    rollout and every session without a rollout. Records of other trainers are made from the rows of tokens-jsonl; those
+    of trl and tinker have an advantage. Raise UsageError for an unknown format, builder, advantage, or session, and
+    for invalid conditions.
     """
     convert: Convert = list
     records: RecordConverter | None = None
@@ -120,7 +121,7 @@ async def _rewards_by_group(store: Store, advantage: str, builder: str) -> dict[
 async def rollout_lines(
     store: Store, rollout: RolloutRow, form: str, *, builder: str = "merged", all_grades: bool = False
 ) -> list[bytes]:
-    """Return the rows of one rollout, as `export` writes them; no rows of one that has not ended."""
+    """Return the rows of one rollout, as `export` writes them; no rows if it has not ended."""
     _require_known(form, builder)
     if rollout.session_id is None or not rollout.final:
         return []

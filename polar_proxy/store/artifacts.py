@@ -1,4 +1,4 @@
-"""Rewards of rollouts, and artifacts: files such as patches and logs, stored by their SHA-256."""
+"""Rewards of rollouts, and artifacts: files such as patches and logs, each named by its SHA-256."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ class RewardRepository(Repository):
         trace_id: str | None = None,
         call_id: str | None = None,
     ) -> str:
-        """Store a reward of the rollout, of one of its traces or of one call, and return its id.
+        """Store a reward of the rollout, of one of its traces or of one of its calls. Return the id of the reward.
 
-        All rewards are kept. The row of the rollout (or trace) has the newest reward. `value` None: the evaluator
-        returned no value.
+        All rewards are kept. The newest one of a rollout or trace is also in the row of that rollout or trace. `value`
+        None: the evaluator returned no value.
         """
         row = RewardRow(new_id("rew"), rollout_id, trace_id, call_id, source, value, detail, time.time())
         async with self._database.writing() as connection:
@@ -92,7 +92,7 @@ class ArtifactRepository(Repository):
     async def add(self, rollout_id: str, name: str, data: bytes) -> ArtifactRow:
         """Store a file. Files with equal content are stored once.
 
-        Secrets are removed from logs. A patch stays as it is, because it must still apply.
+        Secrets are removed from files named `*.log`. Other files stay as they are: a patch, for example, must apply.
         """
         if name.endswith(".log"):
             data = await asyncio.to_thread(log_without_secrets, data)
@@ -126,7 +126,7 @@ def write_artifact(folder: Path, data: bytes) -> str:
     sha256 = hashlib.sha256(data).hexdigest()
     path = artifact_path(folder, sha256)
     try:
-        os.utime(path)  # `polar db prune` does not remove young files
+        os.utime(path)  # makes the file young: `polar db prune` does not remove young files
         return sha256
     except FileNotFoundError:
         pass

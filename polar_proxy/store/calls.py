@@ -1,15 +1,15 @@
-"""Recorded calls: committed in groups, read back whole or as summaries. Calls in progress are announced to the other
-gateways that share the database.
+"""Recorded calls: committed in batches, read back whole or as summaries.
 
-Promises:
+A gateway that shares the database with others announces each call before answering it, with a row of `open_calls` that
+has a lease. Promises:
 
 * A call is announced only while its session is open: once the session is closed, no gateway starts another call of it.
-* The transaction that commits a call deletes its row. A row whose lease has expired is a lost call: its gateway was
-  killed or could not commit it.
-* The end of a session removes the remaining rows. A call that is committed after its row was removed is too late for
-  the traces: the same transaction excludes it and marks its rollout incomplete, so that every call stays accounted for.
+* The transaction that commits a call deletes its announcement. If the lease of an announcement has expired, its call is
+  lost: the gateway was killed or could not commit it.
+* The end of a session removes its remaining announcements. If a call is committed after that and its rollout has ended,
+  it is too late for the traces: the same transaction excludes it and marks the rollout incomplete.
 
-A gateway that does not share its database announces nothing, and its commits check nothing.
+A gateway that does not share its database announces nothing, and its commits look for no announcements.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from polar_proxy.store.group_commit import BatchWriter, GroupCommit
 from polar_proxy.types import CallRecord, CallStatus, Edge, StoredLineage
 
 _MAX_BOUND_VALUES = 10_000
-"""Values bound to one statement. Both databases accept three times as many."""
+"""The most values bound to one statement. Both databases accept three times as many."""
 
 _c = schema.calls.c
 _x = schema.completions.c
@@ -40,7 +40,7 @@ _s = schema.sessions.c
 
 @dataclass(frozen=True, slots=True)
 class CallSummary:
-    """A call without messages and tokens. `prompt_tokens` is None if the engine returned no ids."""
+    """A call without messages and tokens. `prompt_tokens` is None if the engine returned no token ids."""
 
     call_id: str
     session_id: str
@@ -88,9 +88,9 @@ class CallRepository(Repository):
         self._writer = writer
 
     async def commit(self, record: CallRecord) -> None:
-        """Store a call; returns after its commit. Raises StoreError if the call cannot be stored.
+        """Store a call, and return after its transaction is committed. Raises StoreError if it cannot be stored.
 
-        `prompt_ids` and `token_ids` are int32, `logprobs` float32, one value per token.
+        In the record, `prompt_ids` and `token_ids` are int32, and `logprobs` float32 with one value per token.
         """
         await self._writer.commit(record)
 
@@ -116,7 +116,7 @@ class CallRepository(Repository):
         return await self._rows(CallSummary, query)
 
     async def lineages(self, session_id: str, *, known: Collection[str] = ()) -> list[StoredLineage]:
-        """Return the lineage of the session's calls, ordered by start, in one statement without messages.
+        """Return how each call of the session relates to earlier ones, ordered by start. One statement, no messages.
 
         `known`: ids of calls to leave out; ignored if there are too many for one statement.
         """
@@ -128,7 +128,7 @@ class CallRepository(Repository):
 
 @dataclass(frozen=True, slots=True)
 class OpenCall:
-    """A call in progress, or one that its gateway lost. Times in seconds since the epoch."""
+    """The announcement of a call that is in progress or lost. Times in seconds since the epoch."""
 
     call_id: str
     session_id: str
@@ -142,7 +142,7 @@ _insert_open_calls = insert(schema.open_calls)
 
 
 class OpenCallRepository(Repository):
-    """Calls in progress. All announcements that wait are written in one transaction."""
+    """Announcements of calls. Those that wait to be written are written together in one transaction."""
 
     def __init__(self, database: Database, writer: GroupCommit) -> None:
         super().__init__(database)
@@ -150,13 +150,14 @@ class OpenCallRepository(Repository):
         self._announcements = BatchWriter(self._write_announcements)
 
     async def stop(self) -> None:
-        """Wait until all announcements are written."""
+        """Wait until all announced calls are written to the database."""
         await self._announcements.stop()
 
     async def announce(self, gateway: str, session_id: str, call_ids: Sequence[str], seconds: float) -> bool:
-        """Announce calls that `gateway` is about to answer, with a lease of `seconds`.
+        """Announce the calls that `gateway` is about to answer, with a lease of `seconds`.
 
-        Returns True when every gateway can see them, False if the session is closed and they must not be answered.
+        Returns True when every gateway can see the announcements; False if the session is closed, so that the calls
+        must not be answered.
         """
         self._writer.shared = True
         now = time.time()
@@ -164,7 +165,7 @@ class OpenCallRepository(Repository):
         return all(await asyncio.gather(*(self._announcements.add(call) for call in calls)))
 
     async def _write_announcements(self, batch: Sequence[tuple[OpenCall, asyncio.Future[bool]]]) -> None:
-        """Write the calls whose sessions are open, and tell each caller whether its session is."""
+        """Write the calls of open sessions. The result of each future is whether the session of its call is open."""
         open_sessions: set[str] = set()
         error: StoreError | None = None
         calls = [call for call, _ in batch]
@@ -190,12 +191,12 @@ class OpenCallRepository(Repository):
                 await connection.execute(update(schema.open_calls).where(mine).values(lease_expires_at=expires_at))
 
     async def of_session(self, session_id: str, *, but: str | None = None) -> list[OpenCall]:
-        """Return the session's calls in progress and lost calls, oldest first, except those of the gateway `but`."""
+        """Return the calls of a session that are in progress or lost, oldest first, without those of gateway `but`."""
         query = select(*_open_columns).where(_o.session_id == session_id).order_by(_o.started_at, _o.call_id)
         return await self._rows(OpenCall, query if but is None else query.where(_o.gateway != but))
 
     async def take(self, session_id: str) -> list[OpenCall]:
-        """Delete and return the remaining calls of a session that has ended."""
+        """Delete and return the remaining announcements of a session that has ended."""
         if not await self.of_session(session_id):
             return []
         deleted = delete(schema.open_calls).where(_o.session_id == session_id).returning(*_open_columns)
@@ -203,13 +204,14 @@ class OpenCallRepository(Repository):
             return [OpenCall(*row) for row in await connection.execute(deleted)]
 
     async def gateways(self) -> set[str]:
-        """Return the gateways that have calls in progress or died with some."""
+        """Return the gateways that have announcements: some calls are in progress, or the gateway died with some."""
         return set(await self._scalars(select(_o.gateway).distinct()))
 
     async def sweep(self, dead: Collection[str] = ()) -> list[OpenCall]:
-        """Delete and return the calls of `dead` gateways and those whose lease has expired.
+        """Delete and return the announcements of `dead` gateways, and those whose lease has expired.
 
-        Calls of a rollout that still runs stay, because its end must know what was lost.
+        Announcements of a rollout that still runs stay, so that the lost calls are known when the rollout ends. Leases
+        of dead gateways among them end now.
         """
         now = time.time()
         still_runs = select(_r.rollout_id).where(_r.session_id == _o.session_id, ~schema.rollout_is_final).exists()
@@ -226,8 +228,8 @@ class OpenCallRepository(Repository):
 def _insert_announcements(connection: Connection, calls: Sequence[OpenCall]) -> set[str]:
     """Insert the calls of open sessions, and return the ids of these sessions."""
     ids = sorted({call.session_id for call in calls})
-    # Rows are locked in the same order as by commits. This transaction and the closing of a session wait for each
-    # other.
+    # Sessions are locked in the order of their ids, as commits do. The lock makes this transaction and the closing of
+    # a session wait for each other.
     query = select(_s.session_id).where(_s.session_id.in_(ids), _s.closed_at.is_(None)).order_by(_s.session_id)
     open_sessions = set(connection.scalars(query.with_for_update(read=True)))
     if rows := [asdict(call) for call in calls if call.session_id in open_sessions]:

@@ -175,9 +175,9 @@ class Database:
 
 
 class Repository:
-    """The queries on one family of tables.
+    """The queries on a few related tables.
 
-    Rows are returned as dataclasses with one field per selected column, in order: `row_columns` selects them.
+    Rows are returned as dataclasses. Their fields are the selected columns, in the same order (see `row_columns`).
     """
 
     def __init__(self, database: Database) -> None:
@@ -213,7 +213,7 @@ def _describe(error: SQLAlchemyError | sqlite3.Error | OSError) -> str:
     if isinstance(error, PoolTimeout):
         return "The database is too busy: no connection became free in time"
     if not isinstance(error, DBAPIError):
-        return f"The database refused: {type(error).__name__}"
+        return f"The database refused the operation: {type(error).__name__}"
     reason = str(error.orig).splitlines()[0] if error.orig is not None else type(error).__name__
     lower = reason.lower()
     if "not a database" in lower:
@@ -225,12 +225,12 @@ def _describe(error: SQLAlchemyError | sqlite3.Error | OSError) -> str:
     if "unable to open database file" in lower or "readonly database" in lower:
         return f"The database file cannot be opened for writing: {reason}"
     if isinstance(error, IntegrityError):
-        return f"A row does not fit the stored rows (an unknown id, or an id used twice): {reason}"
-    return f"The database refused: {reason}"
+        return f"A row contradicts the stored rows (it names an unknown id, or its id is taken): {reason}"
+    return f"The database refused the operation: {reason}"
 
 
 def is_unavailable(error: BaseException | None) -> bool:
-    """Return whether the server cannot be reached, or disconnected during the failed operation."""
+    """Return whether the error means that the server cannot be reached, or disconnected during the operation."""
     while error is not None:
         if isinstance(error, DBAPIError) and error.connection_invalidated:
             return True
@@ -280,7 +280,7 @@ def _listen(engine: Engine, *, writes: bool) -> None:
         cursor.execute(f"PRAGMA busy_timeout={_BUSY_MS}")
         if writes:
             cursor.execute("PRAGMA journal_mode=WAL")
-            # A commit survives the end of every process. To survive a power failure it would wait for the disk.
+            # A commit survives the end of this process. To survive a power failure, it would have to wait for the disk.
             cursor.execute("PRAGMA synchronous=NORMAL")
             cursor.execute(f"PRAGMA wal_autocheckpoint={_CHECKPOINT_PAGES}")
             cursor.execute("PRAGMA foreign_keys=ON")
@@ -302,7 +302,7 @@ def default_url(home: Path) -> str:
 
 
 def normalise_url(address: str) -> str:
-    """Return the URL for the async driver of a path or a database URL. Raises UsageError for anything else."""
+    """Return a file path or a database URL as the URL of the async driver. Raises UsageError for anything else."""
     address = address.strip()
     if not address:
         raise UsageError("The database address is empty: give a file path, sqlite:///FILE or postgresql://...")

@@ -53,7 +53,7 @@ def parse_where(text: str) -> list[ColumnElement[bool]]:
 def _condition(text: str) -> ColumnElement[bool]:
     match = _CONDITION.fullmatch(text)
     if match is None:
-        raise UsageError(f"{text!r} is not a condition. Write NAME OPERATOR VALUE with {' '.join(_OPERATORS)}")
+        raise UsageError(f"{text!r} is not a condition. Write NAME OPERATOR VALUE. Operators: {' '.join(_OPERATORS)}")
     name, sign, value = match.groups()
     compare, value = _OPERATORS[sign], value.strip("'\"")
     if name in _NUMBERS:

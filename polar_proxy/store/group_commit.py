@@ -56,7 +56,7 @@ _insert_completions = insert(schema.completions)
 class BatchWriter(Generic[ItemT, ResultT]):
     """Collects the items that arrive while a batch is written, and writes them together as the next one.
 
-    `write` gets the items with the futures of their callers, and resolves all of these.
+    `write` gets each item with the future of its caller, and must resolve all futures.
     """
 
     def __init__(self, write: Callable[[Sequence[tuple[ItemT, asyncio.Future[ResultT]]]], Awaitable[None]]) -> None:
@@ -92,7 +92,7 @@ class GroupCommit:
         self._writer = BatchWriter(self._commit_batch)
         self._stopped = False
         self.shared = False
-        """Several gateways share the database: the commit of a call also deletes its row of `open_calls`."""
+        """True if several gateways share the database. The commit of a call then deletes its row of `open_calls`."""
         self._insert_exclusions = database.insert_new(schema.exclusions)
         self._insert_nodes = database.insert_new(schema.nodes)
         self._insert_engines = database.insert_new(schema.engines)
@@ -116,7 +116,7 @@ class GroupCommit:
         try:
             await self._commit_together(batch)
         except Exception as error:  # noqa: BLE001 (passed on to each caller)
-            # Nothing of the batch is stored. Shared rows that were known to be stored may be gone: insert all of them.
+            # Another process may have deleted nodes, settings or engines that were stored: insert all of them again.
             self._serializer.forget()
             if not retry:
                 stored = await self._stored_ids(batch) if unsure else set()
@@ -163,8 +163,8 @@ class GroupCommit:
     def _settle_open_calls(self, connection: Connection, call_ids: set[str]) -> None:
         """Delete the announcements of committed calls, in the transaction of the commit.
 
-        A call whose announcement is already gone is committed after the end of its session. If its rollout has ended,
-        the call is excluded and the rollout becomes incomplete.
+        If an announcement is already gone, its call is committed after the end of its session. If its rollout has ended
+        too, the call is excluded from the traces, and the rollout becomes incomplete if its last attempt made the call.
         """
         deleted = delete(schema.open_calls).where(_o.call_id.in_(call_ids)).returning(_o.call_id)
         late = call_ids - set(connection.scalars(deleted))

@@ -33,9 +33,9 @@ _migration_lock = threading.Lock()
 
 @asynccontextmanager
 async def open_database(url: str, *, create: bool = True) -> AsyncIterator[Database]:
-    """Open a database of the newest revision, after creating or upgrading it.
+    """Open a database, after creating it or upgrading it to the newest revision.
 
-    Without `create`, raise StoreError for a missing, empty or older database; a newer one always raises it.
+    Without `create`, a missing, empty or older database raises StoreError instead. A newer one always does.
     """
     database = Database(normalise_url(url))
     try:
@@ -107,7 +107,9 @@ def _revision(connection: Connection) -> str | None:
     if found is None or found == HEAD:
         return found
     if not re.fullmatch(r"\d{4}", str(found)):
-        raise StoreError(f"The database has the schema revision {found!r}, which is not a revision of Polar")
+        raise StoreError(
+            f"The database has the schema revision {found!r}, which is not a revision of Polar: use another database"
+        )
     if str(found) > HEAD:
         raise StoreError(
             f"The database was written by a newer Polar (schema {found}, this one reads up to {HEAD}): update Polar"

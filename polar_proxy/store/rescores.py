@@ -1,4 +1,5 @@
-"""Rescores: answers that were recorded as text, encoded and scored later by an engine that did not sample them.
+"""Rescores: tokens and log-probabilities of answers that were recorded as text, computed later by an engine that did
+not sample them.
 
 Rescores are stored in their own table and never change the calls: a call that was recorded without tokens keeps the
 status `no_tokens`. Only the traces of the builder `rescored` use them; `apply_rescores` puts the rescored tokens into
@@ -34,10 +35,10 @@ _c = schema.calls.c
 
 @dataclass(frozen=True, slots=True)
 class Rescore:
-    """One answer as tokens of `engine`.
+    """One answer in the tokens of `engine`.
 
-    `prompt_ids`: int32 [m], `token_ids`: int32 [n]. `logprobs`: float32 [n], in nats, raw, scored after the prompt
-    (teacher forcing).
+    `prompt_ids`: int32 [m], `token_ids`: int32 [n]. `logprobs`: float32 [n], in nats, raw (of the model's own
+    distribution), each given the prompt and the tokens before it (teacher forcing).
     """
 
     call_id: str
@@ -51,7 +52,7 @@ class Rescore:
 
 @dataclass(frozen=True, slots=True)
 class BuilderCalls:
-    """The calls of sessions as they were recorded, and with the tokens that the traces of a builder refer to."""
+    """Calls in two forms: as recorded, and with the tokens that the traces of a builder refer to."""
 
     recorded: list[CallRecord]
     of_traces: list[CallRecord]
@@ -88,9 +89,9 @@ class RescoreRepository(Repository):
 
 
 def apply_rescores(calls: Iterable[CallRecord], rescores: Iterable[Rescore]) -> list[CallRecord]:
-    """Return the calls, with rescored tokens in those without tokens if all their answers were rescored.
+    """Return the calls. A call without tokens gets those of its rescores if all its answers were rescored.
 
-    The engine of a call remains the one that sampled the text.
+    The call's `engine` remains the one that sampled the text.
     """
     by_call: dict[str, dict[int, Rescore]] = {}
     for one in rescores:
@@ -111,7 +112,7 @@ def _apply(call: CallRecord, rescores: dict[int, Rescore]) -> CallRecord:
 async def fetch_for(
     connection: AsyncConnection, where: ColumnElement[bool], builder: str, *, text: bool = False
 ) -> Callable[[], BuilderCalls]:
-    """Read the calls that meet `where` (a condition on `calls`); the result unpacks them: CPU work for a thread."""
+    """Read the calls that meet `where` (a condition on `calls`). Return a function that unpacks them."""
     loader = await fetch(connection, where, text=text)
     load_rescores = await _fetch_rescores(connection, where) if builder == RESCORED_BUILDER else None
 
@@ -123,7 +124,7 @@ async def fetch_for(
 
 
 async def _fetch_rescores(connection: AsyncConnection, where: ColumnElement[bool]) -> Callable[[], list[Rescore]]:
-    """Read the rescores of the calls that meet `where` (a condition on `calls`); the result unpacks them."""
+    """Read the rescores of the calls that meet `where`, and return a function that unpacks them."""
     joined = schema.rescores.join(schema.calls, _c.call_id == _rs.call_id).join(
         schema.engines, schema.engines.c.engine_hash == _rs.engine_hash
     )

@@ -1,7 +1,7 @@
 """Tasks and rollouts: the status of each rollout, the stages of its attempts, and its events.
 
-Promise: a worker that lost its claim changes nothing. If another worker took the rollout over meanwhile, its next write
-raises ClaimLostError.
+Promise: a worker that lost its claim changes nothing. If another worker has taken the rollout over, the next write of
+the first worker raises ClaimLostError.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class RolloutRow:
     cause: str | None
     """Machine-readable cause of the failure or of the last retry."""
     masked: bool
-    """The rollout counts in its group's baseline and is not trained on."""
+    """The rollout counts in its group's baseline but is not trained on."""
     calls: int
     prompt_tokens: int
     completion_tokens: int
@@ -135,7 +135,7 @@ class EventRow:
 
 
 class TaskRepository(Repository):
-    """Tasks that rollouts were made for."""
+    """Tasks of rollouts."""
 
     async def put(self, task_id: str, family: str, seed: int | None, instruction: str, spec: Json) -> None:
         """Insert the task or replace it. The first `created_at` stays."""
@@ -168,7 +168,7 @@ class RolloutRepository(Repository):
         before: str | None = None,
         builder: str = _DEFAULT_BUILDER,
     ) -> list[RolloutRow]:
-        """Return the rollouts that meet all conditions, oldest first; with `limit`, the newest of them.
+        """Return the rollouts that meet all conditions, oldest first. With `limit`, return only that many, the newest.
 
         `where`: text such as `reward>=1, harness=codex` (see `filters.parse_where`). `before`: only rollouts created
         before this one. `builder`: the builder whose traces are counted.
@@ -195,7 +195,10 @@ class RolloutRepository(Repository):
         return await self.find(statuses=ROLLOUT_STATUSES - FINAL_STATUSES)
 
     async def group_id(self, rollout_id: str) -> str:
-        """Return the id of the rollout's current group (overflow rollouts change groups)."""
+        """Return the id of the rollout's current group.
+
+        A rollout that still runs when its group is complete may be carried over to another group.
+        """
         (group_id,) = await self._scalars(select(_r.group_id).where(_r.rollout_id == rollout_id))
         return str(group_id)
 
@@ -208,7 +211,7 @@ class RolloutRepository(Repository):
         incomplete: bool | None = None,
         sandbox: str | None = None,
     ) -> None:
-        """Change the given columns without a claim. A final status cannot change (StoreError)."""
+        """Change the given columns without a claim. Raises StoreError if `status` would change a final status."""
         if status is not None and status not in ROLLOUT_STATUSES:
             raise UsageError(f"{status!r} is not a rollout status. Statuses: {', '.join(sorted(ROLLOUT_STATUSES))}")
         values = _given(error=_clean_error(error), incomplete=incomplete, sandbox=sandbox)
@@ -259,7 +262,7 @@ class RolloutRepository(Repository):
     ) -> None:
         """Set a final status and end the open stage with `outcome`. Raises ClaimLostError if the claim was lost.
 
-        `masked`: the rollout counts in its group's baseline and is not trained on.
+        `masked`: the rollout counts in its group's baseline but is not trained on.
         """
         now = time.time()
         values = {"cause": cause, "incomplete": incomplete, "masked": masked, **_given(error=_clean_error(error))}
@@ -268,7 +271,7 @@ class RolloutRepository(Repository):
             await end_stages(connection, _stages_of(claim), now, outcome, cause)
 
     async def end_open_stage(self, rollout_id: str, outcome: str, cause: str | None = None) -> None:
-        """End the open stage of any attempt whose worker died."""
+        """End the open stage of a rollout whose worker died, whichever its attempt."""
         async with self._database.writing() as connection:
             await end_stages(connection, _st.rollout_id == rollout_id, time.time(), outcome, cause)
 
@@ -344,7 +347,7 @@ async def _status_values(
 async def end_stages(
     connection: AsyncConnection, which: ColumnElement[bool], now: float, outcome: str, cause: str | None = None
 ) -> None:
-    """End the stages among `which` that are open."""
+    """End the open stages that meet `which`."""
     values = {"ended_at": now, "outcome": outcome, "cause": json_codec.clean_text(cause)}
     await connection.execute(update(schema.stages).where(which, _st.ended_at.is_(None)).values(**values))
 

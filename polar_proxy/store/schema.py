@@ -96,7 +96,7 @@ jobs = Table(
     Column("created_at", Double, nullable=False),
     Column("ended_at", Double),
     Column("paused_until", Double),  # end of a pause; null: paused until it is resumed
-    Column("callback_url", Text),  # receives the ends of its groups and of the job
+    Column("callback_url", Text),  # is notified when one of its groups or the job ends
 )
 
 groups = Table(
@@ -120,7 +120,7 @@ sessions = Table(
     "sessions",
     metadata,
     Column("session_id", Text, primary_key=True),
-    Column("key_hash", LargeBinary, unique=True),  # SHA-256; the key is never stored
+    Column("key_hash", LargeBinary, unique=True),  # SHA-256 of the key, which is never stored
     Column("label", Text),
     Column("origin", Text, nullable=False),  # key, open, rollout
     # No foreign key: rollouts.session_id refers to this table, and a circle of keys could not be inserted.
@@ -145,7 +145,7 @@ rollouts = Table(
     Column("group_index", Integer, nullable=False),
     Column("session_id", Text, ForeignKey("sessions.session_id"), index=True),
     Column("status", Text, nullable=False, index=True),
-    Column("incomplete", Boolean, nullable=False, server_default="0"),  # a call is missing: never trained on
+    Column("incomplete", Boolean, nullable=False, server_default="0"),  # a call was lost, so it is never trained on
     Column("reward", Double),  # the newest reward of the rollout; all rewards are in `rewards`
     Column("exit_code", Integer),
     Column("error", Text),
@@ -160,10 +160,8 @@ rollouts = Table(
     Column("job_id", Text, index=True),
     Column("attempt", Integer, nullable=False, server_default="1"),
     Column("cause", Text),  # machine-readable cause of the failure or of the last retry
-    Column("masked", Boolean, nullable=False, server_default="0"),  # counts in the group's baseline, is not trained on
-    Column(
-        "claimed_by", Text, index=True
-    ),  # the worker that runs it, until `lease_expires_at` unless it sends a heartbeat
+    Column("masked", Boolean, nullable=False, server_default="0"),  # counts in the baseline, but is not trained on
+    Column("claimed_by", Text, index=True),  # the worker; without a heartbeat it loses the claim at `lease_expires_at`
     Column("lease_expires_at", Double),
     Column("policy_version", Text),  # when the rollout was claimed
     Column("created_at", Double, nullable=False),
@@ -237,7 +235,7 @@ job_events = Table(
 api_keys = Table(
     "api_keys",  # keys of the HTTP API; agents use the keys of their sessions
     metadata,
-    Column("key_hash", LargeBinary, primary_key=True),  # SHA-256; the key is never stored
+    Column("key_hash", LargeBinary, primary_key=True),  # SHA-256 of the key, which is never stored
     Column("role", Text, nullable=False),  # admin, trainer
     Column("label", Text),
     Column("created_at", Double, nullable=False),
@@ -245,14 +243,14 @@ api_keys = Table(
 )
 
 open_calls = Table(
-    "open_calls",  # calls in progress when several gateways share the database; deleted by the commit of the call
+    "open_calls",  # announced calls, if several gateways share the database; the commit of a call deletes its row
     metadata,
     Column("call_id", Text, primary_key=True),
     # No foreign key: a row may outlive its session for a moment and must not prevent pruning.
     Column("session_id", Text, nullable=False, index=True),
     Column("gateway", Text, nullable=False, index=True),  # HOST:PID:..., renews `lease_expires_at` while it runs
     Column("started_at", Double, nullable=False),
-    Column("lease_expires_at", Double, nullable=False),  # later: the call is lost
+    Column("lease_expires_at", Double, nullable=False),  # after this time the call counts as lost
 )
 
 fleet = Table(
@@ -264,13 +262,13 @@ fleet = Table(
 )
 
 nodes = Table(
-    "nodes",
+    "nodes",  # messages, lists of tools and parts of prompts, each stored once; `parent_id`: the one before it
     metadata,
     Column("node_id", LargeBinary, primary_key=True),
     Column("parent_id", LargeBinary, ForeignKey("nodes.node_id")),
     Column("kind", Text, nullable=False),  # message, tools, tokens
     Column("length", Integer, nullable=False),  # tokens (kind tokens) or bytes of this node
-    Column("chain_length", BigInteger, nullable=False),  # with all ancestors
+    Column("chain_length", BigInteger, nullable=False),  # length of this node and all its ancestors
     Column("data", LargeBinary, nullable=False),
 )
 
@@ -312,10 +310,10 @@ calls = Table(
     Column("rule", Text),  # the lineage rule that decided the edge
     Column("ambiguous", Boolean, nullable=False),
     Column("thread", Text),
-    Column("fingerprint", PackedJson),  # recognises the conversation after a restart
-    Column("prompt_mode", Text, nullable=False),  # or continue
-    Column("prompt_reason", Text),  # why the base was not continued
-    Column("base_call_id", Text),  # the answered call whose conversation it extends
+    Column("fingerprint", PackedJson),  # for recognising the conversation after a restart
+    Column("prompt_mode", Text, nullable=False),  # render (by the engine), continue (tokens of the base)
+    Column("prompt_reason", Text),  # why it does not continue the tokens of the base
+    Column("base_call_id", Text),  # the base: the answered call whose conversation this call extends
     Column("base_choice", Integer),
     Column("message_count", Integer, nullable=False),
     Column("messages_node", LargeBinary, ForeignKey("nodes.node_id")),
@@ -405,8 +403,8 @@ trace_spans = Table(
     Column("kind", Text, nullable=False),  # context, sampled
     Column("call_id", Text, ForeignKey("calls.call_id"), nullable=False),
     Column("choice_index", Integer, nullable=False),
-    Column("start_token", Integer, nullable=False),  # half open, relative to the prompt or choice of the call
-    Column("end_token", Integer, nullable=False),
+    Column("start_token", Integer, nullable=False),  # position in the prompt (context) or the answer (sampled)
+    Column("end_token", Integer, nullable=False),  # position after the last token
 )
 
 exclusions = Table(

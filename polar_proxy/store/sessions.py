@@ -55,7 +55,7 @@ _select_summaries = select(*row_columns(SessionSummary, schema.sessions))
 
 
 class SessionRepository(Repository):
-    """Sessions: the calls that came in under one API key."""
+    """Sessions. A session is everything that came in under one API key."""
 
     async def create(
         self,

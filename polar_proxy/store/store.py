@@ -28,8 +28,8 @@ from polar_proxy.store.training import TrainingRepository
 class Store:
     """One open database. Several processes may open the same database.
 
-    Each attribute is a repository with the queries on one family of tables. All of them raise StoreError if the
-    database refuses.
+    Each attribute is a repository with the queries on a few related tables. All of them raise StoreError if the
+    database reports an error.
     """
 
     def __init__(self, database: Database, artifacts: Path) -> None:

@@ -1,4 +1,4 @@
-"""Traces: their spans are stored, and reading a trace assembles its tokens from the calls again.
+"""Traces. Their spans are stored; reading a trace assembles its tokens from the calls again.
 
 Rescored log-probabilities are stored with their trace, because the calls do not have them.
 """
@@ -140,7 +140,8 @@ class TraceRepository(Repository):
         return bool(await self._scalars(query))
 
     async def set_audit(self, trace_id: str, grade: str, audit: Json) -> None:
-        """Store the result of an audit in the trace's certificate, and its grade. Replaces an earlier audit.
+        """Store the result of an audit in the trace's certificate, and `grade` as the grade of trace and certificate.
+        Replaces an earlier audit.
 
         Raises UsageError for an unknown trace (a later build may have replaced it) or one without a certificate.
         """
@@ -159,7 +160,7 @@ class TraceRepository(Repository):
             await connection.execute(update(schema.traces).where(mine).values(grade=grade, certificate=certificate))
 
     async def exclusions(self, session_id: str, *, builder: str = "merged") -> dict[str, str]:
-        """Return the reasons why calls are in no trace, by call id."""
+        """Return call id -> reason for the calls that are in no trace."""
         async with self._database.reading() as connection:
             return await _read_exclusions(connection, session_id, builder)
 

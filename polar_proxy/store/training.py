@@ -24,7 +24,7 @@ _OWN_COLUMNS = ("kind", "step", "at")
 
 
 class MissingLinesError(StoreError):
-    """Lines cannot be added because lines before them are missing. `lines`: the number of stored lines."""
+    """Lines of a metrics.jsonl cannot be added, because lines before them are missing. `lines`: how many are stored."""
 
     def __init__(self, run_id: str, lines: int, first: int) -> None:
         super().__init__(
@@ -91,7 +91,7 @@ class TrainingRepository(Repository):
         return await self._rows(TrainingRunRow, query.order_by(_r.created_at.desc(), _r.run_id.desc()))
 
     async def lines(self, run_id: str) -> list[Json]:
-        """Return all lines of a run in the order in which they were written."""
+        """Return all lines of a run's metrics.jsonl, in the order in which they were written."""
         query = select(_l.kind, _l.step, _l.at, _l.data).where(_l.run_id == run_id).order_by(_l.position)
         async with self._database.reading() as connection:
             rows = await connection.execute(query)

@@ -1,13 +1,13 @@
 """Audit: compare the recorded log-probabilities of traces with those of a fresh, teacher-forced pass.
 
-Promises, each a test:
+Promises, each with a test:
 
 * Only sampled tokens are compared, each with the fresh log-probability of that token given all tokens before it (in a
   `tree`, the whole path). A token that cannot be compared is counted with its reason, never as a difference of 0.
-* A trace with a difference beyond the tolerance, or whose numbers are of another log-probability mode than recorded, is
-  `rejected`. An audit never improves the builder's grade; an audit without findings withdraws an earlier rejection by
-  an audit.
-* A sequence that is the beginning of a longer one is not run twice.
+* A trace is `rejected` if a difference exceeds the tolerance, or if its log-probabilities are of another mode (raw,
+  processed) than recorded. An audit never improves the grade that the builder gave. An audit without findings withdraws
+  the rejection by an earlier audit.
+* A sequence that is the beginning of a longer one is not scored separately.
 
 Reasons for which a token is not compared: `policy_version` (sampled by other weights than the engine has loaded),
 `processed_sampling` (recorded of a distribution that temperature, top_p, ... changed, whereas a fresh pass gives the
@@ -37,7 +37,7 @@ wrong by one per cent is still far inside of every clip range. bf16 needs more (
 CONTEXT_TOKENS = 24
 """How many tokens are shown before a token that differs most."""
 UNKNOWN = "unknown"
-"""Counts traces without a harness (a session without a rollout), or tokens without a policy version."""
+"""The name for counting traces without a harness (no rollout), and tokens without a policy version."""
 _WORST_PER_TRACE = 3
 _WORST_IN_REPORT = 10
 _INFORMATIVE = -0.1
@@ -188,9 +188,9 @@ async def audit(
 ) -> list[TraceAudit]:
     """Audit all traces of one builder and one session.
 
-    `certificates` (trace id -> stored certificate) have the builder's own grade, which an earlier audit may have
-    changed, and the engine that scored a rescored trace. Raise UsageError if a trace is of another model or template
-    than the engine's, StoreError if a parent of a trace is missing.
+    `certificates`: trace id -> stored certificate. It has the grade that the builder gave, which an earlier audit may
+    have replaced in the trace, and the engine that scored a rescored trace. Raise UsageError if a trace was sampled
+    with another model or template than the engine has, StoreError if a parent of a trace is missing.
     """
     by_id = {call.call_id: call for call in calls}
     stored = {trace.trace_id: (certificates or {}).get(trace.trace_id) or {} for trace in traces}
@@ -221,7 +221,7 @@ async def audit(
 def _require_same_model(
     trace: Trace, calls: Mapping[str, CallRecord], rescored_by: Json | None, engine: EngineInfo
 ) -> None:
-    """Raise UsageError if the trace is of another model or template than the engine's."""
+    """Raise UsageError if the trace was sampled with another model or template than the engine has."""
     models: set[tuple[str, str | None]] = set()
     if rescored_by is not None:
         models.add((rescored_by["model"], None))
@@ -231,8 +231,8 @@ def _require_same_model(
     for model, template_hash in models:
         if model != engine.model:
             raise UsageError(
-                f"Some traces are of the model {model!r}, but the engine serves {engine.model!r}: select its own "
-                f"traces with --where 'model={engine.model}'. If it is the same model under another name, add "
+                f"Some traces are of the model {model!r}, but the engine serves {engine.model!r}: select the "
+                f"engine's with --where 'model={engine.model}'. If it is the same model under another name, add "
                 "--same-model."
             )
         served = engine.template_hash
@@ -241,7 +241,7 @@ def _require_same_model(
         if comparable and template_hash != served:
             raise UsageError(
                 f"The engine's chat template or tokenizer is not the one that traces of {model!r} were recorded "
-                "with: serve the model as it was. If only the template was edited, add --same-model."
+                "with: serve the model with those. If only the template was edited, add --same-model."
             )
 
 
@@ -277,7 +277,7 @@ class TraceAudit:
     def __init__(
         self, trace: Trace, path: TokenIds, fresh: _Values, reference: AuditReference, built_grade: str
     ) -> None:
-        """`path`: the trace's tokens after those of its parents; `fresh` (float64 [n]): its log-probabilities."""
+        """`path`: the trace's tokens after those of its parents; `fresh` (float64 [n]): log-probabilities of `path`."""
         self.trace_id = trace.trace_id
         self.built_grade = self.grade = built_grade
         self.differences: dict[str | None, Logprobs] = {}
@@ -285,7 +285,7 @@ class TraceAudit:
         self.skipped: Counter[str] = Counter()
         """Sampled tokens that were not compared, by reason."""
         self.findings: dict[str, str] = {}
-        """beyond_tolerance, wrong_mode, not_policy_samples: each with its measurement."""
+        """Finding (beyond_tolerance, wrong_mode or not_policy_samples) -> its description."""
         self.worst: list[LogprobDifference] = []
         self._trace, self._path, self._fresh, self._reference = trace, path, fresh, reference
         self._pairs: dict[tuple[LogprobMode, float], list[_Values]] = {}
@@ -381,11 +381,11 @@ def _incomparable(run: SampledRun, reference: AuditReference) -> str | None:
 def wrong_mode(
     recorded: _Values, fresh: _Values, mode: LogprobMode, temperature: float, tolerance: float
 ) -> LogprobMode | None:
-    """Return the mode of the numbers (float64 [n] each) if it is not `mode`; None if they fit, or do not show it.
+    """Return the mode of the `recorded` numbers (float64 [n]) if it is not `mode`; None if it is, or is unclear.
 
     With z the logits, raw is log softmax(z) and processed log softmax(z / T) = raw / T - log sum p^(1/T). That sum is
-    above 1 for T > 1 and below it for T < 1 (cutting the distribution makes it smaller still), so for processed numbers
-    recorded - raw / T has a known sign, although the rest of the distribution is unknown.
+    above 1 for T > 1 and below it for T < 1. So for processed numbers recorded - raw / T has a known sign, although the
+    rest of the distribution is unknown. (Cutting the distribution makes the sum smaller, which may hide it for T > 1.)
     """
     informative = fresh < _INFORMATIVE
     if np.count_nonzero(informative) < _INFORMATIVE_TOKENS or abs(1 / temperature - 1) < 0.1:

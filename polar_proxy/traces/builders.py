@@ -59,10 +59,10 @@ def build(
 ) -> BuildResult:
     """Build and validate the traces of a session's calls.
 
-    `on_drift` decides what `merged` does with drifted calls. `split` opens a new trace for them; `canonical` joins them
-    to their base's trace with the context of their own prompt, or splits if no clean join exists, with the reason in
-    the drift event; `rescore` makes the same traces as `canonical`, and `scoring.rescore` then replaces their
-    log-probabilities. Raise UsageError for an unknown builder or drift policy.
+    `on_drift` decides what `merged` does with drifted calls (see `drift.py`). `split` opens a new trace for them.
+    `canonical` joins them to their base's trace with the context of their own prompt; if no clean join exists, it
+    splits, and the drift event has the reason. `rescore` makes the same traces as `canonical`; `scoring.rescore` then
+    replaces their log-probabilities. Raise UsageError for an unknown builder or drift policy.
     """
     if builder not in BUILDERS:
         raise UsageError(f"There is no builder {builder!r}: choose {', '.join(BUILDERS)}.")
@@ -98,15 +98,15 @@ def build(
 
 
 class CallMerger:
-    """Builder `merged`: a call continues the longest trace whose tokens are, all of them, the beginning of its prompt.
+    """Builder `merged`: a call continues the longest trace whose tokens are a prefix of the call's prompt.
 
-    Among equally long traces it continues that of the call's base or parent. A call opens a new trace if its prompt
-    begins with no trace (after a rewind, for example, where the replaced answer stays trained in the old trace).
-    Sub-agents and compacted conversations always open their own.
+    Among equally long traces it continues that of the call's base or parent. If no trace is a prefix, it opens a new
+    one (after a rewind, for example; the replaced answer stays trained in the old trace). Calls of sub-agents and of
+    compacted conversations always open a new trace.
     """
 
     def __init__(self, calls: Sequence[CallRecord], events: dict[str, DriftEvent], *, joins_drift: bool) -> None:
-        """`events`, by call id, get the outcome of each drifted call."""
+        """`events`: call id -> drift event. `add` sets its outcome."""
         self.traces: list[TraceBuilder] = []
         self._events = events
         self._joins_drift = joins_drift
@@ -142,10 +142,9 @@ class CallMerger:
         )
 
     def _join_drifted(self, call: CallRecord) -> tuple[TraceBuilder, int] | None:
-        """Return the trace that a drifted call continues, and where the context begins in the call's prompt.
+        """Return the trace that a drifted call continues, and where the context begins in the call's prompt, or None.
 
-        This also applies to a call that did not drift but continues a joined trace, whose tokens differ from the call's
-        prompt.
+        The call may also be one that did not drift but continues a trace with joined drift, and so other tokens.
         """
         event = self._events.get(call.call_id)
         trace = self._by_last_answer.get((call.base_call_id or "", call.base_choice or 0))
@@ -162,11 +161,11 @@ class CallMerger:
 
 
 def _tree(calls: Sequence[CallRecord]) -> list[TraceBuilder]:
-    """Follow the longest path that begins like the prompt, and branch at the first token that differs.
+    """For each answer, follow the path with the longest common prefix with the prompt, and branch where they differ.
 
     Siblings, rewinds, parallel answers and sub-agents share their common prefix. A call whose prompt begins with a
     whole path continues the trace at the end of that path, unless it is the call of a sub-agent or of a compacted
-    conversation. Its choices after the first branch off. An answer that several paths continue is trained once.
+    conversation. A call's choices after the first branch off. An answer that several paths continue is trained once.
     """
     traces: list[TraceBuilder] = []
     for call in calls:
@@ -205,7 +204,7 @@ class TraceBuilder:
     """A trace that grows answer by answer: its tokens in one buffer, with the spans that they came from."""
 
     def __init__(self, parent: TraceBuilder | None = None, branch_at: int = 0) -> None:
-        """`branch_at`: how many tokens of the parent's whole path come before its own (builder `tree`)."""
+        """`branch_at`: how many tokens of the parent's whole path come before this trace's (builder `tree`)."""
         self.trace_id = new_id("trc")
         self.parent = parent
         self.branch_at = branch_at
@@ -240,7 +239,7 @@ class TraceBuilder:
 
     @property
     def end(self) -> int:
-        """Length of its whole path."""
+        """Length of the trace's whole path from the root."""
         return self.branch_at + self._size
 
     @property
@@ -255,7 +254,7 @@ class TraceBuilder:
         return start + common_prefix_length(prompt[start:], self.token_ids[start - self.branch_at :])
 
     def is_start_of(self, prompt: TokenIds) -> bool:
-        """Return whether the prompt begins with all tokens of this trace, which has no parent."""
+        """Return whether the prompt begins with all tokens of this trace. Only for traces without a parent."""
         if self._size > len(prompt) or prompt[self._size - 1] != self._buffer[self._size - 1]:
             return False
         start = shared_length(prompt, self._last_prompt)

@@ -49,7 +49,7 @@ _PERSON = b"polar trace"
 
 
 class CertificateError(PolarError):
-    """A stored trace does not match its certificate: it, or one of its calls, was changed in the database."""
+    """A stored trace does not match its certificate: the trace or one of its calls was changed in the database."""
 
 
 # ---------------------------------------------------------------- the model
@@ -178,9 +178,11 @@ def certify(calls: Sequence[CallRecord], build: BuildResult) -> dict[str, Certif
 def restore(
     stored: Mapping[str, Json | None], traces: Sequence[Trace], calls: Sequence[CallRecord]
 ) -> dict[str, Certificate]:
-    """Return trace id -> certificate for stored traces: all those of one build, with all calls of their session.
+    """Return trace id -> certificate for stored traces.
 
-    Raise CertificateError if a trace or a call has changed since the build.
+    `stored`: trace id -> certificate in its stored form. `traces`: all traces of one build. `calls`: all calls of their
+    session, with the tokens that the traces refer to. Raise CertificateError if a trace or a call has changed since the
+    build.
     """
     by_id = {call.call_id: call for call in calls}
     by_trace = {trace.trace_id: trace for trace in traces}
@@ -190,8 +192,8 @@ def restore(
         derived = None if kept is None else _certificate(trace, by_trace, by_id, kept)
         if kept is None or derived is None or derived.head != kept["head"]:
             raise CertificateError(
-                f"The trace {trace.trace_id} does not match its certificate: it or its calls were changed in the "
-                f"database. If that was intended, build it again with `polar build {trace.session_id}`."
+                f"The trace {trace.trace_id} does not match its certificate: the trace or a call was changed in "
+                f"the database. If that was intended, build it again with `polar build {trace.session_id}`."
             )
         found[trace.trace_id] = derived.model_copy(update={"grade": kept["grade"], "audit": kept["audit"]})
     return found
@@ -200,7 +202,10 @@ def restore(
 def _certificate(
     trace: Trace, traces: Mapping[str, Trace], calls: Mapping[str, CallRecord], origin: Json
 ) -> Certificate:
-    """`origin` has the fields that do not follow from trace and calls: on_drift, grade_reasons, drift, rescored."""
+    """Make the certificate of `trace`.
+
+    `origin`: the fields that do not follow from trace and calls: on_drift, grade_reasons, drift, rescored.
+    """
     engines: list[Json] = []
     spans = [_span(span, calls[span.call_id], engines) for span in trace.spans]
     branch_hash = None
@@ -277,8 +282,7 @@ def _events_in(trace: Trace, calls: Mapping[str, CallRecord], events: Sequence[D
 
 
 def hash_spans(seed: bytes, spans: Iterable[Json], token_ids: TokenIds, logprobs: Logprobs) -> list[bytes]:
-    """Return the hash of each span. `token_ids` int32 [n] and `logprobs` float32 [n] are tiled by the spans in
-    order."""
+    """Return the hash of each span. The spans, in order, tile `token_ids` (int32 [n]) and `logprobs` (float32 [n])."""
     ids, values = np.ascontiguousarray(token_ids, "<i4"), np.ascontiguousarray(logprobs, "<f4")
     hashes: list[bytes] = []
     link, position = seed, 0

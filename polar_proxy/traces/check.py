@@ -129,7 +129,7 @@ def _hash_problems(trace: Trace, certificate: Certificate) -> Iterator[str]:
     for number, (span, link) in enumerate(zip(certificate.spans, hashes, strict=True)):
         if span.hash != link.hex():
             yield (
-                f"the hashes do not chain at span {number} ({span.kind}, {span.call_id}): its tokens, "
+                f"the hash of span {number} ({span.kind}, {span.call_id}) does not match: its tokens, "
                 "log-probabilities or fields were changed"
             )
             return
@@ -138,18 +138,18 @@ def _hash_problems(trace: Trace, certificate: Certificate) -> Iterator[str]:
 
 
 def _span_problems(certificate: Certificate) -> Iterator[str]:
-    """Yield the problems unless each answer is whole, occurs once, and follows its call's prompt (except with the
-    reason `canonical`)."""
+    """Yield a problem for each answer that is not whole, occurs twice or does not follow its call's prompt (which the
+    reason `canonical` allows), and for other contradictions in the spans."""
     for span, following in zip(certificate.spans, [*certificate.spans[1:], None], strict=True):
         answers_it = following is not None and (following.kind, following.call_id) == ("sampled", span.call_id)
         if span.kind == "context" and not answers_it:
-            yield f"no answer of {span.call_id} follows its context"
+            yield f"the context of {span.call_id} is not followed by an answer of that call"
     position = certificate.branch_at
     answers = set()
     for span in certificate.spans:
         if span.kind == "context":
             if span.start != position and "canonical" not in certificate.grade_reasons:
-                yield f"the context of {span.call_id} begins at {span.start} of its prompt and at {position} here"
+                yield f"the context of {span.call_id} begins at {span.start} in its prompt and {position} in the trace"
         else:
             if span.start != 0:
                 yield f"an answer of {span.call_id} is not whole"
@@ -168,7 +168,7 @@ def _span_problems(certificate: Certificate) -> Iterator[str]:
 
 
 def _reason_problems(certificate: Certificate) -> Iterator[str]:
-    """Yield the problems if the reasons do not follow from the spans, or the grade not from the reasons."""
+    """Yield a problem for each reason that contradicts the spans, and for a grade that contradicts the reasons."""
     reasons = set(certificate.grade_reasons)
     sampled = [span for span in certificate.spans if isinstance(span, SampledSpan)]
     joined = any(event.outcome == "canonical" for event in certificate.drift)
@@ -221,7 +221,7 @@ class CrossRowChecks:
             try:
                 before = trace_path(trace, traces).token_ids[: trace.branch_at]
             except ValueError:
-                yield number, f"its parent {trace.parent_trace_id} is not in this file, or is bad"
+                yield number, f"its parent {trace.parent_trace_id} is not in this file, or its row is bad"
                 continue
             if hash_tokens(before) != certificate.branch_hash:
                 yield number, f"its parent {trace.parent_trace_id} has other tokens before the branch"

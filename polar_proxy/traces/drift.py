@@ -1,4 +1,4 @@
-"""Drift: a prompt that should continue an earlier call's tokens and does not begin with them.
+"""Drift: a prompt that should continue an earlier call's tokens but does not begin with them.
 
 A call drifts when it continues the answer of a trained call (its base), the base's tokens are known, its own prompt
 does not begin with them, and nothing was changed on purpose. This shows what a harness serialised differently,
@@ -112,7 +112,7 @@ def base_choice(call: CallRecord, base: CallRecord) -> Choice | None:
 def find_context_start(
     before: TokenIds, spans: Sequence[Span], call: CallRecord, base: CallRecord, *, drifted: bool
 ) -> int | str:
-    """Return the position in the call's prompt at which the context after `before` begins, or why it is unknown.
+    """Return the position in the call's prompt at which the context after `before` begins, or why there is none.
 
     `before` int32 [n], with its spans, is the trace so far, which ends with the base's answer. The position is found by
     counting end-of-turn tokens: they are special tokens, so re-tokenised text on either side does not move them. With k
@@ -155,9 +155,10 @@ def _turn_ends_within_answer(turn_ends: np.ndarray, spans: Sequence[Span]) -> bo
 
 # ---------------------------------------------------------------- causes
 #
-# Found from two texts: the base's prompt and answer, and the prompt that the engine rendered for the next turn. Each
-# cause makes one kind of difference (white space, how JSON is written, reasoning). The first causes without whose
-# differences the actual text begins with the expected one explain the drift.
+# A cause is found from two texts: the base's prompt and answer (expected), and the prompt that the engine rendered for
+# the next turn (actual). Each cause stands for one kind of difference (white space, how JSON is written, reasoning).
+# `_EXPLANATIONS` are tried in order: their differences are removed from both texts, and if the actual text then begins
+# with the expected one, these causes explain the drift.
 
 DriftCause = Literal[
     "retokenised",
@@ -171,11 +172,11 @@ DriftCause = Literal[
 ]
 
 ToolsChange = Literal["same", "rewritten", "changed"]
-"""The same bytes; the same tools in another order or form; other tools."""
+"""same: equal bytes; rewritten: the same tools in another order or form; changed: other tools."""
 
 CAUSE_MEANINGS: Mapping[DriftCause, str] = {
-    "retokenised": "the text is the same, and the tokenizer splits it into other tokens than were sampled",
-    "whitespace": "white space around text, reasoning or calls differs from what was sampled",
+    "retokenised": "the text is the same, but the tokenizer splits it into other tokens than were sampled",
+    "whitespace": "white space around text, reasoning or tool calls differs from what was sampled",
     "arguments_reserialised": "the JSON of a tool call is written differently (spaces, escapes, numbers, key order)",
     "reasoning_dropped": "the reasoning of an earlier answer is no longer in the prompt",
     "tools_changed": "the harness offers other tools than in the turn before",
@@ -190,11 +191,11 @@ CAUSE_FIXES: Mapping[DriftCause, str] = {
     "arguments_reserialised": _CONTINUE,
     "reasoning_dropped": f"{_CONTINUE} If training must see what the template makes of past turns, "
     "use --past-reasoning strip: the prompt is then rendered, with that reason in the record.",
-    "tools_changed": "Nothing: the prompt begins differently, so a new sequence is right. "
+    "tools_changed": "Nothing to fix: the prompt begins differently, so a new sequence is right. "
     "Switch off what changes the tools (lazily loaded tools, MCP servers) to keep one sequence.",
     "tools_rewritten": _CONTINUE,
-    "context_changed": f"{_CONTINUE} If the difference means nothing (a date, a nonce), a normaliser in "
-    "polar_proxy/sessions/hashing.py lets history see that; if it is an edit, a new sequence is right.",
+    "context_changed": f"{_CONTINUE} If the difference means nothing (a date, a nonce), add a normaliser "
+    "for it to polar_proxy/sessions/hashing.py; if it is an edit, a new sequence is right.",
     "answer_changed": f"{_CONTINUE} If the harness edits answers on purpose, a new sequence is right.",
 }
 
@@ -205,7 +206,7 @@ _EXPLANATIONS: tuple[tuple[DriftCause, ...], ...] = (
     ("reasoning_dropped",),
     ("arguments_reserialised", "reasoning_dropped"),
 )
-"""Causes that explain a difference together, fewest and least first."""
+"""Causes that together explain a difference, in the order in which they are tried."""
 
 _THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)
 _THINK_TAG = re.compile(r"</?think>")

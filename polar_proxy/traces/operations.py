@@ -25,10 +25,10 @@ from polar_proxy.types import CallRecord, Json
 
 STORED_BUILDER = "merged"
 """The builder whose traces are stored when a rollout ends. Traces of any other builder are made from the calls on
-request: stored for each rollout, those of `per_call` alone would be a third of its size."""
+request: stored for each rollout, those of `per_call` alone would be a third of the rollout's size."""
 
 SUPERSEDED = "superseded_attempt"
-"""The reason for excluding the calls of an attempt that another attempt followed: only one attempt is the rollout."""
+"""The reason for excluding the calls of an attempt that another attempt followed: only the last attempt counts."""
 
 _PAGE = 500
 
@@ -203,9 +203,10 @@ async def audit_store(
     at_once: int = 4,
     progress: Callable[[AuditReport], object] = lambda report: None,
 ) -> AuditReport:
-    """Audit the builder's traces of the targets, and store grade and figures with each trace.
+    """Audit the traces that `builder` made of the sessions in `targets` (see `traces/audit.py`).
 
-    Raise UsageError if the engine cannot score or serves another model, EngineError if the weights change meanwhile.
+    Store grade and findings in the certificate of each trace that has compared tokens or is rejected. Raise UsageError
+    if the engine cannot score or serves another model, EngineError if the weights change meanwhile.
     """
     report = AuditReport(reference)
     scorer = Scorer(engine, at_once)
@@ -218,7 +219,7 @@ async def audit_store(
         report.seconds = time.monotonic() - started
         progress(report)
         if (now := await engine.weight_version()) != loaded:
-            raise EngineError(f"The engine's weights changed from version {loaded} to {now} during the audit.")
+            raise EngineError(f"The engine's weights changed from version {loaded} to {now}: audit again.")
     return report
 
 

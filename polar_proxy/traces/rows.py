@@ -1,4 +1,4 @@
-"""Rows of `tokens-jsonl`: one JSON object for one trace. This is the one writer and the one reader.
+"""Rows of `tokens-jsonl`: one JSON object for each trace. Only this module writes and reads them.
 
 A row has fields of its rollout (rollout_id, group_id, task_id, status, reward, ...), the trace's identity, and
 

@@ -1,7 +1,7 @@
 """Scoring: the log-probabilities that an engine gives to sequences which it need not have sampled.
 
 For drifted calls that were joined (`rescore`), and for answers that were recorded as text, which make off-policy traces
-(`rescore_calls`, `build_rescored`). Promises of the latter, each a test:
+(`rescore_calls`, `build_rescored`). Promises of the latter, each with a test:
 
 * The tokens of an answer are those that the engine's own template writes after the opening of an answer, up to and
   including the end-of-turn token (without it if the answer was cut). An answer whose rendering is not clean, or does
@@ -10,9 +10,10 @@ For drifted calls that were joined (`rescore`), and for answers that were record
   names the engine that scored it and the engine that wrote the text. No other builder sees these tokens.
 
 Reasons: `sampled_here` (the call has recorded tokens), `raw_prompt`, `images`, `constrained`, `unreadable` (the stored
-request), `template_refuses`, `prompt_not_kept` (rendered with its answer, the conversation begins with another prompt),
-`no_end_of_turn`, `answer_not_kept` (the template drops or changes the text), `cut_call`, `empty`, `unfinished` (ended
-by a filter, for example), `beyond_context`, `no_logprobs`; and the reasons of every builder.
+request cannot be read), `template_refuses`, `prompt_not_kept` (the rendered conversation with the answer does not
+begin with the prompt), `no_end_of_turn`, `answer_not_kept` (the template drops or changes the text), `cut_call` (the
+answer was cut and has tool calls), `empty`, `unfinished` (ended by a filter, for example), `beyond_context`,
+`no_logprobs`; and the reasons of every builder.
 """
 
 from __future__ import annotations
@@ -116,8 +117,8 @@ def find_containing(sequences: Sequence[TokenIds]) -> list[int]:
 async def rescore(build: BuildResult, engine: Engine) -> BuildResult:
     """Return the build with the engine's log-probabilities in the traces where drift was joined (`on_drift = rescore`).
 
-    Their sampled positions get the teacher-forced log-probabilities (raw, of the whole sequence) in place of the
-    recorded ones; their grade gets the reason `rescored`. Other traces stay as they are. Raise EngineError if the
+    The sampled positions of these traces get teacher-forced log-probabilities (raw, of the whole sequence) in place of
+    the recorded ones; the grade gets the reason `rescored`. Other traces stay as they are. Raise EngineError if the
     engine gives no value for a sampled token, and every error of its `score`.
     """
     traces: list[Trace] = []
@@ -150,7 +151,7 @@ async def _rescored_logprobs(trace: Trace, engine: Engine) -> Logprobs:
 
 
 class UnusableAnswerError(Exception):
-    """An answer that cannot be written in the engine's tokens; the text is the reason."""
+    """An answer that cannot be written in the engine's tokens. The error's text is the reason."""
 
 
 @dataclass(slots=True)
@@ -181,7 +182,7 @@ class RescoreReport:
 def require_end_of_turn(engine: Engine) -> None:
     if not engine.info.eos_token_ids:
         name = engine.info.engine
-        raise UsageError(f"The engine {name} does not report its end-of-turn token: where an answer ends is unknown.")
+        raise UsageError(f"The engine {name} does not report its end-of-turn token: the end of an answer is unknown.")
 
 
 async def rescore_calls(calls: Sequence[CallRecord], scorer: Scorer) -> tuple[list[Rescore], dict[str, str]]:

@@ -1,7 +1,7 @@
 """The check of a whole build: recorded = trained + excluded, and every trained token is at the position where it was
 sampled.
 
-Every builder ends with `validate`, so that a builder that lost, doubled or moved something cannot return its result.
+Every builder ends with `validate`, so that a builder that lost, repeated or moved tokens cannot return its result.
 `sequences.find_problem` checks a single trace.
 """
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class InvariantError(AssertionError):
-    """A builder lost, doubled or moved something. This is a bug in Polar, never in the data."""
+    """A builder lost, repeated or moved tokens. This is a bug in Polar, never a fault of the data."""
 
 
 def validate(calls: Sequence[CallRecord], build: BuildResult) -> None:
@@ -68,7 +68,7 @@ def count_calls(calls: Sequence[CallRecord], build: BuildResult) -> Json:
 
 
 def _answer_problems(calls: Mapping[str, CallRecord], build: BuildResult) -> Iterator[str]:
-    """Yield the problems unless each answer is trained once, or its call is excluded."""
+    """Yield a problem for each answer that is not trained once, unless its call is excluded."""
     spans = [span for trace in build.traces for span in trace.spans if span.kind == "sampled"]
     trained = Counter((span.call_id, span.choice) for span in spans)
     for answer, times in trained.items():
@@ -88,8 +88,8 @@ def _answer_problems(calls: Mapping[str, CallRecord], build: BuildResult) -> Ite
 def _prompt_problems(
     trace: Trace, traces: Mapping[str, Trace], calls: Mapping[str, CallRecord], build: BuildResult
 ) -> Iterator[str]:
-    """Yield the problems unless the tokens before each answer are its recorded prompt, or joined as `on_drift`
-    allows."""
+    """Yield a problem for each answer that follows other tokens than its recorded prompt, unless drift was joined there
+    and `on_drift` allows it."""
     try:
         ids = trace.token_ids if trace.parent_trace_id is None else trace_path(trace, traces).token_ids
     except ValueError as error:

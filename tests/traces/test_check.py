@@ -104,7 +104,7 @@ SCORER = {"engine": "vllm", "version": "1", "model": "m", "weight_version": None
         (lambda fields: fields["spans"][3].update(versions=[[0, "3"], [2, "4"]]), "do not tile"),
         (lambda fields: fields["spans"][3].update(versions=[[0, "3"], [0, "4"]]), "do not tile"),
         (lambda fields: fields["spans"][3].update(engine=5), "not described"),
-        (lambda fields: fields["spans"][3].update(call_id="c"), "no answer of b follows"),
+        (lambda fields: fields["spans"][3].update(call_id="c"), "the context of b is not followed"),
         (lambda fields: fields["spans"][3].update(start=1, end=3), "not whole"),
         (lambda fields: fields["spans"][2].update(start=7, end=8), "begins at 7"),
         (lambda fields: fields.update(on_drift=None), "on_drift cannot be None"),
@@ -182,7 +182,7 @@ def test_command_reports_bad_rows(tmp_path: Path, capsys: pytest.CaptureFixture[
     file.write_bytes(b"".join(lines([ROW, bad])))
     assert main([str(file)]) == 1
     out, err = capsys.readouterr()
-    assert out.startswith(f"{file}:2: {ROW['trace_id']}: the hashes do not chain at span 1 (sampled, a)")
+    assert out.startswith(f"{file}:2: {ROW['trace_id']}: the hash of span 1 (sampled, a) does not match")
     assert (out.count("\n"), err) == (1, "2 rows, 1 bad\n")
     assert main([str(file), "--json"]) == 1
     report = orjson.loads(capsys.readouterr().out)

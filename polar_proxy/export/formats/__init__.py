@@ -51,8 +51,8 @@ class RecordConverter:
         self.left_out: Counter[str] = Counter()
 
     def __call__(self, rows: Sequence[Json]) -> list[Json]:
-        """Convert all rows of a rollout, or none if one is refused: a part of its sequences would weigh as much as the
-        whole."""
+        """Convert all rows of a rollout, or none if one is refused, because a part of its sequences would have the
+        weight of the whole rollout."""
         try:
             return self._convert([read_training_row(row) for row in rows], self._numbers) if rows else []
         except RowError as error:

@@ -12,7 +12,7 @@ from polar_proxy.types import Json
 
 
 class FeedGroups:
-    """Leases one group after the other and yields its rows. Meanwhile no other consumer gets the group.
+    """Leases one group after the other and yields its rows. No other consumer gets a leased group.
 
     Call `acknowledge` after a checkpoint of the weights that were trained on the groups: a group that is not
     acknowledged is offered again when its lease ends. `when_saved` does this for trainers of Transformers.
@@ -41,7 +41,7 @@ class FeedGroups:
     def acknowledge(self) -> int:
         """Report all groups handed out so far as used, and return how many.
 
-        Raise LeaseLostError if a lease expired before; its group is offered again.
+        Raise LeaseLostError if a lease has expired already; its group is offered again.
         """
         done = 0
         while self._open:

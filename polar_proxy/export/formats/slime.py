@@ -17,7 +17,7 @@ from polar_proxy.types import Json
 
 
 def sample(row: TrainingRow, numbers: IdNumbers) -> Json:
-    """Return the fields of a `Sample`. The loss mask begins after the prompt; a masked rollout is a `remove_sample`.
+    """Return the fields of a `Sample`. The loss mask begins after the prompt; a masked rollout has `remove_sample` set.
 
     Raise RowError for a rollout without a reward or a group.
     """

@@ -1,4 +1,4 @@
-"""Rows of `tokens-jsonl` for other trainers: read and checked once, whatever the trainer.
+"""Rows of `tokens-jsonl` for other trainers: one way to read and check them for all formats.
 
 Promises:
 
@@ -42,7 +42,7 @@ class TrainingRow:
     advantage: float | None
     """The advantage of its rollout, once `with_advantages` has set it."""
     masked: bool
-    """True if its rollout counts in the baseline and is not trained."""
+    """True if its rollout counts in the baseline but is not trained."""
     status: str | None
     versions: tuple[str, ...]
     """The policy versions that sampled it, in order, each once; empty if the engine reported none."""
@@ -110,7 +110,7 @@ def _policy_versions(certificate: Json | None) -> tuple[str, ...]:
 def group_advantages(rewards: Mapping[str, float | None], name: str = "grpo") -> dict[str, float | None]:
     """Return the advantages of one group's rollouts by id, computed by the advantage function of that name.
 
-    None for a rollout without a reward, and for the pivot (mc_grpo).
+    None for a rollout without a reward, and for the pivot of `mc_grpo`.
     """
     values = ADVANTAGES[name](list(rewards.values()))
     return {key: None if math.isnan(value) else value for key, value in zip(rewards, values.tolist(), strict=True)}
@@ -173,14 +173,14 @@ class IdNumbers:
 
 
 def require_group(row: TrainingRow) -> tuple[str, str]:
-    """Return (group_id, rollout_id). Raise RowError for a row that Polar did not roll out."""
+    """Return (group_id, rollout_id). Raise RowError for a row that does not come from a rollout."""
     if row.group_id is None or row.rollout_id is None:
-        raise RowError("no_group", f"the row {row.trace_id} belongs to no group: it was not rolled out by Polar")
+        raise RowError("no_group", f"the row {row.trace_id} belongs to no group: it does not come from a rollout")
     return row.group_id, row.rollout_id
 
 
 def require_reward(row: TrainingRow) -> float:
-    """Return the reward. Raise RowError if the rollout was not scored: no reward is not reward 0."""
+    """Return the reward. Raise RowError if the rollout was not scored: a missing reward is not 0."""
     if row.reward is None:
         raise RowError("no_reward", f"the rollout of the row {row.trace_id} has no reward, and the record needs one")
     return float(row.reward)
@@ -189,7 +189,7 @@ def require_reward(row: TrainingRow) -> float:
 def require_advantage(row: TrainingRow) -> float:
     """Return the advantage. Raise RowError if the rollout is not trained, or has no advantage in its group."""
     if row.masked:
-        raise RowError("masked", f"the rollout of the row {row.trace_id} counts in the baseline and is not trained")
+        raise RowError("masked", f"the rollout of the row {row.trace_id} counts in the baseline but is not trained")
     if row.advantage is None or not math.isfinite(row.advantage):
         raise RowError("no_advantage", f"the row {row.trace_id} has no advantage: see `with_advantages`")
     return float(row.advantage)

@@ -158,8 +158,8 @@ def rollout_sample(row: TrainingRow, group_number: int, *, model_version: int = 
 def record(row: TrainingRow, numbers: IdNumbers) -> Json:
     """Return a `RolloutSample` as plain JSON.
 
-    SFTTrainer reads `input_ids` with `labels` (-100 where nothing was sampled); it would use `completion_mask` alone
-    only with `completion_only_loss`.
+    SFTTrainer reads `input_ids` and `labels` (-100 where nothing was sampled). Without `labels` it would use
+    `completion_mask` only if `completion_only_loss` is set.
     """
     fields = rollout_sample(row, numbers.groups[row.group_id or row.session_id])
     fields["labels"] = np.where(fields["completion_mask"] == 1, fields["input_ids"], -100)
@@ -171,7 +171,8 @@ class RecordedWorker:
     """A `rollout_worker` of AsyncGRPOTrainer that hands out recorded groups (its `RolloutWorkerProtocol`).
 
     Rollouts that only count in the baseline are left out and counted, as are groups whose rewards are all equal. An
-    error in the thread, also one of `groups`, is raised by `check_health`, which the trainer calls while it waits.
+    error in the thread, also one raised by `groups`, is raised by `check_health`, which the trainer calls while it
+    waits.
     """
 
     def __init__(

@@ -28,8 +28,8 @@ AGENT_NAME = "polar_recorded"
 def agent_loop_output(row: TrainingRow) -> Json:
     """Return the fields of an `AgentLoopOutput`. `response_mask` is 1 where a token is trained: 0 for a masked rollout.
 
-    `num_turns` counts the sampled runs and the runs between, the prompt included. Raise RowError for a rollout without
-    a reward.
+    `num_turns` counts the runs of sampled tokens and of context, the prompt included. Raise RowError for a rollout
+    without a reward.
     """
     return {
         "prompt_ids": list(row.prompt_ids),
@@ -81,7 +81,7 @@ def dataset(rows: Iterable[Json]) -> list[Json]:
 
 
 class RecordedGroups:
-    """Recorded rows by group, from which session i of a dataset row is answered."""
+    """Recorded rows by group. Session i of a dataset row gets the i-th rollout of its group."""
 
     def __init__(self, rows: Iterable[Json]) -> None:
         found: dict[str, list[TrainingRow]] = {}

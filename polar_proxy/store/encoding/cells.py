@@ -1,5 +1,5 @@
-"""Packed cells: how bytes, token ids and log-probabilities are stored in a binary column. `TokenPrefix` holds the
-token sequences that are unpacked.
+"""Packed cells: how bytes, token ids and log-probabilities are stored in a binary column. `TokenPrefix` holds an
+unpacked token sequence.
 
 A cell is two header bytes and a body. Byte 0 is the version of this format. Byte 1 describes the body:
 
@@ -8,10 +8,10 @@ A cell is two header bytes and a body. Byte 0 is the version of this format. Byt
     bit  6    the body is raw deflate (RFC 1951) with the preceding content as preset dictionary
     bit  7    the body is a zstd frame (used only if it is smaller)
 
-Preceding content is the conversation before a message, or the prompt before an answer. It contains most of the content
-after it: an agent lists a file, quotes it, then edits it. Using it as a dictionary saves a third of a rollout's bytes.
-`CONTEXT` bytes of it are used; of token ids, the lowest `width` bytes each. zstd accepts dictionaries too, but
-preparing one takes twice the time.
+Preceding content is the conversation before a message, or the tokens before an answer or a part of a prompt. It
+contains most of what follows: an agent lists a file, quotes it, then edits it. As a dictionary it saves a third of a
+rollout's bytes. Its last `CONTEXT` bytes are used; a token id counts as its lowest `width` bytes. zstd accepts
+dictionaries too, but preparing one takes twice the time.
 
 Ids are stored as little-endian numbers of `width` bytes. Log-probabilities are stored in byte planes (the lowest byte
 of every number, then the next byte of every number, ...), because their high bytes resemble each other.
@@ -217,8 +217,8 @@ def change_width(body: bytes | bytearray, old: int, new: int) -> bytes | bytearr
 
 
 class _TokenBuffer:
-    """A growing sequence of `size` tokens. It is kept as bytes, because it is read and compared as bytes; the array is
-    filled on demand."""
+    """A growing sequence of `size` tokens. They are kept as bytes, because they are read and compared as bytes; the
+    array of ids is filled on demand."""
 
     __slots__ = ("_array", "_bytes", "_filled", "size", "width")
 
@@ -227,7 +227,7 @@ class _TokenBuffer:
         """Bytes per token: those of the widest piece so far."""
         self.size = len(content) // width
         self._bytes = {width: bytearray(content)}
-        """The tokens by width. Widths other than `width` hold a prefix, extended on demand."""
+        """Bytes per token -> tokens as bytes. `width` has all tokens, other widths the first ones, as needed."""
         self._array: TokenIds = np.empty(0, dtype=np.int32)
         self._filled = 0
 
@@ -267,8 +267,8 @@ class TokenPrefix:
     """The first `size` tokens of a buffer.
 
     The prompts of a session mostly extend each other. With one buffer, reading a prompt with k new tokens costs O(k),
-    and two prompts with a common prefix share its memory, which makes comparing them cheap. A sequence never changes:
-    one that continues differently from its buffer gets a copy.
+    and two prompts with a common prefix share its memory, which makes comparing them cheap. A prefix never changes:
+    an extension that differs from the rest of the buffer gets a new buffer.
     """
 
     _buffer: _TokenBuffer

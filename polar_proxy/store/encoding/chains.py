@@ -1,8 +1,10 @@
 """Content-addressed chains: content that many calls share is stored once.
 
-The id of a node is `blake2b-128(parent id, content)`, keyed by the node's kind, so an id identifies the whole chain
-from the root to that node. A prompt is the chain of its token segments and a conversation is the chain of its messages.
-A call refers to the last node. Two prompts with a common beginning share the nodes up to the first different segment.
+A node is a message, a list of tools or a segment of prompt tokens. Its parent is the node before it. A chain is a node
+with all its ancestors, from the first (the root) on. The id of a node is `blake2b-128(parent id, content)`, keyed by
+the node's kind, so it identifies the whole chain. A prompt is the chain of its segments, a conversation the chain of
+its messages, and a call refers to the last node of each. Two prompts with a common beginning share the nodes up to the
+first different segment.
 
 Invariant: if a node is stored, all its ancestors are stored (a foreign key enforces it), and joining the contents from
 the root down returns the prompt exactly. Ids depend on the content and not on its packed form, so that a better codec
@@ -26,7 +28,7 @@ from polar_proxy.types import TokenIds
 NodeKind = Literal["message", "tools", "tokens"]
 
 MIN_SEGMENT = 32
-"""Shorter turns are joined with the next one, because a row costs more than it saves."""
+"""Shorter turns are joined with the next one: sharing them would save fewer bytes than their own row costs."""
 _MAX_SEGMENT = 1024
 """Longer turns are cut, so that a long system prompt without an end of turn is shared too."""
 _PLAIN_SEGMENT = 256
@@ -46,7 +48,7 @@ class ChainNode:
     """0 at the root."""
     length: int
     chain_length: int
-    """With all ancestors."""
+    """Length of this node and all its ancestors."""
     content: bytes | TokenIds
 
     def without_content(self) -> ChainNode:
@@ -67,7 +69,7 @@ def node_id(parent: bytes | None, kind: NodeKind, content: bytes | memoryview) -
 def bytes_chain(kind: NodeKind, contents: Sequence[bytes], after: ChainNode | None = None) -> list[ChainNode]:
     """Return the nodes of a conversation, or the single node of a list of tools, root first.
 
-    `after`: the node that they continue.
+    `after`: the parent of the first of them.
     """
     nodes: list[ChainNode] = []
     parent = None if after is None else after.id
@@ -140,10 +142,11 @@ class RequestChains:
     prompt: TokenIds
     """The prompt up to the last cut that a longer prompt would have as well."""
     prompt_node: ChainNode | None
-    """The node at the end of `prompt`; None if it is empty."""
+    """The node at the end of `prompt`; None if `prompt` is empty."""
 
     def extend_messages(self, messages: Sequence[bytes]) -> tuple[tuple[ChainNode, ...], int]:
-        """Return the chain of a conversation, and the number of its first nodes that are known to be stored."""
+        """Return the chain of a conversation (a node per message), and how many of its nodes, from the root on, this
+        request already had. Those need not be stored again."""
         shared = 0
         for message, known in zip(messages, self.messages, strict=False):
             if message != known:
@@ -153,7 +156,10 @@ class RequestChains:
         return (*stored, *bytes_chain("message", messages[shared:], stored[-1] if stored else None)), shared
 
     def extend_prompt(self, prompt: TokenIds, end_of_turn: tuple[int, ...]) -> tuple[list[ChainNode], ChainNode | None]:
-        """Return the nodes of a prompt that are not known to be stored, and the stored node that they continue."""
+        """Return the nodes of a prompt that this request did not have, and the node of this request before them.
+
+        That node is None if the prompt does not begin with `self.prompt`; the nodes are then the whole chain.
+        """
         size = self.prompt.size
         continues = (
             self.prompt_node is not None

@@ -72,7 +72,7 @@ def chain_ids(heads: Select[Any] | CompoundSelect[Any]) -> CTE:
 
 
 class CallLoader:
-    """Unpacks fetched rows. CPU work without the database: run it in a thread if there is much."""
+    """Turns fetched rows into records. CPU work without the database: use a thread if there are many rows."""
 
     def __init__(
         self,
@@ -177,7 +177,7 @@ class CallLoader:
         return new
 
     def content(self, node: bytes, kind: NodeKind) -> bytes:
-        """Return the content of one node; token ids as little-endian int32."""
+        """Return the content of one chain node (see `chains.py`). Token ids are little-endian int32."""
         if kind == "tokens":
             parent = self.node(node).parent_id
             start = 0 if parent is None else self.node(parent).chain_length
@@ -213,7 +213,7 @@ class CallLoader:
         return self._prompt(head, None).ids
 
     def _prompt(self, head: bytes | None, tail: bytes | None) -> TokenPrefix:
-        """Return the prompt with the packed tokens `tail` after its chain."""
+        """Return the tokens of the chain that ends at `head`, followed by the packed tokens `tail`."""
         new = self.chain(head, self._prompts)
         prompt = self._prompts[self.node(new[0]).parent_id if new else head]
         for node in new:
@@ -224,7 +224,7 @@ class CallLoader:
             self._prompts[node] = prompt
         if tail is None:
             return prompt
-        if tail not in self._tails:  # usually equal to the last one: the generation prompt
+        if tail not in self._tails:  # cached, because most calls have the same: the generation prompt
             self._tails[tail] = self._codec.unpack_id_bytes(tail)
         return prompt.extended(*self._tails[tail])
 

@@ -82,7 +82,10 @@ SerializedCalls = tuple[RowBatch, dict[int, Exception]]
 
 
 class CallSerializer:
-    """Turns records into rows, leaving out shared rows that are known to be stored. Used by one thread at a time."""
+    """Turns records into rows, without the rows of nodes, settings and engines that are known to be stored.
+
+    Used by one thread at a time.
+    """
 
     def __init__(self) -> None:
         self._codec = CellCodec()
@@ -105,12 +108,12 @@ class CallSerializer:
         return batch, refused
 
     def mark_stored(self, batch: RowBatch) -> None:
-        """Remember that the shared rows of this batch are stored."""
+        """Remember that the engines, settings and nodes of this batch are stored."""
         for key in (*batch.engines, *batch.settings, *batch.nodes):
             self._stored[key] = True
 
     def forget(self) -> None:
-        """Forget which shared rows are stored, because another process may have deleted some."""
+        """Forget which engines, settings and nodes are stored, because another process may have deleted some."""
         self._stored.clear()
         self._chains.clear()
 
@@ -233,7 +236,7 @@ def engine_row(info: EngineInfo) -> tuple[bytes, TableRow]:
 def node_row(node: ChainNode, codec: CellCodec, before: bytes | TokenIds) -> TableRow:
     """Return the row of a node.
 
-    `before`: the content of its ancestors (messages: `bytes_before`; tokens: int32 [chain_length - length]).
+    `before`: the content of its ancestors (messages: `bytes_before` of them; tokens: int32 [chain_length - length]).
     """
     pack: Callable[[Any, Any], bytes] = codec.pack_ids if node.kind == "tokens" else codec.pack_bytes
     return {

@@ -2,7 +2,7 @@
 
 An archive is a zip file with `polar.db`, an SQLite database of the same schema that holds the selected rows and all
 rows that they refer to, and the files of the artifacts under `artifacts/`. Archives of SQLite and PostgreSQL databases
-are the same.
+have the same form.
 
 Promises:
 
@@ -77,8 +77,8 @@ class ArchiveRepository(Repository):
     async def export_archive(
         self, file: Path, *, where: str | None = None, sessions: Sequence[str] = (), overwrite: bool = False
     ) -> ArchiveCounts:
-        """Write the rollouts that meet `where`, and these sessions, with all their rows and files; without either, the
-        whole database. The archive is a consistent snapshot even while others write.
+        """Write the rollouts that meet `where`, and the sessions named in `sessions`, with all their rows and files.
+        Without both, write the whole database. The archive is a consistent snapshot even while others write.
         """
         if file.exists() and not overwrite:
             raise UsageError(f"{file} exists already. Name another file")
@@ -101,7 +101,7 @@ class ArchiveRepository(Repository):
         """Import a whole archive in one transaction.
 
         Raises StoreError, and imports nothing, if the file is not an archive, is damaged, has a newer schema, or
-        contains a row that is stored already and differs.
+        contains a row that differs from the stored row with the same key.
         """
         moved = ArchiveCounts()
         with tempfile.TemporaryDirectory(prefix="polar-import-") as folder:

@@ -4,8 +4,8 @@
 a row that refers to a deleted one, and a gateway whose commit is refused inserts all rows of its call again
 (`group_commit.GroupCommit`). A row is deleted only if nothing refers to it at the time of the deleting transaction.
 
-A foreign key without an index costs a scan of its table per deleted row. Permanent indices would cost every gateway a
-tenth more bytes per call, so they exist only while maintenance runs.
+A foreign key without an index costs a scan of its table per deleted row. Permanent indices would add a tenth to the
+stored bytes of every call, so they exist only while maintenance runs.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _TO_CALLS = (schema.trace_spans.c.call_id, schema.exclusions.c.call_id)
 
 @dataclass(slots=True)
 class PruneResult:
-    """Deleted rows and files; of a dry run, those that would be deleted."""
+    """Deleted rows and files. A dry run counts what would be deleted, without files and sessions of rollouts."""
 
     rollouts: list[str] = field(default_factory=list)
     sessions: list[str] = field(default_factory=list)
@@ -112,11 +112,11 @@ class MaintenanceRepository(Repository):
         dry_run: bool = False,
         progress: ProgressCallback = no_progress,
     ) -> PruneResult:
-        """Delete rollouts that ended before this time (seconds since the epoch) with their sessions, and sessions
-        without a rollout whose last call is older, with all their data.
+        """Delete rollouts that ended before `before` (seconds since the epoch) with their sessions, and sessions
+        without a rollout whose last call is older than that. All their data is deleted, except nodes (see `vacuum`).
 
-        Rollouts without a final status stay. A session that is not closed stays, emptied, so that its key remains
-        valid. `where`: conditions on rollouts; sessions without a rollout then stay. Chains stay until `vacuum`.
+        Rollouts without a final status stay. A session without a rollout that is not closed stays, but empty, so that
+        its key remains valid. With `where`, only rollouts that meet these conditions are deleted, and no such sessions.
         """
         pruned = PruneResult()
         conditions = [*_old_rollout(before), *(parse_where(where) if where else [])]
@@ -190,7 +190,7 @@ class MaintenanceRepository(Repository):
         return removed
 
     async def vacuum(self, *, full: bool = False, progress: ProgressCallback = no_progress) -> VacuumResult:
-        """Delete nodes, settings and engines that nothing refers to, in small transactions, then return the space.
+        """Delete nodes, settings and engines that nothing refers to, in small transactions, then free the disk space.
 
         SQLite: the file shrinks in small steps; `full` rewrites it while writers wait. PostgreSQL: VACUUM, or with
         `full` VACUUM FULL.
@@ -268,7 +268,7 @@ class MaintenanceRepository(Repository):
             return int((await connection.exec_driver_sql(query)).scalar_one())
 
     async def _shrink_file(self, full: bool, progress: ProgressCallback) -> int:
-        """Return the unused bytes of the file."""
+        """Shrink the SQLite file, and return the number of bytes in it that are still unused."""
         assert self._database.path is not None
         path = self._database.path
 
@@ -306,7 +306,7 @@ def _old_rollout(before: float) -> list[ColumnElement[bool]]:
 
 
 def _old_session(before: float) -> list[ColumnElement[bool]]:
-    """Return a condition: sessions without a rollout that have something to delete."""
+    """Return conditions: the session has no rollout, had no call after `before`, and has something to delete."""
     rollout = exists().where(or_(_r.session_id == _s.session_id, _r.rollout_id == _s.rollout_id))
     return [
         func.coalesce(_s.last_call_at, _s.created_at) < before,
@@ -337,7 +337,7 @@ async def _delete_calls(connection: AsyncConnection, sessions: Sequence[str]) ->
 
 
 async def _delete_empty_groups(connection: AsyncConnection, groups: Sequence[str]) -> None:
-    """Delete the groups without rollouts, unless their job is still open."""
+    """Delete the groups without rollouts, unless their job has not ended."""
     g, j = schema.groups.c, schema.jobs.c
     job_open = exists().where(j.job_id == g.job_id, j.status.not_in(("done", "cancelled")))
     empty = ~exists().where(_r.group_id == g.group_id)

@@ -123,23 +123,26 @@ class _CallVerifier:
                 continue
             size = None if record.prompt_ids is None else int(record.prompt_ids.size)
             if size != row.prompt_tokens:
-                yield IntegrityFault(what, f"it counts {row.prompt_tokens} prompt tokens and has {size}")
+                yield IntegrityFault(what, f"its row counts {row.prompt_tokens} prompt tokens, not {size}")
             sizes = [int(choice.token_ids.size) for choice in record.choices]
             if sum(sizes) != row.completion_tokens:
-                yield IntegrityFault(what, f"it counts {row.completion_tokens} sampled tokens and has {sum(sizes)}")
+                yield IntegrityFault(what, f"its row counts {row.completion_tokens} sampled tokens, not {sum(sizes)}")
             for choice, answer in zip(record.choices, answers, strict=True):
                 if not choice.token_ids.size == choice.logprobs.size == answer.tokens:
                     yield IntegrityFault(
                         f"completions {row.call_id} {choice.index}",
-                        f"it counts {answer.tokens} tokens, has {choice.token_ids.size} and {choice.logprobs.size} "
-                        "log-probabilities",
+                        f"its row counts {answer.tokens} tokens, stored are {choice.token_ids.size} tokens and "
+                        f"{choice.logprobs.size} log-probabilities",
                     )
             heads: list[tuple[bytes | None, NodeKind]]
             heads = [(row.messages_node, "message"), (row.tools_node, "tools"), (row.prompt_node, "tokens")]
             yield from self.check_chains([(bytes(head), kind) for head, kind in heads if head is not None], seen)
 
     def check_chains(self, heads: Sequence[tuple[bytes, NodeKind]], seen: set[bytes]) -> Iterator[IntegrityFault]:
-        """Hash the chains that end at these nodes again, except for the nodes in `seen`, and add them to `seen`."""
+        """Compute the ids of the nodes of these chains again, except those in `seen`, and add them to `seen`.
+
+        `heads`: the last node of each chain.
+        """
         for head, kind in heads:
             try:
                 new = self._loader.chain(head, seen)
@@ -159,7 +162,7 @@ class _CallVerifier:
         length = len(content) // 4 if kind == "tokens" else len(content)
         before = 0 if row.parent_id is None else self._loader.node(row.parent_id).chain_length
         if (row.length, row.chain_length) != (length, before + length):
-            return f"it counts {row.length} of {row.chain_length}, has {length} of {before + length}"
+            return f"its row counts length {row.length} (chain {row.chain_length}), found {length} ({before + length})"
         return None
 
 
@@ -221,5 +224,5 @@ async def _check_traces(database: Database) -> Faults:
     )
     async with database.reading() as connection:
         for row in await connection.execute(query):
-            problem = f"it counts {row[2]} trained of {row[1]} tokens, its spans {row[4]} of {row[3]}"
+            problem = f"its row counts {row[1]} tokens ({row[2]} trained), its spans have {row[3]} ({row[4]} trained)"
             yield IntegrityFault(f"traces {row[0]}", problem)

@@ -4,7 +4,7 @@ Promises, for any number of consumers and processes on one database:
 
 * A group has at most one open lease; a unique index enforces it.
 * A lease that is neither acknowledged nor extended in time expires, and the group is offered again.
-* A group that is more stale than the consumer's limit, or its own, is dropped and counted, never delivered.
+* A group whose staleness exceeds the consumer's limit or the group's own limit is dropped, never delivered.
 * An unfinished group that is already too stale is dropped: `drop_stale` runs before rollouts are claimed.
 
 The staleness of a group is the number of policy versions between the one that started its oldest rollout and the
@@ -48,7 +48,7 @@ class GroupLease:
     staleness: int | None
     """Policy versions between the group's oldest rollout and the trainer; None if versions are not numbers."""
     policy_version: str | None = None
-    """The version that started the oldest rollout; None if versions are not numbers."""
+    """The policy version that started the oldest rollout; None if versions are not numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class LeaseBatch:
 
     leases: tuple[GroupLease, ...]
     dropped: tuple[str, ...]
-    """Ids of groups that were too stale."""
+    """Ids of the dropped groups."""
 
 
 class FeedRepository(Repository):
@@ -74,8 +74,9 @@ class FeedRepository(Repository):
     ) -> LeaseBatch:
         """Lease up to `limit` finished groups, oldest first, for `seconds`.
 
-        Groups whose staleness relative to `policy_version` exceeds `max_staleness`, or their own limit, are dropped
-        instead. Raises UsageError if `max_staleness` is given and `policy_version` is not a whole number.
+        A group is dropped instead if its staleness relative to `policy_version` exceeds `max_staleness` or the group's
+        own limit, or if there is a limit and the staleness is unknown. If `policy_version` is not a whole number, no
+        group is dropped, and UsageError is raised if `max_staleness` is given.
         """
         now = time.time()
         current = _number(policy_version)
@@ -109,7 +110,7 @@ class FeedRepository(Repository):
         return LeaseBatch(tuple(leases), tuple(group_id for groups in stale.values() for group_id in groups))
 
     async def any_waiting(self) -> bool:
-        """Return whether a consumer may get a group now."""
+        """Return whether a group waits for a consumer or has an expired lease."""
         waiting = exists().where(_g.delivery == "waiting")
         expired = exists().where(_l.ended_at.is_(None), _l.expires_at < time.time())
         return any(await self._scalars(select(or_(waiting, expired))))
@@ -117,7 +118,7 @@ class FeedRepository(Repository):
     async def drop_stale(self, policy_version: str | None) -> tuple[list[str], list[str]]:
         """Drop unfinished groups that exceed their own staleness limit, because they can no longer be delivered.
 
-        Returns the ids of the groups, and of their claimed rollouts, which their workers must end.
+        Returns the ids of the groups, and the ids of their claimed rollouts, which the workers must end.
         """
         current = _number(policy_version)
         if current is None:
@@ -151,11 +152,11 @@ class FeedRepository(Repository):
         await self._end(lease_id, "acknowledged", "delivered")
 
     async def release(self, lease_id: str) -> None:
-        """Return the group unused, so that it is offered again."""
+        """End the lease unused: the group is offered again. Raises LeaseExpiredError if the lease has expired."""
         await self._end(lease_id, "returned", "waiting")
 
     async def extend(self, lease_id: str, seconds: float) -> float:
-        """Extend the lease to `seconds` from now and return the new end."""
+        """Extend the lease to `seconds` from now and return the new end. Raises LeaseExpiredError if it is over."""
         now = time.time()
         async with self._database.writing() as connection:
             await _expire(connection, now)
@@ -166,7 +167,10 @@ class FeedRepository(Repository):
         return now + seconds
 
     async def depth(self) -> dict[str, int]:
-        """Return the number of groups that are open (unfinished), waiting, leased, delivered and dropped."""
+        """Return the number of groups by state of delivery: open (unfinished), waiting, leased, delivered, dropped.
+
+        States without groups are left out.
+        """
         query = select(_g.delivery, func.count()).where(_g.delivery.is_not(None)).group_by(_g.delivery)
         async with self._database.writing() as connection:
             await _expire(connection, time.time())
@@ -222,7 +226,7 @@ async def _set_delivery(
 
 
 async def _oldest_version(connection: AsyncConnection, group_id: str) -> int | None:
-    """Return the policy version that started the group's oldest rollout; None if any version is not a number."""
+    """Return the lowest policy version of the group's finished rollouts; None if one of them is not a number."""
     query = select(_r.policy_version).where(_r.group_id == group_id, _r.status.in_(("done", "timed_out")))
     versions = [_number(version) for version in await connection.scalars(query)]
     known = [version for version in versions if version is not None]

@@ -1,12 +1,12 @@
-"""Groups: cancelling, settling, and the rollouts that still run when their group is complete.
+"""Groups: cancelling, settling (ending a group whose rollouts have all ended), and overflow.
 
-Overflow is the over-provisioned rollouts that still run when their group is complete. As in APRIL (arXiv:2509.18521),
-they can be carried over to a later group of the same task instead of being cancelled: n + k rollouts start, n complete
-the group, and the work of the others is not lost.
+Overflow means the rollouts that still run when their group is complete: n + k rollouts start, and n complete the group.
+As in APRIL (arXiv:2509.18521), overflow can be carried over to a later group of the same task instead of being
+cancelled, so that its work is not lost.
 
-A carried-over rollout is exchanged with a rollout of the later group that has not started, which is then cancelled in
-the first group. So every group keeps its size and each rollout counts in one group. Until there is such a rollout, the
-carried-over one waits in a holding group, which has no job and is not for training, until `carry_over` finds one.
+A carried-over rollout changes places with a rollout of the later group that has not started. That one moves to the
+first group and is cancelled. So every group keeps its size and each rollout counts in one group. If there is no such
+rollout, overflow stays in a holding group, which has no job and is not for training, until `carry_over` finds one.
 """
 
 from __future__ import annotations
@@ -68,24 +68,24 @@ class GroupRepository(Repository):
         return await self._rows(GroupRow, _select_groups.where(_g.job_id == job_id).order_by(_g.group_id))
 
     async def cancel(self, group_id: str, *, reason: str) -> list[str]:
-        """Cancel the remaining rollouts of a group. Returns the claimed ones, which their workers must end."""
+        """Cancel the remaining rollouts of a group. Returns the claimed ones: their workers must end them."""
         still_open = and_(_g.group_id == group_id, _g.status == "open")
         async with self._database.writing() as connection:
             await update_groups(connection, still_open, reason=json_codec.clean_text(reason))
             return await cancel_rollouts(connection, _r.group_id == group_id, time.time())
 
     async def unsettled(self) -> list[str]:
-        """Return the open groups of jobs whose rollouts have all ended: the process that ended the last rollout was
-        killed before it could settle the group."""
+        """Return the open groups whose rollouts have all ended, without groups that have no job. The process that ended
+        the last rollout was killed before it could settle the group."""
         busy = select(_r.group_id).where(~_final)
         query = select(_g.group_id).where(_g.job_id.is_not(None), _g.status == "open", _g.group_id.not_in(busy))
         return await self._scalars(query)
 
     async def settle(self, group_id: str) -> tuple[GroupRow, bool] | None:
-        """End a group whose rollouts have all ended, and its job with the last group.
+        """End a group whose rollouts have all ended. If it was the last open group of its job, end the job too.
 
-        Returns the group and whether this call ended it, or None if rollouts are still open. A group for training then
-        waits for a consumer, unless none of its rollouts finished.
+        Returns the group, and True if it was ended now or False if it had ended before. Returns None if a rollout has
+        not ended. A group for training then waits for a consumer, or is dropped if none of its rollouts finished.
         """
         now = time.time()
         mine = _g.group_id == group_id
@@ -119,7 +119,7 @@ class GroupRepository(Repository):
     async def keep_overflow(self, group_id: str, *, reason: str) -> dict[str, str]:
         """Move the claimed rollouts of a complete group to other groups and cancel the unclaimed ones.
 
-        Returns the new group of each moved rollout by rollout id. The group can be settled afterwards.
+        Returns rollout id -> id of the new group for the moved rollouts. The old group can be settled afterwards.
         """
         now = time.time()
         async with self._database.writing() as connection:
@@ -149,7 +149,9 @@ class GroupRepository(Repository):
     async def carry_over(
         self, group_id: str, *, policy_version: str | None = None, max_staleness: int = 1
     ) -> list[str]:
-        """Fill places of a new group with waiting overflow of its task. Returns the ids of the rollouts that it got.
+        """Fill places of a new group with overflow that waits in holding groups of the same task.
+
+        Returns the ids of the rollouts that the new group got.
 
         If policy versions are numbers, overflow that is more than `max_staleness` versions older than `policy_version`
         is left out, because one such rollout would make the whole group stale.
@@ -195,7 +197,10 @@ async def _end_job(connection: AsyncConnection, job_id: str, now: float) -> None
 
 
 async def _places(connection: AsyncConnection, task_id: str, which: ColumnElement[bool]) -> list[Any]:
-    """Return the rollouts of this task that have not started, in open groups that take overflow, in queue order."""
+    """Return the places for overflow: rollouts of this task that have not started, in open groups that accept it.
+
+    They are in queue order. `which`: a condition on the groups.
+    """
     query = (
         select(schema.rollouts, _g.config.label("group_config"))
         .join(schema.groups, _g.group_id == _r.group_id)
@@ -210,7 +215,7 @@ async def _places(connection: AsyncConnection, task_id: str, which: ColumnElemen
 def _take_place(rollout: Any, places: list[Any]) -> Any | None:
     """Remove and return the first place whose rollout has the same configuration."""
     for place in places:
-        # The sandbox is not compared: it may be chosen later. An empty model was submitted before the engine was known.
+        # The sandbox is not compared: it may be chosen later. The model is empty if the engine was not known yet.
         models = {rollout.model, place.model} - {""}
         if (rollout.harness, rollout.config) == (place.harness, place.config) and len(models) < 2:
             places.remove(place)

@@ -3,8 +3,8 @@
 Promises, for any number of processes on one database:
 
 * A client that reads from a cursor to the end, and later from the cursor of the last row, sees every event once and in
-  order, whichever process it asks. On PostgreSQL a later number can become visible before an earlier one; a row after a
-  missing number therefore waits for it up to `_GAP_SECONDS`.
+  order, whichever process answers. On PostgreSQL a later number can become visible before an earlier one; a row after a
+  missing number is therefore held back, for at most `_GAP_SECONDS`.
 * A callback is queued in the transaction that ends the group or the job, so it is sent even if a process is killed.
 * One process at a time sends a callback. If the sender is killed, another process sends it after the sender's claim has
   expired.
@@ -99,7 +99,7 @@ class JobEventRepository(Repository):
     """Events of jobs, groups and rollouts in one stream."""
 
     async def start(self, job_id: str | None = None) -> EventCursor:
-        """Return the position before the first event of a job; without a job, after the last event so far."""
+        """Return the position before the first event of the job. Without `job_id`: after the last event so far."""
         if job_id is None:
             return await self._position(func.max, None)
         first = await self._position(func.min, job_id)
@@ -110,7 +110,7 @@ class JobEventRepository(Repository):
         return await self._position(func.max, job_id)
 
     async def _position(self, pick: Callable[..., Any], job_id: str | None) -> EventCursor:
-        """Return the numbers that `pick` (min or max) chooses among the events of a job, or of all; 0 if none."""
+        """Return the numbers that `pick` (min or max) chooses among the events of one job or of all jobs; 0 if none."""
         stage, job = select(pick(_e.event_id)), select(pick(_je.job_event_id))
         if job_id is not None:
             stage = stage.join(schema.rollouts, _r.rollout_id == _e.rollout_id).where(_r.job_id == job_id)
@@ -130,7 +130,7 @@ class JobEventRepository(Repository):
     async def read(
         self, after: EventCursor, *, job_id: str | None = None, limit: int = 500
     ) -> tuple[list[JobEventRow], EventCursor]:
-        """Return events after a cursor, of one job or of all, and the position up to which events were read.
+        """Return events after a cursor (of one job, or of all jobs), and the position up to which events were read.
 
         If that position equals `after`, there are no more events for now.
         """
@@ -179,7 +179,7 @@ class CallbackRepository(Repository):
     """Requests to the callback URLs of jobs."""
 
     async def claim(self, limit: int, seconds: float) -> list[CallbackRow]:
-        """Return callbacks that are due and count an attempt of each. For `seconds`, only the caller sends them."""
+        """Return callbacks that are due, and count an attempt for each. Nobody else gets them for `seconds`."""
         now = time.time()
         due = select(_b.callback_id).where(_b.next_attempt_at <= now).order_by(_b.next_attempt_at, _b.callback_id)
         due = due.limit(limit)
@@ -220,7 +220,7 @@ class CallbackRepository(Repository):
 def _merge(
     rollout_rows: Sequence[Row[Any]], more_rollout_rows: bool, job_rows: Sequence[Row[Any]], more_job_rows: bool
 ) -> Iterator[Row[Any]]:
-    """Merge two ordered sequences by time, as far as the order is known.
+    """Merge two ordered sequences by time. If one may continue, rows of the other after its end are left out.
 
     At equal times, rollout events come before the end of the job that they cause and after the opening of the job.
     """

@@ -2,7 +2,7 @@
 
 Promises, for any number of processes on one database:
 
-* An idempotency key makes one job, however often it is submitted.
+* However often the same idempotency key is submitted, there is one job.
 * The transaction that changes a job or a group also records the change (`job_events`) and queues the callback.
 """
 
@@ -84,7 +84,7 @@ class JobRow:
 
 _groups = select(func.count()).where(_g.job_id == _j.job_id).correlate(schema.jobs).scalar_subquery()
 _select_jobs = select(*row_columns(JobRow, schema.jobs, groups=_groups, rollouts=null()))
-"""Its rollouts are counted separately."""
+"""`rollouts` is null here, because they are counted by a second query."""
 
 
 class JobRepository(Repository):
@@ -105,7 +105,7 @@ class JobRepository(Repository):
 
         The tasks must be stored already. If the idempotency key is known, its job is returned; UsageError is raised if
         that job has another `spec`. `owned`: the job belongs to this process (`polar run`), which alone claims its
-        rollouts. `callback_url`: receives the ends of the groups and of the job.
+        rollouts. `callback_url`: is notified when a group or the job ends.
         """
         now = time.time()
         job_id = new_id("job")
@@ -200,7 +200,7 @@ class JobRepository(Repository):
             return claimed
 
     async def resume_due(self) -> list[str]:
-        """Open the jobs whose pause is over, and return their ids. Workers claim their rollouts even before that."""
+        """Open the jobs whose pause is over, and return their ids. Their rollouts may start even without this."""
         now = time.time()
         due = and_(_j.status == "paused", _j.paused_until <= now)
         if not await self._scalars(select(_j.job_id).where(due).limit(1)):
@@ -214,7 +214,7 @@ class JobRepository(Repository):
         return ids
 
     async def in_flight(self, job_id: str) -> int:
-        """Return the number of the job's claimed rollouts, including those that wait for a place."""
+        """Return the number of the job's claimed rollouts that have not ended, whether or not they have started."""
         query = select(func.count()).where(_r.job_id == job_id, _r.claimed_by.is_not(None), ~_final)
         (count,) = await self._scalars(query)
         return int(count)

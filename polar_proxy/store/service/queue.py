@@ -1,8 +1,8 @@
-"""The queue of rollouts: which worker runs which, for any number of processes on one database.
+"""The queue of rollouts: which worker runs which rollout, for any number of processes on one database.
 
 Promises:
 
-* One worker at a time has a claim on a rollout. A worker that sends no heartbeat until `lease_expires_at` loses it.
+* One worker at a time has a claim on a rollout. Without a heartbeat, the claim ends at `lease_expires_at`.
 * A cancelled rollout never starts, and rollouts of a paused job do not start until the job is resumed.
 * While the fleet (all servers) is paused, only jobs that a process runs for itself (`polar run`) start rollouts. Each
   claim reads the pause in its own transaction, so a pause holds on every server as soon as it is committed.
@@ -37,7 +37,7 @@ _f = schema.fleet.c
 _st = schema.stages.c
 _final = schema.rollout_is_final
 not_ending = or_(_r.cause.is_(None), _r.cause != CANCEL_REQUESTED)
-"""SQL condition: nobody has asked the rollout's worker to end it."""
+"""SQL condition: the rollout's worker has not been asked to end it."""
 
 
 class QueueRepository(Repository):
@@ -76,9 +76,8 @@ class QueueRepository(Repository):
     async def heartbeat(self, worker: str, rollout_ids: Collection[str], seconds: float) -> tuple[set[str], set[str]]:
         """Extend the worker's claims by `seconds`.
 
-        Returns the rollouts that the worker must end because they were cancelled, and those that it has lost and for
-        which it must not write anything. If a job was paused, its rollouts that have not started go back into the queue
-        and count as lost.
+        Returns two sets of ids: cancelled rollouts, which the worker must end, and lost rollouts, for which it must not
+        write anything. Rollouts of a paused job that have not started go back into the queue, and count as lost.
         """
         mine = and_(_r.rollout_id.in_(list(rollout_ids)), _r.claimed_by == worker)
         now = time.time()
@@ -94,7 +93,8 @@ class QueueRepository(Repository):
     async def release(self, rollout_id: str, *, cause: str) -> int:
         """Queue a rollout for another attempt and return the number of that attempt.
 
-        Returns 0 if the rollout was to be cancelled, and cancels it. Raises UsageError if it has ended.
+        If its cancellation was requested, it is cancelled instead, and 0 is returned. Raises UsageError if the rollout
+        has ended or does not exist.
         """
         now = time.time()
         async with self._database.writing() as connection:
@@ -111,10 +111,10 @@ class QueueRepository(Repository):
             return bool(status == "cancelled")
 
     async def reclaim_expired(self, *, attempts: int, job_id: str | None = None) -> dict[str, int]:
-        """Take rollouts from workers whose leases have expired, and return the number of each next attempt.
+        """Queue the rollouts of workers whose leases have expired, and return rollout id -> number of the next attempt.
 
-        A rollout that had `attempts` attempts, or was to be cancelled, ends instead (number 0). `job_id`: only
-        rollouts of this job; otherwise of all jobs that no process owns.
+        Two kinds end instead (number 0): a rollout that has had `attempts` attempts fails, and one whose cancellation
+        was requested is cancelled. `job_id`: only rollouts of this job; otherwise of all jobs that no process owns.
         """
         return await self._reclaim(and_(_r.lease_expires_at < time.time(), _within(job_id)), attempts)
 
@@ -124,7 +124,7 @@ class QueueRepository(Repository):
         return set(await self._scalars(query))
 
     async def reclaim_from(self, worker: str, *, attempts: int) -> dict[str, int]:
-        """Take all rollouts of a worker that is known to be dead; see `reclaim_expired`."""
+        """Queue or end all rollouts of a worker that is known to be dead, as `reclaim_expired` does."""
         return await self._reclaim(and_(_r.claimed_by == worker, _within(None)), attempts)
 
     async def _reclaim(self, which: ColumnElement[bool], attempts: int) -> dict[str, int]:
@@ -146,7 +146,7 @@ class QueueRepository(Repository):
 
 @dataclass(frozen=True, slots=True)
 class FleetRow:
-    """Times in seconds since the epoch."""
+    """The pause of all servers. Times in seconds since the epoch."""
 
     paused_at: float | None
     """None: not paused. A pause that has ended may still be recorded here."""
@@ -169,7 +169,7 @@ class FleetRepository(Repository):
         return row
 
     async def update(self, wanted: FleetRow, *, only_if: FleetRow | None = None) -> bool:
-        """Pause or resume all servers and return True. `only_if`: do nothing and return False in any other state.
+        """Pause or resume all servers and return True. `only_if`: in any other state, do nothing and return False.
 
         After this returns, `in_flight` includes every claim that was in progress meanwhile.
         """
@@ -214,7 +214,10 @@ async def staleness_filter(connection: AsyncConnection) -> ColumnElement[bool] |
 
 
 async def _groups_per_version(connection: AsyncConnection) -> float | None:
-    """Return the mean over the policy versions before the newest, whose groups may not all be acknowledged yet."""
+    """Return the mean number of groups acknowledged per policy version; None if unknown.
+
+    The newest version is left out, because its groups may not all be acknowledged yet.
+    """
     query = select(_l.policy_version).where(_l.outcome == "acknowledged").order_by(_l.lease_id.desc())
     versions = [
         int(version)
@@ -267,13 +270,13 @@ def _within(job_id: str | None) -> ColumnElement[bool]:
 
 
 def _job_may_start(now: float) -> ColumnElement[bool]:
-    """Return a condition: the rollout has no job, or its job is open or its pause is over."""
+    """Return a condition: the rollout has no job, or an open job, or a paused job whose pause is over."""
     pause_over = and_(_j.status == "paused", _j.paused_until <= now)
     return or_(_j.status.is_(None), _j.status == "open", pause_over)
 
 
 async def cancel_rollouts(connection: AsyncConnection, which: ColumnElement[bool], now: float) -> list[str]:
-    """Cancel the unclaimed rollouts; ask the workers to end the others and return their ids."""
+    """Cancel the unclaimed rollouts that meet `which`; ask workers to end the claimed ones, and return their ids."""
     rows = (await connection.execute(select(_r.rollout_id, _r.status, _r.claimed_by).where(which, ~_final))).all()
     unclaimed = [row for row in rows if row.claimed_by is None]
     for row in unclaimed:
@@ -287,8 +290,8 @@ async def cancel_rollouts(connection: AsyncConnection, which: ColumnElement[bool
 
 
 async def _requeue(connection: AsyncConnection, which: ColumnElement[bool], cause: str, now: float) -> dict[str, int]:
-    """Queue rollouts for another attempt and return its numbers; 0 for those that were to be cancelled and are
-    cancelled now."""
+    """Queue rollouts for another attempt, or cancel those whose cancellation was requested. Return rollout id -> number
+    of the next attempt (0: cancelled)."""
     query = select(_r.rollout_id, _r.status, _r.attempt, _r.cause).where(which, ~_final).with_for_update()
     rows = (await connection.execute(query)).all()
     attempts = {row.rollout_id: 0 if row.cause == CANCEL_REQUESTED else row.attempt + 1 for row in rows}
