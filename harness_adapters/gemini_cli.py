@@ -50,8 +50,8 @@ class GeminiCli(NpmHarness):
 
 
 def _compression(context_length: int | None) -> dict[str, float]:
-    """Return the share of the context at which Gemini CLI summarises.
+    """Return the setting for the share of the context at which Gemini CLI summarises.
 
-    It assumes 1,048,576 tokens for every unknown model, and by default summarises at half of that.
+    Gemini CLI assumes a context of 1,048,576 tokens for every unknown model, and by default summarises at half of it.
     """
     return {} if context_length is None else {"compressionThreshold": min(0.5, 0.5 * context_length / 1_048_576)}

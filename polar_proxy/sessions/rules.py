@@ -31,7 +31,7 @@ class Rule:
     first: str | None = None
     """Pattern in one of the first three user messages (a summary may follow the user's own messages)."""
     last: str | None = None
-    """Pattern in the newest message; in CONTINUATIONS and MASKED, in a message that was changed."""
+    """Pattern in the newest message, if it is a user message; in CONTINUATIONS and MASKED, in a new or changed one."""
     tools: bool | None = None
     """Whether the request has tools."""
     request_kind: str | None = None

@@ -43,7 +43,7 @@ _SEPARATE = ("contents", "systemInstruction", "tools")
 
 
 class GoogleGenerateContent(Dialect):
-    """`model`: as in the URL. `sse`: stream server-sent events, otherwise a JSON array."""
+    """Google's format for one URL. `model`: as in the URL. `sse`: stream server-sent events, otherwise a JSON array."""
 
     name = "google_generate_content"
     # Gemini CLI treats a comment as a broken event, and retries.
@@ -102,7 +102,7 @@ class GoogleGenerateContent(Dialect):
 
 
 def google_route(path: str, query: str) -> tuple[GoogleGenerateContent, bool] | None:
-    """Return the dialect of this path (percent-decoded) and query string, and whether it counts tokens only.
+    """Return the dialect for a path (percent-decoded) and query string, and whether the route only counts tokens.
 
     Returns None for a path that is not Google's.
     """
@@ -144,7 +144,7 @@ def _as_list(value: Any) -> list[Any]:
 def _chat_request(model: str, fields: GenerateContentRequest) -> ChatRequest:
     """Convert a request. Raises RequestError. Safety settings and labels are tolerated: they have no effect here."""
     if fields.cached_content is not None:
-        raise unsupported("cachedContent", "send the contents themselves, repeated prefixes are cached anyway")
+        raise unsupported("cachedContent", "send the contents themselves; repeated prefixes are cached anyway")
     if not fields.contents:
         raise missing("contents")
     messages = parse_contents(fields.contents)
