@@ -20,8 +20,8 @@ class GeminiCli(NpmHarness):
         wire_apis=("google_generate_content",),
         runtime="node 22",
         features=frozenset({"stream", "resume", "mcp", "skills", "subagents", "parallel_tools", "reasoning"}),
-        notes="A broken stream ends the run. It masks old tool outputs when the history is large. "
-        "Calls of sub-agents carry no mark.",
+        notes="A broken stream ends the run. Replaces old tool outputs when the history is large. "
+        "Its requests do not say which come from sub-agents.",
         version_command=("{program}", f"{{root}}/{entry}", "--version"),
     )
 

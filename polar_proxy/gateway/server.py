@@ -42,8 +42,8 @@ class _UvicornServer(uvicorn.Server):
 class Gateway:
     """`async with Gateway(engine, store, settings) as gateway:` serves until the block ends.
 
-    The engine and the store must be open already, and outlive the gateway. On leaving, calls in flight are given
-    `grace` seconds, then cancelled; each is committed with what was sampled.
+    The engine and the store must be open already, and stay open longer than the gateway. At the end of the block, calls
+    in flight are given `grace` seconds, then cancelled; each is committed with what was sampled.
     """
 
     def __init__(self, engine: Engine, store: Store, settings: GatewaySettings, *, grace: float = 5.0) -> None:

@@ -21,7 +21,7 @@ _HEAD = 4000
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A rule holds if all its conditions hold. Patterns are searched near the beginning and the end of a text."""
+    """A rule holds if all its conditions hold. In long texts, `match` searches only near both ends."""
 
     name: str
     reason: str

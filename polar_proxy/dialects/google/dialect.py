@@ -160,7 +160,7 @@ def _chat_request(model: str, fields: GenerateContentRequest) -> ChatRequest:
         tools=tools,
         tool_choice=tool_choice,
         response_format=_response_format(config),
-        # Other budgets, and levels, are hints for which open models have no setting.
+        # Other thinking budgets, and thinking levels, are hints for which open models have no setting.
         template_kwargs={"enable_thinking": False} if config.thinking_config.thinking_budget == 0 else {},
     )
 

@@ -6,8 +6,8 @@
   puts its own). In a stream the text's signature is on its first piece: Gemini CLI appends later pieces to the first
   and drops all their other fields. Reasoning after the last part is signed on an empty text.
 * `args` must be a JSON object. Arguments that are not one (`[1]`, broken JSON, cut short) reach the agent as the text
-  `name(arguments)`, letter for letter, and never as an empty object; the signature restores the call when the text
-  comes back. Empty arguments of a finished call mean `{}`.
+  `name(arguments)`, letter for letter, and never as an empty object; the signature restores the tool call when the text
+  comes back. Empty arguments of a finished tool call mean `{}`.
 * `candidatesTokenCount` counts all sampled tokens, thoughts included: engines do not say which tokens are thoughts.
 * There are no safety ratings, so no `safetyRatings` and no `promptFeedback`.
 """

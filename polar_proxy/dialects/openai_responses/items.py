@@ -6,7 +6,7 @@ client sends back are recognised as parts of one answer.
 
 If the arguments of a custom tool's call are not of the form `{"input": text}`, the item holds the argument string
 itself. If they do not even begin that way, the item's id begins with `ctcraw`, so that the string is read back
-unchanged. A call of a built-in tool whose arguments do not fit its item is sent as a `function_call`.
+unchanged. A call of a built-in tool is sent as a `function_call` if the arguments do not fit into the tool's own item.
 
 Reasoning is sent as a summary (an open model has nothing to hide), and also as `encrypted_content`, because many
 clients keep only that. Reasoning is read back from either field.
