@@ -24,11 +24,11 @@ ExitOutcome = Literal["ok", "failed", "timed_out"]
 
 
 class HarnessError(Exception):
-    """A harness lacks a requested feature. The text says why, and what to do."""
+    """A harness cannot be started as requested, for instance because it lacks a feature. The text says why."""
 
 
 class UnknownHarnessError(HarnessError, LookupError):
-    """No adapter has this name. The text lists the names that exist."""
+    """No adapter has this name, or its class cannot be loaded. The text says which."""
 
 
 class InstallError(HarnessError):
@@ -43,9 +43,9 @@ class HarnessInfo:
     package: str
     """The package's source and name, such as ``npm:@openai/codex`` or ``pypi:mini-swe-agent``."""
     wire_apis: tuple[WireApi, ...]
-    """The dialects that it can speak. The adapter uses the first unless another one is requested."""
+    """The dialects that the harness can speak. The first is used unless another one is requested."""
     runtime: str
-    """The runtime that it needs: ``python 3.12``, ``node 22``, ``native``."""
+    """The runtime that the harness needs: ``python 3.12``, ``node 22``, ``native``."""
     features: frozenset[Feature]
     notes: str = ""
     """Pitfalls that a user must know, such as an exit code that hides failures."""
@@ -59,7 +59,7 @@ class HarnessInfo:
 
 @dataclass(frozen=True)
 class McpServer:
-    """A Model Context Protocol server for the harness to offer its model: started by `command`, or at `url`."""
+    """A Model Context Protocol server for the harness to use: started by running `command`, or reached at `url`."""
 
     name: str
     command: tuple[str, ...] = ()
@@ -157,8 +157,8 @@ class HarnessAdapter(Protocol):
         ...
 
     def launch(self, installed: Installation, context: LaunchContext) -> LaunchPlan:
-        """Return how to start the harness. Raises `HarnessError` for an option that it lacks (resume, MCP, a wire
-        API)."""
+        """Return how to start the harness. Raises `HarnessError` for an option that the harness lacks (resume, MCP, a
+        wire API)."""
         ...
 
     def interpret(self, exit_code: int | None, stdout_tail: str) -> tuple[ExitOutcome, str]:
@@ -197,9 +197,9 @@ def list_adapters() -> tuple[str, ...]:
 
 
 def get_adapter(name: str) -> HarnessAdapter:
-    """Return the adapter called `name`, your own adapter as ``module:Class``, or a command line after ``shell:``.
+    """Return an adapter. `name`: a built-in name, ``module:Class`` for your own, or ``shell:`` and a command line.
 
-    Raises `UnknownHarnessError` for an unknown name, `TypeError` if the class is not an adapter.
+    Raises `UnknownHarnessError` if there is no such adapter, `TypeError` if the class is not an adapter.
     """
     if name.startswith(_SHELL_PREFIX):
         from harness_adapters.shell import ShellCommand  # imported here, because it imports this module

@@ -20,7 +20,7 @@ class Cline(NpmHarness):
         wire_apis=("openai_chat",),
         runtime="native",
         features=frozenset({"stream", "mcp", "skills", "subagents", "parallel_tools", "reasoning"}),
-        notes="Has no limit of model calls. Resumes only by the id of a conversation, so not at all here. "
+        notes="Has no limit of model calls. Resumes only by the id of a conversation, so cannot resume here. "
         "Contacts data.cline.bot at every start; no setting prevents it.",
     )
 

@@ -20,8 +20,8 @@ class GeminiCli(NpmHarness):
         wire_apis=("google_generate_content",),
         runtime="node 22",
         features=frozenset({"stream", "resume", "mcp", "skills", "subagents", "parallel_tools", "reasoning"}),
-        notes="A broken stream ends the run. It masks old tool outputs when the history is large. "
-        "Calls of sub-agents carry no mark.",
+        notes="A broken stream ends the run. Replaces old tool outputs when the history is large. "
+        "Its requests do not say which come from sub-agents.",
         version_command=("{program}", f"{{root}}/{entry}", "--version"),
     )
 
@@ -50,8 +50,8 @@ class GeminiCli(NpmHarness):
 
 
 def _compression(context_length: int | None) -> dict[str, float]:
-    """Return the share of the context at which Gemini CLI summarises.
+    """Return the setting for the share of the context at which Gemini CLI summarises.
 
-    It assumes 1,048,576 tokens for every unknown model, and by default summarises at half of that.
+    Gemini CLI assumes a context of 1,048,576 tokens for every unknown model, and by default summarises at half of it.
     """
     return {} if context_length is None else {"compressionThreshold": min(0.5, 0.5 * context_length / 1_048_576)}

@@ -77,7 +77,7 @@ class OpenCode(NpmHarness):
 
 
 def _installed_plugin(version: str) -> dict[str, str]:
-    """Return files that mark its plugin library, which only plugins need, as installed.
+    """Return files that mark opencode's plugin library, which only plugins need, as installed.
 
     Otherwise every start in a new HOME requests it from the npm registry, which is unreachable from a sandbox.
     """

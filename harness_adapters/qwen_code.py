@@ -20,7 +20,8 @@ class QwenCode(NpmHarness):
         wire_apis=("openai_chat",),
         runtime="node 22",
         features=frozenset({"stream", "resume", "mcp", "skills", "subagents", "parallel_tools", "reasoning"}),
-        notes="After a resumed turn it may run an agent that extracts memories. Calls of sub-agents carry no mark.",
+        notes="After a resumed turn it may run an agent that extracts memories. "
+        "Its requests do not say which come from sub-agents.",
         version_command=("{program}", f"{{root}}/{entry}", "--version"),
     )
 

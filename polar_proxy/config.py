@@ -1,8 +1,8 @@
 """All settings: defaults, then `polar.toml`, then environment variables, then command-line flags; the last one wins.
 
-`polar.toml` is read from the Polar home (`~/.polar`, or $POLAR_HOME) and from the working directory, which wins setting
-by setting. Environment variables begin with POLAR_ and use two underscores for nested settings:
-`POLAR_GATEWAY__PORT=9000`. No other module reads the environment.
+`polar.toml` is read from the Polar home (`~/.polar`, or $POLAR_HOME) and from the working directory. A setting that is
+in both is taken from the working directory. Environment variables begin with POLAR_ and use two underscores for nested
+settings: `POLAR_GATEWAY__PORT=9000`. No other module reads the environment.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class GatewayLimits(_Section):
     """Limits of the gateway's server that keep one client from stopping it for all others."""
 
     connections: int = Field(4096, ge=1)
-    """Open connections. Fewer if the system allows this process fewer descriptors."""
+    """Open connections. Lowered to half of the file descriptors that the system allows this process."""
     sandbox_connections: int = Field(256, ge=1)
-    """Open connections from inside one sandbox."""
+    """Open connections from inside one sandbox. They count as open connections of the gateway too."""
     head_kb: int = Field(64, ge=1)
     """Size of a request's headers in KiB."""
     headers: int = Field(200, ge=1)
@@ -68,8 +68,8 @@ class GatewaySettings(_Section):
     require_known_keys: bool = False
     """Refuse unknown session keys on loopback too. On any other address they are always refused."""
     shared: bool = False
-    """Set this if other gateways serve sessions of the same database: before each request the gateway then loads what
-    they recorded."""
+    """Set this if other gateways serve sessions of the same database. Before each request the gateway then loads what
+    the others have recorded of the request's session."""
     cluster_port: int = Field(0, ge=0, le=65535)
     """Port of the gateways on the nodes of a Ray cluster; 0 takes any free port."""
     max_body_mb: int = Field(256, ge=1)
@@ -77,24 +77,26 @@ class GatewaySettings(_Section):
     limits: GatewayLimits = GatewayLimits()
     """Limits that keep one client from stopping the gateway for all others."""
     heartbeat_seconds: float = Field(15.0, gt=0)
-    """Send a comment line on a stream that has been silent for this long."""
+    """Send a comment line on a stream that has been silent for this long. Google's streams get none."""
     headers_after_seconds: float = Field(2.0, ge=0)
-    """Send the response headers if the first token takes longer than this. An error before that keeps its status."""
+    """Send the headers of a stream after this time if no token has arrived. An error before that keeps its HTTP
+    status."""
     join_retries: Literal["evidence", "always", "never"] = "evidence"
     """Which equal requests share one answer. `evidence`: those that are known to be retries, by a lost connection or
     the SDK's retry header. `always`: all that arrive while the first runs or shortly after. `never`: none."""
     retry_window_seconds: float = Field(10.0, ge=0)
-    """How long a finished answer is kept for a retry."""
+    """How long a finished answer is kept for a retry, and how long an equal request may count as one."""
     retry_grace_seconds: float = Field(2.0, ge=0)
-    """How long a generation continues after its client disconnected, so that a retry can take it over."""
+    """How long an answer is generated further after its client disconnected, so that a retry can take it over."""
     prompt_mode: PromptModeSetting = "continue"
-    """`continue`: the prompt of a turn is the exact tokens of the turn before, followed by the tokens of the new
-    messages, if the engine can do this. `render`: the engine renders every request from its messages."""
+    """`continue`: if possible, a prompt is the exact tokens of the call that it extends, followed by the tokens of the
+    new messages. `render`: the engine renders every request from its messages."""
     past_reasoning: Literal["keep", "strip"] = "keep"
     """Reasoning of earlier turns in continued prompts. `keep`: leave it as it was sampled. `strip`: if the model's chat
-    template drops it, let the engine render that request."""
+    template drops reasoning of earlier turns, let the engine render that request."""
     normalisers_off: frozenset[str] = frozenset()
-    """Names of normalisers (polar_proxy/sessions/hashing.py) that matching must not use."""
+    """Names of the normalisers (rules in polar_proxy/sessions/hashing.py for differences between messages that are
+    ignored) to switch off."""
 
 
 class EngineSettings(_Section):
@@ -146,8 +148,8 @@ class AdmissionSettings(_Section):
     """Conditions under which a server starts no further agent. If no agent runs, one is always started."""
 
     engine_kv: float = Field(0.5, gt=0, le=1)
-    """KV-cache usage above which no new agent starts (vLLM reports it). Agents that wait for a tool use no cache, but
-    their conversations should stay cached. 1 disables the check."""
+    """KV-cache usage above which no new agent starts (vLLM reports it). Agents that wait for a tool do not count in it,
+    so leave room for their conversations, which should stay cached. 1 disables the check."""
     engine_queue: int = Field(16, ge=0)
     """Queued requests per engine replica above which no new agent starts (vLLM reports them)."""
     memory_mb: int = Field(768, ge=0)
@@ -157,7 +159,7 @@ class AdmissionSettings(_Section):
 
 
 class Settings(BaseSettings):
-    """The settings at the top level and its sections."""
+    """All settings: those at the top level, and the sections."""
 
     model_config = SettingsConfigDict(
         env_prefix="POLAR_",

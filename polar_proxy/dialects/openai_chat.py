@@ -132,7 +132,7 @@ def _parse_message(item: Any, position: int) -> Message:
     if isinstance(content, list):
         for number, part in enumerate(content):
             if not _is_part(part):
-                expected = "expected a content part with a type, and text in one of type text"
+                expected = "expected a content part with a type, and with a text if the type is text"
                 raise invalid(f"{path}.content[{number}]", expected)
     elif content is not None and not isinstance(content, str):
         raise invalid_type(f"{path}.content", "a string or an array of content parts")
@@ -164,7 +164,7 @@ def _parse_tool_calls(value: Any, path: str) -> tuple[ToolCall, ...]:
     for call in value:
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise invalid(path, "each call needs a function with a name")
+            raise invalid(path, "each tool call needs a function with a name")
         arguments = function.get("arguments")
         if arguments is None:
             arguments = ""
@@ -188,7 +188,7 @@ def _parse_tool_choice(choice: Any, tools: tuple[Json, ...]) -> str | Json | Non
             if name not in {tool["function"]["name"] for tool in tools}:
                 raise invalid("tool_choice", f"{name!r} is not among the tools")
             return {"type": "function", "function": {"name": name}}
-    raise invalid("tool_choice", "expected none, auto, required, or a function of the tools")
+    raise invalid("tool_choice", "expected none, auto, required, or a function that is among the tools")
 
 
 def _parse_response_format(value: Json | None) -> Json | None:

@@ -1,7 +1,6 @@
 """OpenAI Completions (raw prompts). Source: https://platform.openai.com/docs/api-reference/completions
 
-Each prompt of a list is a call. The index of a choice counts through the prompts first, then through `n`, as the API
-defines it.
+Each prompt of a list is a call. As the API defines it, choice i of prompt p has the index p * n + i.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class OpenAICompletions(OpenAIDialect):
             if body.get(key):
                 raise unsupported(key)
         if fields.best_of > fields.n:
-            raise unsupported("best_of", "at most 'n'")
+            raise unsupported("best_of", "it must not be greater than 'n'")
         sampling = fields.sampling(
             max_tokens=max(1, fields.max_tokens),  # the API allows 0, which cannot be sampled
             logprobs=fields.logprobs is not None,

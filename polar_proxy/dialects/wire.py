@@ -1,7 +1,7 @@
 """Forms shared by the dialects: JSON values to store, server-sent events, and text sealed in opaque strings.
 
-Many clients send only a provider's opaque string back and drop the reasoning beside it. So reasoning travels in that
-string, as base64 of a prefix and the compressed text.
+Many clients send only a provider's opaque string (a signature, encrypted content) back and drop the reasoning beside
+it. So the reasoning itself travels in that string, as base64 of a prefix and the compressed text.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from polar_proxy.types import Json
 
 _SEAL_PREFIX = b"polar1."
 MAX_SEALED_BYTES = 16 << 20
-"""Limit of an unsealed text: a sealed one comes from the client and may be a zip bomb."""
+"""Size limit of an unsealed text, because the sealed one comes from the client and may be a zip bomb."""
 
 
 def to_json(value: Any, param: str) -> bytes:

@@ -107,8 +107,8 @@ def foreign_host(headers: asgi.Headers, hosts: frozenset[str]) -> str | None:
 
 async def _refuse_host(path: str, foreign: str, send: asgi.Send) -> None:
     message = (
-        f"This gateway takes requests from its own machine only, not with '{foreign}'. "
-        "If the name is right, add it to gateway.allowed_hosts."
+        f"This gateway takes requests from its own machine only, and this one has the header '{foreign}'. "
+        "If that name is right, add it to the setting gateway.allowed_hosts."
     )
     await asgi.send_json(send, 403, refusal_body(path, RequestError(message, status=403)))
 
@@ -134,7 +134,7 @@ def split_path(path: str) -> tuple[str | None, str]:
 def find_route(path: str, query: bytes) -> tuple[Dialect, bool] | None:
     """Return the dialect that serves POST to `path` (without `/s/{key}`), and whether it only counts tokens there.
 
-    Returns None if it is no model route. `query` is the URL's query string as in ASGI: Google's clients request the
+    Returns None if `path` is no model route. `query` is the URL's query string as in ASGI: Google's clients request the
     form of the stream there.
     """
     route = path.removeprefix("/v1")
@@ -235,7 +235,7 @@ def create_app(
 
 
 def _is_google_client(request: Request) -> bool:
-    """Return whether to answer in Google's format: its clients share the path `/v1/models` with OpenAI's."""
+    """Return whether the client is Google's, which may use the same path `/v1/models` as OpenAI's."""
     if request.url.path.startswith(("/v1alpha", "/v1beta")):
         return True
     return "x-goog-api-key" in request.headers or "x-goog-api-client" in request.headers

@@ -21,7 +21,7 @@ Send = Callable[[Any], Awaitable[None]]
 Headers = Iterable[tuple[bytes, bytes]]
 
 INSIDE_SANDBOX = "polar_inside_sandbox"
-"""Key in the scope's state of a request that came through a socket served inside a sandbox."""
+"""Key that the scope's `state` has if the request came through a socket inside a sandbox."""
 
 
 class ClientDisconnected(Exception):
@@ -100,7 +100,8 @@ async def send_json(send: Send, status: int, body: bytes, headers: Headers = ())
 
 
 async def refuse_websocket(receive: Receive, send: Send) -> None:
-    """Answer a WebSocket handshake with 426. Codex then falls back to HTTP at once; other statuses cost seven tries."""
+    """Answer a WebSocket handshake with 426. Codex then uses HTTP at once; with another status it first tries again
+    seven times."""
     await receive()
     body = b"Polar answers over HTTP, not over a WebSocket."
     await _send_response(send, "websocket.http", 426, b"text/plain", body, [(b"connection", b"close")])
@@ -115,9 +116,9 @@ async def _send_response(
 
 
 class ClientWatch:
-    """Cancels the current task when the client disconnects, for as long as the block lasts.
+    """A context manager that cancels the current task if the client disconnects before the block ends.
 
-    The cancellation ends with the block, and `gone` is then True. A cancellation from elsewhere passes through.
+    This cancellation ends with the block, and `gone` is then True. A cancellation from elsewhere passes through.
     After a disconnect, `on_disconnect` is awaited first; it returns when the task is no longer worth continuing.
     """
 

@@ -1,13 +1,14 @@
 """One model request, from its HTTP body to the last byte of its answer.
 
-    find session -> read -> parse -> (join a retry) -> place -> build prompt -> sample and stream -> commit -> finish
+    find session -> read -> parse -> (join a retry) -> place: find the relation to earlier calls -> build prompt
+    -> sample and stream -> commit -> finish
 
 Promises:
 
 * Recorded before sent: the last byte of an answer leaves only after its calls are committed.
 * However a request ends (answered, failed, client gone, gateway stopped), its calls are committed with what was
   sampled until then.
-* If a commit fails, the agent still gets its answer, and its session counts a lost call.
+* If a commit fails, the agent still gets its answer, and the session counts a lost call.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class RequestHandler:
         metrics: GatewayMetrics,
         in_flight: InFlightCalls | None,
     ) -> None:
-        """`in_flight` announces calls to the other gateways of the database; None if there are none."""
+        """`in_flight` announces calls to the other gateways of the database; None if this is the only gateway."""
         self._engine = engine
         self._store = store
         self._sessions = sessions
@@ -115,7 +116,7 @@ class RequestHandler:
     async def _answer(
         self, request: RequestContext, buffer: ResponseBuffer, receive: asgi.Receive, send: asgi.Send
     ) -> bool:
-        """Place, sample, commit and answer a request. Return whether the agent got a complete answer."""
+        """Place, sample, commit and answer a request. Return whether it was answered completely, without an error."""
         session = request.session
         calls = self._place(request, buffer.size)
         reply = Reply(buffer.wrap(send), request, calls[0].call_id, self._settings)
@@ -129,7 +130,7 @@ class RequestHandler:
             elif outcome.reply is not None:
                 await reply.fail(outcome.reply)
             return outcome.status == "ok"
-        except SessionClosedError as error:  # another gateway closed it before a call began
+        except SessionClosedError as error:  # another gateway closed the session before a call began
             self._metrics.refused.labels(error.status).inc()
             await reply.fail(error)
         except asyncio.CancelledError:
@@ -144,7 +145,7 @@ class RequestHandler:
         return False
 
     def _place(self, request: RequestContext, size: int) -> list[PendingCall]:
-        """Find the lineage of each call. `size` is that of the request's messages in bytes."""
+        """Decide the lineage of each call of a request. `size`: bytes of the request's messages."""
         session, parsed = request.session, request.parsed
         calls = []
         for engine_request, messages in zip(parsed.requests, parsed.messages, strict=True):
@@ -162,10 +163,10 @@ class RequestHandler:
         buffer: ResponseBuffer,
         receive: asgi.Receive,
     ) -> CallOutcome:
-        """Sample the calls of a request, and return how they ended. Raises SessionClosedError."""
+        """Sample the calls of a request, and return how they ended. Raises SessionClosedError before any begins."""
         try:
             if self._in_flight is not None:
-                # Awaited to its end, so that the row is not written after the commit that removes it.
+                # Never cut short: otherwise the announcement might be written after the commit, which removes it.
                 call_ids = [call.call_id for call in calls]
                 await _run_to_end(self._in_flight.announce(request.session.session_id, call_ids))
             async with asgi.ClientWatch(receive, buffer.abandoned) as watch:
@@ -206,12 +207,12 @@ class RequestHandler:
                     call.answer.add(event)
                     await reply.write(index, event)
         if not call.answer.finished:
-            raise EngineError("The engine's answer ended before it was finished.")
+            raise EngineError("The engine's answer ended without a finish reason, so it may be incomplete.")
 
     async def count_tokens(
         self, dialect: Dialect, path_key: str | None, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send
     ) -> None:
-        """Answer a request for the number of tokens of a prompt. It is not a call and is not recorded."""
+        """Answer a request for the number of tokens of a prompt. Such a request is not recorded."""
         try:
             await self._find_session(asgi.read_headers(scope), path_key, scope)
             with self._bodies.reserve() as take:
@@ -246,7 +247,10 @@ class RequestHandler:
         return await _offload(size, dialect.parse, whole)
 
     async def _previous_call(self, dialect: Dialect, call_id: str, session: SessionState) -> PreviousCall:
-        """Return the call that a body continues. Raises RequestError if it has no complete answer in this session."""
+        """Return the recorded call that a body refers to.
+
+        Raises RequestError if this session has no such call, or the call has no complete answer.
+        """
         call = await self._store.calls.get(call_id)
         if call is None or call.session_id != session.session_id or call.dialect != dialect.name or not call.choices:
             raise RequestError(
@@ -279,7 +283,7 @@ async def _run_to_end(work: Awaitable[T]) -> T:
 
 
 def _gateway_stopped() -> RequestError:
-    """Return the error for an agent whose call was cut by a stopping gateway. Its status allows a retry."""
+    """Return the error for an agent whose call was cut off because the gateway stops. The status allows a retry."""
     return RequestError("The gateway was stopped.", status=503)
 
 

@@ -1,8 +1,8 @@
 """Announcement of calls in flight to the other gateways of a database.
 
-A gateway that shares its database announces each call there before it asks the engine, and renews the lease of long
-calls. The end of a session can then wait for calls in flight on any gateway, and reports those that were lost with one.
-A gateway that does not share its database announces nothing.
+A gateway that shares its database (setting `gateway.shared`) announces each call: before it asks the engine, it writes
+a row with a lease to the database, and renews the lease as long as the call runs. So the end of a session can wait for
+calls in flight on any gateway, and reports calls whose gateway died.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ log = logging.getLogger(__name__)
 
 RENEW_SECONDS = 5.0
 LEASE_SECONDS = 15.0
-"""A gateway that has not renewed a call for this many seconds is dead, or cannot write to the database."""
+"""A gateway that has not renewed a lease for this many seconds is dead, or cannot write to the database."""
 _FIRST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.05, 0.5
 
 
 class InFlightCalls:
-    """`async with InFlightCalls(store) as in_flight:` renews announced calls until the block ends."""
+    """`async with InFlightCalls(store) as in_flight:` renews the leases of announced calls until the block ends."""
 
     def __init__(self, store: Store) -> None:
         self.gateway = f"{socket.gethostname()}:{os.getpid()}:{new_id('g')[-8:]}"
@@ -46,9 +46,10 @@ class InFlightCalls:
         await asyncio.gather(self._renewing, return_exceptions=True)
 
     async def announce(self, session_id: str, call_ids: Sequence[str]) -> None:
-        """Announce calls of this gateway. Raises SessionClosedError if another gateway closed the session.
+        """Tell the other gateways of the database that this one is about to answer these calls.
 
-        If the database cannot be written, the agent is still answered; the commit then marks the calls as lost.
+        Raises SessionClosedError if another gateway closed the session. If the database cannot be written, the calls
+        are answered all the same. They count as lost only if their commit fails too.
         """
         self._announced.update(call_ids)
         try:
@@ -61,7 +62,10 @@ class InFlightCalls:
             raise SessionClosedError
 
     def finished(self, call_ids: Sequence[str]) -> None:
-        """Stop renewing calls that were committed or lost. A row that remains shows the loss when its lease expires."""
+        """Stop renewing the leases of calls that ended.
+
+        A commit removes the row of its call. A row that stays reports a lost call once its lease expires.
+        """
         self._announced.difference_update(call_ids)
 
     async def wait(self, session_id: str, timeout: float) -> Sequence[OpenCall]:
@@ -88,8 +92,8 @@ class InFlightCalls:
     async def wait_and_take(self, session_id: str, timeout: float, *, own: bool) -> str | None:
         """Wait for the calls of a session that was closed, then remove the rows that are left.
 
-        Returns one line about calls of other gateways that were lost or still run, or None. `own`: this gateway
-        itself has calls left, so the rows are removed even if no other gateway has any.
+        Returns one line about calls of other gateways that were lost or still run; None if there are none. `own`: this
+        gateway itself has calls that were lost or still run, so rows are removed even if no other gateway has any.
         """
         if not await self.wait(session_id, timeout) and not own:
             return None

@@ -3,7 +3,7 @@
 * The head of a request (URL and headers) is bounded in size, in its number of headers, and in the time that it takes.
 * Connections are bounded. If there are too many, the one that has waited longest for the head of a request is closed,
   so that unfinished connections cannot keep others out. If all of them are being answered, the new one is refused.
-* Bodies are bounded one by one, in the time between two of their parts, and in their sum.
+* Each body is bounded in size and in the time between two of its parts. All bodies together are bounded in size.
 
 A refusal has the format of the dialect that the URL belongs to.
 """
@@ -23,10 +23,10 @@ from polar_proxy.config import GatewayLimits
 from polar_proxy.errors import RequestError
 
 RefusalBody = Callable[[str, RequestError], bytes]
-"""The body of an error for a client of this path."""
+"""Returns the response body of an error for a client that requested this path."""
 
 _LINGER_SECONDS = 1.0
-"""How long what a refused client still sends is read and dropped."""
+"""How long to read and drop what a refused client still sends."""
 
 
 def raise_descriptor_limit() -> int:
@@ -45,13 +45,13 @@ class Connections:
 
     limit: int
     parent: Connections | None = None
-    """All listeners together."""
+    """The connections of all listeners together."""
     open: dict[LimitedHttpProtocol, None] = field(default_factory=dict)
     waiting: dict[LimitedHttpProtocol, None] = field(default_factory=dict)
-    """Those that wait for the head of a request, the longest first."""
+    """Those that wait for the head of a request; the one that has waited longest is first."""
 
     def add(self, connection: LimitedHttpProtocol) -> bool:
-        """Add a connection, and close another one that waits if there are too many. Return False if none waits."""
+        """Add a connection. If there are too many, close the one that waited longest; return False if none waits."""
         if self.parent is not None and not self.parent.add(connection):
             return False
         if len(self.open) >= self.limit:
@@ -84,16 +84,16 @@ class Connections:
 
 @dataclass
 class BodyBudget:
-    """The bytes of request bodies that may be held at a time, in all."""
+    """A limit on the bytes of all request bodies that are held at a time."""
 
     limit: int
     held: int = 0
 
     @contextlib.contextmanager
     def reserve(self) -> Iterator[Callable[[int], None]]:
-        """Yield a function that takes more bytes; all are given back at the end of the block.
+        """Yield a function that reserves more bytes for one body. The end of the block frees them.
 
-        It raises RequestError 429 if too many bytes are held. A body that is alone may have any size.
+        The function raises RequestError 429 if the limit would be passed, unless no other body is held.
         """
         mine = 0
 
@@ -214,7 +214,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._refuse(RequestError(message, status=408))
 
     def _refuse(self, error: RequestError) -> None:
-        """Answer with an error and close the connection. Unlike errors of the application, without running it."""
+        """Answer with an error and close the connection, without running the application."""
         self._refusal = error
         self._stop_head_timer()
         self.connections_of_listener.remove(self)

@@ -35,7 +35,7 @@ class BusyClock:
                 self._earlier += self._clock() - self._since
 
     def seconds(self) -> float:
-        """Return the time until now, including calls that have not ended."""
+        """Return the measured time until now, including that of calls that have not ended."""
         return self._earlier + (self._clock() - self._since if self._calls else 0.0)
 
 
@@ -48,7 +48,7 @@ class GatewayMetrics:
         self.calls = counter("polar_calls", "Model calls by dialect and final status.", ["dialect", "status"])
         self.refused = counter("polar_refused_requests", "Requests refused before they became calls.", ["status"])
         self.lost = counter("polar_lost_calls", "Calls answered but not recorded (must stay 0).")
-        self.joined = counter("polar_joined_retries", "Requests answered from the call that they retry.")
+        self.joined = counter("polar_joined_retries", "Retries answered with the response to the first attempt.")
         self.prompt_tokens = counter("polar_prompt_tokens", "Prompt tokens of all calls.")
         self.cached_tokens = counter("polar_cached_tokens", "Prompt tokens that were in the engine's prefix cache.")
         self.completion_tokens = counter("polar_completion_tokens", "Sampled tokens.")
@@ -56,9 +56,9 @@ class GatewayMetrics:
         self.busy = BusyClock()
         help_text = "Seconds in which at least one call was in the engine, since the start."
         gauge("polar_engine_busy_seconds", help_text).set_function(self.busy.seconds)
-        self.first_token = seconds("polar_first_token_seconds", "Request to first event.")
-        self.duration = seconds("polar_call_seconds", "Request to commit.")
-        self.commit = seconds("polar_commit_seconds", "Waiting for the commit of a call.")
+        self.first_token = seconds("polar_first_token_seconds", "Seconds from a request to the answer's first event.")
+        self.duration = seconds("polar_call_seconds", "Seconds from a request to the answer's end.")
+        self.commit = seconds("polar_commit_seconds", "Seconds that a call waited for its commit.")
         self._calls_by_outcome: dict[tuple[str, str], Counter] = {}
 
     def count(self, record: CallRecord) -> None:

@@ -47,7 +47,7 @@ class RequestContext:
 
 @dataclass(slots=True)
 class PendingCall:
-    """One engine request of an HTTP request, with its answer so far."""
+    """A call that is being answered: one engine request of an HTTP request, and the answer so far."""
 
     call_id: str
     request: EngineRequest
@@ -62,13 +62,13 @@ class PendingCall:
 
 @dataclass(frozen=True, slots=True)
 class CallOutcome:
-    """The end of a request's calls, and the error to send to the agent."""
+    """How the calls of a request ended, and the error to send to the agent."""
 
     status: CallStatus
     http_status: int
     error: str | None = None
     reply: RequestError | EngineError | None = None
-    """None if the answer is sent, or the agent is gone."""
+    """None if the agent gets the answer, or is gone."""
 
     @classmethod
     def failed(cls, error: RequestError | EngineError) -> CallOutcome:
@@ -84,7 +84,7 @@ class CallRecorder:
         self.observers: list[CallObserver] = []
 
     async def commit(self, request: RequestContext, calls: Sequence[PendingCall], outcome: CallOutcome) -> None:
-        """Commit the calls with their answers so far. One that cannot be committed counts as lost."""
+        """Commit the calls with their answers so far. A call that cannot be committed counts as lost."""
         ended_at = time.time()
         session, version = request.session, await self._weight_version(calls[0])
         for call in calls:
@@ -131,7 +131,7 @@ def make_record(
     weight_version: str | None,
     fingerprint: Json,
 ) -> CallRecord:
-    """Return the record of a call. Its status becomes `no_tokens` if token ids or log-probabilities are missing."""
+    """Return the record of a call. Status `ok` becomes `no_tokens` if token ids or log-probabilities are missing."""
     answer, lineage, plan = call.answer, call.lineage, call.plan
     choices = tuple(
         Choice(
@@ -185,9 +185,10 @@ def make_record(
 
 
 def weight_version_of(answer: Answer, before: str | None, after: str | None) -> str | None:
-    """Return the policy version of an answer: the one reported with its tokens, else those before and after it.
+    """Return the policy version of an answer: the last one that the engine reported with its tokens, if any.
 
-    "A..B" means that the weights changed while it was sampled, at an unknown token.
+    Otherwise the version `before` sampling, or "A..B" if the version `after` differs: the weights changed while the
+    answer was sampled, at an unknown token.
     """
     reported = [choice.versions[-1][1] for _, choice in answer.in_order if choice.versions]
     if reported:
@@ -196,7 +197,7 @@ def weight_version_of(answer: Answer, before: str | None, after: str | None) -> 
 
 
 def _version_runs(choice: AnswerChoice, weight_version: str | None) -> tuple[tuple[int, str], ...]:
-    """Return the runs of policy versions in a choice; empty if `weight_version` holds for all of it."""
+    """Return the runs of policy versions in a choice; empty if `weight_version` holds for all of its tokens."""
     versions = [version for _, version in choice.versions]
     return () if versions in ([], [weight_version]) else tuple(choice.versions)
 
@@ -215,7 +216,7 @@ def _has_tokens(choice: Choice) -> bool:
 
 
 _DEFAULTS: Json = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
-"""OpenAI's own defaults. An engine's defaults (a model's generation_config) may cut the distribution; raw
+"""OpenAI's own defaults. An engine's defaults (from the model's generation_config) may truncate the distribution. Raw
 log-probabilities would then not be those of the samples, and the record would not show it."""
 
 _REPLACED = ("temperature", "top_p", "top_k", "min_p", "seed")
@@ -225,8 +226,8 @@ _FIELDS = tuple(field.name for field in fields(Sampling))
 def apply_policy(request: EngineRequest, policy: Json) -> EngineRequest:
     """Return the request with the session's sampling policy applied and every default written out.
 
-    `policy` may hold temperature, top_p, top_k, min_p and seed, which replace the client's values, and max_tokens,
-    which is an upper bound and the value if the client gave none.
+    `policy` may hold temperature, top_p, top_k, min_p and seed; each replaces the client's value. It may also hold
+    max_tokens, which limits the client's value, and replaces it if the client gave none.
     """
     sampling = request.sampling
     changes: Json = {name: value for name, value in _DEFAULTS.items() if getattr(sampling, name) is None}
@@ -240,7 +241,8 @@ def apply_policy(request: EngineRequest, policy: Json) -> EngineRequest:
 def recorded_sampling(request: EngineRequest, past_reasoning: str | None = None) -> Json:
     """Return the parameters that were sent to the engine, for the record.
 
-    `constrained` is added if the request asked for a form of answer, `past_reasoning` if it shaped the prompt.
+    `constrained` is added if the request asked for an answer of a certain form: whether a grammar enforced it. The
+    setting `past_reasoning` is added if it had an effect on the prompt.
     """
     sent = {name: value for name in _FIELDS if (value := getattr(request.sampling, name)) not in (None, ())}
     constrained = is_constrained(request)

@@ -26,10 +26,10 @@ async def send_error(
 
 
 class Reply:
-    """The response to one request: one JSON body at the end, or a stream while its calls are sampled.
+    """The response to one request: one JSON body after its calls are sampled, or a stream while they are.
 
-    A stream sends its headers with the first bytes, or after a short wait, so that an early error keeps its own HTTP
-    status. While it is silent it sends heartbeats.
+    A stream's headers are sent with its first bytes, or after `headers_after_seconds`, so that an early error keeps its
+    own HTTP status. While no events arrive, heartbeats are sent.
     """
 
     def __init__(self, send: asgi.Send, request: RequestContext, call_id: str, settings: GatewaySettings) -> None:
@@ -50,7 +50,7 @@ class Reply:
             self._timer = loop.call_later(settings.headers_after_seconds, self._start_heartbeats)
 
     async def write(self, request_index: int, event: SampleEvent) -> None:
-        """Stream an event of the engine request number `request_index`."""
+        """Send an event of the engine request number `request_index`, if the response is a stream."""
         if not self._stream:
             return
         data = self._encoder.feed(request_index, event)
@@ -101,7 +101,7 @@ class Reply:
                     return
                 if not self._started:
                     await self._send_headers()
-                    await self._send_body(b"")  # the headers leave the server with the first body bytes
+                    await self._send_body(b"")  # the server sends the headers together with the first body message
                 elif heartbeat and time.monotonic() - self._last_sent >= self._heartbeat_seconds:
                     await self._send_body(heartbeat)
             await asyncio.sleep(self._heartbeat_seconds)

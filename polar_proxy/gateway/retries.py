@@ -1,13 +1,15 @@
-"""Joining of retries: one generation and one call, whose bytes go to every client that retries the request.
+"""Joining of retries: a request and its retries share one call, whose answer is sent to each of their clients.
 
 Each response is buffered while it is sent, and a little longer. A request that retries a buffered one gets the contents
 of the buffer and then the rest as it is generated. Only evidence makes a request a retry, because byte-identical
 requests of two parallel runs under one key are ordinary, and joining them would give both runs the same sample:
 
 * the first request lost its client before the last byte, or
-* the client's SDK says so (`X-Stainless-Retry-Count`), and no earlier attempt failed that this could be a retry of.
+* the client's SDK says so (`X-Stainless-Retry-Count`). But if an equal request has failed, this one may be its retry,
+  and is sampled.
 
-`gateway.join_retries` may instead be `always` (any equal request in flight or just answered) or `never`.
+With the setting `gateway.join_retries` = `always`, a request also joins any equal one that is in flight or was just
+answered; with `never`, it joins none.
 """
 
 from __future__ import annotations
@@ -29,17 +31,17 @@ _FINISHED_BYTES = 64 << 20
 """Maximum size of the requests and responses that are kept after their end."""
 
 RetryKey = tuple[str, str, bool, tuple[bytes, ...]]
-"""Session, dialect, whether it is streamed, and the last message of each conversation: equal for equal requests.
+"""Session id, dialect, whether the answer is streamed, and the last message of each conversation of the request.
 
-Every request of a run ends with a new message, so few requests share a key.
+Equal requests have equal keys. Few others do, because every request of a run ends with a new message.
 """
 
 
 class ResponseBuffer:
-    """One response as it is sent. Wraps the `send` of its request."""
+    """Holds one response as it is sent, so that a retry can get it too."""
 
     def __init__(self, request: RequestContext, grace: float) -> None:
-        """`grace`: seconds that the generation continues without a client, so that a retry can take it over."""
+        """`grace`: seconds for which generation goes on without a client, so that a retry can take it over."""
         self.request = request
         self.disconnected = False
         """The client that sent the request disconnected before the last byte."""
@@ -47,7 +49,7 @@ class ResponseBuffer:
         self.given_up = False
         """No retry came within the grace period."""
         self.retried = False
-        """A new attempt was made after this one failed."""
+        """This attempt failed, and an equal request came afterwards."""
         self.ended_at: float | None = None
         self.size = sum(len(message) for messages in request.parsed.messages for message in messages)
         """Bytes of the request's messages and of the response so far."""
@@ -70,7 +72,7 @@ class ResponseBuffer:
         return buffered_send
 
     async def abandoned(self) -> None:
-        """Wait, after the client has disconnected, until no client has listened for the grace period."""
+        """Called when the client has disconnected. Wait until there was no other client for the grace period."""
         self.disconnected = True
         self._deadline = time.monotonic() + self._grace
         while await self.has_listener():
@@ -82,7 +84,10 @@ class ResponseBuffer:
         self._notify()
 
     async def has_listener(self) -> bool:
-        """Return whether a client gets this response: the first one, or one that retries within the grace period."""
+        """Return whether a client gets this response: the first one, or one that retries within the grace period.
+
+        Waits for a retry until the end of the grace period.
+        """
         while self.disconnected and not self._listeners:
             try:
                 async with asyncio.timeout(max(0.0, self._deadline - time.monotonic())):
@@ -119,7 +124,10 @@ class ResponseBuffer:
             self._notify()
 
     def matches(self, request: RequestContext) -> bool:
-        """Return whether a request with the same key is the same, ignoring the order of keys and volatile fields."""
+        """Return whether `request` repeats this buffer's request, of which it has the `RetryKey`.
+
+        Messages and tools must be the same bytes. In the other fields, volatile ones and the order of keys are ignored.
+        """
         mine, theirs = self.request.parsed, request.parsed
         threads = {self.request.metadata.thread, request.metadata.thread} - {None}
         return (
@@ -144,7 +152,7 @@ class RetryCache:
         self._finished_bytes = 0
 
     def find(self, request: RequestContext) -> ResponseBuffer | None:
-        """Return the buffer that answers this request, if it is a retry."""
+        """Return the buffer that answers this request, if it is a retry to join. Marks a failed attempt as retried."""
         if self._policy == "never":
             return None
         self._evict()

@@ -42,8 +42,8 @@ class _UvicornServer(uvicorn.Server):
 class Gateway:
     """`async with Gateway(engine, store, settings) as gateway:` serves until the block ends.
 
-    The engine and the store must be open already, and outlive the gateway. On leaving, calls in flight are given
-    `grace` seconds, then cancelled; each is committed with what was sampled.
+    The engine and the store must be open already, and stay open longer than the gateway. At the end of the block, calls
+    in flight are given `grace` seconds, then cancelled; each is committed with what was sampled.
     """
 
     def __init__(self, engine: Engine, store: Store, settings: GatewaySettings, *, grace: float = 5.0) -> None:
@@ -69,9 +69,9 @@ class Gateway:
         self._handler.recorder.observers.append(observer)
 
     def end_session(self, session_id: str) -> None:
-        """Call when a session's key is revoked.
+        """Call this when a session's key is revoked.
 
-        Its generations are cancelled as soon as their client disconnects, without the grace period for retries.
+        A call of the session is then cancelled as soon as its client disconnects, without the grace period for retries.
         """
         self._handler.retries.end_session(session_id)
 
@@ -137,7 +137,8 @@ class Gateway:
     async def forget_session(
         self, session_id: str, timeout: float, *, timeout_elsewhere: float | None = None
     ) -> str | None:
-        """Wait for the calls in flight of a closed session, then forget it. Return one line about lost calls, if any.
+        """Wait for the calls in flight of a closed session, then drop it from memory. Return one line about calls that
+        were lost or still run, if there are any.
 
         `timeout` is in seconds, for this gateway and, unless `timeout_elsewhere` is given, for the others.
         """

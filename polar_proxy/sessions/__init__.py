@@ -1,5 +1,5 @@
-"""Sessions: the state of one agent conversation, and how its next call relates to it.
+"""Sessions: the calls under one API key, and how each new call relates to the earlier ones.
 
-The way of a call: `SessionRegistry.find` -> `SessionState.place` (lineage) -> `PromptBuilder.build` (continuation) ->
-`SessionState.record_answer`.
+A call passes through `SessionRegistry.find` -> `SessionState.place` (lineage) -> `PromptBuilder.build` (continuation)
+-> `SessionState.record_answer`.
 """

@@ -1,7 +1,7 @@
 """The index of a session's calls, and the fingerprint from which a stored call is indexed again after a restart.
 
-A conversation is identified by its hash keys (see `hashing.HashChain`); texts are not kept, except for short quotes, by
-which a sub-agent's prompt or a summary is recognised.
+A conversation is identified by its hash keys (see `hashing.HashChain`). Of its texts, only those of the newest answers
+are kept, and short quotes, by which a sub-agent's prompt or a summary is recognised.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from polar_proxy.sessions.rules import AGENT_TOOLS
 from polar_proxy.types import CallStatus, Edge, Json, Message, StoredLineage
 
 _FINGERPRINT_FORM = 1
-"""Fingerprints of another form are ignored: their calls are not found again, and the session's next call is a root."""
+"""Fingerprints of another form are ignored. Their calls are not found again, so the session's next call is a root."""
 
 _QUOTE = 160
 """Characters of a quote that are kept."""
@@ -50,20 +50,20 @@ class CallNode:
     parent_call_id: str | None
     rule: str | None
     asked: bytes
-    """Key of its request's messages."""
+    """Key of the request's messages."""
     assistant_chain: bytes
-    """Key of the assistant turns in its request."""
+    """Key of the assistant turns in the request."""
     ids: bytes
-    """Digest of the ids of the tool calls in its request."""
+    """Digest of the ids of the tool calls in the request."""
     at: float
-    """Time of its start or, once it has ended, of its end."""
+    """Time of the call's start or, once it has ended, of its end."""
     state: CallState = "running"
     answers: tuple[AnswerNode, ...] = ()
     quotes: tuple[Quote, ...] = ()
     compaction: bool = False
-    """It asks for a summary of its conversation."""
+    """The call asks for a summary of its conversation."""
     continued: int = 0
-    """How many calls extend its answer."""
+    """How many calls have this one as parent and continue, compact or rewind it."""
     retried: bool = False
     text: str = ""
     """The answer's text; empty for older calls."""
@@ -79,7 +79,7 @@ class CallIndex:
 
     by_id: dict[str, CallNode] = field(default_factory=dict)
     asked: dict[bytes, list[CallNode]] = field(default_factory=dict)
-    """By the key of their request's messages."""
+    """By the key of the request's messages."""
     ends: dict[bytes, list[tuple[CallNode, AnswerNode]]] = field(default_factory=dict)
     """By the key of the conversation that ends with an answer."""
     assistant_chains: dict[bytes, list[tuple[CallNode, AnswerNode]]] = field(default_factory=dict)
@@ -152,7 +152,7 @@ def fingerprint_of(node: CallNode) -> Json:
 
 
 def node_from_store(row: StoredLineage) -> CallNode | None:
-    """Return the call as it was indexed; None if it has no fingerprint of this form."""
+    """Return the node with which a stored call was indexed; None if the fingerprint is missing or of another form."""
     fingerprint = row.fingerprint
     if not fingerprint or fingerprint.get("form") != _FINGERPRINT_FORM:
         return None
@@ -204,7 +204,7 @@ def quotes_of(answers: Iterable[Message], compaction: bool) -> tuple[Quote, ...]
 
 
 def _strings(arguments: str) -> Sequence[str]:
-    """Return the strings in a call's arguments, one level deep."""
+    """Return the strings among a tool call's arguments; none from inside lists or objects."""
     try:
         value: Any = orjson.loads(arguments)
     except orjson.JSONDecodeError:

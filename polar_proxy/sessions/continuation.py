@@ -1,5 +1,5 @@
-"""Continuation: sample a call from exactly the tokens of the call that it extends, followed by those of the new
-messages.
+"""Continuation: sample a call from exactly the tokens of the call that it extends (its base), followed by those of the
+new messages.
 
     base's prompt + base's answer (+ end of turn, if the answer was cut) + suffix
 
@@ -12,9 +12,9 @@ Promises:
 * `build` never fails a call. If something prevents continuation, the engine renders the request, and the reason is
   recorded with the call.
 * The end of a turn is found by counting end-of-turn tokens. They are special tokens: text on one side of them does not
-  change the tokens on the other. A template without them is not continued.
-* A suffix is used only after one of its shape (roles of the new messages, calls of the turn before, template options)
-  was found at the end of the engine's rendering of a whole request.
+  change the tokens on the other. If the chat template writes none, the engine renders the request.
+* A suffix is used only after one of its shape (roles of the new messages, number of tool calls in the turn before,
+  template options) was found at the end of the engine's rendering of a whole request.
 * The base's tokens are never rendered again, so whatever a harness did to its history (other JSON, dropped reasoning,
   other white space) cannot change them.
 """
@@ -48,7 +48,7 @@ PromptReason = Literal[
     "tools_changed",  # the prompt's beginning changes with the tools
     "template_options_changed",  # the prompt's beginning changes with the template's options
     "images",  # the token ids of a prompt with images do not contain the images
-    "constrained",  # the answer must follow a grammar, which the engine enforces on another route
+    "constrained",  # the request asks for a certain tool call or form of the answer (`is_constrained`)
     "base_without_tokens",  # the base was recorded without token ids (engine `openai`)
     "stop_sequence",  # the base's answer ended at a stop sequence
     "aborted",  # the base's answer ended neither with its own end of turn nor at the token limit
@@ -59,7 +59,7 @@ PromptReason = Literal[
     "context_full",  # with all sampled tokens, the prompt leaves no room for an answer
     "engine_cannot",  # the engine does not sample chats from token ids (`polar doctor --engine-url` says why)
     "engine_failed",  # the engine did not answer when asked to render
-    "off",  # `prompt_mode = render`; the prompt could be continued otherwise
+    "off",  # the setting `prompt_mode` is `render`
 ]
 """Why a prompt was not continued from its base's tokens."""
 
@@ -80,7 +80,7 @@ class PromptPlan:
     reason: PromptReason | None = None
     """Why the prompt is not continued."""
     past_reasoning: PastReasoning | None = None
-    """The setting with which the prompt was made, if it had an effect."""
+    """The setting with which the prompt was made, if it could have an effect."""
     config: PromptConfig | None = None
     """None for a raw prompt."""
 
@@ -90,14 +90,15 @@ class PromptPlan:
 
 
 class TurnEnding(NamedTuple):
-    """The end-of-turn tokens in a rendering that ends in an assistant turn, and the ids after the last of them."""
+    """`turns` counts the end-of-turn tokens in a rendering that ends in an assistant turn; `after` has the ids after
+    the last one."""
 
     turns: int
     after: tuple[int, ...]
 
 
 class Suffix(NamedTuple):
-    """The ids that follow the `end` token of an assistant turn, up to the opening of the next answer."""
+    """`ids` follow the end-of-turn token `end` of an assistant turn, and include the opening of the next one."""
 
     end: int
     ids: tuple[int, ...]
@@ -177,7 +178,10 @@ class PromptBuilder:
         return PromptPlan(accepted, past_reasoning=past_reasoning)
 
     async def _load(self, session: SessionState, base: Base) -> AnsweredCall | None:
-        """Read a base from the store: another gateway answered it, or this one was restarted."""
+        """Read the base (the call that is extended) from the store; None if it has no tokens there.
+
+        Needed if this gateway does not remember it: another gateway answered it, or this one was restarted.
+        """
         call = await self._store.calls.get(base.call_id)
         choice = next((choice for choice in call.choices if choice.index == base.choice), None) if call else None
         if call is None or choice is None or call.prompt_ids is None or not choice.token_ids.size:
@@ -192,7 +196,11 @@ class PromptBuilder:
         return session.remember_answer(call.call_id, call.prompt_ids, choice, prompt_config(request), reasoning)
 
     async def _prove_suffix(self, request: ChatRequest, base: Base) -> Suffix:
-        """Return the suffix for the messages after `base`, once one of its shape is proved on a whole rendering."""
+        """Return the suffix for the messages after `base`.
+
+        The first suffix of each shape is compared with the engine's rendering of the whole request. Raises
+        _NotContinued if this rendering did not end in it.
+        """
         end_of_turn = self._engine.info.eos_token_ids
         head, probe = probe_requests(request, base.messages)
         ending = await self._turn_ending(head)
@@ -225,7 +233,7 @@ class PromptBuilder:
 
 
 def prompt_config(request: ChatRequest) -> PromptConfig:
-    """Return the digests of the tools and template options, ignoring the order of keys and tools, and cache marks."""
+    """Return digests of the tools and template options. Cache marks and the order of tools and keys are ignored."""
     tools = [] if request.tool_choice == "none" else request.tools
     unmarked = ({key: value for key, value in tool.items() if key != "cache_control"} for tool in tools)
     listed = b"\n".join(sorted(map(_canonical_json, unmarked)))
@@ -235,7 +243,7 @@ def prompt_config(request: ChatRequest) -> PromptConfig:
 def probe_requests(request: ChatRequest, base_messages: int) -> tuple[ChatRequest, ChatRequest]:
     """Return the probe up to its assistant turn, and the whole probe with the new messages.
 
-    Its assistant turn calls tools as the base's last turn does, so that tool results have a call to belong to.
+    The assistant turn has the tool calls of the base's last turn, so that each new tool result belongs to one.
     """
     calls = tuple(
         ToolCall(call.id, call.name, "{}")
@@ -265,7 +273,7 @@ def suffix_shape(request: ChatRequest, base_messages: int) -> Hashable:
 
 
 def find_turn_ending(head_ids: Sequence[int], end_of_turn: Collection[int]) -> TurnEnding:
-    """Return how a rendering that ends in an assistant turn ends. `turns` is 0 if it has no end-of-turn token."""
+    """Return the ending of a rendering that ends in an assistant turn. `end_of_turn`: all tokens that end a turn."""
     positions = [position for position, token in enumerate(head_ids) if token in end_of_turn]
     return TurnEnding(len(positions), tuple(head_ids[positions[-1] + 1 :]) if positions else ())
 
@@ -289,7 +297,7 @@ def ends_in_suffix(rendering: Sequence[int], suffix: Suffix) -> bool:
 
 
 def has_images(messages: Sequence[Message]) -> bool:
-    """Return whether a message holds anything but text."""
+    """Return whether a message's content has a part that is neither text nor reasoning, such as an image."""
     return any(
         part.get("type") not in _TEXT_PARTS
         for message in messages

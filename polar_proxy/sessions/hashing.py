@@ -1,11 +1,11 @@
 """Hashes of messages by meaning (16 bytes), and of conversations as chains of them.
 
-Two messages with the same meaning have the same digest, whatever their bytes; `normalisers.NORMALISERS` lists the
-differences that are ignored. Ids of tool calls are not part of the meaning, because some harnesses make their own. They
-are kept with the digest, to choose between conversations that mean the same.
+Two messages with the same meaning have the same digest, whatever their bytes; `NORMALISERS` lists the differences that
+are ignored. Ids of tool calls are not part of the meaning, because some harnesses make their own. They are kept with
+the digest, to choose between conversations that mean the same.
 
-Neighbouring assistant messages count as one turn: dialects that send text and tool calls as separate items, and
-harnesses that split a turn, mean the same as one message with all of it.
+Neighbouring assistant messages count as one turn, because some dialects send text and tool calls as separate items, and
+some harnesses split a turn.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SORTED = orjson.OPT_SORT_KEYS
 
 @dataclass(frozen=True, slots=True)
 class Normaliser:
-    """A difference to ignore. One without a `pattern` is implemented in `hashing.py`, by its name."""
+    """A difference between messages to ignore. If there is no `pattern`, `MessageHasher` has code for the `name`."""
 
     name: str
     reason: str
@@ -40,7 +40,7 @@ class Normaliser:
     """The harness and version in which it was observed."""
     roles: frozenset[str] = frozenset()
     guard: str = ""
-    """A text without this string has nothing to replace. It is found faster than the pattern."""
+    """Only texts with this string are searched for the pattern, which takes longer than the search for the string."""
     pattern: re.Pattern[str] | None = None
     replacement: str = ""
 
@@ -127,15 +127,15 @@ NORMALISERS: tuple[Normaliser, ...] = (
 @dataclass(frozen=True, slots=True)
 class AssistantTurn:
     end: int
-    """Number of messages up to its end."""
+    """Number of the conversation's messages up to the end of this turn."""
     assistant_chain: bytes
     """Key of this and all earlier assistant turns, whatever messages are between them."""
     digest: bytes
     """Digest of this turn alone."""
     ids: tuple[str, ...]
-    """Ids of its tool calls."""
+    """Ids of the turn's tool calls."""
     length: int
-    """Characters of its text and arguments."""
+    """Characters of the turn's text and of its tool calls' arguments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +149,9 @@ class AnswerNode:
     digest: bytes
     """Digest of the answer alone."""
     ids: tuple[str, ...]
-    """Ids of its tool calls."""
+    """Ids of the answer's tool calls."""
     length: int
-    """Characters of its text and arguments."""
+    """Characters of the answer's text and of its tool calls' arguments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +190,7 @@ class MessageHasher:
         self._root = hashlib.blake2b(orjson.dumps(sorted(names)) + VERSION, digest_size=16).digest()
 
     def chain(self, messages: Sequence[Message], previous: HashedConversation | None = None) -> HashChain:
-        """Return the keys of a conversation. The messages that it shares with `previous` are not hashed again."""
+        """Return the keys of a conversation. Messages that it has in common with `previous` are not hashed again."""
         start = 0 if previous is None else _shared_prefix(messages, previous.messages)
         keys = [self._root] if previous is None else list(previous.chain.keys[: start + 1])
         turns = [] if previous is None else [turn for turn in previous.chain.turns if turn.end <= start]
@@ -226,7 +226,7 @@ class MessageHasher:
         return HashChain(tuple(keys), tuple(turns))
 
     def answer_node(self, key: bytes, assistant_chain: bytes, answer: Message) -> AnswerNode:
-        """Return the node of an answer to the conversation with these keys."""
+        """Return the node of `answer`. `key` and `assistant_chain` are those of the conversation that it answers."""
         digest = self.digest(answer)
         end, chain = _link(key, digest), _link(assistant_chain, digest)
         return AnswerNode(end, chain, digest, call_ids(answer), text_length(answer))
@@ -297,7 +297,7 @@ def text_length(message: Message) -> int:
 
 
 def ids_digest(groups: Iterable[tuple[str, ...]]) -> bytes:
-    """Return 16 bytes for the tool call ids of a conversation's turns, in order."""
+    """Return a 16-byte digest of the tool call ids of a conversation's turns, in order."""
     return hashlib.blake2b(orjson.dumps(list(groups)), digest_size=16).digest()
 
 
@@ -306,10 +306,10 @@ def _link(key: bytes, digest: bytes) -> bytes:
 
 
 def _shared_prefix(messages: Sequence[Message], others: Sequence[Message]) -> int:
-    """Return how many of the first messages are the same objects, up to the beginning of an assistant turn.
+    """Return how many messages at the beginning are the same objects in both, rounded down to where a turn begins.
 
-    Hashing can start there, because the hash of an assistant turn and of later messages does not depend on the form of
-    earlier ones.
+    Hashing can start at the beginning of an assistant turn, because messages before it are neither merged nor compared
+    with later ones.
     """
     same = 0
     for one, other in zip(messages, others, strict=False):

@@ -2,7 +2,7 @@
 
 `decide` finds the edge and the parent. The first of these that holds decides:
 
-1. It repeats an earlier request: `retries`, or a twin that is marked ambiguous.
+1. It repeats an earlier request: `retries`, or a second sample with the edge and parent of the earlier request.
 2. A rule recognises it as a side call.
 3. Its messages extend an earlier call's messages and answer (`continues`), or its messages without the answer
    (`rewinds`).
@@ -13,7 +13,7 @@ A decision with an alternative is `ambiguous`. The rule that decided is recorded
 
 extends                    its messages begin with an earlier call's messages and its answer
 branches                   as `extends`, but another call has already continued the same answer
-by_call_ids                several earlier calls mean the same; the ids of their tool calls show which one is extended
+by_call_ids                several earlier calls mean the same; ids of tool calls or threads show which one is extended
 twins                      several earlier calls mean the same and nothing distinguishes them (ambiguous: the newest
                            that was not continued is taken)
 sdk_retry_header           the client's SDK says that it sends this request again
@@ -33,6 +33,7 @@ opening_regenerated        all assistant turns are there, after a regenerated sy
 messages_reworded          all assistant turns are there; user messages between them were changed
 outputs_changed            all assistant turns are there; tool outputs between them were changed (ambiguous)
 older_turns_dropped        the last assistant turn is an earlier call's answer, but turns before it are missing
+quotes_a_summary           the first messages contain a summary that an earlier call wrote
 quotes_an_answer           the first messages quote a long earlier answer, which may be a summary (ambiguous)
 
 `find_base` finds the answer whose exact tokens the prompt may begin with. It can differ from the parent: the parent of
@@ -93,7 +94,7 @@ class PlacementQuery:
     now: float
 
     def same_thread(self, node: CallNode) -> bool:
-        """Return False if the harness's metadata assigns the call to another thread."""
+        """Return whether the call may be of the request's thread. False only if the harness named another thread."""
         return node.client_thread is None or self.metadata.thread in (None, node.client_thread)
 
     def quotes(self, node: CallNode, *kinds: QuoteKind) -> bool:
@@ -122,7 +123,7 @@ class Decision:
 
 
 def decide(index: CallIndex, query: PlacementQuery, window: float) -> Decision:
-    """Return the edge of a request. `window`: number of seconds for which an answer counts as just given."""
+    """Decide about a request. `window`: number of seconds for which an answer counts as just given."""
     repeated = _repeated(index, query, window)
     if repeated is not None:
         return repeated
@@ -149,7 +150,10 @@ def decide(index: CallIndex, query: PlacementQuery, window: float) -> Decision:
 
 
 def find_base(index: CallIndex, query: PlacementQuery) -> Base | None:
-    """Return the deepest complete answer that the request extends by meaning; None if it extends none."""
+    """Return the last complete answer such that this answer and all before it mean the same as in an earlier call.
+
+    None if there is no such answer in the request.
+    """
     keys = query.chain.keys
     for end in range(len(keys) - 1, 0, -1):
         if query.messages[end - 1].role != "assistant":
@@ -167,7 +171,7 @@ def choose_parent(
 ) -> tuple[CallNode, bool]:
     """Return which of several calls with the same meaning is extended, and whether that is certain.
 
-    `end`: how many of the request's messages these calls have in common with it.
+    `end`: how many of the request's messages are the messages and answer of such a call.
     """
     left = list(found)
     turns = query.chain.turns
@@ -231,8 +235,8 @@ def _answered_in_this_run(
 ) -> CallNode | None:
     """Return the newest of the `same` calls if it belongs to the same run and was just answered, but not continued.
 
-    They have the same tool call ids. With ids they belong to the same run, because ids are never shared; without, if
-    the session has only one run.
+    All of them have the tool call ids of this request. Runs never share such ids, so the run is the same. If there are
+    no ids, the run is the same if the session has only one.
     """
     turns = query.chain.turns
     in_one_run = any(turn.ids for turn in turns) or (turns and _single_thread(index))
@@ -274,7 +278,7 @@ def _extended(index: CallIndex, query: PlacementQuery) -> Decision | None:
 
 
 def _summary_follows(query: PlacementQuery, same: int) -> bool:
-    """Return whether a summary follows the first `same` messages. Codex puts the user's messages before it."""
+    """Return whether a summary follows the first `same` messages. Codex puts the user's messages before a summary."""
     following = RequestTexts.of(query.messages[same : same + 3], None)
     return rules.match(rules.COMPACTED, following, query.metadata) is not None
 
@@ -299,7 +303,7 @@ def _rewound(candidates: Sequence[CallNode], query: PlacementQuery, asked: int) 
 def _rewritten(
     found: Sequence[tuple[CallNode, AnswerNode]], query: PlacementQuery, turn: AssistantTurn, same: int
 ) -> Decision:
-    """Decide about a request with all assistant turns of an earlier call. After `same` messages, others differ."""
+    """Decide about a request with all assistant turns of an earlier call, whose messages differ after `same` ones."""
     parent, sure = choose_parent(found, query, turn.end)
     changed = query.messages[same : turn.end]
     outputs = [message for message in changed if message.role == "tool"]
@@ -323,7 +327,7 @@ def _inserted_summary(index: CallIndex, query: PlacementQuery) -> CallNode | Non
 
 
 def _forked(index: CallIndex, query: PlacementQuery, extended: Decision) -> Decision:
-    """Decide about a sub-agent that starts with its parent's conversation: the call extends it in a separate thread."""
+    """Make the call a sub-agent's if the harness says so: one that starts with a copy of its parent's conversation."""
     parent = extended.parent
     if parent is not None and _is_new_subagent(index, query) and parent.client_thread != query.metadata.thread:
         return Decision("subagent", parent, "harness_says_subagent", own_thread=True)
@@ -334,7 +338,7 @@ def _forked(index: CallIndex, query: PlacementQuery, extended: Decision) -> Deci
 
 
 def _new_conversation(index: CallIndex, query: PlacementQuery, compaction: rules.Rule | None) -> Decision:
-    """Decide about a call that extends nothing. `compaction` is the rule by which it asks for a summary, if any."""
+    """Decide about a call that extends nothing. `compaction`: the rule that recognised it as asking for a summary."""
     metadata = query.metadata
     if compaction is not None:
         parent = _thread_parent(index, query)
@@ -363,7 +367,10 @@ def _new_conversation(index: CallIndex, query: PlacementQuery, compaction: rules
 
 
 def _root_or_quoted(index: CallIndex, query: PlacementQuery) -> Decision:
-    """Decide about a new conversation: a root, unless its first messages quote an earlier answer."""
+    """Decide about a new conversation: a sub-agent if it begins with a prompt from a tool call, else a root.
+
+    The root is ambiguous if its first messages quote an earlier answer.
+    """
     if not any(message.role == "assistant" for message in query.messages):
         if callers := [node for node in index.quotable if query.quotes(node, "agent_prompt")]:
             idle = [node for node in callers if not node.continued] or callers

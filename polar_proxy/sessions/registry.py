@@ -1,8 +1,8 @@
 """The registry of sessions: find the session of a key, and keep the state of each session in memory.
 
-A gateway may be one of several on a database (`shared`). A session that it has in memory may then have been closed, or
-have got calls, through another gateway: before each request the session's row is read, and calls that are new in it.
-A gateway that does not share its database reads nothing.
+A gateway may be one of several on a database (setting `gateway.shared`). A session that it has in memory may then have
+been closed, or have got calls, through another gateway. So before each request such a gateway reads the session's row,
+and the calls that it does not know.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class SessionRegistry:
         self._opening: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
 
     async def find(self, key: str | None, path_key: str | None, *, inside_sandbox: bool = False) -> SessionState:
-        """Return the session of a key. `path_key`, from the URL, comes before `key`, from headers or the query.
+        """Return the session of a key: of `path_key` (from the URL's path) if given, else of `key` (headers or query).
 
-        Raises RequestError 401 for an unknown key if the gateway requires known ones. It always does for requests from
-        inside a sandbox: an agent has its rollout's key and needs no other.
+        Raises RequestError 401 for an unknown key if the gateway requires known keys. From inside a sandbox they are
+        always required, because an agent has its rollout's key and needs no other.
         """
         digest = hash_key(path_key if path_key is not None else (key or ""))
         session = self._by_hash.get(digest)
@@ -85,10 +85,10 @@ class SessionRegistry:
         return session
 
     async def _catch_up(self, session: SessionState) -> None:
-        """Read what other gateways have recorded of this session. Raises SessionClosedError.
+        """Read what other gateways have recorded of this session. Raises SessionClosedError if it was closed.
 
-        The row counts committed calls. While no call is in flight here, `session.recorded` includes all of this
-        gateway's, so an equal number proves that nothing is new.
+        The session's row counts committed calls. While no call is in flight here, `session.recorded` includes all calls
+        of this gateway, so the same number in the row proves that nothing is new.
         """
         quiet, recorded = session.in_flight == 0, session.recorded
         row = await self._store.sessions.summary(session.session_id)

@@ -21,7 +21,7 @@ _HEAD = 4000
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A rule holds if all its conditions hold. Patterns are searched near the beginning and the end of a text."""
+    """A rule holds if all its conditions hold. In long texts, `match` searches only near both ends."""
 
     name: str
     reason: str
@@ -31,7 +31,7 @@ class Rule:
     first: str | None = None
     """Pattern in one of the first three user messages (a summary may follow the user's own messages)."""
     last: str | None = None
-    """Pattern in the newest message; in CONTINUATIONS and MASKED, in a message that was changed."""
+    """Pattern in the newest message, if it is a user message; in CONTINUATIONS and MASKED, in a new or changed one."""
     tools: bool | None = None
     """Whether the request has tools."""
     request_kind: str | None = None

@@ -1,12 +1,13 @@
 """The state of one session in a gateway.
 
-`place` is called before a call is sampled, `record_answer` when its answer is complete and before the client has its
-last byte. So the next call of the same run always finds it. The fingerprint that `record_answer` returns is stored with
-the call, and `rebuild` makes the same index from the stored fingerprints after a restart.
+`place` is called before a call is sampled, `record_answer` after its answer ended and before the client gets the last
+byte. So the next call of the same run always finds this call. The fingerprint that `record_answer` returns is stored
+with the call, and `rebuild` makes the same index from the stored fingerprints after a restart.
 
 Digests of all calls are kept as long as the session is in memory. The session's last request and the tokens of its
-answers are larger. They are held in a `ConversationCache`, which all sessions of a gateway share: the least recently
-used entries are dropped first, and are parsed again, or read from the store, when needed.
+answers are larger. They are held in a `ConversationCache`, which all sessions of a gateway share. The least recently
+used entries are dropped first; when needed, a dropped request is parsed again, and dropped tokens are read from the
+store.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _CACHE_BYTES = 384 << 20
 _REASONING_PREFIX = 80
 """Characters of an answer's reasoning that are searched for in a rendering."""
 _RECENT_TEXTS = 32
-"""Answers whose text is kept, to distinguish a cut answer from a replaced one."""
+"""Number of newest answers whose text is kept, to distinguish a cut answer from a replaced one."""
 
 
 class PromptConfig(NamedTuple):
@@ -59,7 +60,7 @@ class PromptConfig(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LastRequest:
-    """A parsed request and its hashed conversation. The session's next one usually begins with the same messages."""
+    """A parsed request and its hashed conversation. The session's next request usually begins with these messages."""
 
     dialect: str
     parsed: ParsedRequest
@@ -122,9 +123,9 @@ class SessionState:
         """Set while `in_flight` is 0."""
         self.idle.set()
         self.lost = 0
-        """Calls that were answered but could not be committed: the rollout is incomplete, not to be trained on."""
+        """Calls that were answered but could not be committed. The rollout is then incomplete and not trained on."""
         self.recorded = 0
-        """Calls in the store that are known here, from this gateway and from others."""
+        """Number of stored calls that are in this index, from this gateway and from others."""
 
     def begin(self, calls: int) -> None:
         self.in_flight += calls
@@ -138,7 +139,7 @@ class SessionState:
     def place(
         self, call_id: str, request: EngineRequest, metadata: ClientMetadata = NO_METADATA, *, now: float
     ) -> Lineage:
-        """Decide the lineage of a call, and register it as in flight. `now` is in seconds since the epoch."""
+        """Decide the lineage of a call, and add the call to the index. `now`: seconds since the epoch."""
         messages = _messages(request)
         last: LastRequest | None = self._cache.get(self.session_id)
         chain = self._hasher.chain(messages, None if last is None else last.conversation)
@@ -193,7 +194,7 @@ class SessionState:
     def rebuild(self, calls: Iterable[StoredLineage]) -> None:
         """Add stored calls, in the order in which they started. Calls that are known already are skipped.
 
-        Calls that were stored under other normalisers are added, but no message leads to them.
+        Calls that were stored under other normalisers are added too, but no later request matches them.
         """
         for row in calls:
             node = node_from_store(row)
@@ -203,7 +204,7 @@ class SessionState:
 
     @property
     def call_ids(self) -> Collection[str]:
-        """The ids of all its calls, including those in flight."""
+        """The ids of all calls of the session, including those in flight."""
         return self._index.by_id.keys()
 
     def last_parsed(self, dialect: str) -> ParsedRequest | None:
@@ -214,7 +215,7 @@ class SessionState:
     def remember_request(
         self, dialect: str, parsed: ParsedRequest, conversation: HashedConversation, size: int
     ) -> None:
-        """Keep a request for the next one. `size` is that of its messages in bytes."""
+        """Keep a request for the next one. `size`: bytes of the request's messages."""
         self._cache.put(self.session_id, LastRequest(dialect, parsed, conversation, size))
 
     def answered_call(self, base: Base) -> AnsweredCall | None:

@@ -3,8 +3,8 @@
 * A user message with tool results becomes one `tool` message for each result, in order, and then one `user` message
   with the rest.
 * An assistant message becomes one message: its texts joined without a separator (as they were sampled), its thinking
-  as `reasoning`, and its calls. Consecutive assistant messages are one turn, as the API defines it. The result of a
-  tool that a server ran lies inside the assistant's turn; it becomes a `tool` message in the middle of it.
+  as `reasoning`, and its tool calls. Consecutive assistant messages are one turn, as the API defines it. The result of
+  a tool that a server ran lies inside the assistant's turn, and becomes a `tool` message in the middle of the turn.
 * A message with the role `system` keeps its place.
 * Content that is a single text becomes a string, whether it came as a string or as a block: Claude Code alternates
   between the two. `cache_control`, citations and other marks that no model reads are dropped.
@@ -91,14 +91,14 @@ def _append_turn(messages: list[Message], turn: list[Message]) -> None:
 
 
 class _BlockReader:
-    """Reads the content blocks of one message. `path` is the content's place in the body, for error messages."""
+    """Reads the content blocks of one message. `path`: the content's place in the body, for error messages."""
 
     def __init__(self, tools: AnthropicTools, path: str) -> None:
         self._tools = tools
         self._path = path
 
     def input(self, role: str, blocks: list[Json]) -> list[Message]:
-        """Return a user or system message: tool results first, then the rest."""
+        """Return a user or system message as messages: one for each tool result, then one for the rest."""
         results: list[Message] = []
         rest: list[tuple[Json, str]] = []
         for block, path in _rendered(blocks, self._path):
@@ -171,7 +171,7 @@ class _BlockReader:
         return [text_part(block["content"])] if isinstance(block.get("content"), str) else []
 
     def _image(self, block: Json, path: str) -> list[Json]:
-        url = _source_url(_source(block, path), path, "an image comes as base64 or url; no files are kept here")
+        url = _source_url(_source(block, path), path, "expected base64 or url; uploaded files are not kept here")
         return [{"type": "image_url", "image_url": {"url": url}}]
 
     def _document(self, block: Json, path: str) -> list[Json]:
@@ -182,7 +182,7 @@ class _BlockReader:
             return [*head, text_part(string_field(source, "data", path))]
         if source.get("type") == "content":
             return [*head, *self._nested(source.get("content"), f"{path}.source.content")]
-        data = _source_url(source, path, "a document comes as text, content, base64 or url; no files are kept here")
+        data = _source_url(source, path, "expected text, content, base64 or url; uploaded files are not kept here")
         return [*head, {"type": "file", "file": {"file_data": data}}]
 
     def _search_result(self, block: Json, path: str) -> list[Json]:
@@ -216,7 +216,7 @@ def _rendered(blocks: list[Json], path: str) -> list[tuple[Json, str]]:
 
 
 def _thinking(block: Json) -> str:
-    """Return the thinking text; for a block sent back without it (display `omitted`), the text in its signature."""
+    """Return the thinking text, from the signature if the block came back without it (display `omitted`)."""
     return optional_string(block, "thinking") or unseal(block.get("signature")) or ""
 
 
@@ -254,7 +254,7 @@ def _source(block: Json, path: str) -> Json:
 
 
 def _source_url(source: Json, path: str, expected: str) -> str:
-    """Return an image or document as a URL. `expected` says in an error which types of source there are."""
+    """Return an image or document as a URL. `expected`: error text for any other type of source."""
     if source.get("type") == "base64":
         return f"data:{string_field(source, 'media_type', path)};base64,{string_field(source, 'data', path)}"
     if source.get("type") == "url":

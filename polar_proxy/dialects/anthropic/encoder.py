@@ -6,9 +6,9 @@ Text and thinking are streamed as they arrive. A tool call is sent when it is co
 object, which is known only when all arguments were sampled. (Anthropic's own servers hold arguments back for the same
 reason.) The arguments of a tool with `eager_input_streaming` are streamed as they arrive, valid or not.
 
-Arguments that are not a JSON object (`[1]`, or cut short by `max_tokens`) are not changed into one: the call is sent as
-text, with its name and arguments as sampled. So the agent runs nothing that the model did not write, and nothing is
-lost.
+Arguments that are not a JSON object (`[1]`, or cut short by `max_tokens`) are not changed into one: the tool call is
+sent as text, with its name and arguments as sampled. So the agent runs nothing that the model did not write, and
+nothing is lost.
 
 Claude Code acts on the text of two errors: it compacts the conversation when a 400 begins with `prompt is too long`,
 and requests fewer tokens after `input length and max_tokens exceed context limit`. Engines use other texts, with the
@@ -62,7 +62,7 @@ class AnthropicEncoder(Encoder):
     _open_index: int = field(default=0, init=False)
     _thinking: list[str] = field(default_factory=list, init=False)
     _begun_calls: dict[int, int] = field(default_factory=dict, init=False)
-    """Tool calls whose block has begun: number of the call -> index of its block."""
+    """Tool calls whose block has begun: number of the tool call -> index of its block."""
     _received: AnswerChoice = field(default_factory=AnswerChoice, init=False)
     """The tool calls whose block has not begun, if there are eager tools."""
 
@@ -175,7 +175,10 @@ class AnthropicEncoder(Encoder):
         return out + _delta(self._open_index, {"type": "text_delta", "text": text})
 
     def _call_delta(self, delta: ToolDelta) -> bytes:
-        """Send a piece of an eager call, or hold it back. Calls keep their order: a later one waits."""
+        """Return the events for a piece of a tool call; none if the piece must wait.
+
+        Tool calls of tools that are not eager wait for the end, and each waits until the one before has begun.
+        """
         if delta.index in self._begun_calls:
             return _input_delta(self._begun_calls[delta.index], delta.arguments)
         if not self.eager:
@@ -192,7 +195,7 @@ class AnthropicEncoder(Encoder):
 
 
 def _usage(answer: Answer) -> Json:
-    """Return the token counts. Anthropic's `input_tokens` leave out those read from a cache."""
+    """Return the token counts. Anthropic's `input_tokens` does not count tokens that were read from a cache."""
     cached = min(answer.cached_tokens or 0, answer.prompt_tokens)
     return {
         "input_tokens": answer.prompt_tokens - cached,
@@ -203,7 +206,7 @@ def _usage(answer: Answer) -> Json:
 
 
 def _stop_reason(choice: AnswerChoice, *, called: bool) -> tuple[str, str | None]:
-    """Return (stop_reason, stop_sequence). `called`: there is a tool block."""
+    """Return (stop_reason, stop_sequence). `called`: the answer has a `tool_use` block."""
     if choice.finish_reason == "length":
         return "max_tokens", None
     if choice.stop_sequence is not None:
@@ -214,7 +217,7 @@ def _stop_reason(choice: AnswerChoice, *, called: bool) -> tuple[str, str | None
 
 
 def _calls_in_blocks(choice: AnswerChoice, begun: Container[int]) -> list[int]:
-    """Return the numbers of the calls that can be a `tool_use` block, or whose block has `begun`."""
+    """Return the numbers of the tool calls that can be a `tool_use` block, or whose block has `begun`."""
     return [number for number, call in enumerate(choice.tool_calls) if number in begun or _is_input(call.arguments)]
 
 
@@ -231,7 +234,7 @@ def _is_input(arguments: str) -> bool:
 
 
 def _calls_as_text(choice: AnswerChoice, in_blocks: list[int]) -> str:
-    """Return the other calls as sampled, each on a line after the text."""
+    """Return the tool calls that are not `in_blocks` as text: name and arguments as sampled, one on each line."""
     calls = [
         f"{call.name}({call.arguments})" for number, call in enumerate(choice.tool_calls) if number not in in_blocks
     ]

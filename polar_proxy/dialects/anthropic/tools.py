@@ -6,8 +6,8 @@ Anthropic's own servers run (`web_search`, `code_execution`, ...) and tools whos
 
 A deferred tool (`defer_loading`) is shown at the place in the conversation that loads it: a `tool_reference` in a tool
 result, or a `tool_addition` in a message, becomes the tool's definition, in the form that Claude Code's ToolSearch
-announces to its model. The prompt before that place does not change, so the call continues the previous one token for
-token; adding the tool to the list at the top would rewrite the whole prompt.
+announces to its model. The prompt before that place does not change, so the prompt of the previous call can be
+continued token for token; adding the tool to the list at the top would rewrite the whole prompt.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class AnthropicTools:
 
     offered: tuple[Json, ...]
     by_name: Mapping[str, Json]
-    """All tools that the model may ever call, deferred ones included."""
+    """All tools that the client runs, deferred ones included."""
     eager: frozenset[str]
     """Tools with `eager_input_streaming`: their arguments are streamed in pieces, valid JSON or not."""
 
@@ -84,7 +84,7 @@ def parse_tool_choice(choice: Json | None, tools: AnthropicTools) -> tuple[str |
         case "tool":
             name = choice.get("name")
             if not isinstance(name, str) or name not in tools.by_name:
-                raise invalid("tool_choice", f"tool {name!r} is not offered")
+                raise invalid("tool_choice", f"tool {name!r} is not among the tools")
             return {"type": "function", "function": {"name": name}}, parallel
     raise invalid("tool_choice", "expected type auto, any, tool or none")
 

@@ -6,13 +6,13 @@ The model reads:
 * Consecutive `model` contents as one assistant message, because SDKs keep each chunk of a streamed answer as a content.
   Text parts are joined without a separator. Reasoning is restored from Polar's thought signatures, or from thought
   text if the client kept it; signatures of other providers are ignored.
-* A `functionResponse` as a tool message that answers the call with its id, or, without an id, the first open call of
-  that name in the model's last turn. Its text is the string in `output` or `result` if that is the only field, else
-  the JSON of `response` (an `error` keeps its key, so that the model sees the failure).
-* Results directly after the calls. Other parts of the same content (images, text) follow as a user message.
+* A `functionResponse` as a tool message. It answers the tool call with its id or, without an id, the first tool call of
+  that name in the model's last turn that has no result yet. Its text is the string in `output` or `result` if that is
+  the only field, else the JSON of `response` (an `error` keeps its key, so that the model sees the failure).
+* Results directly after the tool calls. Other parts of the same content (images, text) follow as a user message.
 * A repeated result (Gemini CLI repeats them when it resumes) once. A second result for one id with different text is
   kept, because Polar cannot decide which one is right.
-* Call ids as the engine gave them, without the prefix `{name}__` that Gemini CLI adds.
+* Ids of tool calls as the engine gave them, without the prefix `{name}__` that Gemini CLI adds.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class SignedReasoning:
     """The content of a `thoughtSignature`: the part of an answer that is not in the visible parts."""
 
     start: int = 0
-    """Character of the turn's reasoning at which this piece of it begins."""
+    """Position in the turn's reasoning, in characters, at which `reasoning` begins."""
     reasoning: str = ""
     call: ToolCall | None = None
-    """The call that was sent as text, if any."""
+    """The tool call that was sent as text, if any."""
 
 
 def pack(signed: SignedReasoning) -> str:
@@ -67,7 +67,7 @@ def unpack(signature: str) -> SignedReasoning | None:
 
 
 def extend_reasoning(known: str, signed: SignedReasoning) -> str:
-    """Return the reasoning with one more piece. A repeated signature, or one after a gap, changes nothing."""
+    """Return the `known` reasoning with one more piece. A repeated signature, or one after a gap, changes nothing."""
     end = signed.start + len(signed.reasoning)
     if signed.start <= len(known) < end:
         return known[: signed.start] + signed.reasoning
@@ -75,7 +75,7 @@ def extend_reasoning(known: str, signed: SignedReasoning) -> str:
 
 
 def call_as_text(call: ToolCall) -> str:
-    """Return a call whose arguments are not a JSON object as text for the client: `args` cannot hold them."""
+    """Return a tool call as text for the client. Used if the arguments are no JSON object: `args` cannot hold them."""
     return f"{call.name}({call.arguments})"
 
 
@@ -124,11 +124,11 @@ class _ContentReader:
     messages: list[Message] = field(default_factory=list)
     turn: _ModelTurn | None = None
     open_calls: list[ToolCall] = field(default_factory=list)
-    """Calls of the model's last turn that have no result yet."""
+    """Tool calls of the model's last turn that have no result yet."""
     generated_ids: set[str] = field(default_factory=set)
-    """Ids generated here for calls that came without an id."""
+    """Ids generated here for tool calls that came without an id."""
     results: set[tuple[str, str]] = field(default_factory=set)
-    """(call id, text) of each result."""
+    """(tool call id, text) of each result."""
     results_of_turn: set[tuple[str, str]] = field(default_factory=set)
     """(name, text) of each result since the model's last turn."""
 
@@ -186,7 +186,7 @@ class _ContentReader:
         elif signed is not None and signed.call is not None and part.text == call_as_text(signed.call):
             turn.calls.append(signed.call)
         elif part.function_response is not None:
-            raise invalid(f"{path}.functionResponse", "the role 'model' answers no calls")
+            raise invalid(f"{path}.functionResponse", "a content of the role 'model' cannot hold function responses")
         else:
             turn.content += _data(part, path)
 
@@ -217,7 +217,7 @@ class _ContentReader:
         self.messages.append(Message("tool", content, tool_call_id=call_id, name=response.name or None))
 
     def _answered_call(self, call_id: str, name: str) -> ToolCall | None:
-        """Return the open call that a result with this id (may be empty) and name answers."""
+        """Return the open tool call that a result answers: the one with its id or, if either has none, its name."""
         for call in self.open_calls:
             if call_id and call.id == call_id:
                 return call
@@ -242,7 +242,7 @@ def _result_content(response: FunctionResponse, path: str) -> str | list[Json]:
 
 
 def _data(part: Part, path: str) -> list[Json]:
-    """Return a part that is neither a call nor a result as OpenAI content parts."""
+    """Return a part that is neither a tool call nor a tool result as OpenAI content parts."""
     if part.text is not None:
         return [text_part(part.text)]
     if (blob := part.inline_data) is not None:

@@ -43,7 +43,7 @@ _SEPARATE = ("contents", "systemInstruction", "tools")
 
 
 class GoogleGenerateContent(Dialect):
-    """`model`: as in the URL. `sse`: stream server-sent events, otherwise a JSON array."""
+    """Google's format for one URL. `model`: as in the URL. `sse`: stream server-sent events, otherwise a JSON array."""
 
     name = "google_generate_content"
     # Gemini CLI treats a comment as a broken event, and retries.
@@ -102,7 +102,7 @@ class GoogleGenerateContent(Dialect):
 
 
 def google_route(path: str, query: str) -> tuple[GoogleGenerateContent, bool] | None:
-    """Return the dialect of this path (percent-decoded) and query string, and whether it counts tokens only.
+    """Return the dialect for a path (percent-decoded) and query string, and whether the route only counts tokens.
 
     Returns None for a path that is not Google's.
     """
@@ -144,7 +144,7 @@ def _as_list(value: Any) -> list[Any]:
 def _chat_request(model: str, fields: GenerateContentRequest) -> ChatRequest:
     """Convert a request. Raises RequestError. Safety settings and labels are tolerated: they have no effect here."""
     if fields.cached_content is not None:
-        raise unsupported("cachedContent", "send the contents themselves, repeated prefixes are cached anyway")
+        raise unsupported("cachedContent", "send the contents themselves; repeated prefixes are cached anyway")
     if not fields.contents:
         raise missing("contents")
     messages = parse_contents(fields.contents)
@@ -160,7 +160,7 @@ def _chat_request(model: str, fields: GenerateContentRequest) -> ChatRequest:
         tools=tools,
         tool_choice=tool_choice,
         response_format=_response_format(config),
-        # Other budgets, and levels, are hints for which open models have no setting.
+        # Other thinking budgets, and thinking levels, are hints for which open models have no setting.
         template_kwargs={"enable_thinking": False} if config.thinking_config.thinking_budget == 0 else {},
     )
 

@@ -6,8 +6,8 @@
   puts its own). In a stream the text's signature is on its first piece: Gemini CLI appends later pieces to the first
   and drops all their other fields. Reasoning after the last part is signed on an empty text.
 * `args` must be a JSON object. Arguments that are not one (`[1]`, broken JSON, cut short) reach the agent as the text
-  `name(arguments)`, letter for letter, and never as an empty object; the signature restores the call when the text
-  comes back. Empty arguments of a finished call mean `{}`.
+  `name(arguments)`, letter for letter, and never as an empty object; the signature restores the tool call when the text
+  comes back. Empty arguments of a finished tool call mean `{}`.
 * `candidatesTokenCount` counts all sampled tokens, thoughts included: engines do not say which tokens are thoughts.
 * There are no safety ratings, so no `safetyRatings` and no `promptFeedback`.
 """
@@ -61,7 +61,7 @@ class _PartWriter:
         return [self._sign({"text": text})] if text else []
 
     def call(self, call: ToolCall, *, cut: bool) -> list[Json]:
-        """Return the part of a call. `cut`: the token limit ended the answer within this call, so it may be
+        """Return the part of a tool call. `cut`: the token limit ended the answer here, so the arguments may be
         incomplete."""
         unsent = None
         if is_json_object(call.arguments) or not (call.arguments.strip() or cut):
@@ -74,7 +74,7 @@ class _PartWriter:
         return [self._sign(part, all_reasoning=first, call=unsent)]
 
     def calls(self, choice: AnswerChoice, start: int) -> list[Json]:
-        """Return the parts of the calls from number `start` on."""
+        """Return the parts of the tool calls from number `start` on."""
         parts: list[Json] = []
         for number, call in enumerate(choice.tool_calls[start:], start):
             last = number == len(choice.tool_calls) - 1
@@ -186,7 +186,7 @@ class GoogleEncoder(Encoder):
 
 
 def _args(arguments: str) -> Any:
-    """Return the arguments as the model wrote them. Line breaks would end an SSE event, so those are printed again."""
+    """Return the arguments as the model wrote them; parsed if they have line breaks, which would end an SSE event."""
     if not arguments.strip():
         return {}
     if "\n" in arguments or "\r" in arguments:

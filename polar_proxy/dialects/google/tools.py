@@ -38,7 +38,7 @@ def _function(declaration: FunctionDeclaration, path: str) -> Json:
 def json_schema(schema: Any) -> Any:
     """Convert Google's Schema (an OpenAPI subset) to JSON schema.
 
-    Type names become lower case, `nullable` becomes a type, 64-bit numbers that came as strings become numbers, and
+    Type names become lower case, `nullable` becomes the type `null`, counts that came as strings become numbers, and
     `propertyOrdering` is dropped. Names inside `properties`, and values of `enum`, `default` and `example`, are data
     and stay as they are.
     """
@@ -78,8 +78,8 @@ def parse_tool_choice(
     """Return (tools to offer, OpenAI's tool_choice).
 
     `allowedFunctionNames` (of the modes ANY and VALIDATED) narrows the offered tools, because engines cannot restrict a
-    choice to some of them. Apart from that VALIDATED is treated as AUTO, because an engine follows schemas in every
-    request or in none.
+    choice to some of them. Apart from that VALIDATED is treated as AUTO, because an engine enforces tool schemas in
+    every request or in none.
     """
     path = "toolConfig.functionCallingConfig"
     mode = (config.mode or "AUTO").upper()

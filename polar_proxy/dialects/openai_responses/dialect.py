@@ -1,11 +1,11 @@
 """OpenAI Responses. Source: https://platform.openai.com/docs/api-reference/responses
 
-Request: `tools` (the functions offered for the client's tools), `input` (items to messages). Response: `items` (answer
-to items, ids), `encoder` (the response object and the event stream).
+Modules for the request: `tools` (the functions offered for the client's tools) and `input` (items to messages). For the
+response: `items` (answer to items, ids) and `encoder` (the response object and the event stream).
 
-`previous_response_id` leads to a recorded call. Its items and its answer are written out before the new input, and the
-new call is recorded whole. Everything is stored, whatever the value of `store`. `instructions` are stored as a first
-item of type `instructions`, and do not carry over to a continued conversation, as the API defines it.
+`previous_response_id` leads to a recorded call. That call's items and answer are written out before the new input, and
+the new call is recorded whole. Everything is stored, whatever the value of `store`. `instructions` are stored as a
+first item of type `instructions`, and do not carry over to a continued conversation, as the API defines it.
 
 Refused, because the model would miss something: `background`, `conversation`, `prompt` (a stored template).
 Accepted without effect: truncation, service_tier, prompt_cache_*, max_tool_calls, context_management, verbosity, and

@@ -4,10 +4,10 @@ Promises: events are numbered without gaps. One item is open at a time, so that 
 can read the stream, as can those that use indexes. An item is closed when the next one begins; the item that is open
 when the engine ends is closed in `end`, after the commit, with `response.completed` or `response.incomplete`.
 
-To keep this order, a tool call waits until an earlier one is complete, and text after a call is sent when that call is
-closed (white space alone: at the end). A call whose arguments are not streamed is sent in one piece when it is
-complete: calls of built-in tools, and of custom tools whose arguments do not begin as expected. A custom tool's text is
-decoded as it arrives; if the rest breaks the form, the `done` event and the item hold the argument string instead.
+To keep this order, a tool call waits until an earlier one is complete, and text after a tool call is sent when that
+tool call is closed (white space alone: at the end). Calls of built-in tools, and of custom tools if the arguments do
+not begin as expected, are sent in one piece when they are complete. A custom tool's text is decoded as it arrives; if
+the rest breaks the form, the `done` event and the item hold the argument string instead.
 
 The log-probabilities in a delta are those of the engine's event that brought the text; those in `done` belong to the
 whole text.
@@ -58,7 +58,7 @@ class _OpenText:
 
 @dataclass
 class _StreamedToolCall:
-    """A tool call as far as it has arrived. `added`: its item was announced to the client."""
+    """A tool call as far as it has arrived. `added`: the client got the event that opens its item."""
 
     id: str = ""
     name: str = ""
@@ -89,7 +89,7 @@ class ResponsesEncoder(Encoder):
     _calls: dict[int, _StreamedToolCall] = field(default_factory=dict, init=False)
     _waiting_calls: list[_StreamedToolCall] = field(default_factory=list, init=False)
     _waiting_texts: list[tuple[str, str]] = field(default_factory=list, init=False)
-    """(kind, text) that arrived while a call was open."""
+    """(kind, text) that arrived while a tool call was open."""
     _received: AnswerChoice = field(default_factory=AnswerChoice, init=False)
     """Reasoning and tokens so far, for the log-probabilities of a message."""
 
@@ -152,7 +152,7 @@ class ResponsesEncoder(Encoder):
         return self._close("completed") + self._open_text(kind) + self._text_delta(text, logprobs)
 
     def _text_after_call(self, call: _StreamedToolCall, kind: str, text: str) -> bytes:
-        """Hold text back until the open call is complete and no other call is waiting."""
+        """Hold text back until the open tool call is complete and no other one is waiting."""
         if self._waiting_texts and self._waiting_texts[-1][0] == kind:
             self._waiting_texts[-1] = (kind, self._waiting_texts[-1][1] + text)
         else:

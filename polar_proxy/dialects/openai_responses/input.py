@@ -1,8 +1,8 @@
 """Input items of the Responses API as Polar's messages.
 
-An answer comes back as several items (reasoning, message, one for each call); they become one assistant message again,
-as it was recorded. Items belong together if their ids say so, or else if no item of another kind lies between them and
-they are in the order in which an answer is written.
+An answer comes back as several items (reasoning, message, one for each tool call); they become one assistant message
+again, as it was recorded. Items with ids from Polar belong together if the ids say so. Others do if no item of another
+kind lies between them and they are in the order in which an answer is written.
 
 Every item that holds something for the model to read is kept. These are ignored: web search calls (no engine here made
 them), lists of MCP tools, reasoning that another provider encrypted, items of unknown type without content, and
@@ -68,7 +68,7 @@ def to_messages(items: list[Json], instructions: str | None, tools: Toolbox) -> 
 @dataclass(slots=True)
 class _AnswerDraft(AssistantDraft):
     answer_id: str | None = None
-    """The part that the ids of its items share, if one of them has an id from Polar."""
+    """The part that the ids of the answer's items share, if one of them has an id from Polar."""
 
 
 class _ItemReader:
@@ -133,7 +133,7 @@ class _ItemReader:
         return draft
 
     def _text_fits(self) -> bool:
-        """Return whether text or reasoning may continue the current draft: it has no text, or calls after its text."""
+        """Return whether text or reasoning may continue the current draft: one without text, or with tool calls."""
         return self._draft is not None and (not self._draft.text or bool(self._draft.tool_calls))
 
     def _append(self, message: Message) -> None:

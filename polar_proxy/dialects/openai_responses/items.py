@@ -1,12 +1,12 @@
 """Output items: their ids, and an answer written as items.
 
-Every id contains the id of its call: `resp_<t>` and `msg_<t>_<n>`, `rs_<t>_<n>`, `fc_<t>_<n>`, ... belong to
+Every id contains the id of the recorded call: `resp_<t>` and `msg_<t>_<n>`, `rs_<t>_<n>`, `fc_<t>_<n>`, ... belong to
 `call_<t>`, where n is the item's position in the answer. So a response can be found by its id alone, and items that a
 client sends back are recognised as parts of one answer.
 
 If the arguments of a custom tool's call are not of the form `{"input": text}`, the item holds the argument string
 itself. If they do not even begin that way, the item's id begins with `ctcraw`, so that the string is read back
-unchanged. A call of a built-in tool whose arguments do not fit its item is sent as a `function_call`.
+unchanged. A call of a built-in tool is sent as a `function_call` if the arguments do not fit into the tool's own item.
 
 Reasoning is sent as a summary (an open model has nothing to hide), and also as `encrypted_content`, because many
 clients keep only that. Reasoning is read back from either field.
@@ -85,7 +85,7 @@ def message_item(identity: str, text: str, status: str, logprobs: list[Json]) ->
 
 
 def call_item(tools: Toolbox, call: ToolCall, call_id: str, position: int, status: str) -> Json:
-    """Return a tool call as the item of its tool's kind; a function call for a tool that was not offered."""
+    """Return a tool call as the item of its tool's kind; as a `function_call` if the tool was not offered."""
     tool = tools.tools.get(call.name)
     kind = tool.kind if tool else "function"
     if tool is not None and kind == "custom":
@@ -117,8 +117,8 @@ def call_item(tools: Toolbox, call: ToolCall, call_id: str, position: int, statu
 def answer_items(answer: Message, call_id: str) -> list[Json]:
     """Return a recorded answer as input items.
 
-    Calls become function calls with their offered names: the model reads a call the same, whatever kind of item the
-    client received.
+    Tool calls become function calls with their offered names, because the model reads a tool call the same, whatever
+    kind of item the client received.
     """
     items: list[Json] = []
     if answer.reasoning:

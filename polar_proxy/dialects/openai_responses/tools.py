@@ -3,7 +3,7 @@
 Engines know only functions. A tool of another kind is offered as a function, and a call of that function goes back to
 the client as the item of the tool's kind:
 
-* `function`: unchanged. A function inside a `namespace` is offered as `namespace__name`; its calls carry both names.
+* `function`: unchanged. A function inside a `namespace` is offered as `namespace__name`; items of its calls have both.
 * `custom` (free text, such as apply_patch with a grammar): a function with one string parameter `input`. The
   description contains the grammar; it is not enforced.
 * `tool_search` run by the client, `local_shell`, `shell`, `apply_patch`: a function with that tool's own arguments.
@@ -36,7 +36,7 @@ def _object(required: list[str], **properties: Json) -> Json:
 
 @dataclass(frozen=True, slots=True)
 class BuiltInTool:
-    """A tool whose form the API defines: the model's arguments are the object `holder` of the call's item."""
+    """A tool whose form the API defines. A call is an item of type `item`, whose field `holder` has the arguments."""
 
     description: str
     parameters: Json
@@ -159,7 +159,7 @@ class Toolbox:
         return [offered]
 
     def offered_name(self, namespace: str | None, name: str) -> str:
-        """Return the offered name of a tool in a call of the history. The tool itself may no longer be offered."""
+        """Return the offered name of a tool that was called earlier. The tool itself may no longer be offered."""
         return self._names.get((namespace, name)) or _qualified(namespace, name)
 
     def functions(self, names: Iterable[str] | None = None) -> tuple[Json, ...]:
@@ -179,7 +179,7 @@ class Toolbox:
                 return ("auto" if names else None), self.functions(names)
             if mode == "required" and names:
                 return "required", self.functions(names)
-            raise invalid("tool_choice", "needs a mode (auto, required) and tools")
+            raise invalid("tool_choice", "'allowed_tools' needs a mode (auto or required) and tools that are offered")
         if choice is None or choice in ("none", "auto"):
             return (choice if self.tools else None), self.functions()
         if choice == "required":
@@ -244,7 +244,7 @@ def _custom_function(raw: Json) -> Json:
 
 
 def built_in_item(kind: str, arguments: str) -> Json | None:
-    """Return type and holder of a built-in tool's call item; None if the item cannot hold exactly these arguments."""
+    """Return the `type` and the holder of a built-in tool's item; None if it cannot hold exactly these arguments."""
     try:
         value = orjson.loads(arguments)
     except orjson.JSONDecodeError:
