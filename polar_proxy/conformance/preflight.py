@@ -195,7 +195,7 @@ def _harnesses(settings: Settings) -> list[InstallCheck]:
         detail = f"{adapter.default_version} " + ("installed" if ready else "will be installed at first use")
         checks.append(
             InstallCheck(
-                f"harness {name}", "ok" if ready else "missing", detail, "nothing to do: `polar run` installs it"
+                f"harness {name}", "ok" if ready else "missing", detail, "nothing to do: `polar run` does this"
             )
         )
     return checks

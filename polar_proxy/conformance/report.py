@@ -238,8 +238,8 @@ needs that.
   canonical JSON without cache marks, or the same stored fingerprint) that is not marked as a retry. A retry that was
   joined to the first call is not recorded as a separate call.
 
-Results: `ok`; `failed`; `n/a`, it does not apply to the program; `gives up`, the program itself ends its run there and Polar
-recorded that correctly; `not run`, it could not be measured. The section of each program has the details."""
+Results: `ok`; `failed`; `n/a`, it does not apply to the program; `gives up`, the program itself ends its run there and
+Polar recorded that correctly; `not run`, it could not be measured. The section of each program has the details."""
 
 TEMPLATE_TITLES = {
     "keeps": "A template that shows the reasoning of every turn",
