@@ -1,4 +1,4 @@
-"""`polar key`, `session`, `service` and `db`: keys, pausing and draining servers, and care of the database."""
+"""`polar key`, `session`, `service` and `db`: API keys, sessions, pausing servers, and maintenance of the database."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ service_app = typer.Typer(help="Pause, resume and drain servers.", no_args_is_he
 db_app = typer.Typer(help="Inspect, check, prune and archive the database.", no_args_is_help=True)
 
 AllServers = Annotated[
-    bool, typer.Option("--all", help="All servers of the database. Required without --url, except for status.")
+    bool, typer.Option("--all", help="Apply to all servers of the database. Required without --url.")
 ]
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
 
@@ -36,7 +36,7 @@ _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
 
 @key_app.command("new")
 def new_key(
-    role: Annotated[str, typer.Option(help="admin (everything) or trainer (read, feed, rewards, pauses).")],
+    role: Annotated[str, typer.Option(help="admin (everything) or trainer (read, use the feed, add rewards, pause).")],
     label: Annotated[str | None, typer.Option(help="A name to find the key by.")] = None,
     db: options.Db = None,
     as_json: options.AsJson = False,
@@ -86,7 +86,7 @@ def revoke_key(
 def new_session(
     label: Annotated[str | None, typer.Option(help="A name to find the session by.")] = None,
     temperature: Annotated[
-        float | None, typer.Option(min=0, help="Sampling temperature; overrides what the agent asks for.")
+        float | None, typer.Option(min=0, help="Sampling temperature; overrides that of the agent's requests.")
     ] = None,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Upper limit of tokens in one answer.")] = None,
     prompt_mode: options.PromptMode = None,
@@ -131,13 +131,13 @@ def pause_service(
     seconds: options.PauseFor = None,
     wait_idle: Annotated[
         float | None,
-        typer.Option(help="Wait up to N seconds until no rollout runs; if some still run, nothing stays paused."),
+        typer.Option(help="Wait up to N seconds until no rollout runs. If some still run then, undo the pause."),
     ] = None,
     url: options.Url = None,
     db: options.Db = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Start no more rollouts of any job; running rollouts continue."""
+    """Pause a server: it starts no more rollouts of any job. Running rollouts continue."""
     state = with_client(
         url,
         db,
@@ -150,7 +150,7 @@ def pause_service(
 def resume_service(
     all_servers: AllServers = False, url: options.Url = None, db: options.Db = None, as_json: options.AsJson = False
 ) -> None:
-    """Start rollouts again, after a pause or a drain of the same servers."""
+    """End a pause or a drain of a server, so that it starts rollouts again."""
     state = with_client(url, db, lambda client: client.resume_service(scope=_scope(all_servers)))
     _print_state(state, as_json)
 
@@ -159,13 +159,13 @@ def resume_service(
 def drain_service(
     all_servers: AllServers = False,
     timeout: Annotated[
-        float, typer.Option(min=0, help="Start rollouts again if some still run after N seconds.")
+        float, typer.Option(min=0, help="Undo the pause if some rollouts still run after N seconds.")
     ] = 600.0,
     url: options.Url = None,
     db: options.Db = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Start no more rollouts, and wait until none runs."""
+    """Pause a server, and wait until no rollout runs."""
     state = with_client(url, db, lambda client: client.drain(timeout=timeout, scope=_scope(all_servers)))
     _print_state(state, as_json)
 
@@ -185,7 +185,7 @@ def _print_state(state: ServiceState, as_json: bool) -> None:
 
 @db_app.command("path")
 def print_path(db: options.Db = None, as_json: options.AsJson = False) -> None:
-    """Print which database is used."""
+    """Print the URL of the database that is used."""
     from polar_proxy.store import display_url, normalise_url
 
     url = display_url(normalise_url(database_url(load_settings(db))))
@@ -205,7 +205,7 @@ def upgrade_schema(db: options.Db = None, as_json: options.AsJson = False) -> No
 
 @db_app.command("stats")
 def print_stats(db: options.Db = None, as_json: options.AsJson = False) -> None:
-    """Count rows, bytes and tokens."""
+    """Print the numbers of rows, bytes and tokens."""
     stats = with_store(load_settings(db), lambda store: store.maintenance.stats())
     lines = []
     for name, value in stats.items():
@@ -239,7 +239,8 @@ def vacuum(
 @db_app.command("prune")
 def prune(
     older_than: Annotated[
-        str, typer.Option(metavar="AGE", help="Such as 30d, 12h or 2w; 0s: everything that has ended.")
+        str,
+        typer.Option(metavar="AGE", help="Minimum age, such as 30d, 12h or 2w. 0s: everything that has ended."),
     ],
     where: options.Where = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be removed.")] = False,
@@ -263,7 +264,7 @@ def prune(
 
 @db_app.command("verify")
 def verify(db: options.Db = None, as_json: options.AsJson = False) -> None:
-    """Check all stored hashes, cells and counters. The exit code is 1 if something is wrong."""
+    """Check that all stored data can be decoded and matches its hashes and counts. The exit code is 1 if not."""
     with progress_bars() as update:
         faults = with_store(load_settings(db), lambda store: store.maintenance.verify(update))
     lines = [f"{fault.what}: {fault.problem}" for fault in faults]
@@ -294,13 +295,13 @@ def import_archive(
     db: options.Db = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Import an archive. Data that is already there stays; if it differs from the archive, nothing is imported."""
+    """Import an archive. Existing data is kept. If the archive contradicts it, nothing is imported."""
     counts = with_store(load_settings(db), lambda store: store.archive.import_archive(file), create=True)
     _print_counts(counts, "new", as_json)
 
 
 def parse_age(text: str) -> float:
-    """Return an age such as `30d` in seconds. Raises UsageError."""
+    """Return an age such as `30d` in seconds. Raises UsageError if it is malformed."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text.strip())
     if match is None:
         raise UsageError(f"{text!r} is not an age: write a number and one of {', '.join(_UNITS)}, such as 30d.")

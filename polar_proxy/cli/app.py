@@ -57,7 +57,7 @@ def _root(
 
 
 def main() -> None:
-    """Run the command. An expected error is printed as one line on standard error and sets its exit code."""
+    """Run the command. An expected error is printed on standard error and determines the exit code."""
     try:
         app()
     except (PolarError, HarnessError, SandboxError) as error:

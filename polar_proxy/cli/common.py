@@ -1,4 +1,4 @@
-"""Parts that all commands share: settings, the event loop, and the connection to a store or an API."""
+"""Functions that all commands share: settings, the event loop, and the connection to a store or an API."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:  # sqlalchemy, httpx and fastapi take a second to import, and 
 T = TypeVar("T")
 
 PATIENT_TRIES = 12
-"""Number of tries of a request that waits for a server that restarts, for about a minute."""
+"""Number of tries of a request while the server restarts. Together they take about a minute."""
 
 
 def load_settings(db: str | None = None, **sections: dict[str, Any]) -> Settings:
-    """Return the settings with the given flags on top. A flag that is None was not given. Raises UsageError."""
+    """Return the settings, overridden by the flags that are not None. Raises UsageError."""
     flags: dict[str, Any] = {"db": db}
     flags |= {name: given(section) or None for name, section in sections.items()}
     try:
@@ -42,12 +42,12 @@ def load_settings(db: str | None = None, **sections: dict[str, Any]) -> Settings
 
 
 def given(flags: dict[str, Any]) -> dict[str, Any]:
-    """Return the flags that were given."""
+    """Return the flags that were given, that is, are not None."""
     return {name: value for name, value in flags.items() if value is not None}
 
 
 def load_client_settings(url: str | None, db: str | None) -> Settings:
-    """`load_settings` for commands that take --url: a flag overrides POLAR_URL and POLAR_DB."""
+    """Return the settings of a command that takes --url. Either flag overrides both POLAR_URL and POLAR_DB."""
     if url is not None and db is not None:
         raise UsageError("Give --url (a server) or --db (a database), not both.")
     settings = load_settings(db)
@@ -86,7 +86,7 @@ def database_url(settings: Settings) -> str:
 
 
 def open_database(settings: Settings, *, create: bool = False) -> contextlib.AbstractAsyncContextManager[Store]:
-    """Return the store. Entering it fails if the database does not exist; with `create` it is created or upgraded."""
+    """Return the store, not yet entered. `create`: create or upgrade the database, which must exist otherwise."""
     from polar_proxy.store import normalise_url, open_store
 
     url = database_url(settings)
@@ -110,9 +110,10 @@ def with_store(settings: Settings, work: Callable[[Store], Awaitable[T]], *, cre
 
 @contextlib.asynccontextmanager
 async def connect(settings: Settings, *, create: bool = False, patient: bool = False) -> AsyncIterator[AsyncClient]:
-    """Yield a client of the server at `settings.url`, or of an API in this process on the database.
+    """Yield a client of the server at `settings.url`. Without a URL, open the database and serve the API in-process.
 
-    `create`: create the database if it is missing. `patient`: wait about a minute for a server that restarts.
+    `create`: create a missing database (without a URL). `patient`: wait about a minute for a server that restarts (with
+    a URL).
     """
     from polar_proxy.client import AsyncClient
     from polar_proxy.client.requests import MAX_TRIES
@@ -144,7 +145,7 @@ def with_client(
 
 
 def api_key_for(settings: Settings) -> str | None:
-    """Return the configured API key; for a server on this machine, by default the key that `polar serve` stored."""
+    """Return the configured API key. Default for a server on this machine: the key that `polar serve` stored."""
     is_local = is_local_url(settings.url or "")
     if settings.api_key is not None:
         return settings.api_key

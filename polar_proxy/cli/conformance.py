@@ -35,16 +35,16 @@ def conformance(
     engine: Annotated[str, typer.Option(help="scripted, local, vllm, or module:Class.")] = "scripted",
     engine_url: options.EngineUrl = None,
     model: options.Model = None,
-    check: Annotated[list[str] | None, typer.Option(help="Make only this check; write no file. Repeatable.")] = None,
+    check: Annotated[list[str] | None, typer.Option(help="Run only this check, and write no file. Repeatable.")] = None,
     sandbox: options.Sandbox = "auto",
     slow: Annotated[float, typer.Option(min=0, help="Delay of a slow first byte, in seconds.")] = 20.0,
     patience: Annotated[float, typer.Option(min=0.1, help="Factor for all time limits.")] = 1.0,
     out_dir: Annotated[
         Path | None,
-        typer.Option(help="Folder of conformance.md and .json. Default with the scripted engine: benchmarks/results."),
+        typer.Option(help="Folder of the report's two files. Default with the scripted engine: benchmarks/results."),
     ] = None,
     fidelity: Annotated[
-        bool, typer.Option("--fidelity", help="Measure token drift instead. With vllm: see scripts/fidelity.sh.")
+        bool, typer.Option("--fidelity", help="Measure token drift instead. scripts/fidelity.sh starts vLLM for this.")
     ] = False,
     template: Annotated[
         list[str] | None, typer.Option(help="With --fidelity: keeps or strips. Repeatable. Default: both.")
@@ -55,10 +55,11 @@ def conformance(
     """Run the real agents through Polar and measure what arrives: calls, edges, retries, losses.
 
     Writes conformance.md and conformance.json; harnesses that are not run keep their rows there. Most checks need the
-    scripted engine. The exit code is 0 if no check failed and no call was lost or doubled.
+    scripted engine. The exit code is 0 if no check failed and no call was lost or recorded twice.
 
-    --fidelity plays other answers, in both prompt modes, counts the training sequences that drift splits, and writes
-    fidelity.md and fidelity.json. The exit code is 0 if drift split no sequence in continue mode.
+    --fidelity uses other answers, in both prompt modes, and counts the training sequences that drift splits. With
+    --out-dir, it writes fidelity.md and fidelity.json. The exit code is 0 if every run was possible, every sampled
+    token was counted, and drift split no sequence in continue mode.
     """
     from polar_proxy.conformance.checks import CHECKS
     from polar_proxy.conformance.fidelity import measure_fidelity
@@ -108,7 +109,7 @@ def _find_adapters(names: list[str]) -> list[tuple[HarnessAdapter, str | None]]:
 
 
 async def _collect(documents: AsyncGenerator[Json, None], report: MeasurementReport, out_dir: Path | None) -> Json:
-    """Merge the documents. The files are written after each, so that an interruption keeps the rows so far."""
+    """Merge the documents. The files are written after each one, so that an interruption keeps the rows."""
     found = report.merged(None, {"schema": 1})
     async with aclosing(documents):
         async for new in documents:
@@ -124,7 +125,7 @@ def _print_progress(text: str) -> None:
 
 def _print_conformance(found: Json) -> None:
     for row in found["harnesses"]:
-        counts = f"{row['calls']} calls, {row['lost']} lost, {row['doubled']} doubled"
+        counts = f"{row['calls']} calls, {row['lost']} lost, {row['doubled']} recorded twice"
         heading = f"({row['dialect']}, streamed: {row['streamed']}, {counts})"
         out.print(f"[bold]{escape(row['name'])}[/] {row['version']} {heading}")
         cells = (
@@ -158,7 +159,7 @@ def drift(
     ] = None,
     awkward: Annotated[
         bool,
-        typer.Option("--awkward", help="Prescribe awkward answers. With vllm: needs the plugin (scripts/fidelity.sh)."),
+        typer.Option("--awkward", help="Prescribe awkward answers. vllm needs a plugin for it (scripts/fidelity.sh)."),
     ] = False,
     sandbox: options.Sandbox = "auto",
     timeout: Annotated[float, typer.Option(min=1, help="Seconds that the agent may run.")] = 300.0,
@@ -219,7 +220,7 @@ def _print_drift(row: FidelityRow, info: EngineInfo) -> None:
         return
     out.print(
         f"[bold]{escape(row.harness)}[/] {row.version} with {escape(info.model)} on {info.engine}, render mode: "
-        f"{row.calls} calls; {row.bases} continue an earlier answer, and {row.drifted} of these left its tokens."
+        f"{row.calls} calls; {row.bases} continue an earlier answer, {row.drifted} of these without its exact tokens."
     )
     if not row.bases:
         out.print("Nothing to compare: no call continued an answer. Try another --task, or a model that calls tools.")

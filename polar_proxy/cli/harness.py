@@ -1,4 +1,4 @@
-"""`polar doctor` and `polar harness`: check the installation; list, install and check the agents, make their images."""
+"""`polar doctor` and `polar harness`: check the installation; list, install and check agents, build their images."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def doctor(
 
 @app.command("list")
 def list_harnesses(as_json: options.AsJson = False) -> None:
-    """List the harnesses."""
+    """List the built-in harnesses."""
     cache = load_settings().harness_cache
     rows = [_describe(get_adapter(name), cache) for name in list_adapters()]
     table = make_table(
@@ -81,7 +81,7 @@ def list_harnesses(as_json: options.AsJson = False) -> None:
 
 @app.command("info")
 def show_info(name: NameArgument, as_json: options.AsJson = False) -> None:
-    """Show everything that is known about a harness before it is installed."""
+    """Show what the adapter of a harness declares: versions, APIs, requirements, features."""
     adapter, _ = find_adapter(name)
     info = _describe(adapter, load_settings().harness_cache)
     lines = []
@@ -190,13 +190,12 @@ def prebuild(
 @app.command("prune")
 def prune(
     base: Annotated[str | None, typer.Option(help="Only images built on this one.")] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Also remove images of installed agents.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Also remove images that would be built again.")] = False,
     as_json: options.AsJson = False,
 ) -> None:
     """Remove images of `polar harness prebuild` that are no longer needed.
 
-    An image is kept if it would be built again as it is (an installed agent with the same files and base image), or if
-    a container uses it.
+    An image is kept if a container uses it, or if `polar harness prebuild` would build it again for an installed agent.
     """
     from sandboxes.images.prebuilt import prune_prebuilt
 
@@ -217,7 +216,7 @@ def prune(
 
 
 def find_adapter(name: str, version: str | None = None) -> tuple[HarnessAdapter, str | None]:
-    """Return the adapter and the requested version."""
+    """Return the adapter and the requested version; None for the adapter's default."""
     bare, inline = split_version(name)
     if version is not None and inline is not None and version != inline:
         raise UsageError(f"Two versions are given: {name} and --version {version}.")

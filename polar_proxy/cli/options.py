@@ -17,7 +17,7 @@ from polar_proxy.errors import UsageError
 
 
 def require_choice(what: str, value: str, choices: Collection[str]) -> None:
-    """Raises UsageError if `value` is not one of the choices."""
+    """Raise UsageError if `value` is not one of the choices."""
     if value not in choices:
         raise UsageError(f"There is no {what} {value!r}: choose {', '.join(choices)}.")
 
@@ -44,13 +44,13 @@ Model = Annotated[
 PromptMode = Annotated[
     str | None,
     typer.Option(
-        help="continue: begin each prompt with the exact tokens of the last turn; render: let the engine render it.",
+        help="continue: begin each prompt with the exact tokens of the last turn; render: render each prompt anew.",
         show_default=False,
     ),
 ]
 PastReasoning = Annotated[
     str | None,
-    typer.Option(help="Reasoning of earlier turns in continued prompts: keep or strip.", show_default=False),
+    typer.Option(help="keep or strip: the reasoning of earlier turns in continued prompts.", show_default=False),
 ]
 Sandbox = Annotated[str, typer.Option(help="auto, docker, bubblewrap or process.", callback=_check_sandbox)]
 Where = Annotated[
@@ -58,9 +58,11 @@ Where = Annotated[
     typer.Option("--where", metavar="CONDITIONS", help="Only rollouts that match, such as 'reward>=1, harness=codex'."),
 ]
 Sessions = Annotated[list[str] | None, typer.Option("--session", help="Only this session. Repeatable.")]
-Seed = Annotated[int | None, typer.Option(min=0, help="Run only this instance; in a file: the task at this position.")]
+Seed = Annotated[
+    int | None, typer.Option(min=0, help="Run only this instance; of a file or folder: task number N, from 0.")
+]
 Instances = Annotated[
-    int | None, typer.Option(min=1, help="Run the first N tasks. Default: one of a family, all of a file or folder.")
+    int | None, typer.Option(min=1, help="Run the first N tasks. Default: all of a file or folder, one of a family.")
 ]
 Concurrency = Annotated[int | None, typer.Option(min=1, help="Rollouts at a time.")]
 PauseFor = Annotated[float | None, typer.Option("--for", help="Resume automatically after N seconds.")]
@@ -69,9 +71,9 @@ PauseFor = Annotated[float | None, typer.Option("--for", help="Resume automatica
 def model_options(
     model: type[BaseModel], *, exclude: Collection[str] = ()
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command one option for each field of `model`, which replace its parameter `rollout_options`.
+    """Give a command one option for each field of `model`, in place of its parameter `rollout_options`.
 
-    The command receives a dict with the options that were given. Values are validated by the model, not here.
+    The command gets a dict of the options that were given. Their values are not validated here.
     """
     fields = {name: field for name, field in model.model_fields.items() if name not in exclude}
 

@@ -103,7 +103,7 @@ def print_refused_task(text: str) -> None:
 
 
 def print_checks(checks: Iterable[PreflightCheck]) -> None:
-    """Print the lines of `polar doctor` or `polar harness check`, with what to do about each."""
+    """Print the checks of `polar doctor` or `polar harness check`, each problem with its remedy."""
     for check in checks:
         colour = _CHECK_COLOURS[check.state]
         out.print(f"[{colour}]{check.state:<7}[/] {check.name}: {escape(check.detail)}", soft_wrap=True)
@@ -114,7 +114,7 @@ def print_checks(checks: Iterable[PreflightCheck]) -> None:
 def make_table(
     columns: Sequence[str], rows: Iterable[Sequence[object]], *, right: Collection[str] = (), wrap: Collection[str] = ()
 ) -> Table:
-    """Return a table without borders; None is shown as `-`, and only a rich `Text` has a style.
+    """Return a table without borders. None is shown as `-`. Only cells of type rich `Text` have a style.
 
     Columns in `right` are aligned to the right; those in `wrap` may wrap.
     """
@@ -144,7 +144,7 @@ def format_counts(counts: Mapping[str, int]) -> str:
 
 
 def last_command(message: Message) -> str:
-    """Return the command of an answer's last tool call, or else its text, in one line."""
+    """Return the command of an answer's last tool call, or the answer's text if it has none, in one line."""
     if message.tool_calls:
         arguments = message.tool_calls[-1].arguments
         try:
@@ -162,7 +162,7 @@ def last_command(message: Message) -> str:
 
 @contextlib.contextmanager
 def progress_bars() -> Iterator[Callable[..., None]]:
-    """Yield `update(kind of work, done, total, note="")`; each kind gets a bar when its work begins."""
+    """Yield `update(kind of work, done, total, note="")`; each kind of work gets a bar at its first update."""
     bars: dict[str, TaskID] = {}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"))
     with Progress(*columns, TimeElapsedColumn(), console=err, transient=True, disable=not err.is_terminal) as progress:
@@ -177,7 +177,7 @@ def progress_bars() -> Iterator[Callable[..., None]]:
 
 @contextlib.contextmanager
 def spinner(text: str, *, quiet: bool) -> Iterator[None]:
-    """Show that a step takes minutes: a spinner on a terminal, else one line."""
+    """Show that the work in this block may take minutes: by a spinner on a terminal, else by one line."""
     if quiet or not err.is_terminal:
         print_note(f"{text} (once; a minute or two)")
         yield

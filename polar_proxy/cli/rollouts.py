@@ -1,5 +1,5 @@
 """`polar run` runs an agent on tasks here; `polar submit`, `status`, `results`, `watch`, `events`, `cancel`, `pause`,
-`resume` and `reward` talk to a server (--url), or to an API in this process on the database.
+`resume` and `reward` use the API of a server (--url), or without a URL the same API in this process.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def submit(
     instances: options.Instances = None,
     rollout_options: Json,
     key: Annotated[
-        str | None, typer.Option(help="Idempotency key: submitting again under the same key returns the same job.")
+        str | None, typer.Option(help="Idempotency key: submitting again with the same key returns the same job.")
     ] = None,
     url: options.Url = None,
     db: options.Db = None,
@@ -235,7 +235,7 @@ def results(job: JobId, url: options.Url = None, db: options.Db = None, as_json:
 def watch(job: JobId, url: options.Url = None, db: options.Db = None, as_json: options.AsJson = False) -> None:
     """Show the progress of a job until it has ended. The exit code is 0 if it is done, 1 if it was cancelled.
 
-    If the server restarts meanwhile, this waits for it. Ctrl-C stops watching, not the job.
+    If the server restarts meanwhile, the command waits for it. Ctrl-C ends this command, not the job.
     """
 
     async def follow(client: AsyncClient) -> JobDetail:
@@ -269,14 +269,14 @@ def events(
 
 
 def cancel(
-    target: Annotated[str, typer.Argument(metavar="JOB|GROUP|ROLLOUT", help="The id of what to cancel.")],
+    target: Annotated[str, typer.Argument(metavar="JOB|GROUP|ROLLOUT", help="Id of a job, group or rollout.")],
     url: options.Url = None,
     db: options.Db = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Cancel a job, a group or a rollout.
 
-    Queued rollouts are cancelled at once; a server ends running ones when it next looks at the queue.
+    Queued rollouts are cancelled at once. A server ends its running rollouts when it next polls the queue.
     """
     from polar_proxy.client import NotFoundError
 
@@ -284,7 +284,7 @@ def cancel(
         done = with_client(url, db, lambda client: client.cancel(target))
     except NotFoundError as error:
         raise UsageError(f"There is no job, group or rollout {target}.") from error
-    note = f"{len(done.in_flight)} rollouts were running and are now ended"
+    note = f"{len(done.in_flight)} running rollouts are being ended"
     print_result(done, lambda: print_note(note), as_json)
 
 
@@ -293,13 +293,13 @@ def pause(
     seconds: options.PauseFor = None,
     wait_idle: Annotated[
         float | None,
-        typer.Option(help="Wait up to N seconds until none of its rollouts runs; if some still run, do not pause."),
+        typer.Option(help="Wait up to N seconds until none of its rollouts runs. If some still run, undo the pause."),
     ] = None,
     url: options.Url = None,
     db: options.Db = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Start no more rollouts of a job; running rollouts continue."""
+    """Pause a job: start no more of its rollouts. Running rollouts continue."""
     paused = with_client(url, db, lambda client: client.pause(job, seconds=seconds, wait_idle=wait_idle))
     print_result(_job_json(paused), _job_table([paused]), as_json)
 
@@ -337,7 +337,7 @@ def reward(
 
 
 def _make_request(model: type[M], **fields: Any) -> M:
-    """Raises UsageError with the first problem."""
+    """Return the request. Raises UsageError with the first problem."""
     try:
         return model(**fields)
     except ValidationError as error:
@@ -348,7 +348,7 @@ def _make_request(model: type[M], **fields: Any) -> M:
 
 
 def _absolute_task(task: str, url: str | None) -> str:
-    """Return the absolute path of a local file of tasks, because the server may run in another folder."""
+    """Return `task`, or its absolute path if it is a local path, because the server may run in another folder."""
     path = Path(task).expanduser()
     is_remote = url is not None and not is_local_url(url)
     return task if is_remote or not path.exists() else str(path.absolute())

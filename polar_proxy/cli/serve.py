@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from polar_proxy.gateway import Gateway
 
 _RAY_EXIT_SECONDS = 2.0
-"""Seconds after which Ray's workers have noticed that their node is gone, so that their sandboxes count as orphans."""
+"""Seconds after which Ray's workers have ended too. Their sandboxes then count as left over and can be removed."""
 
 
 class NodeEndedError(PolarError):
@@ -134,16 +134,16 @@ def _print_welcome(gateway: Gateway, db: str, model: str, key_file: Path) -> Non
 
 def node(
     ray_options: Annotated[
-        list[str] | None, typer.Argument(help="Options of `ray start`, after --: its ports, object store, ...")
+        list[str] | None, typer.Argument(help="Options for `ray start`, after --: ports, object store, ...")
     ] = None,
     *,
     ray_address: Annotated[str, typer.Option(help="HOST:PORT of the cluster, as `ray start --head` prints it.")],
     sandboxes: Annotated[
-        int | None, typer.Option(min=1, help="Agents at a time. Default: by processors and free memory.")
+        int | None, typer.Option(min=1, help="Agents at a time. Default: as processors and free memory allow.")
     ] = None,
     scoring: Annotated[
         int | None,
-        typer.Option(min=1, help="Rollouts of other nodes to score here at a time. Default: number of processors."),
+        typer.Option(min=1, help="Rollouts of other nodes scored here at a time. Default: number of processors."),
     ] = None,
 ) -> None:
     """Add this machine to a Ray cluster until stopped.
@@ -177,7 +177,7 @@ async def _join_cluster(address: str, sandboxes: int | None, scoring: int | None
     )
     try:
         code = await process.wait()
-        raise NodeEndedError(f"Ray ended here (exit code {code}): is there a cluster at {address}?")
+        raise NodeEndedError(f"Ray ended on this machine (exit code {code}). Is there a Ray cluster at {address}?")
     finally:
         if process.returncode is None:
             process.terminate()

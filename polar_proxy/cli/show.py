@@ -124,9 +124,9 @@ async def _load_session(store: Store, session_id: str) -> Json | None:
 
 
 async def _load_call(store: Store, call_id: str) -> Json | None:
-    """Return a call with everything.
+    """Return all data of a call.
 
-    `messages` and `tools` are as the agent sent them, in the dialect's own form; `conversation` has both in OpenAI's.
+    `messages` and `tools` are in the dialect's own form, as the agent sent them; `conversation` has both in OpenAI's.
     """
     from polar_proxy.export import conversation
 
@@ -221,7 +221,7 @@ def _tool_names(tools: Any) -> list[str]:
 
 
 def _heading(message: Json) -> str:
-    """Return the role, and for a tool result the id of its call."""
+    """Return the role, and for a tool result the id of the tool call."""
     call_id = message.get("tool_call_id")
     return f"{message['role']} {call_id}" if call_id else str(message["role"])
 

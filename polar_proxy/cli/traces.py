@@ -46,7 +46,7 @@ def build(
     where: options.Where = None,
     builder: Annotated[str, typer.Option(help="merged, per_call or tree.")] = "merged",
     on_drift: Annotated[
-        str, typer.Option(help="What the merged builder does with a drifted turn: split, canonical or rescore.")
+        str, typer.Option(help="If a prompt differs from the sampled tokens (merged): split, canonical or rescore.")
     ] = "split",
     engine: options.Engine = None,
     engine_url: options.EngineUrl = None,
@@ -56,7 +56,7 @@ def build(
 ) -> None:
     """Build the traces of rollouts and sessions from their recorded calls, replacing the builder's earlier traces.
 
-    The calls do not change, so that every other builder can be used later. Without ids and --where, everything is
+    The calls are not changed, so every other builder can still be used later. Without ids and --where, everything is
     built. --engine is needed for `--on-drift rescore` only.
     """
     if ids and where is not None:
@@ -116,7 +116,7 @@ def audit(
     engine_url: options.EngineUrl = None,
     model: options.Model = None,
     policy_version: Annotated[
-        str | None, typer.Option(help="Version of the engine's weights, if the engine does not report it.")
+        str | None, typer.Option(help="Policy version of the engine's weights, if the engine does not report it.")
     ] = None,
     same_model: Annotated[
         bool, typer.Option("--same-model", help="Accept the engine's model, although its name or template differs.")
@@ -130,7 +130,7 @@ def audit(
 ) -> None:
     """Score traces again with the engine, and compare with the recorded log-probabilities.
 
-    The resulting grade of each trace is stored. The exit code is 1 if a trace was rejected.
+    Each trace gets a grade, which is stored. The exit code is 1 if a trace was rejected.
     """
     settings = load_settings(db, engine={"kind": engine, "url": engine_url, "model": model})
 

@@ -1,4 +1,4 @@
-"""`polar train`: train a policy with GRPO, and show how its runs are doing."""
+"""`polar train`: train a policy with GRPO, and show the progress of training runs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def grpo(
         Path | None, typer.Option(help="TOML file with [grpo], and with [engine], [run], [gateway] as in polar.toml.")
     ] = None,
     run: Annotated[
-        str | None, typer.Option(help="Name or folder of the run; an existing run is resumed. Default: a new run.")
+        str | None, typer.Option(help="Name or folder of the run. An existing run is resumed. Default: a new run.")
     ] = None,
     task: Annotated[str | None, typer.Option(help="Task family, file or folder, as for `polar run`.")] = None,
     engine: options.Engine = None,
@@ -45,7 +45,7 @@ def grpo(
     concurrency: options.Concurrency = None,
     feed: Annotated[
         str | None,
-        typer.Option(help="URL of a server: train on the groups of its feed; rollouts run there, steps here."),
+        typer.Option(help="URL of a server: train here on the groups of its feed. Rollouts run on the server."),
     ] = None,
     submit_jobs: Annotated[
         bool | None, typer.Option("--submit-jobs", help="With --feed: also submit the rollout jobs to the server.")
@@ -57,7 +57,7 @@ def grpo(
     loss: Annotated[str | None, typer.Option(help="Name of the loss (docs/reference/algorithms.md).")] = None,
     advantage: Annotated[str | None, typer.Option(help="Name of the advantage (docs/reference/algorithms.md).")] = None,
     max_async_steps: Annotated[
-        int | None, typer.Option(min=0, help="Steps that rollouts may run ahead of training; 0: synchronous.")
+        int | None, typer.Option(min=0, help="Steps by which rollouts may be ahead of training; 0: synchronous.")
     ] = None,
     eval_every: Annotated[
         int | None, typer.Option(min=0, help="Evaluate on held-out tasks every N steps; 0: never.")
@@ -105,7 +105,7 @@ def status(
     png: Annotated[Path | None, typer.Option(help="Draw the curves into this file (needs matplotlib).")] = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Show the steps of a run, its rewards, the counts of left-out data, and the time spent in each phase.
+    """Show a run: its steps, rewards, counts of left-out data, and the time spent in each phase.
 
     --json also has `series`: every curve as a list with one value per step.
     """
@@ -120,7 +120,7 @@ def list_runs(url: options.Url = None, db: options.Db = None, as_json: options.A
     """List the training runs that were reported to the database or server, newest first."""
     found = with_client(url, db, lambda client: client.training_runs())
     table = make_table(
-        ("run", "name", "steps", "last line"),
+        ("run", "name", "steps", "last report"),
         ((run.run_id, run.name, run.step, format_time(run.updated_at)) for run in found.runs),
     )
     print_result(found, table, as_json)
@@ -132,7 +132,7 @@ def write_adapter(
     model: Annotated[str | None, typer.Option(help="Folder of the base model. Default: the bundled policy.")] = None,
     rank: Annotated[int, typer.Option(min=1, help="Rank of the adapter, as in `lora = {rank = ...}`.")] = 16,
 ) -> None:
-    """Write a LoRA adapter that changes nothing, with which vLLM is started before a run that reloads the adapter."""
+    """Write a LoRA adapter that does not change the model. vLLM must start with it if a run will reload the adapter."""
     from polar_proxy.engines.factory import POLAR_TINY
     from polar_proxy.training import lora
     from polar_proxy.training.config import LoraSettings
@@ -156,7 +156,7 @@ async def _train(settings: Settings, config: GrpoConfig, folder: Path) -> None:
 
 
 def _run_folder(settings: Settings, run: str) -> Path:
-    """Return the folder of a run: a path if it has a slash, else a folder in the Polar home."""
+    """Return the folder of a run: `run` itself if it has a slash, else the folder of this name in the Polar home."""
     return Path(run).expanduser() if "/" in run else settings.home / "runs" / run
 
 

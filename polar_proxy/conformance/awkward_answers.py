@@ -1,11 +1,11 @@
 """The answers of a fidelity run: one for each cause that makes a re-rendered prompt differ from the sampled tokens.
 
 The scripted model of the conformance checks decides *what* is done (tool names and arguments are the harness's own).
-This module decides how it is written: unlike any serialiser or tokenizer, as a policy at temperature 1 does. JSON in
-five styles, characters beyond ASCII, optional arguments of every scalar type, empty and nested arguments, two calls at
-once, text before a call, white space around everything, long answers, long outputs, and texts sampled as other tokens
-than the tokenizer would cut them into. A harness or a chat template changes each of these, so that a re-rendered prompt
-differs from the sampled tokens.
+This module decides *how* it is written: as by a policy at temperature 1, not as by a serialiser or tokenizer. JSON in
+five styles, characters beyond ASCII, optional arguments of every scalar type, empty and nested arguments, two tool
+calls at once, text before a tool call, white space around everything, long answers, long outputs, and texts sampled as
+other tokens than the tokenizer would cut them into. A harness or a chat template changes each of these, so that a
+re-rendered prompt differs from the sampled tokens.
 """
 
 from __future__ import annotations
@@ -75,13 +75,13 @@ STYLES: Mapping[str, JsonStyle] = {
 
 @dataclass(frozen=True, slots=True)
 class StyledStep:
-    """A step and how it is written."""
+    """A step, and how the answer that takes it is written."""
 
     step: Step
     json: str = "plain"
-    """Name of the style of its JSON."""
+    """Name of the JSON style, a key of STYLES."""
     before: str = ""
-    """Text before the calls."""
+    """Text before the tool calls."""
     thought: str = "Hm."
     """Appended to the reasoning."""
     silent: bool = False
@@ -89,7 +89,7 @@ class StyledStep:
     options: bool = False
     """Also pass optional arguments of the tool, of every scalar type."""
     odd_calls: bool = False
-    """Add a call of the same tool without arguments, and one of a tool that does not exist."""
+    """Add a tool call without arguments, and one of a tool that does not exist."""
 
 
 FIRST = (
@@ -187,7 +187,7 @@ def _bracketed(opening: str, items: list[str], closing: str, style: JsonStyle) -
 
 
 def qwen_text(reply: ScriptedReply) -> str:
-    """Return an answer as a Qwen model samples it: reasoning in `<think>`, empty or not, and calls as Hermes JSON."""
+    """Return an answer as a Qwen model samples it: reasoning in `<think>`, empty or not, and Hermes tool calls."""
     out = f"<think>\n{reply.reasoning}\n</think>\n\n{reply.text}"
     for number, call in enumerate(reply.calls):
         out += ("\n" if reply.text or number else "") + "<tool_call>\n"

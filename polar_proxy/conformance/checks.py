@@ -9,10 +9,10 @@ Two counts run over all scenarios:
 
 * *lost*: a model answer with status 200 whose last byte was handed to the agent's socket, and whose call is not in the
   store. Both halves are seen from outside the pipeline: the answer at the proxy's sockets, the call in the database.
-* *doubled*: an answered call (`ok`, `no_tokens`) with the same canonical request as an earlier one of its session,
-  unless its edge is `retries`. Requests are the same if they have the same messages and tools, as JSON with sorted keys
-  and without cache marks, or the same stored fingerprint. (A retry that was joined to the first call is not recorded as
-  a separate call.)
+* *doubled*: an answered call (`ok`, `no_tokens`) with the same request as an earlier answered call of the session,
+  unless the edge of the later call is `retries`. Requests are the same if they have the same messages and tools, as
+  JSON with sorted keys and without cache marks, or the same stored fingerprint. (A retry that was joined to the first
+  call is not recorded as a separate call.)
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class CheckResult:
 
 @dataclass(frozen=True, slots=True)
 class ConformanceCheck:
-    """A check of the runs of one scenario (`function` takes one), or of all runs (`function` takes them all)."""
+    """A check: `function` takes one run of `scenario`; if `scenario` is None, it takes the runs of all scenarios."""
 
     scenario: str | None
     title: str
@@ -55,7 +55,7 @@ CHECKS: dict[str, ConformanceCheck] = {}
 
 
 def _check(scenario: str | None, title: str, meaning: str) -> Callable[[F], F]:
-    """Add a function to the checks, by its name."""
+    """Add the decorated function to CHECKS, under the function's name."""
 
     def register(function: F) -> F:
         CHECKS[function.__name__] = ConformanceCheck(scenario, title, meaning, function)
@@ -133,7 +133,7 @@ def second_turn(run: ScenarioRun) -> CheckResult:
     return CheckResult("ok" if edge in ("continues", "rewinds", "compacts") else "failed", found)
 
 
-@_check("basic", "exit, good run", "a run that succeeds counts as such")
+@_check("basic", "exit, good run", "a run that succeeds counts as successful")
 def exit_ok(run: ScenarioRun) -> CheckResult:
     bad = [start for start in run.starts if start.outcome != "ok"]
     if not run.starts or bad:
@@ -330,7 +330,7 @@ def _answers(runs: Sequence[ScenarioRun]) -> list[Exchange]:
 
 
 def _without_evidence(call: CallRecord) -> bool:
-    """Return whether an answered call has no prompt ids, or not one log-probability for each id of every answer."""
+    """Return whether an answered call lacks prompt ids, sampled ids, or the log-probability of a sampled id."""
     if call.status == "ok":
         uneven = any(not 0 < len(choice.token_ids) == len(choice.logprobs) for choice in call.choices)
         return call.prompt_ids is None or not call.choices or uneven
@@ -342,13 +342,13 @@ def edge_counts(calls: Iterable[CallRecord]) -> Counter[str]:
 
 
 def joined_retries(run: ScenarioRun) -> int:
-    """Count model requests that were answered with the call of an earlier request."""
+    """Return how many model requests got the answer of an earlier request's call."""
     answered = [exchange.call_id for exchange in run.exchanges if exchange.model_call and exchange.call_id is not None]
     return len(answered) - len(set(answered))
 
 
 def _request_names(call: CallRecord) -> list[object]:
-    """Return a hash of a call's messages and tools, and its stored fingerprint if it has one."""
+    """Return the identities of a call's request: a hash of messages and tools, and the stored fingerprint if any."""
     digest = hashlib.sha256()
     for message in call.messages:
         digest.update(orjson.dumps(_without_cache_marks(orjson.loads(message)), option=orjson.OPT_SORT_KEYS))

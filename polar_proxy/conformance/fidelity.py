@@ -1,7 +1,7 @@
 """Fidelity runs: jobs with prescribed answers, or some turns of one harness with a model's own answers.
 
-Every sampled token is counted as trained or excluded. For a call whose prompt differs from the sampled tokens, the row
-has the position of the first difference, the tokens on both sides, and the causes.
+Every sampled token is counted as trained or excluded. The base of a call is the earlier call whose answer its messages
+extend. If the prompt differs from the base's tokens, the row has the first difference, both sides, and the causes.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ class ExplainedDrift:
     position: int
     """Index in the prompt of the first token that differs."""
     in_answer: int | None
-    """The same, counted from the start of the base's answer; None if it is before the answer."""
+    """This position counted from the start of the base's answer; None if it is before the answer."""
     before: str
-    """Text of the tokens before it, which are the same on both sides."""
+    """Text of the tokens before this position, which are the same on both sides."""
     sampled: tuple[str, ...]
-    """Texts of the tokens from there on, as they were sampled (or as the base's prompt had them)."""
+    """Texts of the tokens from this position on, as they were sampled (or as the base's prompt had them)."""
     rendered: tuple[str, ...]
-    """Texts of the tokens from there on, as the engine rendered them."""
+    """Texts of the tokens from this position on, as the engine rendered them."""
     causes: tuple[DriftCause, ...]
-    """`retokenised` before others: the first tokens that differ have the same text; later the texts differ too."""
+    """`retokenised` followed by others: the first tokens that differ have the same text, but later texts differ."""
 
 
 @dataclass(slots=True)
@@ -86,7 +86,7 @@ class FidelityRow:
     """Calls whose messages extend a recorded answer, whatever their tokens."""
     continued: int = 0
     drifted: int = 0
-    """Calls whose prompt differs from the sampled tokens unintentionally: each splits a merged trace."""
+    """Calls whose prompt unintentionally differs from the sampled tokens. Each such call splits a trace."""
     causes: dict[str, int] = field(default_factory=dict)
     reasons: dict[str, int] = field(default_factory=dict)
     """Why calls were not continued."""
@@ -98,7 +98,7 @@ class FidelityRow:
     excluded: dict[str, int] = field(default_factory=dict)
     """Sampled tokens that are not trained, by reason."""
     scored: int = 0
-    """Tokens whose log-probabilities were computed again, teacher-forced, in the merged sequence."""
+    """Tokens whose log-probabilities were computed again, teacher-forced, in one merged sequence."""
     largest: float | None = None
     """The largest difference between a recorded log-probability and the new one (nats)."""
     differences: list[ExplainedDrift] = field(default_factory=list)
@@ -167,7 +167,7 @@ async def play(
     score: bool = True,
     progress: Callable[[str], None] = lambda text: None,
 ) -> AsyncGenerator[tuple[FidelityRow, EngineInfo], None]:
-    """Run every job once, each with its own engine (`make_engine(template)`), and yield each when it ends."""
+    """Run every job once, each with its own engine (`make_engine(template)`), and yield its row when it ends."""
     slots = asyncio.Semaphore(concurrency)
 
     async def run(store: Store, job: FidelityJob) -> tuple[FidelityRow, EngineInfo]:
@@ -190,7 +190,7 @@ async def play(
 
 
 async def play_job(runner: ScenarioRunner, job: FidelityJob, *, score: bool = True) -> tuple[FidelityRow, ScenarioRun]:
-    """Give a harness the awkward answers and count. A run that is not possible has a `fault`."""
+    """Give a harness the awkward answers, and count the tokens. `fault` of row and run: why the run was impossible."""
     started = time.monotonic()
     row = FidelityRow(job.adapter.name, job.installed.version, job.mode, job.template)
     run = await runner.play(_model(runner.engine, job.adapter), job.adapter, job.installed)
@@ -303,7 +303,7 @@ def _count_trained(row: FidelityRow, calls: Sequence[CallRecord], built: BuildRe
 
 
 async def _score_longest(row: FidelityRow, traces: Sequence[Trace], engine: Engine) -> None:
-    """Score the longest merged sequence again, in one teacher-forced pass."""
+    """Score the sequence with the most trained tokens again, in one teacher-forced pass, if the engine can hold it."""
     limit = min(SCORED_TOKENS, engine.info.context_length - 1)
     fitting = [trace for trace in traces if len(trace.token_ids) <= limit]
     if not fitting:
@@ -316,7 +316,7 @@ async def _score_longest(row: FidelityRow, traces: Sequence[Trace], engine: Engi
 
 
 async def explain(engine: Engine, event: DriftEvent, call: CallRecord, base: CallRecord) -> ExplainedDrift:
-    """Explain a drifted call and its base. `engine` only decodes tokens."""
+    """Explain where and why a call's prompt left the tokens of its base. `engine` only decodes tokens."""
     choice = base_choice(call, base)
     assert choice is not None, event
     assert base.prompt_ids is not None, event

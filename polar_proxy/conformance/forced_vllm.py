@@ -28,10 +28,10 @@ from polar_proxy.errors import EngineError, UsageError
 from polar_proxy.types import EngineRequest, Json, SampleEvent
 
 PLUGIN = Path(__file__).resolve().with_name("vllm_plugin")
-"""Folder for the server's PYTHONPATH, used with `--logits-processors` and `LOGITS_PROCESSOR`."""
+"""Folder of the plugin. Start the server with it on PYTHONPATH, and with `--logits-processors` LOGITS_PROCESSOR."""
 LOGITS_PROCESSOR = "polar_forced_tokens:ForcedTokens"
 CUT_EVERY = 40
-"""Average distance, in characters, between two places where an answer is split unlike the tokenizer would split it."""
+"""Average distance, in characters, of the places where an answer is split otherwise than by the tokenizer."""
 
 
 TEMPLATES = {
@@ -53,7 +53,7 @@ _READ_BYTES = 3_000_000
 
 
 class _ForcingClient(VllmClient):
-    """Adds a chat template and the tokens to sample to the bodies of requests."""
+    """A client that adds a chat template and the tokens to sample to the bodies of requests."""
 
     def __init__(self, url: str, *, model: str | None, template: str | None) -> None:
         super().__init__(url, model=model)
@@ -79,7 +79,7 @@ class ForcedVllmEngine(VllmEngine):
     """A vLLM server that samples the answers of `script(request)`.
 
     Entering raises EngineError if the server lacks the plugin. `template` replaces the model's chat template (which
-    needs `--trust-request-chat-template` of the server). `cut_every` is the argument of `answers.split_randomly`.
+    needs `--trust-request-chat-template` of the server). `cut_every` is the argument `every` of `split_randomly`.
     """
 
     def __init__(
@@ -134,19 +134,19 @@ class ForcedVllmEngine(VllmEngine):
         return (*ids, self.info.eos_token_ids[0])
 
     async def _verify_plugin(self) -> None:
-        """Force tokens that no model would sample by itself."""
+        """Make the server sample tokens that no model would choose. Raises EngineError if it samples others."""
         ids = (await self.tokens("~}~"))[:-1]
         body = {"prompt": "a", "max_tokens": len(ids), "return_token_ids": True}
         answer = await self._forcing_client.forcing(ids).json("POST", COMPLETIONS, body)
         if tuple(answer["choices"][0]["token_ids"]) != ids:
             raise EngineError(
-                f"{self.client.name} does not sample the tokens it is given: start it with PYTHONPATH={PLUGIN} and "
-                f"--logits-processors {LOGITS_PROCESSOR}."
+                f"{self.client.name} cannot be made to sample given tokens, because Polar's logits processor is not "
+                f"loaded: start it with PYTHONPATH={PLUGIN} and --logits-processors {LOGITS_PROCESSOR}."
             )
 
 
 def prescribed_engine(settings: EngineSettings, template: str = "keeps") -> Engine:
-    """Return an engine that gives prescribed answers. Raises UsageError if the configured one cannot."""
+    """Return an engine that gives prescribed answers. Raises UsageError if the configured engine cannot do this."""
     if settings.kind == "scripted":
         return ScriptedEngine()
     if settings.kind != "vllm" or not settings.url:

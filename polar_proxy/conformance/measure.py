@@ -81,7 +81,7 @@ async def measure_conformance(
                 )
             document = CONFORMANCE.document([asdict(row)], engine=engine.info, sandbox=kind, slow_seconds=slow)
             state = "ok" if CONFORMANCE.is_good(document) else "failed"
-            counts = f"{row.calls} calls, {row.lost} lost, {row.doubled} doubled, {row.seconds:.0f} s"
+            counts = f"{row.calls} calls, {row.lost} lost, {row.doubled} recorded twice, {row.seconds:.0f} s"
             progress(f"{title}{row.version}: {state} ({counts})")
             yield document
 
@@ -96,7 +96,7 @@ async def measure(
     progress: Progress = lambda text: None,
     title: str = "",
 ) -> tuple[HarnessRow, list[ScenarioRun]]:
-    """Run the scenarios that the checks need, and evaluate them."""
+    """Run the scenarios that the checks need, and evaluate the checks. Return the row and the runs."""
     profile, started = profile_of(adapter.name), time.monotonic()
     wanted = [name for name in CHECKS if name in check_names]
     results = {name: _not_applicable(name, profile, adapter.info) for name in wanted if CHECKS[name].scenario}
@@ -123,7 +123,7 @@ def _not_applicable(name: str, profile: HarnessProfile, info: HarnessInfo) -> Ch
     if name == "second_turn" and "resume" not in info.features:
         return CheckResult("n/a", "it can continue its last conversation only when it is given an id")
     if name == "subagent" and profile.start_subagent is None:
-        return CheckResult("n/a", "it has none")
+        return CheckResult("n/a", "it has no sub-agents")
     return None
 
 
@@ -140,7 +140,7 @@ async def _play(
     installed: Installation,
     slow: float,
 ) -> list[ScenarioRun]:
-    """Run a scenario. One with faults is repeated until every fault was reached."""
+    """Run a scenario. Repeat one with faults until all were reached, or a repetition reaches none of the others."""
     if not scenario.faults:
         model = ScriptedModel(profile, _adapted(scenario, profile, adapter.info), slow)
         return [await runner.play(model, adapter, installed)]
@@ -159,7 +159,7 @@ async def _play(
 
 
 def _adapted(scenario: Scenario, profile: HarnessProfile, info: HarnessInfo) -> Scenario:
-    """Drop a second turn that the harness does not support; use as many commands as it takes to fill its context."""
+    """Drop a second turn if the harness cannot continue. To fill its context, use the commands of its profile."""
     if scenario.fills_context:
         steps: tuple[Step, ...] = (*[(profile.filling_command,)] * profile.compaction_steps, "finish")
         return replace(scenario, steps=steps, second=(RUN, "finish") if profile.compacts_after_turn else ())

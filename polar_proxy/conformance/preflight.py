@@ -43,7 +43,7 @@ class InstallCheck(PreflightCheck):
     """The result of one check of `polar doctor`."""
 
     needed: bool = False
-    """The demo of Polar cannot run without it."""
+    """Polar's demo cannot run without this part."""
 
 
 def check_version(adapter: HarnessAdapter, installed: Installation) -> list[PreflightCheck]:
@@ -192,9 +192,11 @@ def _harnesses(settings: Settings) -> list[InstallCheck]:
     for name in list_adapters():
         adapter = get_adapter(name)
         ready = adapter.is_installed(settings.harness_cache)
-        detail = f"{adapter.default_version} " + ("installed" if ready else "is installed at its first run")
+        detail = f"{adapter.default_version} " + ("installed" if ready else "will be installed at first use")
         checks.append(
-            InstallCheck(f"harness {name}", "ok" if ready else "missing", detail, "nothing to do: `polar run` does it")
+            InstallCheck(
+                f"harness {name}", "ok" if ready else "missing", detail, "nothing to do: `polar run` does this"
+            )
         )
     return checks
 

@@ -1,6 +1,6 @@
-"""The tools and habits of each harness, as data: the answers that make the program do something.
+"""The tools and habits of each harness, as data for the answers that make the program do something.
 
-Everything here was found by running the real programs; a profile is for the versions that its adapter names.
+Everything here was found by running the real programs; a profile holds for the versions that the adapter names.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class HarnessProfile:
     """The tool that runs a command; a request that does not offer it is a side call."""
     arguments: Arguments = field(default_factory=lambda: {"command": "{command}"})
     finish: tuple[str, Arguments] | None = None
-    """The tool call that ends a run; None if an answer without a call ends it."""
+    """The tool call that ends a run; None if an answer without a tool call ends it."""
     start_subagent: tuple[str, Arguments] | None = None
     wait_for_subagent: tuple[str, Arguments] | None = None
     """The tool call that waits for the sub-agent, if starting it does not wait; `{agent}` is the sub-agent's id."""
@@ -30,26 +30,26 @@ class HarnessProfile:
     command_suffix: str = ""
     """Appended to each command, for a harness that sometimes loses the output of a command that ends at once."""
     one_request_per_turn: bool = False
-    """It asks the model once for each message of the user."""
+    """The harness asks the model once for each message of the user."""
     max_steps: int = 40
     refusal_status: int = 401
-    """The status at which it gives up instead of retrying forever."""
+    """The HTTP status at which the harness gives up instead of retrying forever."""
     not_applicable: Mapping[str, str] = field(default_factory=dict)
-    """Checks that do not apply to it, with the reason."""
+    """Checks that do not apply to the harness, with the reason."""
     rebuilds_history: str = ""
     """Why the second turn does not extend the first one's messages, so that it is a `root`."""
     context_error: bool = False
-    """It summarises when the endpoint reports that the prompt is too long, and not by the reported usage."""
+    """The harness summarises after an error that the prompt is too long, and ignores the reported usage."""
     context_window: int | None = None
-    """The context length that it is configured with; None: the length that the harness assumes."""
+    """The context length that the harness is configured with; None: the length that it assumes by itself."""
     full_prompt_tokens: int = 2_000_000
-    """Length of a prompt at which its context is full, but not so full that it gives up."""
+    """Prompt length, in tokens, at which the harness takes its context for full but does not give up."""
     compaction_steps: int = 4
-    """Number of commands after which it has summarised."""
+    """Number of commands after which the harness has summarised."""
     filling_command: str = "true"
-    """The command of those steps. A harness that keeps the newest tokens only summarises if the output is longer."""
+    """The command of those steps. Its output must be longer than the newest tokens that the harness always keeps."""
     compacts_after_turn: bool = False
-    """It summarises at the end of a turn, so the summary appears in the next turn."""
+    """The harness summarises at the end of a turn, so the summary appears in the next turn."""
 
 
 _DESCRIBED = {"command": "{command}", "description": "Runs a command"}

@@ -1,7 +1,7 @@
 """A TCP proxy between an agent and the gateway: it forwards bytes unchanged, records exchanges, and can cut answers.
 
-It is independent of the gateway's own bookkeeping: an exchange is complete when, by HTTP, the last byte of its answer
-has been handed to the client's socket. `Exchange.committed_first` is determined at that moment.
+It is independent of the gateway's own records: an exchange is complete when the last byte of its HTTP answer has been
+handed to the client's socket. `Exchange.committed_first` is determined just before.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class Exchange:
     """The answer's header `x-polar-call-id`."""
     body_bytes: int = 0
     complete: bool = False
-    """The whole answer was handed to the client's socket."""
+    """Whether the whole answer was handed to the client's socket."""
     committed_first: bool = False
-    """The call was already committed when the last byte was about to be sent."""
+    """Whether the call was already in the store when the last byte was about to be sent."""
     cut: bool = False
-    """The proxy breaks the connection in the middle of the answer."""
+    """Whether the proxy shall break the connection in the middle of the answer."""
 
     @property
     def model_call(self) -> bool:
@@ -50,10 +50,10 @@ class Exchange:
 
 
 class RecordingProxy:
-    """Listens on a free loopback port.
+    """A proxy that listens on a free loopback port.
 
-    `committed(call_id)` returns whether that call is in the store; `should_cut(exchange)`, called for every model
-    request, whether its answer shall be broken.
+    `committed(call_id)` returns whether that call is in the store. `should_cut(exchange)` is called for every model
+    request and returns whether the connection shall be broken in the middle of the answer.
     """
 
     def __init__(self, host: str, port: int, committed: Callable[[str], bool]) -> None:

@@ -31,7 +31,7 @@ class MeasurementReport:
     rows: str
     """The document's key of the rows."""
     key: Callable[[Json], Any]
-    """Identity of a row, by which rows are sorted."""
+    """Returns what identifies a row; rows are sorted by it."""
     is_good_row: Callable[[Json], bool]
     page: Callable[[Sequence[Json]], list[str]]
     """Makes the lines of the Markdown page from the rows."""
@@ -60,7 +60,7 @@ class MeasurementReport:
         return "\n".join(self.page(document[self.rows])) + "\n"
 
     def save(self, folder: Path, new: Json) -> None:
-        """Write both files. Rows that were not measured again stay as they are there."""
+        """Write both files. Rows of the existing JSON file that were not measured again are kept."""
         path = folder / f"{self.name}.json"
         document = self.merged(orjson.loads(path.read_bytes()) if path.is_file() else None, new)
         folder.mkdir(parents=True, exist_ok=True)
@@ -128,7 +128,7 @@ def _scenario_cells(run: Json) -> list[object]:
 
 
 def _is_good_harness(row: Json) -> bool:
-    """Return whether no check failed and no call was lost or doubled."""
+    """Return whether no check failed and no call was lost or recorded twice."""
     failed = any(cell["status"] == "failed" for cell in row["checks"].values())
     return not (failed or row["lost"] or row["doubled"])
 
@@ -234,12 +234,12 @@ needs that.
 
 * **lost**: a model answer with status 200 whose last byte was handed to the program's socket, and whose call is not in
   the database. Both halves are seen from outside Polar's pipeline.
-* **doubled**: an answered call with the same request as an earlier one of its session (the same messages and tools, as
+* **doubled**: an answered call with the same request as an earlier one of the session (the same messages and tools, as
   canonical JSON without cache marks, or the same stored fingerprint) that is not marked as a retry. A retry that was
   joined to the first call is not recorded as a separate call.
 
-Results: `ok`; `failed`; `n/a`, the program cannot have it; `gives up`, the program itself ends its run there and Polar
-recorded that correctly; `not run`, it could not be measured. The section of each program has the details."""
+Results: `ok`; `failed`; `n/a`, it does not apply to the program; `gives up`, the program itself ends its run there and
+Polar recorded that correctly; `not run`, it could not be measured. The section of each program has the details."""
 
 TEMPLATE_TITLES = {
     "keeps": "A template that shows the reasoning of every turn",
@@ -253,14 +253,14 @@ Made by `polar conformance --fidelity` (`scripts/fidelity.sh` starts the server 
 
 Real agent programs ran against the real gateway and a real vLLM: its template, tokenizer, parsers, prompts and
 log-probabilities. Only the choice of tokens was forced, by a plugin in the server, so that every run has the same
-awkward answers: JSON with odd spaces, escapes, key order and numbers, booleans, empty and nested arguments, two calls
-at once, a tool that does not exist, 30 kB of output, long answers, reasoning, text before calls, a second turn of the
-user if the program can continue. About once in 40 characters an answer is cut into other tokens than the tokenizer's
-own, as a policy at temperature 1 samples them. So `render` has as much drift here as it can have; how much your policy
-has depends on how it writes.
+awkward answers: JSON with odd spaces, escapes, key order and numbers, booleans, empty and nested arguments, two tool
+calls at once, a tool that does not exist, 30 kB of output, long answers, reasoning, text before tool calls, a second
+turn of the user if the program can continue. About once in 40 characters an answer is cut into other tokens than the
+tokenizer's own, as a policy at temperature 1 samples them. So `render` has as much drift here as it can have; how much
+your policy has depends on how it writes.
 
 * **calls**: model calls of the run (render / continue, if the two differ).
-* **calls that continue an answer**: calls whose conversation extends a recorded answer by meaning.
+* **calls that continue an answer**: calls whose messages extend a recorded answer, whatever their tokens.
 * **splits by drift**: such calls whose prompt does not begin with the tokens of a trained answer, although nothing was
   changed on purpose (`polar_proxy/traces/drift.py`). Each ends a training sequence and begins another one.
 * **traces**: sequences that the builder `merged` makes of the run.
@@ -268,8 +268,8 @@ has depends on how it writes.
 With your own model and harness: `polar doctor drift --harness H --engine vllm --engine-url URL` shows the first token
 that differs, names the cause and the remedy."""
 
-_COUNTS = """Every sampled token is trained, or excluded with a reason. The largest difference, in nats, is that between
-the log-probabilities recorded for the longest merged sequence and those of a fresh teacher-forced pass over it."""
+_COUNTS = """Every sampled token is trained, or excluded with a reason. The largest difference, in nats, is between the
+log-probabilities recorded for the sequence with the most trained tokens and those of a fresh teacher-forced pass."""
 
 _PAIRS = """`retokenised +`: the first tokens that differ have the same text; later the texts differ too. Other pairs:
 both causes together explain the difference."""

@@ -83,7 +83,7 @@ async def temporary_store() -> AsyncIterator[Store]:
 
 
 async def choose_kind(sandbox: str) -> SandboxKind:
-    """Return the kind of sandbox that is used; for `auto`, the strongest that works here."""
+    """Return the kind of sandbox to use; for `auto`, the strongest that works here."""
     return (await asyncio.to_thread(choose, sandbox)).kind  # type: ignore[arg-type]
 
 
@@ -120,7 +120,7 @@ class ScenarioRunner:
         await self._stack.aclose()
 
     async def play(self, model: ScriptedModel, adapter: HarnessAdapter, installed: Installation) -> ScenarioRun:
-        """Start the program once or twice, in a new sandbox and session. A run with a `fault` has nothing else."""
+        """Start the program once or twice, in a new sandbox and session. If it cannot be run, return only a `fault`."""
         run = ScenarioRun(model)
         self._proxy.exchanges = run.exchanges
         self._proxy.should_cut = model.should_cut

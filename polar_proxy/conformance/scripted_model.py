@@ -1,8 +1,8 @@
 """The scripted model: scenarios as data, and the answer to each request of a run.
 
-An answer depends on the request alone, so that a retry gets the same answer. Every answer carries a tag such as
-`step-3-<nonce>`; the progress of a conversation is the highest tag in it. That holds after retries, compaction and any
-other change that a harness makes to its messages.
+Apart from faults and a full context, an answer depends on the request alone, so that a retry gets the same answer.
+Every answer carries a tag such as `step-3-<nonce>`. The highest tag in a conversation is its progress, even after
+retries, compaction and other changes that a harness makes to its messages.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Scenario:
     second: tuple[Step, ...] = ()
     """Steps of a second user turn, in a second start of the program with the same home and workspace."""
     faults: tuple[FaultKind, ...] = ()
-    """Faults, once each, at requests for a step. Faults that a run did not reach are repeated in another run."""
+    """Faults, each at the first request for one step. Faults that a run did not reach are tried in another run."""
     fills_context: bool = False
     """From the second step on, the reported prompt is so long that the context is full, until a summary is requested.
     The number of commands is the harness's own (`HarnessProfile.compaction_steps`)."""
@@ -103,7 +103,7 @@ class ScriptedModel:
     scenario: Scenario
     slow: float
     faults: dict[int, FaultKind] = field(default_factory=dict)
-    """Fault by number of the step."""
+    """Fault by the number of the step."""
     nonce: str = field(default_factory=lambda: secrets.token_hex(4))
     requests: list[ReceivedRequest] = field(default_factory=list)
     instructions: tuple[str, str] | None = None
@@ -218,7 +218,7 @@ def step_reply(
     """Return the answer that takes `step`, in the form that the harness understands.
 
     `tag` is part of the answer, so that later requests show how far the run is. `subagent` marks the task of a
-    sub-agent, `agent_id` is the id of the one that was started.
+    sub-agent. `agent_id` is the id of the sub-agent that was started.
     """
     if profile.answer_format == "terminus":
         return _terminus_reply(step, tag)
@@ -270,9 +270,10 @@ def _aider_reply(step: Step, tag: str) -> ScriptedReply:
 
 
 def traced_command(tag: str, number: int, command: str) -> str:
-    """Return the command after one that prints `ran-42` (43, ...), a text that the command line does not contain.
+    """Return `command` after a command that prints `ran-42` (43, ...), to prove that it was run.
 
-    It uses no shell substitutions, which some harnesses refuse to run.
+    The command line does not contain the printed text. It uses no shell substitutions, which some harnesses refuse to
+    run.
     """
     return f"printf '%s ran-%d\\n' {tag} 0{0o52 + number:o}; {command}"
 

@@ -37,7 +37,7 @@ class ExactPrompt:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """How busy an engine is. None marks a figure that the engine does not report."""
+    """How busy an engine is. None: the engine does not report this value."""
 
     kv_usage: float | None = None
     """Share of the key-value cache that running requests occupy, 0 to 1; the mean over replicas."""
@@ -58,8 +58,8 @@ class Engine(ABC):
 
     @property
     def continue_problem(self) -> str | None:
-        """Why this engine lacks the capability `continue`, with the remedy; None if it has it."""
-        return None if "continue" in self.info.capabilities else f"The engine {self.info.engine} cannot do it."
+        """Why this engine cannot sample conversations from exact ids, with the remedy if known; None if it can."""
+        return None if "continue" in self.info.capabilities else f"{self.info.engine} cannot sample chats from ids."
 
     @abstractmethod
     async def render(self, request: ChatRequest, *, generation: bool = True) -> list[int]:
@@ -69,7 +69,7 @@ class Engine(ABC):
         """
 
     async def accept_prompt(self, request: ChatRequest, token_ids: TokenIds) -> ExactPrompt:
-        """Check that the answer to `request` can be sampled from exactly these prompt ids and parsed as usual.
+        """Check that the answer to `request` can be sampled from exactly these ids and parsed like any other answer.
 
         Raises CannotContinueError. An engine with the capability `continue` may still refuse single requests, for
         example with template options for which its answer parser was not verified.
@@ -84,9 +84,9 @@ class Engine(ABC):
     ) -> AsyncGenerator[SampleEvent, None]:
         """Generate an answer. Raises RequestError for a bad request and EngineError if the engine fails.
 
-        With `prompt` the engine samples from exactly those ids instead of rendering the conversation; `request` then
-        only sets the sampling and how the answer is parsed. `stream=False` means that the client wants the answer in
-        one piece, so the engine may yield it in fewer, larger events.
+        With `prompt` the engine samples from exactly those ids instead of rendering the conversation. `request` then
+        sets only the sampling parameters and how the answer is parsed. `stream=False` means that the client wants the
+        answer in one piece, so the engine may yield it in fewer, larger events.
         """
 
     @abstractmethod
@@ -106,7 +106,7 @@ class Engine(ABC):
         """Return None if the engine can serve, else the reason why it cannot."""
 
     async def load(self) -> EngineLoad | None:
-        """Return how busy the engine is; None if it does not report that. Raises EngineError if it does not respond."""
+        """Return how busy the engine is; None if it never reports this. Raises EngineError if it does not respond."""
         return None
 
     async def weight_version(self) -> str | None:
@@ -123,7 +123,7 @@ class Engine(ABC):
 
 
 def uses_tools(request: ChatRequest) -> bool:
-    """Return whether the model is shown the tools and its answer is searched for tool calls."""
+    """Return whether the model may call tools: the request has tools and its `tool_choice` is not `none`."""
     return bool(request.tools) and request.tool_choice != "none"
 
 
@@ -131,8 +131,8 @@ def enforced_format(request: ChatRequest) -> Json | None:
     """Return the `response_format` that constrains the answer; None if the answer is free.
 
     While the model may call tools, the answer is free: the API lets it call tools first and give the final answer in
-    that format later, and a grammar over the whole answer would forbid the calls. (Codex sends its `--output-schema`
-    with every request of a run.) The schema is recorded, but the model is not held to it.
+    that format later, and a grammar over the whole answer would forbid the tool calls. (Codex sends its
+    `--output-schema` with every request of a run.) The format is then recorded, but not enforced.
     """
     return None if uses_tools(request) else request.response_format
 
@@ -140,7 +140,7 @@ def enforced_format(request: ChatRequest) -> Json | None:
 def is_constrained(request: EngineRequest) -> bool | None:
     """Return whether a grammar constrains the answer, so that it is not a free sample of the policy.
 
-    None if the request asks for no such constraint.
+    False if the request asks for a format that is not enforced; None if it asks for none.
     """
     if not isinstance(request, ChatRequest):
         return None

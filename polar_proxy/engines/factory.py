@@ -14,7 +14,7 @@ POLAR_TINY = Path(__file__).resolve().parent.parent / "assets" / "polar_tiny"
 
 
 def make_engine(settings: EngineSettings) -> Engine:
-    """Return the engine, not yet entered. Raises UsageError if it is unknown or a setting or package is missing."""
+    """Return the engine, not yet entered. Raises UsageError if there is none, or if it lacks a setting or package."""
     if settings.kind == "local":
         return _local(settings)
     if settings.kind == "vllm":
@@ -54,7 +54,7 @@ def _local(settings: EngineSettings) -> Engine:
 
 
 def _by_name(kind: str) -> Engine:
-    """Return an instance of `module:Class`."""
+    """Return an instance of the class that `kind`, `module:Class`, names."""
     module_name, separator, class_name = kind.partition(":")
     if not separator:
         raise UsageError(f"There is no engine {kind!r}: choose local, vllm, openai, scripted, or module:Class.")

@@ -4,14 +4,14 @@
 Invariants, each tested:
 
 * The result does not depend on where the text is cut into chunks.
-* No character is lost. A tool call that does not parse becomes text again; a call is therefore held until it is whole.
-  Only the format's own characters disappear: the tags, and white space that merely separates blocks (after `</think>`
-  or around a call).
+* No character is lost. A tool call that does not parse becomes text; a tool call is therefore held back until it is
+  complete. Only the format's own characters disappear: the tags, and white space that merely separates blocks (after
+  `</think>` or around a tool call).
 * `arguments` is the exact text of the JSON value that was sampled, not parsed and printed again.
 
-A call is the same as for vLLM's hermes parser: strict JSON with a string `name` and `arguments`, followed by an end
-tag or the end of the answer. Unlike in vLLM's parser, `</tool_call>` inside a JSON string does not end the call, and
-text after a call is kept.
+A tool call is what vLLM's hermes parser accepts as one: strict JSON with a string `name` and with `arguments`, followed
+by an end tag or the end of the answer. Unlike in vLLM's parser, `</tool_call>` inside a JSON string does not end the
+tool call, and text after a tool call is kept.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ THINK, END_THINK = "<think>", "</think>"
 CALL, END_CALL = "<tool_call>", "</tool_call>"
 
 Reasoning = Literal["off", "tags", "open", "implied", "implied_call"]
-"""Where an answer's reasoning is.
+"""How an answer's reasoning is recognised.
 
 off: answers of this model have none; tags: an answer may begin with `<think>`; open: the prompt ended inside the
 reasoning; implied: every answer begins in reasoning, with or without a `<think>` tag; implied_call: the same,
@@ -45,7 +45,7 @@ def new_call_id() -> str:
 
 
 class HermesParser:
-    """Parse the text of one answer, event by event."""
+    """Parser of one answer, which arrives event by event."""
 
     def __init__(self, *, tools: bool, reasoning: Reasoning = "off", make_id: Callable[[], str] = new_call_id) -> None:
         self._tools = tools
@@ -65,9 +65,10 @@ class HermesParser:
         self._calls = 0
 
     def parse(self, event: SampleEvent) -> SampleEvent:
-        """Return the event with what its raw text makes certain: text, reasoning and whole tool calls.
+        """Return the event with its raw text replaced by the text, reasoning and tool calls that are now complete.
 
-        With a finish reason it has everything that was still held; `stop` becomes `tool_calls` if there were calls.
+        An event with a finish reason also gets the rest that was held back. Its finish reason `stop` becomes
+        `tool_calls` if the answer has tool calls.
         """
         finish = event.finish_reason
         if not event.text and finish is None:
@@ -128,14 +129,14 @@ class HermesParser:
         return False
 
     def _call(self, final: bool) -> bool:
-        """State after `<tool_call>`: hold everything up to the end tag that is not inside a JSON string."""
+        """State after `<tool_call>`: hold back everything up to the first end tag outside JSON strings."""
         end = self._scan.find_end(self._buffer)
         if end is not None:
             return self._finish_call(self._buffer[:end], self._buffer[end + len(END_CALL) :], END_CALL)
         if not final:
             return False
         if not parse_call(self._buffer) and END_CALL in self._buffer:
-            # An unclosed string contains an end tag, which therefore ends the call.
+            # An end tag inside a JSON string that is never closed ends the tool call after all.
             head, _, rest = self._buffer.partition(END_CALL)
             return self._finish_call(head, rest, END_CALL)
         return self._finish_call(self._buffer, "", "")
@@ -153,7 +154,7 @@ class HermesParser:
         return True
 
     def _add_text(self, text: str) -> None:
-        """Append content; white space at its beginning waits until other content follows."""
+        """Append text. White space at the beginning of a block is held back until other text follows."""
         if self._has_content:
             self._out_text.append(text)
         elif text.strip():
@@ -170,7 +171,7 @@ class HermesParser:
 
 
 def possible_start(text: str, words: Sequence[str]) -> int:
-    """Return the position in `text` at which one of `words` may begin that the next text completes, or its length."""
+    """Return where an incomplete word of `words` begins at the end of `text`; the length of `text` if none does."""
     longest = max(map(len, words), default=1) - 1
     for place in range(max(len(text) - longest, 0), len(text)):
         if any(word.startswith(text[place:]) for word in words):
@@ -179,7 +180,7 @@ def possible_start(text: str, words: Sequence[str]) -> int:
 
 
 class _EndTagScanner:
-    """Find the first end tag outside JSON strings. It remembers its position, so that a long call costs O(n)."""
+    """Search for the first end tag outside JSON strings. It resumes where it stopped, so n characters cost O(n)."""
 
     def __init__(self) -> None:
         self._at = 0
@@ -200,7 +201,7 @@ class _EndTagScanner:
 
 
 def parse_call(body: str) -> tuple[str, str] | None:
-    """Return (name, exact text of the arguments) of the JSON between the tags; None if it is no well-formed call."""
+    """Return (name, exact text of the arguments) of the tool call between two tags; None if it is malformed."""
     text = body.strip(" \t\r\n")
     try:
         value, end = _JSON.raw_decode(text)
@@ -216,7 +217,7 @@ def parse_call(body: str) -> tuple[str, str] | None:
 
 
 def _member(text: str, wanted: str) -> tuple[int, int]:
-    """Return the position of the value of the (last) top-level member `wanted` in `text`, a valid JSON object."""
+    """Return (start, end) of the value of the last top-level member `wanted` in `text`, a valid JSON object."""
     place, found = text.index("{") + 1, (0, 0)
     while True:
         place = _skip_separators(text, place)

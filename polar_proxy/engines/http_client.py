@@ -5,9 +5,9 @@ which the gateway's server uses too). A general client costs a fifth of a whole 
 
 Promises:
 
-* A connection has one exchange at a time. It is reused after a complete response and closed after any other: closing an
-  `HttpResponse`, or cancelling the task that waits for it, makes the server stop its work.
-* Nothing but OSError (ConnectionError, TimeoutError, ...) is raised.
+* A connection carries one request at a time. It is used again after a complete response, and closed otherwise. So the
+  server stops its work if an `HttpResponse` is closed early, or if the task that waits for it is cancelled.
+* A request raises only OSError (ConnectionError, TimeoutError, ...).
 * A slow reader slows the server down: at most `_HIGH_WATER` bytes wait here.
 """
 
@@ -38,14 +38,14 @@ class HttpResponse:
         self.headers: dict[str, str] = {}
         """By lower-case name."""
         self.complete = False
-        """The whole body has arrived; the unread part of it can still be read."""
+        """Whether the whole body has arrived; what was not read yet can still be read."""
         self.body = asyncio.StreamReader(_HIGH_WATER // 2)  # pauses its transport at twice this limit
         self.body.set_transport(cast(asyncio.Transport, connection))
         self._connection = connection
         self._error: OSError | None = None
 
     async def read_some(self) -> bytes:
-        """Return what has arrived of the body; empty at its end. Raises OSError if the connection broke."""
+        """Wait for some of the body and return it; empty at the end. Raises OSError if the connection broke."""
         data = await self.body.read(_HIGH_WATER)
         if not data and self._error is not None:
             raise self._error
@@ -59,7 +59,7 @@ class HttpResponse:
         return data
 
     def close(self) -> None:
-        """Drop what has not arrived. Safe to call more than once."""
+        """Close the connection if the body is not complete. Safe to call more than once."""
         if not self.complete:
             self._connection.drop()
 
@@ -83,7 +83,7 @@ class _ClientConnection(asyncio.Protocol):
         self.idle_since = 0.0
 
     async def exchange(self, request: list[bytes]) -> HttpResponse:
-        """Send a request and wait for the headers. Raises NoResponseError if the connection was already closed."""
+        """Send a request and wait for the headers. Raises NoResponseError if the connection closes before them."""
         if self._transport is None or self._transport.is_closing():
             raise NoResponseError("the connection is closed")
         response = self._response = HttpResponse(self)
@@ -104,7 +104,7 @@ class _ClientConnection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    # Called by the reader of a response, which may outlive the connection
+    # Called by the reader of a response, possibly after the connection has ended
 
     def pause_reading(self) -> None:
         if self._transport is not None and not self._transport.is_closing():
@@ -210,7 +210,7 @@ class HttpClient:
         self._open: set[_ClientConnection] = set()
 
     async def request(self, method: str, path: str, body: bytes | None) -> HttpResponse:
-        """Send a request and return the response once its headers are there. `path` is appended to the URL's own."""
+        """Send a request and return the response once its headers are there. `path` follows the URL's own path."""
         head = b"%b %b%b HTTP/1.1\r\n%b" % (method.encode("ascii"), self._base, path.encode("ascii"), self._fields)
         parts = [head, b"\r\n"] if body is None else [head, b"content-length: %d\r\n\r\n" % len(body), body]
         connection = self._pooled() or await self._connected()
@@ -222,7 +222,7 @@ class HttpClient:
         self._idle.clear()
 
     def _pooled(self) -> _ClientConnection | None:
-        """Return the connection that was used last, unless it was idle for long: servers close idle connections."""
+        """Return the idle connection that was used last. Drop those idle for too long: the server may close them."""
         limit = time.monotonic() - self._keep_seconds
         while self._idle:
             connection = self._idle.pop()

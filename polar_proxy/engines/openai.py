@@ -4,8 +4,8 @@ Answers are passed on and recorded as text. They cannot be trained on as they ar
 `no_tokens`); `polar rescore` can turn them into off-policy rows later, with the tokens of another engine.
 
 Only parameters that the client set and that OpenAI documents are sent: strict APIs refuse a request for one unknown
-field. If such APIs differ, the engine begins with the common form; if the API refuses that field by name, the engine
-repeats the request in the other form, and uses that form from then on (`_ALTERNATIVES`).
+field. Where APIs need different fields, the engine begins with the common form. If the API's refusal names the field of
+the other form (`_ALTERNATIVES`), the engine repeats the request in that form, and uses it from then on.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ CONTEXT_LENGTH = 128_000
 _LENGTH_FIELDS = ("context_length", "context_window", "max_context_length", "max_model_len")
 _SAMPLING = ("temperature", "top_p", "max_tokens", "seed", "presence_penalty", "frequency_penalty")
 _ALTERNATIVES = ("max_completion_tokens", "reasoning_content")
-"""Fields named in a refusal: OpenAI's reasoning models accept the token limit under its newer name only; some models
-require the reasoning of earlier answers, in a field that most APIs do not know."""
+"""Fields that are sent only after a refusal has named them. OpenAI's reasoning models accept the token limit only as
+`max_completion_tokens`; some models require the reasoning of earlier answers, in a field that most APIs do not know."""
 
 
 class OpenAIEngine(ServerEngine):
@@ -96,7 +96,7 @@ class OpenAIEngine(ServerEngine):
                     yield event
 
     async def _start(self, request: EngineRequest, stream: bool) -> HttpResponse:
-        """Send the request, once more if the API refuses a field that has an alternative form."""
+        """Send the request. Repeat it with the alternative fields that a refusal names, at most once for each."""
         while True:
             path, body = self._body(request, stream)
             try:
@@ -133,7 +133,7 @@ class OpenAIEngine(ServerEngine):
 
 
 def _chat_fields(request: ChatRequest, reasoning: bool) -> Json:
-    """Return messages, tools and format as they came: the API combines tools and `response_format` by itself."""
+    """Return messages, tools and format as the agent sent them. `reasoning`: with that of earlier answers."""
     body: Json = {"messages": [message.to_openai() for message in request.messages]}
     if not reasoning:
         for message in body["messages"]:

@@ -51,8 +51,8 @@ class OpenAIClient:
     async def send(self, method: str, path: str, body: Json | None = None) -> HttpResponse:
         """Send a request and return the response once its headers are there, whatever its status. The caller closes it.
 
-        A server may close an idle connection at the moment we write to it. Such a request never reached a handler, and
-        is sent once more on a fresh connection.
+        A server may close an idle connection just when the request is written to it. If the connection closes without
+        an answer within RETRY_WITHIN_SECONDS, the request is sent once more.
         """
         raw = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
         started = time.monotonic()
@@ -117,7 +117,7 @@ class OpenAIClient:
             response.close()  # the answer is complete; only the connection is lost
 
     async def failure(self, response: HttpResponse) -> PolarError:
-        """Return the typed error for a response other than 200, whose body it reads."""
+        """Read the body of a response with a status other than 200, and return the typed error for it."""
         raw = await self.read(response)
         try:
             body = orjson.loads(raw)
@@ -142,7 +142,7 @@ def _describe(error: BaseException) -> str:
 
 
 def sampling_fields(sampling: Sampling, names: Sequence[str], *, stream: bool) -> Json:
-    """Return the part of a request's body that sets the sampling: `names`, and the fields that every server knows."""
+    """Return a request's sampling parameters: those in `names` that are set, and those that every server knows."""
     body: Json = {name: value for name in names if (value := getattr(sampling, name)) is not None}
     if sampling.n != 1:
         body["n"] = sampling.n

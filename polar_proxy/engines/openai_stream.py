@@ -1,4 +1,4 @@
-"""Answers of an OpenAI-compatible server, streamed or in one piece, as `SampleEvent`s or typed errors. Pure data.
+"""Answers of an OpenAI-compatible server, streamed or in one piece, as `SampleEvent`s or typed errors. No I/O.
 
 Invariant: all `token_ids` that the server sent for a choice come out once and in order, each with the log-probability
 that the server reported for it. Missing values are marked as unknown and never made up:
@@ -7,7 +7,7 @@ that the server reported for it. Missing values are marked as unknown and never 
   have or has clamped, and a chunk whose ids and log-probabilities differ in number cannot be aligned.
 * token id -1: a log-probability came without its id.
 
-Such a call is answered like any other, and must not be trained on.
+A call with such values is answered like any other, and must not be trained on.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _PendingEvent:
 
 
 class ChunkDecoder:
-    """Turn the chunks of one answer (or the one object of a whole answer) into events.
+    """Decoder of the chunks of one answer, or of the one object of an unstreamed answer, into events.
 
     `feed` merges all chunks that came with one read of the socket into one event per choice: a busy gateway thus
     handles larger steps, and an idle one passes on each token as it comes.
@@ -141,14 +141,14 @@ class ChunkDecoder:
             self._usage = counts[0], counts[1]
 
     def _find_prompt(self, chunk: Json, choices: Sequence[Json]) -> None:
-        """Chat answers carry the prompt's ids at the top level, completions in each choice."""
+        """Find the prompt's ids. Chat answers have them at the top level, completions in each choice."""
         for holder in (chunk, *choices):
             if holder.get("prompt_token_ids") is not None:
                 self._prompt = holder["prompt_token_ids"]
                 return
 
     def _add_delta(self, index: int, pending: _PendingEvent, delta: Json, out: list[SampleEvent]) -> _PendingEvent:
-        """Add a delta. An event is read as reasoning, text, tool calls; another order starts a new event."""
+        """Add a delta. An event has reasoning, text and tool calls in this order; another order starts a new event."""
         if len(delta) == 1 and pending.stage == 1 and (text := delta.get("content")):
             pending.text += text  # the most frequent case
             return pending
@@ -220,8 +220,8 @@ class ChunkDecoder:
 def version_runs(spans: Sequence[Json]) -> tuple[tuple[int, str], ...]:
     """Return (first position, policy version) of each run of an answer's tokens, from vLLM's `weight_versions`.
 
-    vLLM sends spans `{"version", "start", "end"}` over the answer's tokens with its end. Spans that do not tile the
-    answer from its first token on are ignored.
+    At the end of an answer, vLLM sends spans `{"version", "start", "end"}` over its tokens. Spans are ignored if they
+    do not begin at the first token, have a gap or overlap.
     """
     out: list[tuple[int, str]] = []
     end = 0
@@ -252,7 +252,7 @@ def _chat_entries(logprobs: Json) -> Sequence[Json]:
 
 
 def tool_delta(call: Json, position: int) -> ToolDelta:
-    """Return a piece of a tool call, as chats stream it; `position` is its index if it names none."""
+    """Return a piece of a streamed tool call. `position`: the index that is used if the piece has none."""
     function = call.get("function") or {}
     return ToolDelta(
         index=call.get("index", position),
@@ -267,7 +267,7 @@ def _real(value: float | None) -> float:
 
 
 def _text(entry: Json) -> str:
-    """Return the text of a sampled token; empty if the server names it by its id only."""
+    """Return the text of a sampled token; empty if the server sent only its id."""
     token: str = entry["token"]
     if not token.startswith("token_id:"):
         return token
@@ -297,9 +297,9 @@ def parse_json(raw: bytes, url: str) -> Any:
 def api_error(body: Any, status: int, name: str) -> PolarError:
     """Return the typed error for an OpenAI error body; `name` is the server's name in its text.
 
-    A 400, 404, 413 or 422 is the request's own fault and keeps status, `param` and `code`. A refused key or an unknown
-    route is a fault of the set-up, which the agent cannot fix: 502. Overload (429, 503) is passed to the agent as it
-    is, so that it waits and tries again.
+    A refused key (401, 403) and an unknown route (404) are faults of the set-up, which the agent cannot fix:
+    EngineError with status 502. Overload (429, 503) keeps its status, so that the agent waits and tries again. Any
+    other 4xx is the request's own fault: RequestError with its status, `param` and `code`. The rest: EngineError, 502.
     """
     error = body.get("error", body) if isinstance(body, Mapping) else {}
     if isinstance(error, Mapping):
@@ -324,7 +324,7 @@ def api_error(body: Any, status: int, name: str) -> PolarError:
 
 
 class SseDecoder:
-    """Decode the bytes of an event stream into JSON, as many events at a time as one read of the socket holds.
+    """Decoder of an event stream into JSON. It decodes all events of one read of the socket together.
 
     One `bytes.split` and one call of the JSON parser per read: with one event per token, decoding each event by itself
     would cost more than all other work on the token.

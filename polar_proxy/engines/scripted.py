@@ -41,14 +41,14 @@ class ScriptedReply:
     pace: float = 0.0
     """Seconds before each event."""
     prompt_tokens: int = 0
-    """Minimum length of the prompt, reached by padding at its start: a client then believes that its context is
-    full."""
+    """Minimum length of the prompt. A shorter prompt is padded at its start, so that the client believes that its
+    context is full."""
     error: Exception | None = None
     """Raised after the rest of the reply, instead of its end."""
 
     @classmethod
     def of(cls, answer: ScriptedAnswer) -> ScriptedReply:
-        """Convert the shorter forms that a script may return to a reply."""
+        """Return the reply for an answer of a script, which may have a shorter form."""
         if isinstance(answer, ScriptedReply):
             return answer
         if isinstance(answer, str):
@@ -91,7 +91,7 @@ def call_text(call: ToolCall) -> str:
 
 
 class ScriptedEngine(Engine):
-    """Answer with `script(request)`, called once per choice; without a script every answer is "hello".
+    """An engine that answers with `script(request)`, called once per choice. Without a script it answers "hello".
 
     `pace` is the number of seconds before each event of a reply that sets none."""
 
@@ -210,7 +210,7 @@ def _pieces(reply: ScriptedReply, size: int) -> Iterator[tuple[SampleEvent, list
 
 
 def _split(text: str, size: int) -> Iterator[tuple[str, list[int]]]:
-    """Yield a text in pieces of `size` tokens; a character that is cut comes with the piece that completes it."""
+    """Yield a text in pieces of `size` tokens. A character that is cut belongs to the piece with its last byte."""
     ids = encode(text)
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     for start in range(0, len(ids), size):

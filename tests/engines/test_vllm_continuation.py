@@ -201,7 +201,7 @@ async def test_rejects_exact_prompt_under_a_grammar(more: dict[str, Any]) -> Non
 
 async def test_rejects_prompt_that_ends_in_unproved_open_reasoning() -> None:
     async with FakeVllm() as fake, VllmEngine(fake.url) as engine:
-        with pytest.raises(RequestError, match="leaves reasoning open"):
+        with pytest.raises(RequestError, match="leaves reasoning 'open'"):
             await run(engine, chat(), prompt=[*PROMPT, *ids("<think>")])
         # Reasoning in an earlier turn is not open.
         await run(engine, chat(), prompt=[*ids("<think>"), END, *ids("ab")])
@@ -210,7 +210,7 @@ async def test_rejects_prompt_that_ends_in_unproved_open_reasoning() -> None:
 async def test_rejects_a_server_that_changes_the_prompt() -> None:
     async with FakeVllm() as fake, VllmEngine(fake.url) as engine:
         fake.prompt = lambda path, body: [9, *body["prompt"]]  # type: ignore[method-assign]
-        with pytest.raises(EngineError, match="other prompt tokens than it was given"):
+        with pytest.raises(EngineError, match="did not use the prompt tokens that it was given"):
             await run(engine, chat(), prompt=PROMPT)
 
 
@@ -219,7 +219,7 @@ async def test_renders_without_the_opening_only_with_tokenize() -> None:
         whole, closed = await engine.render(chat()), await engine.render(chat(), generation=False)
         assert text_of(whole[len(closed) :]) == "<|im_start|>assistant\n"
     async with FakeVllm(limits=frozenset({"no_tokenize"})) as fake, VllmEngine(fake.url) as engine:
-        with pytest.raises(RequestError, match="only together with what opens the answer"):
+        with pytest.raises(RequestError, match="only with the tokens that open the answer"):
             await engine.render(chat(), generation=False)
 
 

@@ -20,11 +20,11 @@ NAME = "forced_ids"
 
 
 class ForcedTokens(AdapterLogitsProcessor):  # type: ignore[misc]
-    """Leave one possible token at each position in `forced_ids`."""
+    """A logits processor that allows only `forced_ids[n]` as the n-th token of an answer."""
 
     @classmethod
     def validate_params(cls, params: Any) -> None:
-        """Raises ValueError (HTTP 400) unless `forced_ids` is a list of token ids."""
+        """Raise ValueError (HTTP 400) unless `forced_ids` is a list of token ids."""
         ids = (params.extra_args or {}).get(NAME)
         if ids is not None and not (isinstance(ids, list) and all(isinstance(token, int) for token in ids)):
             raise ValueError(f"{NAME} must be a list of token ids.")

@@ -46,7 +46,7 @@ class LoadedModel:
 
 
 class LocalEngine(Engine):
-    """Serve the model folder `model_path`: config, safetensors weights and a fast tokenizer with a chat template.
+    """The model in the folder `model_path`: config, safetensors weights, a fast tokenizer with a chat template.
 
     `max_batch` choices run at once; more wait.
     """
@@ -194,10 +194,10 @@ class LocalEngine(Engine):
         return self.loaded.scheduler.version
 
     async def load_weights(self, source: Mapping[str, torch.Tensor] | Path | str, version: str) -> None:
-        """Replace the weights between two steps by a state dict, a safetensors file or a folder of such files.
+        """Replace the weights by those of a state dict, a safetensors file or a folder of such files.
 
-        Keys and values of the old weights are dropped. Running answers continue with the new weights, and their past
-        is computed again. Raises EngineError, and changes nothing, if the weights do not fit the model.
+        This happens between two sampling steps. Running answers continue with the new weights, after the keys and
+        values of their tokens were computed again. Raises EngineError, and changes nothing, if the weights do not fit.
         """
         model = self.loaded
         weights = Path(source) if isinstance(source, str) else source

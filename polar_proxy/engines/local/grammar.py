@@ -1,8 +1,8 @@
-"""Answers with an enforced form: `response_format`, and a `tool_choice` that demands a call.
+"""Answers with an enforced form: `response_format`, and a `tool_choice` that demands a tool call.
 
 A `response_format` is enforced only while the model may not call tools, see `base.enforced_format`. A required tool
-call is sampled in the model's own Hermes form, so that it parses and renders back like any other. Log-probabilities are
-those of the distribution without the forbidden tokens: such tokens are not free samples of the policy.
+call is sampled in the model's own Hermes form, so that it is parsed and rendered like any other. Log-probabilities are
+those of the distribution without the forbidden tokens. So tokens sampled under a grammar are not free samples.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator"
 
 
 class GrammarMask:
-    """State of one choice in its grammar. `error` is set when the matcher cannot continue."""
+    """Mask of the tokens that the grammar allows next in one choice. `error` is set if the matcher cannot continue."""
 
     def __init__(self, matcher: Any) -> None:
         self._matcher = matcher
@@ -49,7 +49,7 @@ class GrammarMask:
 
 
 class GrammarCompiler:
-    """Compile grammars for one tokenizer. Its vocabulary is loaded at first use, which takes a moment."""
+    """Compiler of grammars for one tokenizer. Its first use loads the vocabulary, which takes a moment."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, end_ids: frozenset[int]) -> None:
         self._tokenizer = tokenizer
@@ -74,7 +74,7 @@ class GrammarCompiler:
         return lambda: GrammarMask(LLMatcher(tokenizer, grammar, log_level=0))
 
     def _body(self, request: ChatRequest) -> str | None:
-        """Return the grammar rule `body` (the demanded calls, or the schema) in llguidance's Lark; None for a free
+        """Return the grammar rule `body` (the demanded tool calls, or the schema) in llguidance's Lark; None for a free
         answer."""
         if (tools := demanded_tools(request)) is not None:
             names = " | ".join(f"tool_{place}" for place in range(len(tools)))
@@ -111,7 +111,7 @@ def _schema(schema: Json) -> str:
 
 
 def demanded_tools(request: ChatRequest) -> list[Json] | None:
-    """Return the functions of which one must be called; None if calling is the model's choice. Raises RequestError."""
+    """Return the functions of which one must be called; None if the model need not call any. Raises RequestError."""
     choice = request.tool_choice
     if choice in (None, "auto", "none"):
         return None
@@ -122,12 +122,12 @@ def demanded_tools(request: ChatRequest) -> list[Json] | None:
         name = choice.get("function", choice).get("name") if isinstance(choice, dict) else choice
         demanded = [function for function in functions if function.get("name") == name]
     if not demanded:
-        raise RequestError(f"tool_choice {choice!r} names none of the tools.", param="tool_choice")
+        raise RequestError(f"tool_choice {choice!r} matches none of the request's tools.", param="tool_choice")
     return demanded
 
 
 def call_schema(function: Json) -> Json:
-    """Return the JSON schema of a call of this function, with the name first, as templates show it."""
+    """Return the JSON schema of a tool call of this function, with the name first, as in chat templates."""
     parameters = function.get("parameters") or {"type": "object"}
     # References inside the parameters are relative to the root of the document.
     definitions = {key: parameters[key] for key in ("$defs", "definitions") if key in parameters}

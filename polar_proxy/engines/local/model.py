@@ -28,7 +28,7 @@ from polar_proxy.errors import EngineError
 from polar_proxy.types import TokenIds
 
 MIN_REUSE = 16
-"""A shorter common prefix is not worth looking up or keeping."""
+"""Tokens. A shorter common prefix is not worth looking up or keeping."""
 _SCORED_CHUNK = 256
 _ATTENTION = "polar_by_sequence"
 
@@ -70,7 +70,7 @@ class SequenceCache(Cache):  # type: ignore[misc]  # transformers has no stubs
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """key_states and value_states [rows, heads, new, head_dim] -> for each row [heads, start + new, head_dim]."""
+        """Store [rows, heads, new, head_dim]; return keys and values of each row, [heads, start + new, head_dim]."""
         keys, values = [], []
         both = torch.stack((key_states, value_states), dim=1)
         for buffer, start, new in zip(self._buffers, self._starts, both, strict=True):
@@ -89,7 +89,7 @@ class PrefixCache:
 
     def __init__(self, limit_bytes: int) -> None:
         self._entries: LRUCache[bytes, torch.Tensor] = LRUCache(limit_bytes, lambda kv: kv.nbytes)
-        """By the tokens' bytes."""
+        """KV buffers by the bytes of their tokens."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -98,7 +98,7 @@ class PrefixCache:
         self._entries.clear()
 
     def keep(self, tokens: TokenIds, kv: torch.Tensor) -> None:
-        """Copy the first n positions of a KV buffer, which belong to the n `tokens`."""
+        """Keep a copy of the first n positions of a KV buffer: those of the n `tokens`."""
         length = len(tokens)
         part = kv[..., :length, :]
         if length < MIN_REUSE or part.nbytes > self._entries.maxsize or self.find(tokens)[0] == length:
@@ -109,7 +109,7 @@ class PrefixCache:
         self._entries[name] = part.clone(memory_format=torch.contiguous_format)
 
     def find(self, tokens: TokenIds) -> tuple[int, torch.Tensor | None]:
-        """Return the length of the longest cached prefix of `tokens`, and the KV buffer that holds it."""
+        """Return the length of the longest cached prefix of `tokens` and its KV buffer; (0, None) if there is none."""
         lengths = {name: common_prefix(np.frombuffer(name, dtype=np.int32), tokens) for name in self._entries}
         best = max(lengths, key=lengths.__getitem__, default=b"")
         if lengths.get(best, 0) < MIN_REUSE:
@@ -126,7 +126,7 @@ def common_prefix(one: TokenIds, two: TokenIds) -> int:
 
 
 class ModelRunner:
-    """Weights in fp32 on the CPU and the passes over them. Not thread-safe."""
+    """A model in fp32 on the CPU, and its forward passes. Not thread-safe."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -176,7 +176,7 @@ class ModelRunner:
         gap = float((expected - found).abs().max())
         if not gap < 1e-2 * max(1.0, float(expected.abs().max())):
             raise EngineError(
-                f"The local engine's cached pass differs from this model's own by {gap:.3g}. Use vLLM.", status=500
+                f"The local engine's logits differ from this model's own by {gap:.3g}. Use vLLM.", status=500
             )
 
     def new_kv(self, capacity: int) -> torch.Tensor:
@@ -206,7 +206,7 @@ class ModelRunner:
         return logits[0]
 
     def step(self, kvs: Sequence[torch.Tensor], token_ids: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
-        """Run one token of each of n sequences, at its position (which must fit). Returns fp32 logits [n, vocab]."""
+        """Run one token of each of n sequences, at a position within its buffer. Returns fp32 logits [n, vocab]."""
         logits: torch.Tensor = self.model(
             input_ids=torch.tensor(token_ids)[:, None],
             position_ids=torch.tensor(positions)[:, None],

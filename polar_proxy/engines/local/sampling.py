@@ -1,8 +1,9 @@
 """From logits to tokens, in fp32, with log-probabilities of the distribution sampled from.
 
-The distribution is the softmax of: logits + logit_bias - penalties, grammar mask, / temperature, min_p, top_k, top_p
-(the order of vLLM). The log-probability reported is that distribution's ("processed"). At temperature 0 the most likely
-token is taken, top_k, top_p and min_p have no effect, and the log-probability is that of temperature 1.
+The distribution is the softmax after these steps, in vLLM's order: logits + logit_bias - penalties, grammar mask,
+division by temperature, min_p, top_k, top_p. The log-probability reported is that distribution's ("processed"). At
+temperature 0 the most likely token is taken, top_k, top_p and min_p have no effect, and the log-probability is that of
+temperature 1.
 
 Each token takes one uniform number from its choice's own generator and inverts the cumulative distribution (float64).
 So a seed gives the same tokens whatever else is in the batch, up to the rounding of logits.
@@ -98,7 +99,7 @@ class SequenceSampler:
 
 
 def _warpers(sampling: Sampling) -> list[Any]:
-    """Return what temperature and truncation do to logits [rows, V], in this order."""
+    """Return the functions that apply temperature and truncation to logits [rows, V], in their order."""
     warpers: list[Any] = []
     if sampling.temperature is not None and sampling.temperature != 1.0:
         warpers.append(TemperatureLogitsWarper(float(sampling.temperature)))
@@ -113,7 +114,7 @@ def _warpers(sampling: Sampling) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """`top` is empty unless the choice asked for alternatives: (token id, log-probability), best first."""
+    """One sampled token. `top`: the most likely tokens as (id, log-probability), best first, if they were requested."""
 
     token_id: int
     logprob: float

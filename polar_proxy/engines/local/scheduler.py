@@ -32,7 +32,7 @@ T = TypeVar("T")
 PREFILL_TOKENS = 256
 """Prompt tokens per step."""
 CACHE_BYTES = 1 << 29
-"""Bound of the keys and values kept of finished sequences; those of the running batch come on top."""
+"""Limit for the keys and values kept of finished sequences. Those of running sequences are not counted."""
 SMALL_MODEL = 20_000_000
 """Up to this many parameters one thread is as fast as several, and far faster when the other cores are busy."""
 ANSWER_ROOM = 512
@@ -56,7 +56,7 @@ class Generation:
 
 @dataclass(slots=True, eq=False)
 class SequenceState:
-    """One choice of a generation. `tokens[:count]` are prompt and answer; `kv` holds the first `kv_length` of them."""
+    """One choice of a generation. `tokens[:count]`: prompt and answer; `kv` has the first `kv_length` of them."""
 
     generation: Generation
     index: int
@@ -77,7 +77,7 @@ class SequenceState:
 
 
 class BatchScheduler:
-    """Own the worker thread. `submit`, `run` and `close` may be called from any thread."""
+    """Owner of the worker thread. `submit`, `run` and `close` may be called from any thread."""
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ class BatchScheduler:
             self._step()
 
     def _step(self) -> None:
-        """Run one step, and queue the next one after other functions if there is work."""
+        """Run one step. If work is left, queue the next step, after the functions that wait in `run`."""
         try:
             with torch.inference_mode():
                 self._drop_cancelled()
@@ -207,7 +207,7 @@ class BatchScheduler:
                 budget -= len(chunk)
 
     def _kv_of(self, sequence: SequenceState) -> torch.Tensor:
-        """Return the KV buffer of a sequence. A new one begins with the longest prefix that another sequence holds."""
+        """Return the KV buffer of a sequence. A new one copies the longest prefix that the cache or the batch has."""
         if sequence.kv is not None:
             return sequence.kv
         wanted = sequence.tokens[: sequence.count - 1]
@@ -305,7 +305,7 @@ class BatchScheduler:
                 raise
 
     def _stop(self, error: EngineError) -> None:
-        """Give all callers the error, and accept no more."""
+        """Give the error to all callers, and accept no more calls."""
         self.failure = str(error)
         self._executor.shutdown(wait=False)
         for generation in {id(s.generation): s.generation for s in [*self._waiting, *self._active]}.values():

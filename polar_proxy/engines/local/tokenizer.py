@@ -71,7 +71,7 @@ class ChatTokenizer:
         return TextStream(TokenDecoder(self.decode, self._hidden), stop)
 
     def reasoning(self, prompt: str) -> Reasoning:
-        """Return whether answers to this rendered prompt may begin with reasoning, or start inside it."""
+        """Return how answers to this rendered prompt contain reasoning: `off`, `tags` or `open`."""
         if self._template is None or THINK not in self._template:
             return "off"
         return "open" if prompt.rstrip().endswith(THINK) else "tags"
@@ -89,7 +89,7 @@ def template_message(message: Message) -> Json:
 
 
 def _arguments(text: str) -> Any:
-    """Parse a call's arguments. Text that is not JSON stays text, so that an agent can send back its own history."""
+    """Parse a tool call's arguments. Text that is not JSON stays text, as a model may have written such arguments."""
     try:
         return json.loads(text.strip() or "{}")
     except json.JSONDecodeError:
@@ -113,7 +113,7 @@ def flat_text(content: str | list[Json] | None) -> str:
 
 
 class TokenDecoder:
-    """Decode a stream of ids: decode a short window with and without the new ids, and return the difference.
+    """Decoder of a stream of ids: it decodes a short window with and without the new id, and returns the difference.
 
     The window is needed because the text of a token may depend on its neighbours (a leading space, the bytes of one
     character). `decode` returns the text of ids; `hidden` are ids without text.

@@ -1,13 +1,13 @@
 """Parse answers that were sampled from exact ids: reasoning, text and tool calls out of `/v1/completions`.
 
-The chat route parses its answers; completions are raw text. Each server is read with the parser that was proved for it
-when it was entered (`parser_proof.py`): the one that agreed with the server's own chat route on a set of answers.
+The chat route parses its answers; completions are raw text. Polar parses them with the parser that was found for this
+server when the engine was entered (`parser_proof.py`): on a set of answers it agreed with the server's own chat route.
 
-* `HermesAnswerParser`: Polar's own parser, which follows the text as it arrives. A call is reported when it is whole;
-  a cut or malformed call is reported as text.
+* `HermesAnswerParser`: Polar's own parser, which follows the text as it arrives. A tool call is reported when it is
+  complete; a cut or malformed one is reported as text.
 * `DerenderAnswerParser`: the server's own parser at `/v1/chat/completions/derender` (vLLM with `--enable-scale-out`).
-  It keeps no state between two requests and parses the answer from its beginning each time. So it is called at growing
-  distances: all calls together parse an answer about eight times, and text lags behind by an eighth.
+  The server parses the answer from its beginning at each request, so the requests are sent at growing intervals. All of
+  them together parse an answer about eight times, and the text lags behind by an eighth.
 
 Invariant: ids, log-probabilities and their order are those of the events given; only text, reasoning, tool calls and
 the finish reason change.
@@ -26,7 +26,7 @@ from polar_proxy.errors import EngineError
 from polar_proxy.types import ChatRequest, Json, Message, SampleEvent, Sampling, TokenIds
 
 _DERENDER_INTERVAL = 8
-"""The server's parser is called when at least this many tokens, and at least an eighth of the answer, are new."""
+"""The server's parser is asked when at least this many tokens, and at least an eighth of the answer, are new."""
 
 PromptTail = Literal["open", "closed", "none"]
 """Whether a prompt's last tokens open reasoning, close it, or do neither."""
@@ -43,7 +43,7 @@ class ParserConfig:
     """The server parses tool calls."""
     special_without_tools: bool
     special_with_tools: bool
-    """Whether special tokens are visible in the server's chats."""
+    """Whether chats of the server show special tokens, for requests without and with tools."""
     tail: PromptTail
     """The tail of the prompts with which this configuration was verified."""
 
@@ -61,13 +61,13 @@ class AnswerParser(Protocol):
 def make_answer_parser(
     client: VllmClient, request: ChatRequest, prompt: TokenIds, config: ParserConfig
 ) -> AnswerParser:
-    """Return the parser of one call. Raises CannotContinueError if the answer cannot be parsed."""
+    """Return the parser of one call's answer. Raises CannotContinueError if the answer cannot be parsed."""
     if uses_tools(request) and not config.tools:
         raise CannotContinueError("the server parses no tool calls. Start vLLM with --enable-auto-tool-choice.")
     if config.kind == "hermes":
         return HermesAnswerParser(request, config)
     if request.sampling.stop:
-        raise CannotContinueError("the server's parser is given tokens, and would show the text after a stop string.")
+        raise CannotContinueError("the server's parser reads whole tokens, so it would show text after a stop string.")
     return DerenderAnswerParser(client, request, prompt)
 
 

@@ -73,7 +73,7 @@ class VllmClient(OpenAIClient):
         return [event async for events in steps for event in events]
 
     async def tokenize(self, body: Json) -> list[int]:
-        """Return the ids of `/tokenize`, of a rendered conversation (`messages`) or a text (`prompt`)."""
+        """Return the ids that `/tokenize` gives for a conversation (`messages` in the body) or a text (`prompt`)."""
         return list(self.field(await self.json("POST", "/tokenize", body), "tokens"))
 
     async def encode(self, text: str) -> list[int]:
@@ -119,7 +119,7 @@ class VllmClient(OpenAIClient):
 
 
 async def unless_refused(call: Awaitable[T]) -> T | None:
-    """Return the result; None if the server refuses (some answer 500 to a request that they do not support)."""
+    """Return the result; None for any PolarError (some servers answer 500 to a request that they do not support)."""
     try:
         return await call
     except PolarError:
@@ -159,7 +159,7 @@ class TokenTexts:
     """
 
     def __init__(self, client: VllmClient, separator: int | None) -> None:
-        """`separator` is a special token whose text occurs in no other; it lets one request decode many tokens."""
+        """`separator`: a special token whose text is in no other, so that one request can decode many tokens."""
         self._client = client
         self._separator = separator
         self._table: dict[int, str] = {}
@@ -205,7 +205,8 @@ class TokenTexts:
 def chat_body(request: ChatRequest, *, stream: bool) -> Json:
     """Return the body for `/v1/chat/completions`.
 
-    Its `response_format` is `enforced_format`: vLLM's grammar would constrain the whole answer and forbid tool calls.
+    `response_format` is left out while the model may call tools (see `enforced_format`), because vLLM's grammar would
+    constrain the whole answer and forbid tool calls.
     """
     body = _sampling_body(request.sampling, stream) | _conversation(request)
     body["logprobs"] = True
@@ -238,10 +239,10 @@ def _conversation(request: ChatRequest) -> Json:
 def _message(message: Message) -> Json:
     """Return a message in the form that vLLM accepts.
 
-    vLLM refuses a conversation in which the arguments of a call are not JSON, although a model wrote them. It accepts
-    them as a JSON string, which templates print unchanged. Reasoning is sent under both of its names: the chat route
-    accepts `reasoning_content` for `reasoning`, while `/tokenize` of the same server (0.32) drops it; older servers
-    accept only the long name.
+    vLLM refuses a conversation in which the arguments of a tool call are not JSON, although a model wrote them. It
+    accepts them as a JSON string, which templates print unchanged. Reasoning is sent under both of its names: the chat
+    route accepts `reasoning_content` for `reasoning`, while `/tokenize` of the same server (0.32) drops it; older
+    servers accept only the long name.
     """
     out = message.to_openai()
     if message.reasoning is not None:
@@ -274,8 +275,8 @@ def exact_body(
 ) -> Json:
     """Return the body for `/v1/completions` that samples the answer to a chat from exactly these prompt ids.
 
-    Without `max_tokens` a completion ends after 16 tokens, a chat at the end of the context: the body sets the limit of
-    the chat. `show_special` keeps special tokens in the answer's text, except for the one at which it ends.
+    The body always has `max_tokens`, because without it a completion ends after 16 tokens, but a chat only at the end
+    of the context. `show_special` keeps special tokens in the answer's text, except for the one at which it ends.
     """
     room = context_length - prompt.size
     if room < 1:

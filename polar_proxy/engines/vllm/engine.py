@@ -5,12 +5,12 @@ log-probabilities. When it is entered, the engine verifies that the server can d
 used if it cannot.
 
 A conversation that continues from exact ids goes to `/v1/completions` too. Its answer is parsed as the chat route would
-parse it (`answer_parser.py`), which was also verified; `continue_problem` says why if it is not possible.
+parse it (`answer_parser.py`), which was also verified. If this is impossible, `continue_problem` says why.
 
 An answer of the chat route is streamed from the server if the client streams or the request has tools. Without tools, a
 client that does not stream is served from one JSON object, which costs much less than a stream of many chunks. With
-tools the two differ: a call cut by `max_tokens` is raw text in one and a tool call in the other, and an agent's answer
-must not depend on whether it streamed.
+tools the two differ: a tool call that `max_tokens` cut is raw text in one and a tool call in the other, and the answer
+must not depend on whether the agent streams.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ WEIGHT_VERSION_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class VllmPrompt(ExactPrompt):
-    """Accepted prompt ids, with the parser of the one answer that is sampled from them."""
+    """Accepted prompt ids of one call, with the parser of its answer."""
 
     parser: AnswerParser
     show_special: bool
@@ -144,15 +144,18 @@ class VllmEngine(ServerEngine):
             return events
         for event in events:
             if event.prompt_ids is not None and list(event.prompt_ids) != prompt.token_ids.tolist():
-                raise EngineError(f"{self.client.name} sampled from other prompt tokens than it was given.")
+                raise EngineError(
+                    f"{self.client.name} did not use the prompt tokens that it was given: the prompt ids in its answer "
+                    "differ."
+                )
         return [await prompt.parser.parse(event) for event in events]
 
     async def render(self, request: ChatRequest, *, generation: bool = True) -> list[int]:
-        """Implement `Engine.render`: by `/tokenize` if that agreed with the chat route, else by a one-token chat."""
+        """Implement `Engine.render`: with `/tokenize` if its ids equalled the chat route's, else with a short chat."""
         if self._server.tokenize_renders:
             return await self.client.tokenize(render_body(request, generation=generation))
         if not generation:
-            raise RequestError(f"{self.client.name} renders conversations only together with what opens the answer.")
+            raise RequestError(f"{self.client.name} renders conversations only with the tokens that open the answer.")
         one_token = replace(request, sampling=Sampling(max_tokens=1), response_format=None)
         answer = await self.client.chat(chat_body(one_token, stream=False))
         return list(self.client.field(answer, "prompt_token_ids"))
@@ -183,9 +186,9 @@ class VllmEngine(ServerEngine):
     async def weight_version(self) -> str | None:
         """Return the policy version from `/weight_info`, at most a second old; None if the server has no such route.
 
-        (vLLM has it in development mode.) Every recorded call needs it, and a request for each would cost as much as
-        the rest of the recording. Updating weights pauses the engine for longer than this second, or calls
-        `weights_changed` during the pause.
+        (vLLM has the route in development mode.) Every recorded call needs the version, and a request for each call
+        would cost as much as the rest of its recording. A version this old is still right, because an update of the
+        weights pauses the engine for longer than a second, or calls `weights_changed` during the pause.
         """
         if self._weight_version is None:
             return None

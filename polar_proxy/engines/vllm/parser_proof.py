@@ -1,17 +1,17 @@
-"""Prove that Polar parses an answer as the server's own chat route does, by making the server give answers.
+"""Prove that Polar parses answers as the server's own chat route does: make the server sample given texts, and compare.
 
-The server is made to sample given texts (plain text, a call, two calls, awkward JSON, reasoning, ...). The chat route's
-result for each is compared with a parser's result for the same ids. Only a parser that agreed on all of them is used to
-continue conversations from exact ids; white space around text and reasoning does not count.
+The texts are plain text, a tool call, two tool calls, awkward JSON, reasoning, ... The chat route's result for each is
+compared with a parser's result for the same ids. Only a parser that agreed on all of them is used to continue
+conversations from exact ids. White space around text and reasoning is not compared.
 
 How a text is forced:
 
-* `structured_outputs: {"choice": [text]}`. vLLM leaves reasoning free before such a grammar if it has a reasoning
-  parser; a bias for the `</think>` token ends the reasoning at once.
-* Reasoning itself by descending biases for `<think>`, a letter and `</think>`, under a repetition penalty that excludes
-  each token once it was sampled.
+* Text and tool calls by `structured_outputs: {"choice": [text]}`. With a reasoning parser, vLLM applies this grammar
+  only after the reasoning; a bias for the `</think>` token ends the reasoning at once.
+* Reasoning by descending biases for `<think>`, a letter and `</think>`. A repetition penalty excludes each token once
+  it was sampled, so that each comes once and in this order.
 
-The ids show whether a text was really sampled; one that was not proves nothing.
+The ids show whether a text was really sampled. A text that was not sampled proves nothing.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _REMEDY = "Start vLLM with --enable-scale-out, so that its own parser can be cal
 
 @dataclass(frozen=True, slots=True)
 class ParsedAnswer:
-    """The content of a parsed answer, without the white space around it. Calls are (name, arguments)."""
+    """The content of a parsed answer, without the white space around it. Tool calls are (name, arguments)."""
 
     text: str
     reasoning: str
@@ -83,7 +83,7 @@ class ParsedAnswer:
 
 @dataclass(frozen=True, slots=True)
 class ForcedAnswer:
-    """One answer: its ids without the end-of-turn token, their text, and how the chat route parsed it."""
+    """One answer of the server: ids without the end-of-turn token, their text, and how the chat route parsed it."""
 
     name: str
     wanted: str
@@ -94,7 +94,7 @@ class ForcedAnswer:
 
 class ParserProofs:
     """Parser configurations of one server. Each set of template options needs its own proof, because the options decide
-    whether the model reasons; it is proved when it is first used."""
+    whether the model reasons. The proof is made at the first use of the set."""
 
     def __init__(self, client: VllmClient, *, end: int, tools: bool) -> None:
         """`end` is the end-of-turn token; `tools` says that the server accepts `tool_choice: auto`."""
@@ -109,7 +109,9 @@ class ParserProofs:
         """Return how an answer to `prompt` under these template options is parsed. Raises CannotContinueError."""
         config = await self.prove(options)
         if (tail := self.tail(prompt)) != config.tail:
-            raise CannotContinueError(f"the prompt leaves reasoning {tail}, but the template leaves it {config.tail}.")
+            raise CannotContinueError(
+                f"the prompt leaves reasoning {tail!r}, but the template leaves it {config.tail!r}."
+            )
         return config
 
     async def prove(self, options: Mapping[str, Any]) -> ParserConfig:
@@ -144,7 +146,7 @@ class ParserProofs:
         frame = options | ({"tools": [TOOL]} if self._tools else {})
         opened, bare = await asyncio.gather(self._render(USER, True, frame), self._render(USER, False, frame))
         if opened[: len(bare)] != bare:
-            raise CannotContinueError("its template does not open an answer after the rest of the prompt.")
+            raise CannotContinueError("its template does not append what opens an answer to the prompt.")
         settings = [options, frame] if self._tools else [options]
         call_problem, reasons, shown = await asyncio.gather(
             self._call_form_problem(bare, frame),
@@ -155,7 +157,7 @@ class ParserProofs:
         # A parser needs to see the tags; apart from that, completions hide the same tokens as a chat.
         without_tools, with_tools = shown[0] or not tags_show, shown[-1] or not tags_show
         tail = self.tail(opened)
-        # A `<think>` in the prompt keeps the model from sampling another one: such answers do not begin with the tag.
+        # If the prompt has `<think>`, the penalty excludes another one, so that no answer begins with the tag.
         optional = {IN_REASONING, *([TAGGED] if reasons and tail != "none" else [])}
         problem = unforced(answers, optional) or call_problem
         mode: Reasoning | None = None
@@ -193,7 +195,7 @@ class ParserProofs:
         return ForcedAnswer(name, wanted, tuple(ids), parsed)
 
     def _bias(self, **biases: float) -> Json:
-        """Return a logit bias for tags and letter that are single tokens; others cannot be steered."""
+        """Return logit biases for the tags and the letter. Those of more than one token are left out."""
         texts = {"think": THINK, "letter": LETTER, "thought": END_THINK, "call": CALL, "called": END_CALL}
         tokens = {self._tags[texts[name]]: bias for name, bias in biases.items()}
         return {"logit_bias": {str(ids[0]): bias for ids, bias in tokens.items() if len(ids) == 1}}
@@ -230,7 +232,7 @@ class ParserProofs:
             requests.append(force("reasoning", PLAIN, self._bias(letter=100, thought=50), f"{LETTER}{END_THINK}"))
             requests.append(force(TAGGED, PLAIN, self._bias(think=100, letter=75, thought=50), thought))
             if self._tools:
-                # If a call ends the reasoning, its tag is the first token that the grammar sees.
+                # If a tool call ends the reasoning, its tag is the first token that the grammar sees.
                 requests.append(force(IN_REASONING, EMPTY_CALL, self._bias(letter=70, call=100), LETTER))
         else:
             requests.append(force(TAGGED, f"{thought}{PLAIN}", plain))
@@ -239,7 +241,7 @@ class ParserProofs:
     async def _read_back(self, answers: list[ForcedAnswer], opened: list[int]) -> tuple[list[ForcedAnswer], bool]:
         """Return the answers with their texts, and whether completions show the tags by default.
 
-        (Some models have the tags as special tokens.) All texts are decoded in one request, separated by end-of-turn
+        (In some models the tags are special tokens.) All texts are decoded in one request, separated by end-of-turn
         tokens. Completions must show the same text for such ids: one completion is compared with its decoding.
         """
         biases = self._bias(call=100, thought=75, think=50)
@@ -260,10 +262,10 @@ class ParserProofs:
         return read, texts[1] == "".join(event.text for event in plain)
 
     async def _call_form_problem(self, bare: list[int], frame: Json) -> str | None:
-        """Return how Hermes' form of a call differs from the chat template's, which the model writes; None if they
-        agree.
+        """Return a problem if the Hermes parser cannot read a tool call as the chat template writes it.
 
-        `bare` is the rendering up to the turn that calls.
+        The model writes it so too. None if it can, or if the server takes no tools. `bare`: the rendered tokens before
+        the assistant turn with the tool call.
         """
         if not self._tools:
             return None
@@ -278,7 +280,7 @@ class ParserProofs:
         return "The template writes tool calls in another form than Hermes'."
 
     async def _derender_problem(self, answers: list[ForcedAnswer], frame: Json, opened: list[int]) -> str | None:
-        """Return how the server's derendering of the same answers differs; None if it agrees."""
+        """Return how `DERENDER` parses these answers differently from the chat route; None if it does not."""
         request = ChatRequest(
             "", (), tools=tuple(frame.get("tools", ())), template_kwargs=frame.get("chat_template_kwargs", {})
         )
@@ -303,11 +305,11 @@ class ParserProofs:
 
 
 def unforced(answers: Sequence[ForcedAnswer], optional: set[str]) -> str | None:
-    """Return a message about the first text that was forced and not sampled; None if all were sampled."""
+    """Return a message about the first text that was not sampled although forced; None if all were sampled."""
     missing = [answer.name for answer in answers if answer.wanted not in answer.text and answer.name not in optional]
     if not missing:
         return None
-    return f"It could not be made to answer with {missing[0]} (structured outputs or biases have no effect)."
+    return f"The server could not be made to answer with {missing[0]} (structured outputs or biases have no effect)."
 
 
 def matching_reasoning_mode(answers: Sequence[ForcedAnswer], *, tools: bool) -> tuple[Reasoning | None, str | None]:

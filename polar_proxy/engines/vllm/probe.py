@@ -1,4 +1,4 @@
-"""Find out what a vLLM server can really do, by asking it, before anything is recorded from it.
+"""Find out by test requests what a vLLM server can really do, before any of its answers is recorded.
 
 Servers silently accept unknown fields, so only what was seen in an answer counts as supported. A probe is
 two dozen requests of one to four tokens, and those of `parser_proof.py`.
@@ -24,7 +24,7 @@ from polar_proxy.types import EngineInfo, Json, LogprobMode
 
 REFUSED = "Recording for training is refused."
 _END_CANDIDATES = 4
-"""Number of tokens after a message that are tried as the one that ends it."""
+"""Number of tokens after a message that are tried as the end-of-turn token."""
 _CALL: Json = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": '{"path": "a"}'}}
 _CANONICAL: list[Json] = [
     {"role": "system", "content": "You are terse."},
@@ -52,7 +52,7 @@ class VerifiedServer:
     weight_version: str | None
     """The policy version; None if the server does not report it."""
     parsers: ParserProofs | CannotContinueError
-    """How answers to exact ids are parsed, or why they cannot be."""
+    """How answers that are sampled from exact ids are parsed, or why this is impossible."""
 
 
 class ServerProbe:
@@ -64,7 +64,7 @@ class ServerProbe:
         """Some ordinary token of the vocabulary: the first that was sampled."""
 
     async def run(self) -> VerifiedServer:
-        """Raises EngineError with the remedy if the server cannot be recorded from."""
+        """Verify the server. Raises EngineError, with the remedy, if its answers cannot be recorded for training."""
         context_length = await self._find_model()
         reported = await unless_refused(self._client.json("GET", "/version"))
         version = str(reported.get("version", "unknown")) if isinstance(reported, dict) else "unknown"
@@ -119,9 +119,9 @@ class ServerProbe:
         if not tokenize:
             return CannotContinueError("its `/tokenize` does not render conversations as its chat route does.")
         if not token_prompt:
-            return CannotContinueError("it does not sample from token ids with the evidence that recording needs.")
+            return CannotContinueError("it does not return token ids and log-probabilities if the prompt is token ids.")
         if not end:
-            return CannotContinueError("no token ends the turns of its template at which it also stops by itself.")
+            return CannotContinueError("no token ends the turns of its chat template and also makes the server stop.")
         proofs = ParserProofs(self._client, end=end[0], tools=tools)
         try:
             await proofs.prove({})
@@ -154,15 +154,15 @@ class ServerProbe:
     async def _accepts_schema(self) -> bool:
         """Return whether a chat with a JSON schema is accepted.
 
-        vLLM leaves reasoning free before a grammar. If the model ends its reasoning with a token that the grammar
-        forbids (a tool call), the request fails with 500: a bias makes the reasoning end with its own tag.
+        vLLM applies a grammar only after the reasoning. If the model ends its reasoning with a token that the grammar
+        forbids (the tag of a tool call), the request fails with 500. So a bias makes `</think>` end the reasoning.
         """
         ids = await unless_refused(self._client.encode(END_THINK)) or []
         bias = {"logit_bias": {str(ids[0]): 100}} if len(ids) == 1 else {}
         return await self._accepts(response_format=_SCHEMA, **bias)
 
     async def _missing_evidence(self) -> str | None:
-        """Return what is wrong with an answer's token ids and log-probabilities, and the remedy; None if nothing is."""
+        """Return what is wrong with an answer's token ids or log-probabilities, with the remedy; None if nothing is."""
         body: Json = {"max_tokens": 4, "logprobs": True, "return_token_ids": True}
         try:
             whole = await self._chat(**body, return_tokens_as_token_ids=True)
@@ -173,7 +173,7 @@ class ServerProbe:
         if not ids or not whole.get("prompt_token_ids"):
             return (
                 "does not return token ids for `return_token_ids: true`. vLLM does from 0.10.2 on: update it, or, if "
-                "another proxy stands between, give the URL of vLLM itself."
+                "another proxy is in between, give the URL of vLLM itself."
             )
         entries = (choice.get("logprobs") or {}).get("content")
         if not entries:
@@ -181,7 +181,7 @@ class ServerProbe:
         self._any_token = int(ids[0])
         named = [str(entry["token"]).removeprefix("token_id:") for entry in entries]
         if named != [str(token) for token in ids]:
-            return f"returned {len(ids)} token ids that are not those of its {len(entries)} log-probabilities."
+            return f"returned {len(ids)} token ids, and {len(entries)} log-probabilities of other tokens."
         if any(entry["logprob"] <= MISSING_BELOW for entry in entries):
             return "returned -9999 in place of log-probabilities of sampled tokens."
         events = await self._client.sampled(CHAT, {"messages": USER, **body})
@@ -189,7 +189,7 @@ class ServerProbe:
         if not events or not events[0].prompt_ids or not logprobs or any(map(math.isnan, logprobs)):
             return (
                 "returns token ids and log-probabilities in whole answers but loses them in streamed ones. If another "
-                "proxy stands between, give the URL of vLLM itself."
+                "proxy is in between, give the URL of vLLM itself."
             )
         return None
 
@@ -237,8 +237,8 @@ class ServerProbe:
         """Return `render:` and a hash of the ids of a canonical conversation, because a server does not show its
         template.
 
-        It changes with the template and with the tokenizer. For a template that refuses a part of the conversation (a
-        system message, tools), the hash covers the part that it accepts.
+        The hash changes with the template and with the tokenizer. For a template that refuses a part of the
+        conversation (a system message, tools), the hash covers the part that it accepts.
         """
         for messages, fields in ((_CANONICAL, {"tools": [TOOL]}), (_CANONICAL[-2:], {}), (USER, {})):
             if tokenize:
@@ -252,11 +252,11 @@ class ServerProbe:
         return None
 
     async def _end_of_turn(self) -> tuple[int, ...]:
-        """Return the id that ends an answer, if there is one.
+        """Return the id of the token that ends an answer; empty if none is found.
 
-        It is the first token in which a finished and an unfinished last message differ and at which the server stops
-        by itself when it is forced to sample it. (A template may write more than that token after a message, such as a
-        line break before it.)
+        Candidates are the tokens by which a finished last message differs from an unfinished one. The first at which
+        the server stops by itself, when a bias makes it sample the token, is returned. (A template may write other
+        tokens after a message too, such as a line break.)
         """
         turn = [*USER, {"role": "assistant", "content": "One"}]
         closed = await unless_refused(self._render(turn, add_generation_prompt=False))
@@ -268,7 +268,7 @@ class ServerProbe:
         for end in closed[same : same + _END_CANDIDATES]:
             answer = await self._chat(max_tokens=2, logit_bias={str(end): 100}, return_token_ids=True)
             choice = answer["choices"][0]
-            # The stop reason then names a second end token, from the model's generation config.
+            # The stop reason is the token's id if only the model's generation config makes it an end token.
             stopped_itself = choice.get("stop_reason") in (None, end)
             if choice.get("finish_reason") == "stop" and stopped_itself and choice.get("token_ids") == [end]:
                 return (int(end),)
