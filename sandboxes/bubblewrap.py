@@ -1,8 +1,8 @@
 """`bubblewrap`: Linux namespaces without a daemon. Starts in about ten milliseconds, as root or as any user.
 
-The root file system is made from an allow-list: only the system's programs and libraries appear, read-only. The rest of
-the host (homes, /run and its sockets, /tmp, /var, /srv, checkouts, databases) is not visible inside unless it is
-mounted.
+The root file system is made from an allow-list: only the system's programs and libraries and the files of /etc that
+every user may read appear, read-only. The rest of the host (homes, /run and its sockets, /tmp, /var, /srv, checkouts,
+databases) is not visible inside unless it is mounted.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ SEARCH_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 class BubblewrapSandbox(SupervisedSandbox):
     kind = "bubblewrap"
     isolation = (
-        "Own processes, unprivileged user, network (loopback only) and files: the host's programs and libraries are "
-        "readable, nothing else of it; the kernel is shared, system calls that no agent needs are refused."
+        "Own processes, unprivileged user, network (loopback only) and files; of the host's files only programs, "
+        "libraries and the public ones in /etc are readable; the kernel is shared, system calls that no agent needs "
+        "are refused."
     )
 
     def __init__(self, spec: SandboxSpec, registry: orphans.SandboxRegistry) -> None:

@@ -144,7 +144,7 @@ def gigpo(
     normalise: Literal["std", "none"] = "none",
     eps: float = 1e-6,
 ) -> Floats:
-    """GiGPO: advantages per step of one group, A = A_rollout + weight * A_step. Float64 [steps].
+    """GiGPO: advantages of all steps of a group's rollouts, A = A_rollout + weight * A_step. Float64 [steps].
 
     A_rollout compares whole rollouts (`rewards` [n]). A_step compares the returns of all steps of the group at the same
     anchor (the same state of the environment, any hashable), in whichever rollout; it is 0 for a step whose anchor

@@ -212,7 +212,7 @@ class HttpFeed:
 class HttpSink:
     """Sends a run's metrics to the server. After an outage the server gets all lines that it missed.
 
-    A server without the route of training runs gets no lines, which is reported once.
+    If the server has no route for training runs, it gets no lines, and this is reported once.
     """
 
     def __init__(

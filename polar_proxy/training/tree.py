@@ -104,7 +104,7 @@ def build_tree(sequences: Sequence[Ids]) -> PrefixTree:
 
 
 def find_targets(tree: PrefixTree, masks: Sequence[npt.NDArray[np.integer] | BoolArray]) -> Targets:
-    """Return the tokens that `masks` marks (one mask per sequence, of the same length, nonzero at the targets).
+    """Return the tokens that `masks` marks: one mask per sequence, as long as the sequence, nonzero at the targets.
 
     Several sequences may have targets at the same node. Raises ValueError for a mask of another length, and for one
     that marks the first token of a sequence, which no logits predict.

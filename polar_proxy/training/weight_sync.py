@@ -169,8 +169,8 @@ class VllmControl:
     """Treatment of calls in flight: `keep` freezes them and continues with the new weights, `wait` lets them finish
     first, `abort` aborts them."""
     engine: VllmEngine | None = None
-    """The client that samples from the server, if it is the only one and in this process. If None, the pause lasts until every
-    client has dropped its cached weight version (WEIGHT_VERSION_SECONDS)."""
+    """The client that samples from the server, if it is the only one and in this process. If None, the pause lasts
+    until every client has dropped its cached weight version (WEIGHT_VERSION_SECONDS)."""
     transport: httpx.AsyncBaseTransport | None = None
 
     @contextlib.asynccontextmanager
