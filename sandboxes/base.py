@@ -1,6 +1,7 @@
 """The contract of a sandbox: an empty environment in which a program is run, observed and ended.
 
-Promises that every kind keeps; `tests/sandboxes/test_sandbox_contract.py` checks them for each:
+The owner of a sandbox is the process that opened it. Promises that every kind keeps;
+`tests/sandboxes/test_sandbox_contract.py` checks them for each:
 
 * `home` and `workdir` are empty, writable and belong to this sandbox alone.
 * None of the owner's environment variables are visible inside, except those that the specification gives.
@@ -8,9 +9,9 @@ Promises that every kind keeps; `tests/sandboxes/test_sandbox_contract.py` check
 * The exit status is the program's own: `128 + n` after signal n, 127 if the program was not found, 126 if it could not
   be started, with the reason on stderr.
 * A command that times out, or whose task is cancelled, is ended at once together with all processes that it started;
-  the sandbox runs no other command before that. Processes that a command leaves running after a normal end stay until
-  `kill_all` or `close`, as with `docker exec`.
-* Output is bounded: the tail is kept, and `truncated` is set.
+  the sandbox runs no other command before they have ended. Processes that a command leaves running after a normal end
+  stay until `kill_all` or `close`, as with `docker exec`.
+* Output is bounded: of longer output the tail is kept, and `truncated` is set.
 * `close` removes everything. After `kill -9` of the owner, `orphans.sweep` does.
 """
 
@@ -170,7 +171,7 @@ async def uncancellable(work: Coroutine[Any, Any, T]) -> T:
 class Sandbox(ABC):
     """One open sandbox. `open_sandbox` makes it; `close`, or leaving `async with`, ends it.
 
-    Before anything of it starts it has a record in the registry, which is removed after everything else.
+    A record of it is written to the registry before any part of it starts, and removed after all parts.
     """
 
     kind: ClassVar[SandboxKind]
@@ -179,7 +180,7 @@ class Sandbox(ABC):
     unenforced: tuple[str, ...] = ()
     """The requested limits that this sandbox cannot enforce, each with the reason."""
     base_env: Mapping[str, str] = {}
-    """Environment of every command, below that of the specification."""
+    """Default environment of every command. Variables of the specification replace those of the same name."""
     home: str
     workdir: str
 
@@ -269,7 +270,7 @@ class Sandbox(ABC):
         variables = {**self.base_env, "HOME": self.home, **self.spec.env, **(env or {})}
         for name, value in variables.items():
             if not name or "=" in name or "\0" in name + value:
-                raise SandboxError(f"not an environment variable: {name!r}")
+                raise SandboxError(f"environment variable {name!r}: the name is invalid, or there is a NUL byte")
         variables[SANDBOX_ID_VARIABLE] = self.id
         where = self.path(cwd or self.workdir)
         return await self._exec(Command(args, variables, where, timeout, stdin, on_output, output_limit))
@@ -314,7 +315,7 @@ class Sandbox(ABC):
 
 
 def check_tree_paths(files: Mapping[str, bytes]) -> None:
-    """Raise ValueError for a name that leads out of the root of `write_tree`, because names come from task data."""
+    """Raise ValueError for a name that leads out of the root of `write_tree`, because the names come from task data."""
     for name in files:
         if posixpath.isabs(name) or ".." in name.split("/") or posixpath.normpath(name) == ".":
             raise ValueError(f"write_tree: {name!r} is not a relative path below the root")

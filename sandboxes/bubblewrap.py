@@ -1,8 +1,8 @@
 """`bubblewrap`: Linux namespaces without a daemon. Starts in about ten milliseconds, as root or as any user.
 
-The root file system is made from an allow-list: only the system's programs and libraries appear, read-only. The rest of
-the host (homes, /run and its sockets, /tmp, /var, /srv, checkouts, databases) is not visible inside unless it is
-mounted.
+The root file system is made from an allow-list: only the system's programs and libraries and the files of /etc that
+every user may read appear, read-only. The rest of the host (homes, /run and its sockets, /tmp, /var, /srv, checkouts,
+databases) is not visible inside unless it is mounted.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ SEARCH_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 class BubblewrapSandbox(SupervisedSandbox):
     kind = "bubblewrap"
     isolation = (
-        "Own processes, unprivileged user, network (loopback only) and files: the host's programs and libraries are "
-        "readable, nothing else of it; the kernel is shared, system calls that no agent needs are refused."
+        "Own processes, unprivileged user, network (loopback only) and files; of the host's files only programs, "
+        "libraries and the public ones in /etc are readable; the kernel is shared, system calls that no agent needs "
+        "are refused."
     )
 
     def __init__(self, spec: SandboxSpec, registry: orphans.SandboxRegistry) -> None:
@@ -85,9 +86,9 @@ class BubblewrapSandbox(SupervisedSandbox):
         if self._cgroup is None:
             self._record.cgroups = []
             if limits.cpus is not None:
-                self.unenforced += ("cpus: needs control groups, which this user may not make",)
+                self.unenforced += ("cpus: the limit needs control groups, which this user may not make",)
             if limits.memory_mb is not None:
-                self.unenforced += ("memory_mb: held for each process by itself, not for their sum",)
+                self.unenforced += ("memory_mb: the limit holds for each process, not for the sum of all",)
 
     def _rlimits(self) -> dict[str, int]:
         limits = process_limits(self.spec)
@@ -105,9 +106,9 @@ class BubblewrapSandbox(SupervisedSandbox):
 
 
 def agent_uid(sandbox_id: str) -> int:
-    """Return the user that commands of this sandbox run as if Polar runs as root: one that no program of the host uses.
+    """Return the user id for the commands of this sandbox when Polar runs as root. No program of the host uses it.
 
-    It is below 65536, because in a container larger numbers may not exist.
+    The id is below 65536, because in a container larger ids may not exist.
     """
     return FIRST_UID + zlib.crc32(sandbox_id.encode()) % UIDS
 
@@ -115,8 +116,9 @@ def agent_uid(sandbox_id: str) -> int:
 def bwrap_command() -> list[str]:
     """Return the bwrap command line, without the mounts of one sandbox.
 
-    Root makes no user namespace: inside one of its own, the agent would be the kernel's user 0 and own what that user
-    owns, for example the settings in /proc/sys. Other users need one to make the other namespaces.
+    If Polar runs as root, no user namespace is made: in one that root made, the agent would be the kernel's user 0 and
+    own what that user owns, for example the settings in /proc/sys. Other users need a user namespace to make the
+    others.
     """
     program = shutil.which("bwrap")
     if program is None:
@@ -140,16 +142,16 @@ def bwrap_command() -> list[str]:
 
 
 def _parents(targets: Sequence[str]) -> list[str]:
-    """Return the options that make the folders above these mounts: bwrap itself makes them readable to root alone."""
+    """Return the options that make the folders above these mounts. If bwrap made them, only root could read them."""
     parents = {str(parent) for target in targets for parent in Path(target).parents} - {"/"}
     return [option for parent in sorted(parents) for option in ("--dir", parent)]
 
 
 @cache
 def _features(program: str) -> tuple[str, ...]:
-    """Return the options that older versions lack."""
+    """Return the options of this bwrap that older versions lack."""
     text = subprocess.run([program, "--help"], capture_output=True, text=True, check=False)
-    # Without it, programs inside could make their own user namespaces and reach more of the kernel.
+    # Without this option, programs inside could make their own user namespaces and reach more of the kernel.
     return ("--disable-userns",) if "--disable-userns" in text.stdout + text.stderr else ()
 
 
@@ -157,7 +159,7 @@ def _features(program: str) -> tuple[str, ...]:
 def unreadable_files() -> tuple[str, ...]:
     """Return the paths in /etc that not every user may read (shadow, private keys).
 
-    They are hidden, because a sandbox that root opens could read them.
+    They are hidden, because programs in a sandbox that root opens could read them.
     """
     found: list[str] = []
     for folder, folders, files in os.walk("/etc"):

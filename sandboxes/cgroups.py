@@ -1,8 +1,8 @@
 """Limits on a whole sandbox by Linux control groups, version 1 and 2, for users who may make them (root).
 
 In version 1 each controller is mounted by itself, and the group is made below the one that this process is in. In
-version 2 it is made below the root of the mounted hierarchy if that delegates the controllers, because a group with
-processes (this one) cannot give controllers to its children.
+version 2 the group is made below the root of the mounted hierarchy, if the root delegates the controllers. The group of
+this process cannot be the parent there, because a group with processes cannot delegate controllers to its children.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def remove(folder: Path, seconds: float = 30.0) -> None:
 
 
 def settings(limits: ResourceLimits, version: int) -> dict[str, list[tuple[str, str, bool]]]:
-    """Return controller -> (file, value, required). Swap files exist only if swap accounting is on."""
+    """Return controller -> [(file, value, required)]. The swap files exist only if swap accounting is on."""
     found: dict[str, list[tuple[str, str, bool]]] = {}
     if limits.memory_mb is not None:
         size = str(limits.memory_mb << 20)

@@ -28,7 +28,7 @@ HOW_TO_GET: dict[SandboxKind, str] = {
 
 @dataclass(frozen=True)
 class Availability:
-    """The availability of one kind; if it is missing, the reason and the way to get it."""
+    """The availability of one kind; if it does not work here, the reason and the way to get it."""
 
     kind: SandboxKind
     ok: bool
@@ -45,12 +45,18 @@ class SandboxChoice:
 
 
 def available() -> list[Availability]:
-    """Return all kinds, strongest first. Blocking (up to some 100 ms): call it in a thread if an event loop runs."""
+    """Return for each kind of sandbox, strongest first, whether it works here and otherwise why not.
+
+    Blocks for up to about 100 ms: call it in a thread if an event loop runs.
+    """
     return [_availability(kind, None) for kind in STRONGEST_FIRST]
 
 
 def choose(kind: SandboxKind | Literal["auto"] = "auto", image: str | None = None) -> SandboxChoice:
-    """Return the requested kind, or the strongest that works here. Raise `SandboxUnavailable`. Blocking."""
+    """Return the requested kind, or the strongest that works here. Blocking.
+
+    Raise `SandboxUnavailable` if the requested kind does not work here.
+    """
     if kind != "auto":
         found = _availability(kind, image)
         if not found.ok:
@@ -83,7 +89,7 @@ async def _try(kind: SandboxKind, image: str | None) -> None:
             await docker_engine.find_image(engine, image)
     elif kind == "bubblewrap":
         bubblewrap.require_bwrap()
-        # A system may allow bwrap to make namespaces and not allow this process to enter them: only a trial shows that.
+        # A system may allow bwrap to make namespaces and not allow this process to enter them: only a trial shows it.
         with tempfile.TemporaryDirectory(prefix="polar-trial-") as folder:
             registry = orphans.SandboxRegistry(Path(folder))
             async with await bubblewrap.BubblewrapSandbox.open(SandboxSpec(), registry) as sandbox:
@@ -98,8 +104,9 @@ async def open_sandbox(
 ) -> Sandbox:
     """Open a sandbox, ready for commands: `async with await open_sandbox("auto", spec) as sandbox: ...`.
 
-    `state_dir` has the registry of open sandboxes and the files of `process` and `bubblewrap`; give the same folder to
-    `orphans.sweep`. Raise `SandboxUnavailable` if this machine has no such kind, `SandboxError` if it does not start.
+    `state_dir` is the folder of the registry of open sandboxes and the files of `process` and `bubblewrap`; give the
+    same folder to `orphans.sweep`. Raise `SandboxUnavailable` if this machine has no such kind, `SandboxError` if it
+    does not start.
     """
     spec = spec or SandboxSpec()
     if kind == "auto" or (kind == "bubblewrap" and not bubblewrap.installed()):

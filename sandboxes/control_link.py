@@ -148,5 +148,5 @@ class ControlLink:
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(SandboxEnded("the sandbox ended: it was closed, or its init process was killed"))
-                future.exception()  # retrieved, so that an abandoned call is not logged
+                future.exception()  # retrieved, so that an abandoned request is not logged
         self._waiting.clear()

@@ -79,7 +79,7 @@ class DockerSandbox(Sandbox):
         self._record.container = self.id  # the container's name, known before it exists
         await uncancellable(asyncio.to_thread(self._registry.write, self._record))
         try:
-            # Not cancelled half-way: the engine could create the container after the clean-up looked for it.
+            # Not cancelled half-way, because the engine could create the container after the clean-up looked for it.
             creating = engine.containers.create(self._config(image), name=self.id)
             self._container = await uncancellable(creating)
             await uncancellable(self._container.start())
@@ -186,7 +186,7 @@ class DockerSandbox(Sandbox):
             raise
         except BaseException as error:
             if task is not None and self._closing is None:
-                # Also if only the callback for output failed: the program may still run.
+                # Also if only the output callback failed, because the program may still run.
                 try:
                     await uncancellable(self._kill(ident, task))
                 except SandboxError as failed:
@@ -217,7 +217,7 @@ class DockerSandbox(Sandbox):
         """End a command's process tree and wait for its end. Close the sandbox if a process resists."""
         deadline = time.monotonic() + END_SECONDS
         while True:
-            # Not through `exec`, which waits until this has ended.
+            # Not through `exec`, which waits until `_kill` has ended.
             with translate_errors():
                 killing = ["sh", "-c", KILL, "sh", self._main, f"{COMMAND_ID_VARIABLE}={ident}"]
                 execution = await self._require_open(self._container).exec(killing, workdir="/")
@@ -312,7 +312,7 @@ def _pack_files(files: Mapping[str, bytes]) -> bytes:
 
 # ---------------------------------------------------------------- shell scripts that run inside the container
 
-# `cd` here and not by the engine, which would create a missing folder. The shell reports a program that cannot start.
+# The shell changes the folder, because the engine would create a missing one, and reports a program that cannot start.
 RUN = 'cd "$1" || exit 126; shift; exec "$@"'
 # The clients of the engine do not agree on how stdin ends, so the shell reads exactly the bytes that were sent.
 RUN_WITH_STDIN = 'cd "$1" || exit 126; n=$2; shift 2; head -c "$n" | "$@"'

@@ -38,7 +38,7 @@ def require_aiodocker() -> Any:
 
 @contextlib.asynccontextmanager
 async def docker_client() -> AsyncIterator[aiodocker.Docker]:
-    """Connect to the engine that DOCKER_HOST or the current context names. Raise `SandboxUnavailable`."""
+    """Connect to the engine of DOCKER_HOST or of the current context. Raise `SandboxUnavailable` if there is none."""
     library = require_aiodocker()
     try:
         engine: aiodocker.Docker = library.Docker()
@@ -59,11 +59,14 @@ async def inspect_image(engine: aiodocker.Docker, name: str) -> dict[str, Any] |
     except require_aiodocker().DockerError as error:
         if error.status == 404:
             return None
-        raise SandboxError(f"the Docker engine: {error.message}") from error
+        raise SandboxError(f"the Docker engine reports: {error.message}") from error
 
 
 async def find_image(engine: aiodocker.Docker, image: str | None) -> str:
-    """Return the name of an image that exists. Raise `SandboxUnavailable` with the command that gets it."""
+    """Return the name of `image` (None: the default image).
+
+    Raise `SandboxUnavailable`, with the command that gets the image, if this machine lacks it.
+    """
     name = image or images.tag()
     if await inspect_image(engine, name) is None:
         command = f"docker pull {image}" if image else "python -m sandboxes.images.build"
@@ -79,7 +82,7 @@ def translate_errors() -> Iterator[None]:
     except library.DockerError as error:
         if error.status in (404, 409):
             raise SandboxEnded(f"the container has ended: {error.message}") from error
-        raise SandboxError(f"the Docker engine: {error.message}") from error
+        raise SandboxError(f"the Docker engine reports: {error.message}") from error
     except OSError as error:
         if type(error).__module__.startswith("aiohttp"):
             raise SandboxEnded(f"the connection to the Docker engine was lost: {error}") from error
@@ -166,7 +169,7 @@ class CommandStream:
             for offset in range(0, len(self._stdin), 1 << 16):
                 await stream.write_in(self._stdin[offset : offset + (1 << 16)])
         except (ConnectionError, RuntimeError):
-            return  # the program ended without reading all of it: its exit status says why
+            return  # the program ended without reading all of its input; its exit status says why
 
 
 def pack_archive(entries: Iterable[tuple[tarfile.TarInfo, bytes]]) -> bytes:

@@ -5,7 +5,7 @@ thread enters the namespace only for `bind`; afterwards the owner accepts connec
 This needs no process inside and no firewall rule. The socket keeps the namespace alive until it is closed.
 
 Entering needs root. A user who may only use the Docker engine gets the socket from a helper container that shares the
-sandbox's network: it binds, and passes the socket out through a Unix socket in a shared folder.
+sandbox's network. The helper binds the socket and passes it out through a Unix socket in a shared folder.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def listen(pid: int, ident: str, port: int) -> socket.socket:
 def _check(pid: int, ident: str) -> None:
     """Raise if the pid is not a process of the sandbox.
 
-    The engine may run on another machine or in another process namespace, where its pid is some other process.
+    If the engine runs on another machine or in another process namespace, this pid is some other process here.
     """
     try:
         environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
@@ -99,7 +99,7 @@ HELPER_SECONDS = 30.0
 async def listen_by_helper(
     engine: aiodocker.Docker, sandbox: str, port: int, labels: dict[str, str], why: CannotEnterNamespace
 ) -> socket.socket:
-    """Return a socket like `listen`, but without root, from a helper container of the default image (it has Python)."""
+    """Return a socket like `listen`, but without root, from a helper container of the default image (has Python)."""
     image = await find_image(engine, None)
     name = f"{sandbox}-net"
     loop = asyncio.get_running_loop()

@@ -1,8 +1,9 @@
 """Orphaned sandboxes: find and remove the sandboxes of dead owners, and never touch those of a living owner.
 
 Every sandbox is registered in a folder of small JSON files before anything of it starts, and unregistered after all of
-it is removed. A record identifies its owner by machine, boot, process namespace, pid and start time, so that a reused
-pid, a reboot, another machine on a shared disk or another process namespace is not mistaken for the owner's death.
+it is removed. A record identifies the owner by machine, boot, process namespace, pid and start time. So a process that
+reuses the pid is not mistaken for the owner, nor is an owner on another machine (shared disk) or in another process
+namespace mistaken for dead.
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ class SandboxRegistry:
         self.records = self.state_dir / "records"
 
     def new_record(self, kind: str) -> SandboxRecord:
-        """Return the record of a new sandbox of this process, which is not written yet."""
+        """Return a record for a new sandbox of this process, without writing it."""
         return SandboxRecord(f"polar-{uuid.uuid4().hex[:16]}", kind, OwnerProcess.me())
 
     def write(self, record: SandboxRecord) -> None:
@@ -173,8 +174,8 @@ def default_state_dir() -> Path:
 async def sweep(state_dir: Path | None = None) -> list[RemovedItem]:
     """Remove the sandboxes of dead owners in this state directory, and all containers of dead owners.
 
-    Return what was removed. What cannot be removed, or is in a container engine that does not answer, is named in a
-    warning of the log and stays registered for the next sweep: it must not keep this process from its work.
+    Return what was removed. A sandbox that cannot be removed, or whose container engine does not answer, raises no
+    error: a logged warning names it, and it stays registered for the next sweep.
     """
     if state_dir is None:
         state_dir = await asyncio.to_thread(default_state_dir)
@@ -205,7 +206,7 @@ def _sweep_local(records: list[SandboxRecord], removed: list[RemovedItem], probl
 
 
 def _kill_processes(record: SandboxRecord, removed: list[RemovedItem]) -> None:
-    # The marked processes first: without its supervisor a process tree is harder to find.
+    # The processes with the sandbox id first: without its supervisor a process tree is harder to find.
     for pid in kill_marked(record.id):
         removed.append(RemovedItem(record.id, "process", str(pid)))
     for pid, start in record.processes:
@@ -248,8 +249,8 @@ def _marker(pid: int) -> str:
 def kill_marked(ident: str, seconds: float = 30.0) -> set[int]:
     """Kill every process with this sandbox id and all its descendants, until none is left. Return their pids.
 
-    All are stopped before any is killed: the children of a killed process are no longer its descendants, and their own
-    environment may not have the id.
+    All are stopped before any is killed, because the children of a killed process are no longer its descendants, and
+    their own environment may lack the id.
     """
     killed: set[int] = set()
     deadline = time.monotonic() + seconds

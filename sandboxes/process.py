@@ -105,7 +105,7 @@ class SupervisedSandbox(Sandbox):
     def _spawn(self, control: socket.socket) -> None:
         folder = str(Path(__file__).parent)
         with (self.base / "supervisor.log").open("wb") as log:
-            # Assigned here and not returned: a cancelled caller would lose the process.
+            # Assigned here and not returned, because a cancelled caller would lose the process.
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", START, folder, str(control.fileno())],
                 pass_fds=[control.fileno()],
@@ -229,11 +229,11 @@ class ProcessSandbox(SupervisedSandbox):
         self.base_env = {"PATH": os.defpath, "TERM": "dumb", "TMPDIR": str(self.base / "tmp"), **inherited}
         limits = spec.limits
         if limits.cpus is not None:
-            self.unenforced += ("cpus: needs control groups; use bubblewrap or docker",)
+            self.unenforced += ("cpus: the limit needs control groups; use bubblewrap or docker",)
         if limits.pids is not None:
             self.unenforced += ("pids: the system counts a user's processes, not a sandbox's",)
         if limits.memory_mb is not None:
-            self.unenforced += ("memory_mb: held for each process by itself, not for their sum",)
+            self.unenforced += ("memory_mb: the limit holds for each process, not for the sum of all",)
 
     def _prepare(self) -> None:
         if own := (*self.spec.folders, *([self.spec.workdir] if self.spec.workdir else [])):
@@ -263,7 +263,7 @@ class ProcessSandbox(SupervisedSandbox):
 def process_limits(spec: SandboxSpec) -> dict[str, int]:
     """Return memory and file size as limits of each process.
 
-    RLIMIT_DATA and not RLIMIT_AS: Node and Go reserve far more addresses than they ever touch.
+    RLIMIT_DATA and not RLIMIT_AS, because Node and Go reserve far more addresses than they ever touch.
     """
     limits = {"RLIMIT_CORE": 0}
     if spec.limits.memory_mb is not None:
@@ -289,7 +289,7 @@ def _end_process(process: subprocess.Popen[bytes]) -> None:
 
 
 async def _stdin_file(data: bytes) -> int:
-    """Return the program's stdin as an unlinked file: the program reads it to its end without help from this
+    """Return the program's stdin as an unlinked file, which the program reads to its end without help from this
     process."""
     if not data:
         return os.open(os.devnull, os.O_RDONLY)

@@ -1,8 +1,8 @@
 """Remove a folder that a hostile program filled.
 
 The program may have nested thousands of folders, taken away permissions, or left links to the host's files. So nothing
-here recurses, builds a long path or follows a link: every folder found is first moved up to the root of the removal,
-where a name and one file descriptor reach it.
+here recurses, builds a long path or follows a link: every nested folder is first moved up to the root of the
+removal, where its name and one file descriptor reach it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def remove_tree(path: Path) -> None:
 
 
 def _remove_files(folder: int) -> list[str]:
-    """Remove everything in an open folder except its folders; return their names."""
+    """Remove everything in an open folder except its subfolders. Return the names of the subfolders."""
     folders = []
     with os.scandir(folder) as entries:
         found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]

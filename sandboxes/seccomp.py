@@ -106,7 +106,7 @@ def _argument(index: int) -> int:
 
 
 def bpf_program(machine: str | None = None) -> bytes | None:
-    """Return the filter as an array of `struct sock_filter`, or None for an architecture that it does not know.
+    """Return the filter as an array of `struct sock_filter`, or None if the architecture is not in `ARCHITECTURES`.
 
     `machine`: as `platform.machine()` names it; None: this machine.
     """
@@ -126,7 +126,7 @@ def bpf_program(machine: str | None = None) -> bytes | None:
         program.append((_LOAD, 0, 0, offset))
 
     def only_for(call: tuple[int, int], checks: list[tuple[int, int, int, int]]) -> None:
-        """Run the checks if it is this call, then allow it."""
+        """Add the checks of one system call. It is allowed if no check refuses it."""
         program.append((_JUMP_EQUAL, 0, len(checks) + 1, call[column]))
         program.extend([*checks, (_RETURN, 0, 0, _ALLOW)])
 

@@ -5,7 +5,7 @@ Promises, kept by every function here:
 * A missing reward (None or NaN) is not reward 0. Such a rollout is left out of means, deviations and medians, and its
   advantage is NaN: it is not trained.
 * A group in which fewer than two rollouts have a reward, or all rewards are equal, has advantage exactly 0. (Except
-  `raft`, which has no baseline.)
+  with `raft`, which has no baseline, and `gdpo` and `gigpo`, which also compare over the batch or between steps.)
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def known_rewards(rewards: Rewards) -> Floats:
 
 
 def dr_grpo(rewards: Rewards) -> Floats:
-    """Dr. GRPO: A_i = r_i - mean(r). It does not divide by the deviation, which favours groups of small spread.
+    """Dr. GRPO: A_i = r_i - mean(r). It does not divide by the deviation, because that favours groups of small spread.
 
-    The paper's other change, a constant instead of the length of each answer, is `loss_aggregation = "constant"`.
+    The paper also divides the loss by a constant, not by each answer's length: `loss_aggregation = "constant"`.
     Source: Liu et al., Understanding R1-Zero-Like Training, arXiv 2503.20783.
     """
     values, known = reward_array(rewards), known_rewards(rewards)
@@ -82,12 +82,12 @@ def raft(rewards: Rewards) -> Floats:
 def mc_grpo(rewards: Rewards, *, scale: Literal["mad", "none"] = "mad", eps: float = 1e-3) -> Floats:
     """MC-GRPO: A_i = (r_i - median(r)) / (MAD + eps), MAD = median(|r - median(r)|); for groups of G + 1 rollouts.
 
-    With an odd number of rewards one rollout is the median: the first one that equals it is the pivot, and its
-    advantage is NaN, so that G rollouts are trained. With an even number there is no pivot.
+    With an odd number of rewards the first rollout whose reward equals the median is the pivot. Its advantage is NaN,
+    so that G rollouts are trained. With an even number there is no pivot.
 
     If the MAD is 0 though rewards differ (binary rewards with a minority), the mean absolute deviation from the median
     replaces it: the authors' code divides by eps alone there, which gives advantages of 1,000. Their code also
-    multiplies non-zero advantages by n / (number not 0), which the paper does not mention; we do not.
+    multiplies advantages that are not 0 by n / (number of those), which the paper does not mention; we do not.
 
     Source: Kim, MC-GRPO, arXiv 2601.22582 (median baseline, pivot); the MAD from its README and code.
     """
@@ -113,7 +113,7 @@ def gdpo(
     eps: float = 1e-4,
     ddof: int = 1,
 ) -> Floats:
-    """GDPO, for several rewards per rollout: each is normalised within its group, then their sum over the batch.
+    """GDPO, for several rewards per rollout: normalise each within its group, then their weighted sum over the batch.
 
     A_ik = (r_ik - mean_group(r_k)) / (std_group(r_k) + eps);  S_i = sum_k w_k A_ik;
     A_i = (S_i - mean_batch(S)) / (std_batch(S) + eps).
@@ -144,7 +144,7 @@ def gigpo(
     normalise: Literal["std", "none"] = "none",
     eps: float = 1e-6,
 ) -> Floats:
-    """GiGPO: advantages per step of one group, A = A_rollout + weight * A_step. Float64 [steps].
+    """GiGPO: advantages of all steps of a group's rollouts, A = A_rollout + weight * A_step. Float64 [steps].
 
     A_rollout compares whole rollouts (`rewards` [n]). A_step compares the returns of all steps of the group at the same
     anchor (the same state of the environment, any hashable), in whichever rollout; it is 0 for a step whose anchor
@@ -197,7 +197,7 @@ def variance_weight(rewards: Rewards, *, low: float = 0.0, high: float = 1.0) ->
     of them at one end and the rest at the other: floor(n/2) * ceil(n/2) / (n (n - 1)) * (high - low)^2. 0 with fewer
     than two rewards. Raises ValueError for a reward outside [low, high].
 
-    Source: VCRL, arXiv 2509.19803 (p for binary rewards; it selects tasks there and grades a group here).
+    Source: VCRL, arXiv 2509.19803 (p for binary rewards; the paper selects tasks by p, here p weights a group).
     """
     known = known_rewards(rewards)
     n = len(known)

@@ -1,10 +1,10 @@
-"""Training batches: turns finished groups into the training sequences of one step. Pure functions on values.
+"""Training batches: make the training sequences of one step from finished groups. Pure functions on values.
 
 Promises:
 
 * A rollout counts once in its group's baseline, however many traces it has; all its traces get its advantage.
-* Only traces with a trainable grade are trained, only those of completely recorded rollouts, and each sampled token
-  once.
+* A trace is trained only if its grade is `TRAINABLE` (traces/grades.py) and its rollout was recorded completely. Each
+  sampled token is trained at most once.
 * A rollout that is masked (timed out) or incomplete is not trained; its reward stays in the baseline.
 * Everything skipped is counted by reason: trained and skipped sampled tokens add up to all sampled tokens.
 """
@@ -47,7 +47,7 @@ class TrainingGroup:
     task_id: str
     members: tuple[GroupRollout, ...]
     staleness: int | None = None
-    """Number of policy versions between its oldest rollout and the trainer, from its lease."""
+    """Number of policy versions by which the group's oldest rollout is behind the trainer, as its lease says."""
 
     @property
     def rewards(self) -> list[float | None]:
@@ -65,13 +65,13 @@ class TrainingSequence:
     token_ids: npt.NDArray[np.int64]
     """[n]"""
     trained: npt.NDArray[np.bool_]
-    """[n]: sampled, and trained with this sequence."""
+    """[n]: whether the token was sampled and is trained with this sequence."""
     old_logprobs: npt.NDArray[np.float64]
     """[n], nats, as recorded at sampling; NaN where `trained` is False."""
     advantage: float
     observed: npt.NDArray[np.bool_]
-    """[n]: follows a sampled token and was not sampled (tool output and the template around it); only tokens of this
-    trace, not of its prefix."""
+    """[n]: whether the token comes after a sampled token and was not sampled (tool output and the template around it).
+    False for the tokens of the prefix."""
 
 
 @dataclass(slots=True)
@@ -174,8 +174,8 @@ def _any_signal(advantages: Floats) -> bool:
 
 
 def _shuffle_rewards(rewards: Sequence[Sequence[float | None]], seed: str) -> list[list[float | None]]:
-    """Shuffle rewards over all rollouts of all groups: shuffled within a group, rewards would still show which tasks
-    the policy can solve. Rollouts without a reward stay without one."""
+    """Shuffle rewards among all rollouts of all groups. If they stayed within their group, they would still show
+    which tasks the policy can solve. Rollouts without a reward stay without one."""
     known = [reward for group in rewards for reward in group if reward is not None]
     random.Random(seed).shuffle(known)
     shuffled = iter(known)
@@ -191,7 +191,7 @@ def _skip_rollout(member: GroupRollout, advantage: float) -> str | None:
         return "masked"
     if row.status == "cancelled" or (row.status == "failed" and row.reward is None):
         return row.status
-    if row.reward is None:  # a failed agent that was scored is trained: failing is what the policy did
+    if row.reward is None:  # a failed rollout with a reward is trained: the policy made it fail
         return "no_reward"
     if np.isnan(advantage):
         return "no_advantage"

@@ -37,8 +37,8 @@ class TrainerState:
     version: str
     """Policy version of these weights."""
     trained: tuple[str, ...]
-    """Groups on which these weights were trained (or that had no signal) and whose leases may still be open. They are
-    acknowledged when they are offered again, and never trained again."""
+    """Groups on which these weights were trained (or that had no signal) and whose leases may still be open. Such
+    a group is acknowledged if it is offered again, and never trained again."""
     rounds: int = 0
     """Rounds of rollouts started."""
     minutes: float = 0.0
@@ -63,7 +63,7 @@ def save(
     model: Path,
     keep: int,
 ) -> Path:
-    """Write a checkpoint and remove all but the newest `keep`. The small files of the folder `model` are copied."""
+    """Write a checkpoint and remove all but the newest `keep`. Copy the small files of the folder `model` into it."""
     import torch
     from safetensors.torch import save_file
 

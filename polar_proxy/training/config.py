@@ -66,8 +66,8 @@ class GrpoConfig(BaseModel):
     """URL of a server: groups are leased from its feed over HTTP, and rollouts run there. None: rollouts run in this
     process."""
     submit_jobs: bool = False
-    """With `feed`: submit the jobs of each round to the server. Otherwise the trainer leases groups that others submit,
-    and they decide on the task and on how rollouts are made."""
+    """With `feed`: submit the jobs of each round to the server. Otherwise others submit the jobs and choose their
+    tasks and options, and the trainer leases the groups of those jobs."""
     task: str = "swe-task"
     """Task family, or a file or folder of tasks, as for `polar run`."""
     first_seed: int = Field(10_000_000, ge=0)
@@ -83,8 +83,8 @@ class GrpoConfig(BaseModel):
     """Replace groups without a signal (rewards all equal) by further groups, in at most three more rounds per step
     (DAPO, arXiv 2503.14476)."""
     max_async_steps: int = Field(0, ge=0)
-    """0: synchronous. n: the rollouts of the next n steps run while the trainer works, so n bounds their staleness in
-    steps. Groups that are staler when they finish are dropped and counted."""
+    """0: synchronous. n: the rollouts of the next n steps run while the trainer works. Groups whose staleness exceeds
+    n + sync_every - 1 steps when they finish are dropped and counted."""
     eval_every: int = Field(0, ge=0)
     """Evaluate on held-out instances before the first step, every n steps and at the end. 0: never."""
     eval_instances: int = Field(8, ge=1)
@@ -100,9 +100,10 @@ class GrpoConfig(BaseModel):
     train_timed_out: bool = False
     """Train rollouts that timed out. Otherwise they are masked, and count only in the baseline."""
     keep_zero_variance_groups: bool = False
-    """Also compute groups whose rewards are all equal. They add no gradient, but count in the normalisation."""
+    """Also train groups whose advantages are all 0. They add no gradient of the policy loss, but their tokens count in
+    the normalisation of the loss."""
     shuffle_rewards: bool = False
-    """A control that must not learn: shuffle the rewards of a step among its rollouts."""
+    """Shuffle the rewards of a step among its rollouts: a control run, in which the policy must not learn."""
     max_sequence_length: int = Field(32_768, ge=2)
     """Longer sequences are skipped and counted."""
 
@@ -116,13 +117,14 @@ class GrpoConfig(BaseModel):
     loss_settings: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the loss, such as {clip_low = 0.2, clip_high = 0.28}."""
     loss_aggregation: LossAggregation = "token"
-    """Unit of equal weight in the loss: token, sequence, rollout, or rollout with a constant length."""
+    """Unit that has equal weight in the loss: token, sequence or rollout. constant: every token has the same weight,
+    which depends on max_rollout_tokens and not on the number of tokens."""
     max_rollout_tokens: int | None = Field(None, ge=1)
     """The constant of loss_aggregation = "constant": tokens that one rollout may sample."""
     temperature: float = Field(1.0, gt=0)
     """Temperature of the rollouts and of the trainer's log-probabilities."""
     kl_coef: float = Field(0.0, ge=0)
-    """Coefficient of the KL to the reference model. 0: no reference is loaded."""
+    """Coefficient of the KL divergence from the reference model. 0: no reference model is loaded."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     reference: str | None = None
     """Folder of the reference model. None: the initial weights."""
@@ -133,10 +135,11 @@ class GrpoConfig(BaseModel):
     ppo_epochs: int = Field(1, ge=1)
     """Passes over the groups of a step."""
     num_minibatches: int = Field(1, ge=1)
-    """Parts of whole groups with an optimiser update each: a step makes ppo_epochs * num_minibatches updates."""
+    """Divide the groups of a step into this many parts, with one optimiser update for each part. A step makes
+    ppo_epochs * num_minibatches updates."""
     max_tokens_per_microbatch: int = Field(32_768, ge=2)
-    """Maximum number of tree nodes in one forward and backward pass. The gradients of microbatches add up to those of
-    the update."""
+    """Maximum number of tokens in one forward and backward pass; a shared prefix counts once. The gradients of
+    microbatches add up to those of the update."""
     learning_rate: float = Field(1e-5, gt=0)
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """After the warm-up: constant, or falling to 0 at the last step."""
@@ -151,8 +154,8 @@ class GrpoConfig(BaseModel):
     """Precision of the forward passes. Weights and optimiser are always float32."""
     device: str = "cpu"
     processes: int = Field(1, ge=1)
-    """Processes over which weights, gradients and optimiser are sharded (FSDP2, training/fsdp.py): with
-    `device = "cuda"` one for each GPU of this machine, starting with the first."""
+    """Processes over which weights, gradients and optimiser are sharded (FSDP2, training/fsdp.py). With
+    `device = "cuda"`, each process uses a GPU of its own: the first n GPUs of this machine."""
 
     # The run
     steps: int = Field(100, ge=1)
@@ -164,12 +167,14 @@ class GrpoConfig(BaseModel):
     weight_transfer_host: str = "127.0.0.1"
     """With nccl: the address at which vLLM's workers reach the trainer."""
     pause_mode: Literal["keep", "wait", "abort"] = "keep"
-    """vLLM: while it loads new weights, calls in flight are frozen and continue with them (keep), finish first (wait)
-    or are aborted (abort)."""
+    """Calls in flight while vLLM loads new weights: freeze them and continue them with the new weights (keep), let them
+    finish first (wait), or abort them (abort)."""
     probe_tolerance: float = Field(0.02, gt=0)
-    """Largest difference in nats between engine and trainer on the probe after a sync."""
+    """Largest difference, in nats, that log-probabilities of engine and trainer may have on a fixed prompt after a
+    sync."""
     checkpoint_every: int = Field(1, ge=1)
-    """Groups are acknowledged with the checkpoint that contains them, so their leases stay open until then."""
+    """Save a checkpoint every n steps. Groups are acknowledged after the checkpoint that contains them; their leases
+    stay open until then."""
     keep_checkpoints: int = Field(2, ge=1)
     lease_seconds: float = Field(120.0, gt=0)
     """A killed trainer's groups are offered again after this time. A living trainer extends its leases."""
@@ -190,14 +195,16 @@ class GrpoConfig(BaseModel):
             raise ValueError("LoRA is trained by one process: leave out `lora`, or `processes`")
         if self.processes > 1 and self.loss == "bapo":
             raise ValueError(
-                "bapo chooses its clip bounds on a whole step, which one process must see: leave out `processes`"
+                "bapo chooses its clip bounds on a whole step, so one process must have it all: leave out `processes`"
             )
         if self.processes > 1 and self.num_minibatches > 1:
             raise ValueError("several processes make one update per step: leave out `num_minibatches`, or `processes`")
         if self.processes > 1 and self.device not in ("cpu", "cuda"):
             raise ValueError(f'`processes` use the GPUs in order: set device = "cuda", not {self.device!r}')
         if self.weight_transfer == "nccl" and not self.device.startswith("cuda"):
-            raise ValueError(f'NCCL sends from a GPU: set device = "cuda", not {self.device!r}, or use disk')
+            raise ValueError(
+                f'NCCL sends from a GPU: set device = "cuda", not {self.device!r}, or weight_transfer = "disk"'
+            )
         if self.weight_transfer == "nccl" and self.lora is not None and self.lora.adapter_name is not None:
             raise ValueError("an adapter is reloaded from disk: leave out `lora.adapter_name`, or `weight_transfer`")
         if self.loss_aggregation == "constant" and self.max_rollout_tokens is None:
@@ -210,8 +217,8 @@ class GrpoConfig(BaseModel):
 
     @property
     def max_staleness(self) -> int | None:
-        """Largest staleness in steps of a group that is started or trained. The weights that sample are up to
-        `sync_every - 1` steps old when its rollouts start."""
+        """Largest staleness, in steps, of a group that is started or trained; None: no limit. When rollouts start, the
+        engine's weights are up to `sync_every - 1` steps old."""
         return self.max_async_steps + self.sync_every - 1 if self.max_async_steps else None
 
     def learning_rate_at(self, step: int) -> float:
@@ -241,7 +248,7 @@ def read_toml(path: Path) -> tuple[Json, Json]:
 
 
 def read_assignments(lines: Sequence[str]) -> Json:
-    """Parse the values of `--set`: NAME=VALUE, the value as in TOML or plain text; a dot reaches into a table.
+    """Parse the values of `--set`, each NAME=VALUE. VALUE is TOML or plain text; TABLE.NAME sets a value of a table.
 
     Raises UsageError for anything else.
     """
@@ -260,7 +267,7 @@ def read_assignments(lines: Sequence[str]) -> Json:
 
 
 def make_config(*layers: Json) -> GrpoConfig:
-    """Merge layers, of which later ones win and None means not given. Raises UsageError with the first error."""
+    """Merge layers of settings: later layers win, and None means not given. Raises UsageError with the first error."""
     settings: Json = {}
     for layer in layers:
         settings = _merge(settings, {name: value for name, value in layer.items() if value is not None})

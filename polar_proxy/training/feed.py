@@ -74,7 +74,8 @@ class OpenLeases:
         return iter(list(self._open))
 
     async def take(self, consumer: str, limit: int, *, step: int, max_staleness: int | None) -> LeaseBatch:
-        """Lease groups; staleness is counted from `step`. The leases are on disk before this returns."""
+        """Lease at most `limit` groups, with staleness counted from `step`. The leases are on disk before this
+        returns."""
         offer = await self._feed.lease(
             consumer, limit, self._seconds, policy_version=str(step), max_staleness=max_staleness
         )
@@ -84,7 +85,7 @@ class OpenLeases:
         return offer
 
     async def acknowledge(self, lease: GroupLease) -> bool:
-        """Mark the group as done. Returns False when the lease had expired, and the group will be offered again."""
+        """Mark the group as done. Returns False if that fails (an expired lease, for example): it is offered again."""
         try:
             await self._feed.acknowledge(lease.lease_id)
         except FEED_ERRORS as error:
@@ -98,13 +99,13 @@ class OpenLeases:
     async def settle_previous(self, trained: Collection[str]) -> None:
         """End the leases that the previous process held: acknowledge `trained` groups, give the others back.
 
-        A lease that it took and could not record before it was killed expires by itself.
+        A lease that the previous process took but did not record before it was killed expires by itself.
         """
         for row in orjson.loads(self._file.read_bytes()) if self._file.exists() else []:
             end = self._feed.acknowledge if row["group_id"] in trained else self._feed.release
             try:
                 await end(row["lease_id"])
-            except FEED_ERRORS as error:  # it has expired already
+            except FEED_ERRORS as error:  # usually: it has expired already
                 self._report(f"group {row['group_id']}: {error}")
         self._write()
 
@@ -154,8 +155,8 @@ class StoreGroupReader:
 class HttpFeed:
     """Feed and reader of groups over a server's API: a `GroupFeed` and a `GroupReader`.
 
-    Rows carry everything that training reads, log-probabilities in float32 as recorded, so a step is the same as from
-    the store.
+    Rows have everything that training reads, with log-probabilities in float32 as recorded. So a step gives the same
+    result as with groups from the store.
     """
 
     def __init__(self, client: AsyncClient, report: Callable[[str], None]) -> None:
@@ -167,8 +168,8 @@ class HttpFeed:
     ) -> LeaseBatch:
         """Lease groups as the store does. Raises ApiError if the server refuses.
 
-        An unreachable server counts as one without groups and is reported once; the trainer asks again for as long as
-        it waits for groups.
+        If the server cannot be reached, return no leases and report it once. The trainer asks again for as long as it
+        waits for groups.
         """
         request = LeaseRequest(
             consumer=consumer,
@@ -201,7 +202,7 @@ class HttpFeed:
     async def read_group(self, group_id: str, builder: BuilderName, staleness: int | None) -> TrainingGroup:
         group = await self._client.group(group_id)
         traces: dict[str, list[Trace]] = {rollout.rollout_id: [] for rollout in group.rollouts}
-        # All grades: the trainer decides which are trained, and counts the others.
+        # Traces of all grades: the trainer decides which are trained, and counts the others.
         async for row in self._client.group_trajectories(group_id, builder=builder, all_grades=True):
             traces[row["rollout_id"]].append(read_row(row))
         members = [GroupRollout(rollout, tuple(traces[rollout.rollout_id])) for rollout in group.rollouts]
@@ -211,7 +212,7 @@ class HttpFeed:
 class HttpSink:
     """Sends a run's metrics to the server. After an outage the server gets all lines that it missed.
 
-    A server without the route of training runs gets no lines, which is reported once.
+    If the server has no route for training runs, it gets no lines, and this is reported once.
     """
 
     def __init__(

@@ -7,11 +7,11 @@ Promises (tests/training/test_fsdp.py):
   because a sharded model computes only when all processes take part.
 * Checkpoints and engines get whole weights under their usual names. A run may be resumed with another number of
   processes.
-* No process outlives the run's own. If one of the others ends, the run ends with the reason.
+* No process outlives the main process. If one of the others ends, the run ends and reports the reason.
 
-The run's own process has rank 0: feed, engine and checkpoints are there. Before each method of its learner it sends the
-name of the method to the other processes through a pipe. So no process waits inside a collective operation, which has a
-time limit, while rollouts take hours.
+The main process has rank 0, and has the feed, the engine and the checkpoints. Before each method of its learner it
+sends the name of the method to the other processes through a pipe. So no process waits inside a collective operation,
+which has a time limit, while rollouts take hours.
 
 Source: `torch.distributed.fsdp.fully_shard`, https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
@@ -71,7 +71,7 @@ class ShardedLearner(Learner):
         self._processes = spec.config.processes
         self._rank = spec.rank
         self._empty_passes = 0
-        """Number of passes that other processes make beyond this one's."""
+        """Number of passes that the busiest process makes more than this one."""
         config = spec.config.model_copy(update={"device": spec.device})
         # Loaded on the CPU, because the whole model may be larger than a GPU.
         policy = load_model(spec.model)
@@ -101,8 +101,8 @@ class ShardedLearner(Learner):
         return {**state, "state": whole}
 
     def load_shards(self, weights: Mapping[str, Tensor] | None, optimiser: Mapping[str, Any]) -> None:
-        """Distribute the tensors that rank 0 passes to all processes. The others pass None for weights and for sharded
-        tensors of the optimiser."""
+        """Distribute the tensors of rank 0 to all processes. In the others `weights` is None, and so are those tensors
+        of `optimiser` that are sharded."""
         with torch.no_grad():
             for name, own in dict(self.model.named_parameters()).items():
                 own.copy_(self._shard(None if weights is None else weights[name], own))
@@ -119,7 +119,7 @@ class ShardedLearner(Learner):
         self.optimiser.load_state_dict({**optimiser, "state": state})
 
     def _shard(self, whole: Tensor | None, like: Any) -> Any:
-        """Return this process's shard of a tensor that rank 0 passes whole."""
+        """Return this process's shard of a tensor. `whole` is the tensor in rank 0, None in the others."""
         from torch.distributed.tensor import distribute_tensor
 
         source = torch.empty(like.shape) if whole is None else whole
@@ -204,7 +204,7 @@ class ShardedCoordinator(ShardedLearner):
         except (RuntimeError, OSError, EOFError) as error:
             reasons: list[str] = []
             with contextlib.suppress(OSError, EOFError):
-                reasons = self._receive_errors()  # this error explains more than the broken connection
+                reasons = self._receive_errors()  # the others' errors explain more than the broken connection
             reason = "; ".join(reasons) or str(error)
             raise TrainingError(f"a process that trains with this one ended during {name!r}: {reason}") from error
         if failure is not None:

@@ -3,7 +3,7 @@
     start rollouts -> lease groups -> advantages and batch -> loss and optimiser -> metrics
                    -> checkpoint -> acknowledge groups -> new weights into the engine -> probe
 
-Promises, across `kill -9` at any moment (tests/training/test_resume.py kills at every point between):
+Promises, across `kill -9` at any moment (tests/training/test_resume.py kills the trainer at each point of the loop):
 
 * A group is acknowledged only after a checkpoint of weights that were trained on it is on disk. A group that is in no
   checkpoint is offered again when its lease is returned or expires, so no group is skipped.
@@ -57,16 +57,16 @@ class RolloutSource(Protocol):
         ...
 
     async def pending_groups(self) -> int:
-        """Return how many groups may still come into the feed. Raises an error if no group can come any more."""
+        """Return the number of groups that may still come into the feed."""
         ...
 
     async def evaluate(self, step: int) -> list[float | None]:
-        """Roll out the held-out instances with the engine's current weights, outside of the feed; return rewards."""
+        """Run the held-out instances with the engine's current weights; return rewards. The feed does not get them."""
         ...
 
 
 class GrpoTrainer:
-    """One run in the folder `run`. `await trainer.train()` starts it or resumes its last checkpoint."""
+    """One run in the folder `run`. `await trainer.train()` starts it, or resumes it from its last checkpoint."""
 
     def __init__(
         self,
@@ -156,8 +156,8 @@ class GrpoTrainer:
     async def _lease_groups(self) -> tuple[list[TrainingGroup], int]:
         """Return the groups of the next step and the number of groups dropped as too stale.
 
-        There are fewer than `config.groups` when no more can come: rollouts were dropped or cancelled, or (with
-        `dynamic_sampling`) too few groups have a signal.
+        These are `config.groups` groups, or fewer if no more can come because rollouts were dropped or cancelled. With
+        `dynamic_sampling`, groups without a signal are returned too but not counted, and further rounds are limited.
         """
         config = self._config
         while self.state.rounds <= self.state.step + config.max_async_steps and self.state.rounds < config.steps:
@@ -193,7 +193,7 @@ class GrpoTrainer:
             elif empty_rounds == MAX_EMPTY_ROUNDS:
                 raise TrainingError(
                     f"{MAX_EMPTY_ROUNDS} rounds of rollouts in a row ended without one group to train on ({stale} "
-                    "were too stale, or of an unknown policy version): `polar sessions` shows what became of them"
+                    "were too stale, or of an unknown policy version): look at them with `polar sessions`"
                 )
             else:
                 empty_rounds += 1
@@ -213,8 +213,8 @@ class GrpoTrainer:
         self._on_point("acknowledged")
 
     async def _acknowledge(self, lease: GroupLease) -> None:
-        """Acknowledge a group and forget it. If the acknowledgement is lost, the group is offered again and recognised
-        by its id."""
+        """Acknowledge a group and remove it from `state.trained`. If that fails, the group stays there, so that it is
+        recognised when it is offered again."""
         if await self._leases.acknowledge(lease):
             trained = tuple(group for group in self.state.trained if group != lease.group_id)
             self.state = replace(self.state, trained=trained)
@@ -243,7 +243,7 @@ class GrpoTrainer:
         self._on_point("saved")
 
     def _resume(self) -> int:
-        """Load the last checkpoint, if there is one. Returns the number of steps lost since then."""
+        """Load the last checkpoint, if there is one. Returns the number of later steps, which are lost."""
         config_file, folder = self._run / "config.json", checkpoint.latest(self._run)
         if folder is not None:
             if changed := changed_settings(orjson.loads(config_file.read_bytes()), self._config):
@@ -273,7 +273,7 @@ class GrpoTrainer:
     # Weights
 
     async def _sync_weights(self) -> None:
-        """Send the weights to the engine and prove with a probe that they arrived. Their version is the step number."""
+        """Send the weights to the engine, with the step as their version, and prove with a probe that they arrived."""
         started = time.perf_counter()
         ids = probe_ids(self._learner.vocab_size)
         logprobs = await asyncio.to_thread(self._learner.logprobs, ids)

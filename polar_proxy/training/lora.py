@@ -69,7 +69,7 @@ def adapter(model: Any) -> dict[str, Tensor]:
 
 
 def load_adapter(model: Any, tensors: Mapping[str, Tensor]) -> None:
-    """Load an adapter. Raises TrainingError for one of another rank or other targets."""
+    """Load an adapter. Raises TrainingError if its rank or its targets are not those of the model's adapter."""
     own = adapter(model)
     if own.keys() != tensors.keys() or any(own[name].shape != tensor.shape for name, tensor in tensors.items()):
         raise TrainingError("the checkpoint holds another adapter: its rank or its targets differ")

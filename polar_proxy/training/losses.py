@@ -3,12 +3,13 @@
 A policy loss takes `LossInputs` and returns a scalar to minimise (differentiable) and `LossStats`.
 
 Notation: mu is the policy that sampled (its log-probabilities were recorded by the engine), pi_prox the trainer's own
-weights at the start of the step, pi_theta the weights in training. r_t = pi_theta(t) / mu(t) is the importance ratio,
-k_t = pi_prox(t) / mu(t) corrects for mismatch and staleness, u_t = pi_theta(t) / pi_prox(t) is what the corrected
-losses clip. A_t is the advantage, w_t the weight of the token (`token_weights`), sg stops the gradient.
+weights at the start of the step, pi_theta the weights in training. r_t = pi_theta(t) / mu(t) is the importance ratio.
+k_t = pi_prox(t) / mu(t) corrects for staleness and for the mismatch of trainer and engine; the losses with k_t clip
+u_t = pi_theta(t) / pi_prox(t). A_t is the advantage, w_t the weight of the token (`token_weights`), sg stops the
+gradient.
 
-Each docstring shows the formula with the paper's own normalisation. The weights are made once for a whole update, so
-the losses of microbatches add up to the loss of the update. `gspo` and `minpro` use whole sequences, so a microbatch
+Each docstring shows the formula with the paper's own normalisation. The weights are computed once for a whole update,
+so the losses of microbatches add up to the loss of the update. `gspo` and `minpro` use whole sequences, so a microbatch
 must not cut a sequence (`pack_trees` never does).
 """
 
@@ -55,7 +56,7 @@ class LossInputs:
             if tensor.shape != self.logprobs.shape:
                 raise ValueError(f"expected {len(self.logprobs)} values in `{name}`, but got {tuple(tensor.shape)}")
             if not bool(torch.isfinite(tensor).all()):
-                raise ValueError(f"a trained token has no finite value in `{name}`: leave it out, or find out why")
+                raise ValueError(f"a trained token has no finite value in `{name}`: leave it out, or find the cause")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +69,8 @@ class LossStats:
     dropped_share: float
     """Share of tokens that were dropped because trainer and engine disagree."""
     ratio_mean: float
+    """Mean of the ratio that the loss uses (of the token, the sequence or the prefix)."""
     ratio_max: float
-    """Maximum of the ratio that the loss uses (token, sequence or prefix); `ratio_mean` is its mean."""
     mismatch_mean: float
     """Mean of |log pi_prox - log mu|, nats."""
     mismatch_max: float
@@ -90,22 +91,22 @@ def ppo_clip(batch: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2
 
 
 def dapo(batch: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.28) -> tuple[Tensor, LossStats]:
-    """DAPO: `ppo_clip` with a higher upper clip, which lets the probability of unlikely tokens grow; every token weighs
-    the same.
+    """DAPO: `ppo_clip` with a higher upper bound, so that the probability of unlikely tokens can grow.
 
-    DAPO's dynamic sampling is the setting `dynamic_sampling`.
+    In the paper every token weighs the same (`aggregation="token"`). DAPO's dynamic sampling is the setting
+    `dynamic_sampling`.
     Source: Yu et al., DAPO, arXiv 2503.14476; 0.2 and 0.28 from its section 4.1.
     """
     return ppo_clip(batch, clip_low=clip_low, clip_high=clip_high)
 
 
 def gspo(batch: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> tuple[Tensor, LossStats]:
-    """GSPO: one ratio per sequence, the geometric mean of its tokens' ratios, clipped as one.
+    """GSPO: clip one ratio per sequence, the geometric mean of the ratios of its tokens.
 
     s_i = exp(mean_t log r_it);  L = -mean_i min(s_i A_i, clip(s_i, 1 - clip_low, 1 + clip_high) A_i).
 
     `aggregation="sequence"` gives the mean over sequences; it equals the formula when all tokens of a sequence have
-    the same advantage. A sequence is a trace: the sampled tokens of all its turns.
+    the same advantage. Here a sequence has the sampled tokens of one trace, over all its turns.
     Source: Zheng et al., GSPO, arXiv 2507.18071; the clips from its section 5.1.
     """
     log_ratios = log_ratio(batch.logprobs, batch.old_logprobs)
@@ -119,7 +120,7 @@ def gspo(batch: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4) 
 def cispo(batch: LossInputs, *, min_ratio: float = 0.0, max_ratio: float = 5.0) -> tuple[Tensor, LossStats]:
     """CISPO: L = -sum_t w_t sg(clip(r_t, min_ratio, max_ratio)) A_t log pi_theta(t), every token weighing the same.
 
-    The clip bounds the weight and never removes the gradient, so every token is trained. The paper has no lower
+    The clip bounds the ratio and never removes the gradient, so every token is trained. The paper has no lower
     bound; the upper bound of 5 is from ScaleRL (arXiv 2510.13786).
     Source: MiniMax-M1, arXiv 2506.13585.
     """
@@ -130,10 +131,10 @@ def cispo(batch: LossInputs, *, min_ratio: float = 0.0, max_ratio: float = 5.0) 
 def minpro(batch: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.28) -> tuple[Tensor, LossStats]:
     """MinPRO: replace the ratio of the whole prefix, which can explode, by the smallest earlier ratio times r_t.
 
-    q_t = min_{j < t} r_j * r_t (the minimum over nothing is 1);
+    q_t = min_{j < t} r_j * r_t (for the first token, r_t);
     L = -sum_t w_t sg(clip(q_t, 1 - clip_low, 1 + clip_high)) A_t log pi_theta(t), every token weighing the same.
 
-    The prefix consists of the tokens sampled earlier in the same sequence, without the context. The default clips are
+    The prefix of a token is what was sampled before it in the same sequence, without the context. The default clips are
     ours. Source: Lei et al., A Step Back: Prefix Importance Ratio Stabilizes Policy Optimization, arXiv 2601.22718 (the
     formula as quoted by a survey; we had no access to the paper's text).
     """
@@ -144,7 +145,7 @@ def minpro(batch: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.28)
 
 @dataclass(frozen=True, slots=True)
 class ClipBounds:
-    """The clip interval that `bapo` chose, and the share of positive contributions that it reaches."""
+    """The clip interval that `bapo` chose, and the share of the gradient that positive advantages then carry."""
 
     low: float
     high: float
@@ -160,16 +161,16 @@ def adaptive_bounds(
     high: tuple[float, float] = (1.2, 3.0),
     step: float = 0.05,
 ) -> ClipBounds:
-    """Return the narrowest clip, starting at low[0] and high[0], with which positive advantages carry `target` of the
-    gradient.
+    """Return the first clip, starting at low[0] and high[0], with which positive advantages carry at least the share
+    `target` of the gradient, or else the last one tried.
 
     P = sum of r A over unclipped A > 0, N = sum of r |A| over unclipped A < 0; the goal is P / (P + N) >= target. The
     lower bound is raised first, to at most low[1] (fewer negative tokens), then the upper one, to at most high[1]
     (more positive tokens), both by `step`. Without negative tokens the share is 1.
 
-    Source: Xi et al., BAPO, arXiv 2510.18927. Target, ranges and order are those of the authors' repository. It counts
-    clipped tokens with their clipped value, so that raising the lower bound can only lower the share; we count the
-    tokens that still have a gradient.
+    Source: Xi et al., BAPO, arXiv 2510.18927. Target, ranges and order are those of the authors' repository. Their
+    code also counts clipped tokens, with the clipped value, so that raising the lower bound can only lower the share;
+    this function counts only the tokens that still have a gradient.
     """
     bottom, top = low[0], high[0]
     share = _positive_share(ratio, advantages, bottom, top)
@@ -192,7 +193,7 @@ def bapo(
 ) -> tuple[Tensor, LossStats]:
     """BAPO: L = -sum_t w_t min(r_t A_t, clip(r_t, c_low, c_high) A_t), with bounds from `adaptive_bounds`.
 
-    The bounds are chosen on the tokens of this batch, so it must hold a whole update.
+    The bounds are chosen on the tokens of `batch`, so `batch` must hold a whole update.
     Source: arXiv 2510.18927, see `adaptive_bounds`.
     """
     ratio = log_ratio(batch.logprobs, batch.old_logprobs).exp()
@@ -209,7 +210,7 @@ def decoupled(
 ) -> tuple[Tensor, LossStats]:
     """Decoupled PPO for stale data: L = -sum_t w_t k_t min(u_t A_t, clip(u_t, 1 - clip_low, 1 + clip_high) A_t).
 
-    The clip is centred on recent weights instead of those that sampled, so that stale tokens keep a gradient. Tokens
+    The clip is centred on pi_prox instead of mu, so that stale tokens keep a gradient. Tokens
     with k_t above `max_weight` are dropped.
     Source: Hilton et al., arXiv 2110.00641; used by AReaL, arXiv 2505.24298.
     """
@@ -238,8 +239,8 @@ def icepop(
     L = -sum_t w_t M(k_t) min(u_t A_t, clip(u_t, 1 - clip_low, 1 + clip_high) A_t); M(k) = k where low <= k <= high,
     else 0. No gradient flows through M.
 
-    Source: Ring-1T, arXiv 2510.18855, as we read it; in the first update of a step it is equation 1 of INTELLECT-3,
-    arXiv 2512.16144, up to the clip. The default bounds are ours.
+    Source: Ring-1T, arXiv 2510.18855, as we read it. In the first update of a step u_t = 1, so the clip has no effect,
+    and this is equation 1 of INTELLECT-3, arXiv 2512.16144. The default bounds are ours. (Notation: see the module.)
     """
     weight = log_ratio(batch.proximal_logprobs, batch.old_logprobs).exp()
     dropped = (weight < low) | (weight > high)
@@ -257,7 +258,7 @@ LOSSES: dict[str, Callable[..., tuple[Tensor, LossStats]]] = {
     "tis": tis,
     "icepop": icepop,
 }
-"""Losses by the name that a configuration uses. `LossInputs` -> loss and statistics; settings by keyword."""
+"""Losses by the name that a configuration uses. Each takes `LossInputs`, and its settings as keyword arguments."""
 
 
 # Weights and added terms
@@ -268,10 +269,11 @@ def token_weights(
 ) -> Tensor:
     """Return the weight of each trained token in the loss, float64 [n].
 
-    `sequences` and `rollouts` int64 [n] name the sequence and the rollout of each token:
+    `sequences` and `rollouts`, int64 [n]: the sequence and the rollout of each token, of S sequences and R rollouts.
+    The weight by `aggregation`:
 
     * token:    w_t = 1 / n. Every token weighs the same (DAPO, arXiv 2503.14476).
-    * sequence: w_t = 1 / (S * tokens of its sequence). The mean of S means (GRPO, arXiv 2402.03300).
+    * sequence: w_t = 1 / (S * tokens of its sequence). Every sequence weighs the same (GRPO, arXiv 2402.03300).
     * rollout:  w_t = 1 / (R * tokens of its rollout). Every rollout weighs the same, however many traces it has.
     * constant: w_t = 1 / (R * length). The length of an answer has no influence (Dr. GRPO, arXiv 2503.20783, whose code
                 divides by the largest length allowed).
@@ -296,12 +298,13 @@ def kl_to_reference(
     estimator: Literal["k1", "k2", "k3"] = "k3",
     old_logprobs: Tensor | None = None,
 ) -> tuple[Tensor, float]:
-    """Estimate KL(pi_theta || pi_ref) at the trained tokens: return the loss and the plain mean. All tensors [n].
+    """Estimate KL(pi_theta || pi_ref) at the trained tokens. Return the loss, which is the sum of the estimates
+    weighted by w_t, and their unweighted mean. All tensors [n].
 
-    With d = log pi_theta - log pi_ref: k1 = d;  k2 = d^2 / 2;  k3 = exp(-d) - 1 + d. The loss is sum_t w_t k_t.
+    With d = log pi_theta - log pi_ref, the estimate of a token is k1 = d, k2 = d^2 / 2 or k3 = exp(-d) - 1 + d.
 
-    As values k1 and k3 are unbiased for tokens that pi_theta sampled, but their gradients are not that of the KL (the
-    gradient of k1 is 0 on average); the gradient of k2 is, on policy. With `old_logprobs` (log mu) each estimate is
+    On policy (pi_theta sampled the tokens) the values of k1 and k3 are unbiased, but their gradients are not that of
+    the KL: the gradient of k1 is 0 on average. Only that of k2 is. With `old_logprobs` (log mu) each estimate is
     multiplied by r = pi_theta / mu, with gradient; value and gradient of k1 and k3 are then unbiased off policy too
     (k3: DeepSeek-V3.2, arXiv 2512.02556, as TRL's paper index gives it).
 
@@ -324,9 +327,9 @@ def observation_loss(logprobs: Tensor, total: int) -> Tensor:
     """ECHO: the policy learns to predict the environment's answers to its actions. L = -(1 / |O|) sum_{t in O} log
     pi_theta(t).
 
-    `logprobs` [n] are those of the observations of a microbatch, `total` is |O|, their number in the whole update. They
-    were not sampled, so they have no importance ratio and no advantage. The result is added to the policy loss times a
-    coefficient, 0.05 in the paper.
+    `logprobs` [n]: log pi_theta of the observed tokens of a microbatch. `total`: |O|, the number of observed tokens in
+    the whole update. Observed tokens were not sampled, so they have no importance ratio and no advantage. The caller
+    multiplies the result by a coefficient (0.05 in the paper) and adds it to the policy loss.
 
     Source: Shrivastava et al., ECHO, arXiv 2605.24517 (length-normalised cross-entropy; coefficient and normalisation
     as rLLM's ECHO states them).
@@ -347,7 +350,7 @@ def _clipped_objective(ratio: Tensor, advantages: Tensor, low: float, high: floa
 
 
 def _weighted_likelihood(batch: LossInputs, ratio: Tensor, low: float, high: float) -> tuple[Tensor, LossStats]:
-    """Return the objective sg(clip(ratio)) A log pi_theta, per token."""
+    """Return the loss with the objective sg(clip(ratio, low, high)) A log pi_theta, and its statistics."""
     bounded = ratio.detach().clamp(low, high)
     outside = (ratio < low) | (ratio > high)
     return _reduce(batch, bounded * batch.advantages * batch.logprobs, ratio, clipped=outside)
@@ -384,7 +387,7 @@ def _reduce(
 
 
 def _smallest_earlier(log_ratios: Tensor, sequences: Tensor) -> Tensor:
-    """Return the minimum over the earlier tokens of the same sequence [n]; 0 for its first one."""
+    """Return for each token the minimum over the earlier tokens of its sequence [n]; 0 for a first token."""
     smallest = torch.zeros_like(log_ratios)
     for sequence in torch.unique(sequences):
         here = torch.nonzero(sequences == sequence).squeeze(1)

@@ -71,7 +71,8 @@ NORMAL_95 = 1.96
 
 
 def mean_reward(rewards: Sequence[float]) -> Json:
-    """Return the mean with half the width of its 95 % interval (normal approximation); null with too few values."""
+    """Return the mean reward, half the width of its 95 % interval (normal approximation), the number of rewards and the
+    share of at least 1. None for a value that needs more rewards."""
     n = len(rewards)
     if n == 0:
         return {"reward": None, "reward_interval": None, "scored": 0, "solved_share": None}
@@ -84,9 +85,9 @@ class MetricsSink(Protocol):
     """A second place for the lines of one run."""
 
     async def store(self, first: int, lines: Sequence[Json]) -> bool:
-        """Store lines number `first` and following; with 0, they replace all lines of the run. Idempotent.
+        """Store lines, the first of which has the number `first`. If it is 0, replace all lines of the run. Idempotent.
 
-        Returns False when they could not be stored: then the whole file is sent again.
+        Returns False if they could not be stored; all lines of the run are then sent again.
         """
         ...
 
@@ -149,7 +150,7 @@ class MetricsLog:
             self._tensorboard.flush()
 
     async def publish(self) -> None:
-        """Send new lines to the sink; the whole file at first, and after a failure."""
+        """Send the new lines to the sink. The first time, and after a failure, send the whole file."""
         if self._sink is None or not self._unpublished:
             return
         lines, self._unpublished = self._unpublished, []

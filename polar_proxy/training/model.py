@@ -2,11 +2,11 @@
 
 Promises:
 
-* The loss uses the log-probabilities that the engine recorded. The trainer's own, before the step, are the proximal
-  ones; the gap between the two is reported as the mismatch of trainer and engine.
-* The weight of each token is decided once for the whole update: gradients of any number of microbatches add up to the
-  same update.
-* A gradient that is not finite raises TrainingError and changes nothing.
+* The loss uses the log-probabilities that the engine recorded. The proximal ones are the trainer's own before the step;
+  the difference of the two is reported as the mismatch of trainer and engine.
+* The weight of each token is decided once for the whole update, so the gradients of any number of microbatches add up
+  to the same update.
+* A gradient that is not finite raises TrainingError and is not applied.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ class StepStats:
     tokens: int
     """Trained tokens."""
     computed_tokens: int
-    """Tree nodes put through the model, forward and backward, in one epoch."""
+    """Tokens put through the model, forward and backward, in one epoch; a shared prefix counts once."""
     flat_tokens: int
-    """Token count without prefix sharing."""
+    """Number of tokens if every sequence were computed by itself."""
     microbatches: int
     learning_rate: float
     grad_norm: float
@@ -107,7 +107,7 @@ def step_stats(
     grad_norm: float,
     seconds: float,
 ) -> StepStats:
-    """Reduce the accumulators of all processes."""
+    """Return the statistics of a step from the accumulators of all processes."""
     losses = [stats for each in accumulators for stats in each.losses]
     kl_sums = [kl_sum for each in accumulators for kl_sum in each.kl_sums]
     tokens = sum(stats.tokens for stats in losses)
@@ -131,7 +131,7 @@ def step_stats(
 
 
 class Learner:
-    """The policy, its optimiser and its frozen reference model. Not thread-safe: one call at a time."""
+    """The policy, its optimiser and its frozen reference model. Not thread-safe: run one method at a time."""
 
     def __init__(self, model: Any, config: GrpoConfig, reference: Any | None = None) -> None:
         if config.kl_coef > 0 and reference is None:
@@ -185,7 +185,7 @@ class Learner:
     def _optimise(self, minibatch: Sequence[Microbatch], totals: StepAccumulator, *, share: float, step: int) -> float:
         """Accumulate the gradients of the microbatches, clip them and update the weights.
 
-        Returns the norm of the gradient before clipping. `share` is the part of the loss that is added to `totals`.
+        Returns the norm of the gradient before clipping. `share` times the loss is added to `totals`.
         """
         self.optimiser.zero_grad(set_to_none=True)
         for microbatch in minibatch:
@@ -196,7 +196,7 @@ class Learner:
         grad_norm = self._clip_gradient()
         if not np.isfinite(grad_norm):
             raise TrainingError(
-                f"the gradient of step {step} is not finite, so the step was not applied. Lower the learning rate or "
+                f"the gradient of step {step} is not finite, so it was not applied. Lower the learning rate or "
                 "train in float32; the last checkpoint is good"
             )
         self.optimiser.step()
@@ -250,7 +250,7 @@ class Learner:
         )
 
     def _forward(self, model: Any, tree: PrefixTree, rows: Tensor | None = None) -> Tensor:
-        """Return logits [r, V] at these nodes of a tree (ascending); None means all nodes."""
+        """Return logits [r, V] at the nodes `rows` of a tree (ascending), or at all nodes if None."""
         autocast = (
             torch.autocast(self._device.type, torch.bfloat16)
             if self._config.dtype == "bfloat16"
@@ -291,13 +291,13 @@ class Learner:
     # Overridden by training/fsdp.py, where several processes train one policy
 
     _processes = 1
-    """FSDP averages gradients over processes; the loss is multiplied by their number to get the sum."""
+    """Number of processes. FSDP averages gradients over them, so the loss is multiplied by it to get the sum."""
 
     def _pack(self, sequences: Sequence[Ids]) -> list[Pack]:
         return pack_trees(sequences, self._config.max_tokens_per_microbatch)
 
     def _join_other_processes(self, model: Any) -> None:
-        """Run empty passes until every process is done with its own (FSDP collectives need all of them)."""
+        """Run empty passes until every process has done its own passes: FSDP computes only in all processes at once."""
 
     def _gather(self, own: StepAccumulator) -> list[StepAccumulator]:
         """Return the accumulators of all processes."""
@@ -348,8 +348,8 @@ class Learner:
         self.optimiser.load_state_dict(copy.deepcopy(optimiser))  # the optimiser updates the given tensors in place
 
     def _restore_adapter(self, weights: Mapping[str, Tensor], state: dict[str, Any]) -> None:
-        """Load the adapter. Raises TrainingError unless base and adapter give the saved merged weights, which would
-        mean another base."""
+        """Load the adapter. Raises TrainingError if base and adapter do not give the saved merged weights, because then
+        the base is another model."""
         lora.load_adapter(self.model, state.pop("adapter"))
         merged = self.weights()
         if merged.keys() != weights.keys() or not all(

@@ -1,5 +1,5 @@
-"""A training run put together: with database, engine, gateway and rollout service in this process, or on the feed of a
-server (`polar train grpo --feed URL`), where rollouts run there and steps here.
+"""Put a training run together: with database, engine, gateway and rollout service in this process, or on the feed of a
+server (`polar train grpo --feed URL`), which runs the rollouts while this process trains.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class ServiceRollouts:
     """A `RolloutSource` that submits jobs to the rollout service of this process.
 
     Idempotency keys contain the run's id, so that a resumed run finds its jobs. Pending groups are all open groups of
-    the database's feed: use a separate database for a run, or share it only with jobs that are not for training.
+    the database, also those of other jobs. So share a run's database only with jobs that are not for training.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class ExternalRollouts:
 class SubmittedRollouts:
     """A `RolloutSource` that submits one job per instance to the server, under an idempotency key of this run.
 
-    The server's feed should carry nothing else.
+    The server's feed should have no groups of other jobs.
     """
 
     def __init__(self, client: AsyncClient, config: GrpoConfig, spec: JobSpec, run_id: str) -> None:
@@ -244,10 +244,11 @@ class TaskSampler:
             self.held_out = range(config.eval_first_seed, config.eval_first_seed + config.eval_instances)
             overlap = range(max(first, self.held_out[0]), self.held_out[-1] + 1)
             if overlap and (count is None or overlap[0] < first + count):
-                raise UsageError("first_seed and eval_first_seed overlap: held-out instances would be trained on.")
+                raise UsageError("The instances from first_seed and from eval_first_seed overlap: change one of them.")
 
     def batch(self, number: int) -> list[int]:
-        """Return the instances of a round. They depend only on the run's seed, so a resumed run gets the same."""
+        """Return the instances of a round. They depend only on its number, the settings and the source of tasks, so a
+        resumed run gets the same."""
         positions = range(number * self._config.groups, (number + 1) * self._config.groups)
         if self._seeds is None:
             return [self._config.first_seed + position for position in positions]
@@ -261,7 +262,7 @@ class TaskSampler:
 
 
 def initial_weights(settings: Settings, config: GrpoConfig) -> Path:
-    """Return the folder of the weights that training starts with. Raises UsageError."""
+    """Return the folder of the weights that training starts with. Raises UsageError if it is not known."""
     if config.weights is not None:
         return Path(config.weights).expanduser()
     if settings.engine.kind != "local":
@@ -297,7 +298,7 @@ def make_weight_sync(settings: Settings, config: GrpoConfig, engine: Engine, run
 
 
 def run_id(run: Path) -> str:
-    """Return the run's id, made at its start, so that a new run under an old name does not get the old rollouts."""
+    """Return the id made when the run started. So a new run under an old name does not get the old run's rollouts."""
     path = run / "run_id"
     if not path.exists():
         run.mkdir(parents=True, exist_ok=True)

@@ -52,9 +52,9 @@ def select_groups(
 ) -> GroupSelection:
     """Train the groups whose rewards differ; the others have advantage 0 and no signal.
 
-    A group that failed completely, or in which too few rollouts were scored, is queued again until it had
-    `max_attempts` (`attempts` counts them, this one included; 1 by default). Groups that are solved completely or have
-    no attempts left are dropped. The caller starts other groups until its batch is full.
+    A group with equal rewards below `best`, or with too few scored rollouts, is queued again until it has had
+    `max_attempts`. `attempts`: the attempts of each group so far, with this one; 1 by default. Groups that are solved
+    completely or have no attempts left are dropped. The caller starts other groups until its batch is full.
     Source: dynamic sampling of DAPO, arXiv 2503.14476 (groups of 0 < number solved < G are kept); queueing again is
     ours.
     """
@@ -116,7 +116,7 @@ def group_size(belief: SolveRateBelief, *, wanted: float = 0.9, smallest: int = 
 def allocate(
     beliefs: Mapping[str, SolveRateBelief], budget: int, *, smallest: int = 2, largest: int = 16
 ) -> dict[str, int]:
-    """Return the group sizes that give the most groups with spread for `budget` rollouts, in expectation.
+    """Return the group sizes that give the largest expected number of groups with spread, for `budget` rollouts.
 
     Every task gets `smallest` (at least 1), then each further rollout goes to the task whose chance of spread it
     raises most (ties to the earlier). The gains shrink with every rollout, so the greedy choice is optimal. Raises
@@ -167,11 +167,11 @@ def allocate_more(
 ) -> dict[str, int]:
     """Return how many more rollouts each task gets, after a first round gave every task at least two rewards.
 
-    Each rollout goes to the task whose interval it narrows most: the one with the largest h(n) - h(n + 1) + bonus *
-    sqrt(log(1 + N) / n), where N is the number of all rollouts of the first round; at most `most` more for one task. If
-    nothing can be gained (no spread anywhere, no bonus), the rest of the budget is not used. Raises ValueError for a
-    task with fewer than two rewards. Source: XRPO, arXiv 2510.06672, as we read it: the reduction of the half width is
-    its measure, the form of the exploration bonus is ours (0 switches it off).
+    Each rollout goes to the task whose interval it narrows most, that is, with the largest h(n) - h(n + 1) + bonus *
+    sqrt(log(1 + N) / n). n: rollouts of the task so far; N: all rollouts of the first round. A task gets at most `most`
+    more. If nothing can be gained (no spread anywhere, no bonus), the rest of the budget is not used. Raises ValueError
+    for a task with fewer than two rewards. Source: XRPO, arXiv 2510.06672, as we read it: the reduction of the half
+    width is its measure, the form of the exploration bonus is ours (0 switches it off).
     """
     known = {name: len(known_rewards(values)) for name, values in rewards.items()}
     if few := [name for name, n in known.items() if n < 2]:

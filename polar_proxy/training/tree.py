@@ -1,9 +1,9 @@
 """Token sequences with common prefixes, packed as trees in which every shared prefix is computed once.
 
-A `PrefixTree` holds one node for each token in its context, in preorder: a token comes before everything that continues
-it, and its continuations are contiguous. Node k is therefore an ancestor of node q (or q itself) exactly when k <= q <
-ends[k], which is the whole attention mask; the position id of a node is its depth. At each node a causal model computes
-the same values as at that position of every sequence through the node.
+A `PrefixTree` has one node for each distinct prefix of its sequences, with the last token of that prefix. The nodes are
+in preorder: a node comes before its descendants, which are contiguous. So node k is an ancestor of node q (or q itself)
+exactly if k <= q < ends[k]. This condition is the whole attention mask; the position id of a node is its depth. At each
+node a causal model computes the same values as at that position of every sequence through the node.
 
 `pack_trees` groups the sequences of an update into trees under a budget of tokens, and `make_microbatches` turns these
 packs into tensors. `tree_attention` works for Transformers decoders that take `position_ids` and read the past only by
@@ -104,7 +104,7 @@ def build_tree(sequences: Sequence[Ids]) -> PrefixTree:
 
 
 def find_targets(tree: PrefixTree, masks: Sequence[npt.NDArray[np.integer] | BoolArray]) -> Targets:
-    """Return the tokens that `masks` marks (one mask per sequence, of the same length, nonzero at the targets).
+    """Return the tokens that `masks` marks: one mask per sequence, as long as the sequence, nonzero at the targets.
 
     Several sequences may have targets at the same node. Raises ValueError for a mask of another length, and for one
     that marks the first token of a sequence, which no logits predict.
@@ -117,7 +117,7 @@ def find_targets(tree: PrefixTree, masks: Sequence[npt.NDArray[np.integer] | Boo
             raise ValueError(f"sequence {index} has {len(path)} tokens, its mask {len(mask)}")
         offsets.append(np.flatnonzero(mask).astype(np.int64))
         if len(offsets[-1]) and offsets[-1][0] == 0:
-            raise ValueError(f"the first token of sequence {index} is marked as sampled, but no logits predict it")
+            raise ValueError(f"the mask marks the first token of sequence {index}, but no logits predict it")
     nodes = _concatenate([path[places] for path, places in zip(tree.paths, offsets, strict=True)])
     predecessors = _concatenate([path[places - 1] for path, places in zip(tree.paths, offsets, strict=True)])
     rows, row_of = np.unique(predecessors, return_inverse=True)
@@ -180,7 +180,7 @@ def pack_for_processes(sequences: Sequence[Ids], max_tokens: int, processes: int
 
 
 def assign_to_processes(costs: Sequence[int], processes: int) -> list[list[int]]:
-    """Return the indices of the costs that each process gets: the largest first, always to the least loaded.
+    """Return the indices of each process's costs: the largest is assigned first, each to the least loaded process.
 
     The result is deterministic, so that all processes compute the same assignment.
     """
@@ -266,12 +266,12 @@ def make_microbatches(
 # Attention
 
 ATTENTION_NAME = "polar_tree"
-"""The name under which Transformers finds it (`attn_implementation`, `set_attn_implementation`)."""
+"""The name under which Transformers finds `tree_attention` (`attn_implementation`, `set_attn_implementation`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class TreeSegment:
-    """Nodes [start, stop), each the parent of the next. `visible` int64: their ancestors, then the nodes themselves."""
+    """Nodes [start, stop), each the parent of the next. `visible`, int64: their ancestors, then the nodes."""
 
     start: int
     stop: int
@@ -327,7 +327,9 @@ def tree_attention(
             "trees"
         )
     if sliding_window is not None or softcap is not None:
-        raise ValueError(f"attention {ATTENTION_NAME!r} has no sliding window and no soft cap; this model needs one")
+        raise ValueError(
+            f"attention {ATTENTION_NAME!r} has no sliding window and no soft cap; this model needs one of them"
+        )
     if tree_segments[-1].stop != query.shape[2]:
         raise ValueError(
             f"the segments are of a tree of {tree_segments[-1].stop} nodes, the model was given {query.shape[2]}"

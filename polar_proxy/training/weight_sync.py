@@ -2,7 +2,7 @@
 
 After each sync engine and trainer both score a fixed prompt (the probe), and three things are checked:
 
-* The two differ by less than a tolerance.
+* Their log-probabilities differ by at most a tolerance.
 * The engine is nearer to the trainer's current weights than to those before the sync. Small updates hide within any
   tolerance, so an engine that silently kept the old weights would pass the first check.
 * The engine is not much further from the trainer than at the first sync, compared with how far the weights moved.
@@ -47,13 +47,13 @@ REQUEST_SECONDS = 600.0
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 REMEDIES = {
     "lora": "Start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True",
-    "version": "This vLLM cannot stamp tokens with a policy version: 0.32 can",
+    "version": "This vLLM cannot report the policy version of a token: 0.32 can",
     "transfer": 'Start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend": "nccl"}\'',
 }
 """Remedies for a server that does not know a route, by a word of the route."""
 VLLM_MISSING = (
-    "NCCL needs vLLM in the trainer's environment too, and it is not installed. Polar agrees with vLLM's pins: "
-    "pip install 'polar-proxy[local]' vllm==VERSION, with the version that serves; or leave weight_transfer at disk"
+    "NCCL needs vLLM in the trainer's environment too, and it is not installed. It can be installed beside Polar: "
+    "pip install 'polar-proxy[local]' vllm==VERSION, with the server's version; or leave weight_transfer at disk"
 )
 
 
@@ -135,14 +135,14 @@ async def probe(
     # A wide margin: a move that is smaller than the noise between engine and trainer proves nothing either way.
     if float(np.abs(scored - last).mean()) < mean / 4:
         raise TrainingError(
-            f"after the sync the engine is nearer to the old weights: it is {mean:.3g} nats from the new ones on the "
-            f"probe, and they moved by {moved:.3g}. It did not load them"
+            "the engine was sent new weights and did not load them: its log-probabilities of the probe are nearer to "
+            f"those of the old weights (mean distance to the new {mean:.3g} nats, from old to new {moved:.3g})"
         )
     # Wide margins again: the noise changes with the weights, and a part that was not loaded shows clearly.
     if noise is not None and mean > 4 * noise and mean > moved / 10:
         raise TrainingError(
-            f"after the sync the engine is {mean:.3g} nats from the new weights in the mean of the probe. They moved "
-            f"by {moved:.3g}, and at the first sync it was {noise:.3g}: it loaded only a part of them. (vLLM on a CPU "
+            "the engine was sent new weights and loaded only a part of them: on the probe, its mean distance to them "
+            f"is {mean:.3g} nats, at the first sync {noise:.3g}, from old to new weights {moved:.3g}. (vLLM on a CPU "
             "keeps the old head when head and embedding are tied: serve a copy with both, as scripts/vllm_cpu.sh does)"
         )
     return ProbeResult(largest, mean, moved)
@@ -162,20 +162,20 @@ def make_vllm_sync(config: GrpoConfig, control: VllmControl, folder: Path) -> We
 
 @dataclass(frozen=True, slots=True)
 class VllmControl:
-    """Control of one server in development mode (VLLM_SERVER_DEV_MODE=1)."""
+    """Control of one vLLM server in development mode (VLLM_SERVER_DEV_MODE=1)."""
 
     url: str
     mode: str = "keep"
     """Treatment of calls in flight: `keep` freezes them and continues with the new weights, `wait` lets them finish
     first, `abort` aborts them."""
     engine: VllmEngine | None = None
-    """The only client that samples from the server, if it is in this process. Without it the pause is held until every
-    client has dropped its cached weight version (WEIGHT_VERSION_SECONDS)."""
+    """The client that samples from the server, if it is the only one and in this process. If None, the pause lasts
+    until every client has dropped its cached weight version (WEIGHT_VERSION_SECONDS)."""
     transport: httpx.AsyncBaseTransport | None = None
 
     @contextlib.asynccontextmanager
     async def paused(self, version: str) -> AsyncIterator[httpx.AsyncClient]:
-        """Sample nothing while the body runs; afterwards everything is sampled with the weights of `version`.
+        """Pause sampling while the body runs. After it, everything is sampled with the weights of `version`.
 
         Pausing also empties the prefix cache, which the old weights filled.
         """
@@ -276,13 +276,13 @@ class VllmNcclSync:
     async def _run_in_thread(self, work: Callable[[NcclControlClient], T]) -> T:
         """Run `work` in a new thread and return its result.
 
-        NCCL waits forever for the other side. So if vLLM refuses a call, this raises an error at once and abandons the
+        NCCL waits forever for the other side. So if vLLM refuses a request, raise an error at once and abandon the
         thread, which does not keep the process alive.
         """
         result: Future[T] = Future()
 
         def fail(error: TrainingError) -> None:
-            with contextlib.suppress(InvalidStateError):  # vLLM refused a call, which made the work fail
+            with contextlib.suppress(InvalidStateError):  # vLLM refused a request, which made the work fail
                 result.set_exception(error)
 
         def run() -> None:
@@ -305,7 +305,7 @@ class VllmNcclSync:
 
 
 class NcclWeightSource:
-    """vLLM's `WeightSource`: the tensors that this process sends, in one order, by the names of the checkpoint."""
+    """vLLM's `WeightSource`: the tensors that this process sends, in a fixed order, by their names in a checkpoint."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -369,7 +369,7 @@ async def request(
 
 
 def with_head(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Add a tied head under its own name as well. Servers with a separate head need it, the others skip it."""
+    """Add a tied head under its own name as well. Servers with a separate head need it, other servers skip it."""
     if HEAD in weights or EMBEDDING not in weights:
         return dict(weights)
     return {**weights, HEAD: weights[EMBEDDING]}

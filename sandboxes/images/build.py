@@ -1,8 +1,8 @@
 """Build the default image of docker sandboxes: `python -m sandboxes.images.build [--force]`.
 
-If a registry is reachable, it runs `docker build` on the Dockerfile. If only a Debian mirror is reachable (closed
-networks, CI), it imports the same packages, installed by mmdebstrap (as root). Both give the image the tag of the
-recipe, which is printed at the end.
+It runs `docker build` on the Dockerfile. If that fails, because only a Debian mirror is reachable (closed networks,
+CI), it imports the same packages, installed by mmdebstrap (as root). Both give the image the tag of the recipe, which
+is printed at the end.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from sandboxes.images import DOCKERFILE, HERE, packages, tag
 
 SUITE = "bookworm"
-# Has signed Release files and this machine's own mirrors, if it is the same distribution.
+# Used if it names the same distribution: it has signed Release files and this machine's own mirrors.
 HOST_SOURCES = Path("/etc/apt/sources.list.d/debian.sources")
 
 
@@ -61,7 +61,7 @@ def by_mmdebstrap(image: str) -> None:
 
 
 def build(*, force: bool = False) -> str:
-    """Build the image unless it exists, and return its tag. Raise `BuildFailed`."""
+    """Build the image unless it exists, and return its tag. Raise `BuildFailed` if it cannot be built."""
     image = tag()
     if shutil.which("docker") is None:
         raise BuildFailed("the docker command is not installed")
@@ -80,7 +80,7 @@ def build(*, force: bool = False) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--force", action="store_true", help="build it again even if it exists")
+    parser.add_argument("--force", action="store_true", help="build the image even if it exists")
     try:
         print(build(force=parser.parse_args().force))
     except BuildFailed as error:

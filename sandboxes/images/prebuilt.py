@@ -33,7 +33,7 @@ _ROOT = "root.tar"
 
 @dataclass(frozen=True, slots=True)
 class PrebuiltImage:
-    """An image with a harness. `made`: it did not exist yet."""
+    """An image with a harness. `made`: whether `prebuild` built it, because it did not exist."""
 
     image: str
     base: str
@@ -42,7 +42,7 @@ class PrebuiltImage:
 
 
 async def prebuild(engine: aiodocker.Docker, base: str | None, paths: Sequence[Path]) -> PrebuiltImage:
-    """Return the image `base` (None: the default image) with `paths`, and build it if it does not exist.
+    """Return an image of `base` (None: the default image) with `paths` added. Build it if it does not exist.
 
     Raise `SandboxUnavailable` if there is no base image, `SandboxError` if the build fails.
     """
@@ -88,10 +88,10 @@ async def prune_prebuilt(
 ) -> list[StoredPrebuiltImage]:
     """Remove the prebuilt images that are out of date and unused.
 
-    `agents` are the paths of each installed harness. An image is out of date if prebuilding no installed harness on the
-    current base would give this image; with `everything` all count as out of date. An image is unused if no container
-    is made of it. `base` limits this to images on that base. A process that still uses a removed image fails to open
-    sandboxes of it until it restarts. Raise SandboxError.
+    `agents` are the paths of each installed harness. An image is up to date if prebuilding one of them on the current
+    base would give this image; with `everything` all count as out of date. An image is unused if no container is made
+    of it. `base` limits the removal to images on that base. A process that was started with an image since removed
+    cannot open sandboxes of the image until the process restarts. Raise SandboxError if an image cannot be removed.
     """
     library = docker_engine.require_aiodocker()
     found: list[StoredPrebuiltImage] = []
@@ -121,8 +121,8 @@ async def prune_prebuilt(
 
 
 async def _current(engine: aiodocker.Docker, base: str, agents: Sequence[Sequence[Path]]) -> tuple[set[str], int]:
-    """Return the names that prebuilding `agents` on `base` would give, and the size of `base`; no names and 0 if it is
-    gone."""
+    """Return the names that prebuilding `agents` on `base` would give, and the size of `base`; no names and 0 if
+    `base` is gone."""
     parent = await docker_engine.inspect_image(engine, base)
     if parent is None:
         return set(), 0

@@ -1,8 +1,8 @@
 """The supervisor: the process between the owner and the programs of one `process` or `bubblewrap` sandbox.
 
 The owner's Python runs it as a separate program (`-I -S`, standard library only, single-threaded). It starts bwrap,
-enters its namespaces and drops all privileges, so nothing has to be installed inside. It stays outside of the process
-namespace, where programs inside can neither see nor signal it.
+enters the namespaces of bwrap and drops the privileges that it does not need, so nothing has to be installed inside.
+The supervisor stays outside of the process namespace, where programs inside can neither see nor signal it.
 
 * When the control socket closes (the owner closed it, or died, even by `kill -9`), everything ends.
 * Each command runs below a *shim*: a fork of the supervisor that is the subreaper of the command's process tree.
@@ -62,7 +62,7 @@ class Channel:
         return bool(data)
 
     def next(self) -> tuple[dict[str, Any], list[int]] | None:
-        """Return the next whole message, or None. The receiver closes its descriptors."""
+        """Return the next whole message, or None. The caller must close the descriptors."""
         if len(self._buffer) < HEADER.size:
             return None
         length, count = HEADER.unpack_from(self._buffer)

@@ -34,7 +34,7 @@ def check(result: int, what: str) -> None:
 
 
 def rename_process(name: bytes) -> None:
-    """Change the process name and command line, so that an agent's `pkill python` does not end its command's shim."""
+    """Change the process name and command line, so that an agent's `pkill python` does not end the agent's own shim."""
     libc.prctl(PR_SET_NAME, ctypes.c_char_p(name), 0, 0, 0)
     with open("/proc/self/stat", "rb") as file:
         fields = file.read().rpartition(b")")[2].split()
@@ -67,7 +67,7 @@ def enter_namespaces(pid: int) -> None:
 
 
 def drop_privileges(keep: Sequence[int] = ()) -> None:
-    """Drop all capabilities except these for good, so that programs inside cannot read this process's memory or
+    """Drop all capabilities except `keep` forever, so that programs inside cannot read this process's memory or
     descriptors."""
     _drop_bounding_set(keep)
     prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)

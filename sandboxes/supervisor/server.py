@@ -45,7 +45,7 @@ class Supervisor:
     def start_bwrap(self, argv: list[str]) -> int:
         """Start bwrap around `cat`, the sandbox's init, and return the pid of its first process inside.
 
-        The echo of `cat` shows that all mounts are made. It ends with this process, because its stdin closes.
+        The echo of `cat` shows that all mounts are made. `cat` ends with this process, because its stdin closes.
         """
         stdin_read, stdin_write = os.pipe()
         stdout_read, stdout_write = os.pipe()
@@ -68,7 +68,7 @@ class Supervisor:
             os.close(fd)
         os.write(stdin_write, b"\n")
         if os.read(stdout_read, 1) != b"\n":
-            raise OSError(f"bwrap did not start the sandbox (see the lines above); exit {os.waitpid(self.init, 0)[1]}")
+            raise OSError(f"bwrap did not start the sandbox (see above); wait status {os.waitpid(self.init, 0)[1]}")
         with os.fdopen(info_read, "rb") as info:
             pid = int(json.loads(info.read())["child-pid"])
         self.init_fds = (stdin_write, stdout_read)
@@ -87,7 +87,7 @@ class Supervisor:
                 elif self.init_fds and key.fd == self.init_fds[1]:
                     if not os.read(key.fd, 4096):
                         return  # init ended, and all other processes inside with it
-                    while self.killed:  # init answers: only their shims were killed
+                    while self.killed:  # init answers, so only the shims of these commands were killed
                         self.control.send({"id": self.killed.pop(0), "gone": True})
                 else:
                     self.read_status(key.fd)
@@ -142,7 +142,7 @@ class Supervisor:
                 try:
                     os.write(fd, b"k")
                 except BrokenPipeError:
-                    continue  # it has no processes any more
+                    continue  # its shim has ended: no process is left
 
     def read_status(self, fd: int) -> None:
         ident, pid, text = self.shims[fd]
@@ -160,7 +160,7 @@ class Supervisor:
             del self.shims[fd]
             os.waitpid(pid, 0)
             if ident not in self.reported and self.init_fds:
-                # Killed from inside, usually together with init: the echo of init, or its end, shows which.
+                # The shim was killed from inside, usually with init. Init's echo, or its end, shows if init is alive.
                 self.killed.append(ident)
                 try:
                     os.write(self.init_fds[0], b"\n")

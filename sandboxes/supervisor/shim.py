@@ -145,8 +145,8 @@ def missing_cwd(message: dict[str, Any]) -> bool:
 def shim(
     message: dict[str, Any], fds: list[int], cgroups: list[int], identity: Identity, orders: int, status: int
 ) -> None:
-    """Run one command and reap its processes. Ends when no process is left; an order, or the supervisor's end, kills
-    them."""
+    """Run one command and reap its processes until none is left. An order to kill, or the end of the supervisor,
+    kills them."""
     first = 3
     for fd in sorted([orders, status, *fds, *cgroups]):  # above all not the control socket, whose end ends the sandbox
         os.closerange(first, fd)
