@@ -113,8 +113,8 @@ def add_routes(routers: Routers, context: ApiContext) -> None:
     async def pause_job(job_id: JobId, body: m.PauseRequest = m.PauseRequest()) -> m.Job:
         """Start no more rollouts of a job; running rollouts continue.
 
-        With `wait_idle`, the response comes when none of the job's rollouts runs any more. If that takes longer, it
-        is 409 `pause_timed_out` and the job is as it was before.
+        With `wait_idle`, the response comes when none of the job's rollouts runs any more. If that takes longer, the
+        status is 409 `pause_timed_out` and the job is as it was before.
         """
         before = await _require_job(context, job_id)
         if before.status in ("done", "cancelled"):

@@ -29,7 +29,8 @@ class ErrorBody(ApiResponseModel):
     """An error."""
 
     code: str
-    """Machine-readable: one of `ErrorCode`."""
+    """Machine-readable: bad_request, unauthorised, forbidden, not_found, conflict, pause_timed_out, drain_timed_out,
+    lease_lost, invalid or unavailable."""
     message: str
     """What happened and what to do, in one or two sentences."""
     detail: Any = None
@@ -354,7 +355,8 @@ class FeedState(ApiResponseModel):
     """The state of the trainer feed."""
 
     depth: dict[str, int]
-    """Number of groups in each state: open, waiting, leased, delivered, dropped."""
+    """Number of groups in each state: open (unfinished), waiting, leased, delivered, dropped. States without groups are
+    left out."""
     dropped_reasons: dict[str, int]
     """Number of dropped groups by reason."""
 

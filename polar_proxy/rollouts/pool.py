@@ -59,7 +59,7 @@ class SandboxPool:
     """`async with SandboxPool(size) as pool:` then `pool.take(kind, spec)` returns a sandbox that the caller closes."""
 
     def __init__(self, size: int, *, refill: bool = False, opener: SandboxOpener = open_sandbox) -> None:
-        """With `refill`, `take` also opens sandboxes for later calls; otherwise only `expect` does."""
+        """With `refill`, `take` also opens sandboxes for later requests; otherwise only `expect` does."""
         self._size = size
         self._refill = refill
         self._open = opener

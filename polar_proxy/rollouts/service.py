@@ -201,7 +201,7 @@ async def submit(
     keep = spec.overflow == "keep"
     if keep and owned:
         raise UsageError(
-            "`polar run` cannot use overflow keep: no process would continue the kept rollouts after it ends."
+            "`polar run` cannot use overflow keep: nothing would continue the rollouts. Use `polar submit`."
         )
     if harness is None:
         harness = await asyncio.to_thread(harness_label, spec.harness)

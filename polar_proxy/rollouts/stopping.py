@@ -66,8 +66,8 @@ def first_n_with_spread(group_size: int, rollouts: Sequence[RolloutRow]) -> str 
 
 
 def no_spread_left(group_size: int, rollouts: Sequence[RolloutRow]) -> str | None:
-    """Like `first_n`, and also complete the group if fewer than two of its rollouts can still end with a reward (none
-    if `group_size` is 1), because there is nothing left to compare."""
+    """Like `first_n`, and also complete the group if fewer than two of its rollouts can still end with a reward,
+    because nothing is left to compare. With `group_size` 1: if none can."""
     if (complete := first_n(group_size, rollouts)) is not None:
         return complete
     possible = sum(rollout.status not in FINAL_STATUSES for rollout in rollouts) + len(_usable(rollouts))

@@ -134,8 +134,8 @@ async def prepare_workspace(task: Task, sandbox: Sandbox, bundle: Path | None = 
 
 
 async def read_patch(sandbox: Sandbox, base: str, *, snapshot: bool = False) -> tuple[bytes, str | None]:
-    """Return the agent's changes since `base`, committed or not, as a binary diff, and None; or an empty diff and the
-    error."""
+    """Return the agent's changes since `base`, committed or not, as a binary diff, and None. If they cannot be read,
+    return an empty diff and the error."""
     diff = ("diff", "--binary", "--no-color", "--no-ext-diff", "--no-textconv", "--no-renames")
     try:
         if snapshot:
