@@ -23,7 +23,7 @@ from polar_proxy.types import Json
 
 
 class RolloutSpec(BaseModel):
-    """How one rollout is made; its task is given separately."""
+    """The options of one rollout. Its task is given separately."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
@@ -34,11 +34,11 @@ class RolloutSpec(BaseModel):
     temperature: float = Field(1.0, ge=0)
     """Sampling temperature."""
     timeout: float = Field(600.0, gt=0)
-    """Seconds that the agent may run; preparing, waiting and scoring have their own limits."""
+    """Seconds that the agent may run, without the time for preparing, waiting and scoring."""
     max_tokens: int = Field(2048, ge=1)
     """Maximum number of tokens in one answer."""
     train_timed_out: bool = False
-    """Also train on rollouts that ran out of time."""
+    """Also train on rollouts whose agent ran out of time."""
 
     @classmethod
     def read(cls, value: Json) -> Self:
@@ -60,12 +60,12 @@ class RolloutSpec(BaseModel):
 
 
 class JobSpec(RolloutSpec):
-    """A job: `samples` rollouts of each of its tasks, which form a group."""
+    """The options of a job, which starts a group of `samples` rollouts for each of its tasks."""
 
     samples: int = Field(1, ge=1, le=4096)
     """Rollouts to start for each task (a group)."""
     group_size: int | None = Field(None, ge=1)
-    """How many of the samples complete a group, with group_policy. Default: all."""
+    """Number of rollouts that complete a group (see group_policy). Default: all samples."""
     group_policy: str = "wait_for_all"
     """When a group is complete: wait_for_all, first_n, first_n_with_spread, no_spread_left or token_budget=N."""
     overflow: Literal["cancel", "keep"] = "cancel"
@@ -83,5 +83,5 @@ class JobSpec(RolloutSpec):
     """Receives a signed POST for each finished group and for the end of the job."""
 
     def identity(self) -> Json:
-        """Return the fields that must be equal when an idempotency key is used again."""
+        """Return the options that must be the same when an idempotency key is used again."""
         return self.model_dump(mode="json", exclude={"priority", "label", "callback_url"})

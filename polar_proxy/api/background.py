@@ -29,7 +29,7 @@ POLL_SECONDS = 0.5
 _FEED_SECONDS = 5.0
 _BATCH = 16
 _GONE = 410
-"""By the specification, the receiver wants no further callbacks."""
+"""Status by which a receiver refuses further callbacks (Standard Webhooks); this one is not sent again."""
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ async def _run_forever(name: str, work: Callable[[], Awaitable[None]], pause: fl
 
 
 def callback_secret(settings: Settings) -> str:
-    """Return the secret of the settings, or that of the file in the home, created if missing. Raises UsageError."""
+    """Return the secret of the settings, or else of a file in the home, created if missing. Raises UsageError."""
     secret, path = settings.api.callback_secret, settings.home / SECRET_FILE
     if secret is None and path.exists():
         secret = path.read_text().strip()

@@ -102,7 +102,7 @@ async def wait_until(condition: Callable[[], Awaitable[bool]], seconds: float) -
 async def wait_or_undo(
     condition: Callable[[], Awaitable[bool]], seconds: float, undo: Callable[[], Awaitable[None]]
 ) -> bool:
-    """As `wait_until`, but `undo` a pause if the condition does not hold in time or the wait is interrupted."""
+    """Like `wait_until`, but call `undo` if the condition does not hold in time or the wait is interrupted."""
     holds = False
     try:
         holds = await wait_until(condition, seconds)
@@ -113,7 +113,7 @@ async def wait_or_undo(
 
 
 def pause_timed_out(seconds: float, in_flight: int, of_job: str = "") -> ApiError:
-    message = f"After {seconds:g} s {in_flight} rollouts{of_job} still run: nothing stays paused."
+    message = f"After {seconds:g} s, {in_flight} rollouts{of_job} still run, so the pause was undone."
     return ApiError(message, status=409, code="pause_timed_out", detail={"in_flight": in_flight})
 
 
@@ -136,7 +136,7 @@ def _guarded_route(authenticate: Authenticate, roles: frozenset[Role]) -> type[A
                 try:
                     role = await authenticate(request)
                     if role not in roles:
-                        message = f"A {role} key may not {request.method} {request.url.path}: it requires an admin key."
+                        message = f"A {role} key may not {request.method} {request.url.path}: use an admin key."
                         raise ApiError(message, status=403, code="forbidden")
                     return await handle(request)
                 except (PolarError, RequestValidationError, HTTPException) as error:
@@ -211,7 +211,8 @@ async def allow_all(request: Request) -> Role:
 
 
 async def local_admin_key(store: Store, home: Path) -> Path:
-    """Return the file with this machine's admin key. Creates a key if the file is missing or its key was revoked."""
+    """Return the file with this machine's admin key, which the store then knows. Creates a key if the file is missing
+    or its key was revoked."""
     path = home / KEY_FILE
     key = path.read_text().strip() if path.exists() else ""
     row = await store.api_keys.get(hash_key(key)) if key else None

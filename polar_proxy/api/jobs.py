@@ -29,7 +29,7 @@ from polar_proxy.tasks import Task, load_tasks, tasks_from_rows
 from polar_proxy.types import Json
 
 _GRACE_SECONDS = 60.0
-"""A pause during a wait for idle rollouts ends this many seconds after the wait, if it is not undone before."""
+"""While a request waits for idle rollouts, its pause ends this many seconds after the wait, unless undone before."""
 
 _HEARTBEAT_SECONDS = 15.0
 _POLL_SECONDS = 0.5
@@ -65,7 +65,8 @@ def add_routes(routers: Routers, context: ApiContext) -> None:
     @trainer.get("/jobs", tags=["jobs"])
     async def list_jobs(
         state: Annotated[
-            str | None, Query(description="Only jobs that are open, paused, done or cancelled; several with commas.")
+            str | None,
+            Query(description="Only jobs in this state: open, paused, done or cancelled; several separated by commas."),
         ] = None,
         limit: Annotated[int, Query(ge=1, le=1000, description="Maximum number of jobs to return.")] = 20,
         before: Annotated[str | None, Query(description="Only jobs submitted before this one, by its id.")] = None,
@@ -112,8 +113,8 @@ def add_routes(routers: Routers, context: ApiContext) -> None:
     async def pause_job(job_id: JobId, body: m.PauseRequest = m.PauseRequest()) -> m.Job:
         """Start no more rollouts of a job; running rollouts continue.
 
-        With `wait_idle`, the response comes when none of its rollouts runs any more. If that takes longer, the response
-        is 409 `pause_timed_out` and the job is as it was before.
+        With `wait_idle`, the response comes when none of the job's rollouts runs any more. If that takes longer, the
+        status is 409 `pause_timed_out` and the job is as it was before.
         """
         before = await _require_job(context, job_id)
         if before.status in ("done", "cancelled"):
@@ -184,7 +185,7 @@ async def _pause(context: ApiContext, before: JobRow, body: m.PauseRequest) -> N
 
 
 def _load_tasks(body: m.JobRequest) -> tuple[list[Task], list[Json]]:
-    """Return the tasks, and those that cannot be used. Reads files, so call it in a thread.
+    """Return the usable tasks and the refused ones. Reads files, so call it in a thread.
 
     Raises UsageError, and ApiError if no task is left.
     """
@@ -195,13 +196,13 @@ def _load_tasks(body: m.JobRequest) -> tuple[list[Task], list[Json]]:
         unusable = in_file or ()
     refused = [asdict(task) for task in unusable]
     if not tasks:
-        message = f"There is no task that can be run ({len(refused)} refused)."
+        message = f"No task can be run: {len(refused)} were refused, for the reasons in `detail`."
         raise ApiError(message, status=400, code="bad_request", detail=refused)
     return tasks, refused
 
 
 def _job_spec(context: ApiContext, body: m.JobRequest) -> JobSpec:
-    """Return the job as requested, on top of the server's settings. Raises UsageError."""
+    """Return the options of the job; omitted ones come from the server's settings. Raises UsageError."""
     given = body.model_dump(include=body.model_fields_set & JobSpec.model_fields.keys())
     spec = context.settings.run.job_spec(**given)
     if spec.callback_url is not None:

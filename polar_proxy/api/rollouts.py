@@ -30,7 +30,9 @@ _ROWS: dict[int | str, Json] = {
 GroupId = Annotated[str, Path(description="The id of a group.")]
 RolloutId = Annotated[str, Path(description="The id of a rollout.")]
 BuilderName = Annotated[str, Query(description="The builder of the traces: merged, per_call, tree or rescored.")]
-AllGrades = Annotated[bool, Query(description="Also return traces whose grade makes them unfit for training.")]
+AllGrades = Annotated[
+    bool, Query(description="Also return traces whose certificate has a grade that is unfit for training.")
+]
 
 
 def add_routes(routers: Routers, context: ApiContext) -> None:
@@ -38,7 +40,7 @@ def add_routes(routers: Routers, context: ApiContext) -> None:
 
     @trainer.get("/groups/{group_id}", tags=["groups"])
     async def get_group(group_id: GroupId) -> m.GroupDetail:
-        """Return a group with all its rollouts. Rollouts without traces are included: they count in its baseline."""
+        """Return a group with all its rollouts, including those without traces, whose rewards count in the baseline."""
         return await group_detail(store, group_id)
 
     @trainer.get("/groups/{group_id}/trajectories", tags=["groups"], response_class=StreamingResponse, responses=_ROWS)
@@ -57,7 +59,7 @@ def add_routes(routers: Routers, context: ApiContext) -> None:
         limit: Annotated[int, Query(ge=1, le=1000, description="Maximum number of rollouts to return.")] = 100,
         before: Annotated[str | None, Query(description="Only rollouts submitted before this one, by its id.")] = None,
     ) -> m.RolloutList:
-        """Return the newest rollouts that match the conditions, oldest first."""
+        """Return the newest `limit` rollouts that match the conditions, sorted from old to new."""
         rows = await store.rollouts.find(where=where, limit=limit, before=before)
         return m.RolloutList(rollouts=convert_all(m.Rollout, rows))
 

@@ -25,10 +25,10 @@ from polar_proxy.types import Json
 
 _WORKING = FleetRow(None, None)
 _GRACE_SECONDS = 60.0
-"""A process that waits for idle servers renews a pause of this length, so that the pause ends if the process is
-killed."""
+"""The provisional pause of a process that waits for idle servers ends this long after its next renewal is due, so that
+it ends if the process is killed."""
 _RENEW_SECONDS = 30.0
-"""Seconds after which the waiting process renews this pause."""
+"""Seconds after which the waiting process renews its provisional pause."""
 
 
 def add_routes(routers: Routers, context: ApiContext) -> None:
@@ -44,7 +44,7 @@ def add_routes(routers: Routers, context: ApiContext) -> None:
         """Start no more rollouts of any job; running rollouts continue.
 
         With `wait_idle`, the response comes when no rollout runs any more. If that takes longer, the response is 409
-        `pause_timed_out` and nothing stays paused.
+        `pause_timed_out` and this pause is undone.
         """
         if body.scope == "all":
             await _pause_all(context.store, body.seconds, body.wait_idle)
@@ -77,7 +77,7 @@ def add_routes(routers: Routers, context: ApiContext) -> None:
         else:
             left = await _worker(context).drain(body.timeout)
         if left:
-            message = f"After {body.timeout:g} s {len(left)} rollouts still run: work is taken again."
+            message = f"After {body.timeout:g} s, {len(left)} rollouts still run, so the drain was undone."
             raise ApiError(message, status=409, code="drain_timed_out", detail={"left": left})
         return await _state(context)
 
@@ -119,8 +119,8 @@ async def _pause_all(store: Store, seconds: float | None, wait_idle: float | Non
 
 
 async def _pause_until_idle(store: Store, seconds: float | None) -> list[str]:
-    """Pause all servers and wait until no rollout runs. If some still run, undo the pause (unless someone else changed
-    it meanwhile) and return them."""
+    """Pause all servers and wait until no rollout runs. If some rollouts still run in the end, return them and undo the
+    pause, unless someone else changed it meanwhile."""
     before = await store.fleet.get()
     deadline = math.inf if seconds is None else time.monotonic() + seconds
     left: list[str] = []
@@ -137,7 +137,11 @@ async def _pause_until_idle(store: Store, seconds: float | None) -> list[str]:
             wait = min(_RENEW_SECONDS, max(0.0, deadline - time.monotonic()))
             renewed = FleetRow(time.time(), time.time() + wait + _GRACE_SECONDS)
             if not await store.fleet.update(renewed, only_if=mine):
-                raise ApiError("Someone else paused or resumed all servers meanwhile.", status=409, code="conflict")
+                raise ApiError(
+                    "Someone else paused or resumed all servers during the wait: check the state and try again.",
+                    status=409,
+                    code="conflict",
+                )
             mine = renewed
             done = await wait_until(idle, wait)
     finally:
@@ -233,8 +237,12 @@ def _stage_metrics(counts: Json) -> Iterator[Metric]:
 
 
 def _pool_metrics(pool: Json) -> Iterator[Metric]:
-    yield GaugeMetricFamily("polar_pool_on_shelf", "Sandboxes that are ready now.", pool["on_shelf"])
-    taken = CounterMetricFamily("polar_pool_taken", "Sandboxes taken, by where they came from.", labels=["result"])
+    yield GaugeMetricFamily("polar_pool_on_shelf", "Sandboxes that are ready or opening.", pool["on_shelf"])
+    taken = CounterMetricFamily(
+        "polar_pool_taken",
+        "Sandboxes taken: hit (from the pool), miss (opened on request), dead (replaced).",
+        labels=["result"],
+    )
     for result, name in (("hit", "hits"), ("miss", "misses"), ("dead", "dead")):
         taken.add_metric([result], pool[name])
     yield taken

@@ -68,13 +68,13 @@ def add_routes(routers: Routers, context: ApiContext) -> None:
 
     @trainer.put("/training/{run_id}", tags=["training"])
     async def put_run(run_id: RunId, body: m.TrainingRunRequest) -> m.TrainingRun:
-        """Register a run with all its lines so far, or replace the lines of a known run."""
+        """Register a run with all lines of its metrics log so far, or replace the lines of a known run."""
         await store.training.put_run(run_id, body.name, body.config, [line.model_dump() for line in body.lines])
         return convert(m.TrainingRun, await _require_run(store, run_id))
 
     @trainer.post("/training/{run_id}/lines", tags=["training"])
     async def add_lines(run_id: RunId, body: m.TrainingLinesRequest) -> m.TrainingRun:
-        """Append lines to a run. 409 `conflict` if lines before them are missing."""
+        """Append lines to a run. 409 `conflict` if the server lacks lines before these."""
         await _require_run(store, run_id)
         await store.training.add_lines(run_id, body.first, [line.model_dump() for line in body.lines])
         return convert(m.TrainingRun, await _require_run(store, run_id))
@@ -86,7 +86,7 @@ def add_routes(routers: Routers, context: ApiContext) -> None:
 
     @trainer.get("/training/{run_id}", tags=["training"])
     async def get_run(run_id: RunId) -> m.TrainingRunDetail:
-        """Return the settings of a run, and its curves as lists."""
+        """Return the settings of a run and its curves, each as a list of values."""
         row = await _require_run(store, run_id)
         return convert(m.TrainingRunDetail, row, series=metrics.series(await store.training.lines(run_id)))
 

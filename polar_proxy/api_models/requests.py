@@ -18,7 +18,8 @@ class ApiRequestModel(BaseModel):
 
 
 class JobRequest(JobSpec):
-    """Rollouts of one or more tasks. A field that is omitted or null has the value of the server's settings, [run]."""
+    """Rollouts of one or more tasks. A field that is omitted or null has its value in [run] of the server's settings,
+    or its default if [run] has no such field."""
 
     task: str | None = None
     """A task family, a file or folder on the server's machine, or module:Class, as for `polar run`."""
@@ -51,8 +52,8 @@ class PauseRequest(ApiRequestModel):
     seconds: PositiveSeconds | None = None
     """Resume automatically after this many seconds. Omit it to pause until resumed."""
     wait_idle: WaitSeconds | None = None
-    """Respond only when nothing runs any more. If that takes longer than this many seconds, nothing stays paused and
-    the response is 409."""
+    """Respond only when nothing runs any more. If that takes longer than this many seconds, the pause is
+    undone and the response is 409."""
 
 
 class ServicePauseRequest(PauseRequest):
@@ -102,7 +103,8 @@ class RewardRequest(ApiRequestModel):
 
 
 class SessionRequest(ApiRequestModel):
-    """A session for an agent that you start yourself. These settings override what the agent's requests ask for."""
+    """A session for an agent that you start yourself. These settings override those of the agent's
+    requests."""
 
     label: str | None = None
     """A name to find the session by."""
@@ -117,7 +119,7 @@ class SessionRequest(ApiRequestModel):
 
 
 class TrainingLine(BaseModel):
-    """One line of a trainer's metrics log. Further fields depend on `kind` (docs/guide/training.md)."""
+    """One line of a trainer's metrics log (metrics.jsonl). Further fields depend on `kind` (docs/guide/training.md)."""
 
     model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False, use_attribute_docstrings=True)
 
@@ -130,18 +132,18 @@ class TrainingLine(BaseModel):
 
 
 class TrainingRunRequest(ApiRequestModel):
-    """A training run with all its lines so far."""
+    """A training run with all lines of its metrics log so far."""
 
     name: str = Field(min_length=1)
     """The name of the run."""
     config: dict[str, Any]
     """The settings of the run."""
     lines: list[TrainingLine] = []
-    """All lines of the run; lines that the server has beyond these are deleted."""
+    """All lines of the run; they replace those that the server has."""
 
 
 class TrainingLinesRequest(ApiRequestModel):
-    """More lines of a training run."""
+    """More lines of the metrics log of a training run."""
 
     first: int = Field(ge=0)
     """Index of the first of these lines among all lines of the run. Lines that the server already has are skipped."""
@@ -163,7 +165,7 @@ class LeaseRequest(ApiRequestModel):
     max_staleness: int | None = Field(None, ge=0)
     """Drop groups that are more than this many policy versions old."""
     wait: float = Field(0.0, ge=0, le=300, allow_inf_nan=False)
-    """Wait up to this many seconds for a first group."""
+    """Wait up to this many seconds if no group is ready."""
 
 
 class ExtendRequest(ApiRequestModel):

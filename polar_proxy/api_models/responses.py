@@ -29,7 +29,8 @@ class ErrorBody(ApiResponseModel):
     """An error."""
 
     code: str
-    """Machine-readable: one of `ErrorCode`."""
+    """Machine-readable: bad_request, unauthorised, forbidden, not_found, conflict, pause_timed_out, drain_timed_out,
+    lease_lost, invalid or unavailable."""
     message: str
     """What happened and what to do, in one or two sentences."""
     detail: Any = None
@@ -64,7 +65,7 @@ class Job(ApiResponseModel):
     label: str | None
     """The name given at submission."""
     priority: int
-    """Jobs with a higher number go first."""
+    """Jobs with a higher number run first."""
     groups: int
     """Number of groups."""
     rollouts: dict[str, int]
@@ -74,7 +75,7 @@ class Job(ApiResponseModel):
     ended_at: float | None
     """When the job ended."""
     paused_until: float | None = None
-    """When the job resumes automatically."""
+    """When a paused job resumes automatically."""
     error: str | None = None
     """Why no worker could run the job."""
 
@@ -98,15 +99,15 @@ class Group(ApiResponseModel):
     task_id: str
     """The task of its rollouts."""
     rollout_count: int
-    """Number of rollouts that were queued for it."""
+    """Number of rollouts that were queued for the group."""
     group_size: int
-    """Number of rollouts that complete it."""
+    """Number of rollouts that complete the group (see `group_policy`)."""
     status: Literal["open", "finished", "cancelled"]
     """The status of the group."""
     reason: str | None
-    """Why it was finished early or cancelled."""
+    """Why the group was finished early or cancelled."""
     delivery: Literal["open", "waiting", "leased", "delivered", "dropped"] | None
-    """Its state in the trainer feed; null if it is not for training."""
+    """State of the group in the trainer feed; null if the group is not for training."""
     created_at: float
     """When the group was created."""
     ended_at: float | None
@@ -147,17 +148,17 @@ class Rollout(ApiResponseModel):
     status: str
     """queued, preparing, ready, running, scoring, done, failed, cancelled or timed_out."""
     cause: str | None
-    """Machine-readable: why it failed or is retried."""
+    """Machine-readable: why the rollout did not end normally, or is tried again."""
     attempt: int
     """Number of the current or last attempt, from 1."""
     incomplete: bool
     """True if a call could not be recorded; such a rollout is never trained on."""
     masked: bool
-    """True if it counts in its group's baseline but is not trained on."""
+    """True if the rollout's reward counts in the group's baseline but the rollout is not trained on."""
     reward: float | None
     """The newest reward of the rollout as a whole."""
     exit_code: int | None
-    """Exit code of the agent."""
+    """Exit code of the agent; null if the agent was stopped."""
     error: str | None
     """Why it failed, for people."""
     session_id: str | None
@@ -179,7 +180,7 @@ class Rollout(ApiResponseModel):
     completion_tokens: int
     """Sum of sampled tokens over all calls."""
     trained_tokens: int
-    """Number of tokens in its traces with loss mask 1."""
+    """Number of tokens with loss mask 1 in the rollout's traces."""
     created_at: float
     """When the rollout was submitted."""
     started_at: float | None
@@ -201,7 +202,7 @@ class GroupDetail(Group):
     """A group with its rollouts."""
 
     rollouts: list[Rollout]
-    """All rollouts of the group, also those without traces, which count in its baseline."""
+    """All rollouts of the group, including those without traces, whose rewards count in the baseline."""
 
 
 class Stage(ApiResponseModel):
@@ -220,7 +221,7 @@ class Stage(ApiResponseModel):
     cause: str | None
     """Machine-readable: why the stage did not end with `ok`."""
     worker: str | None
-    """The process that worked on it."""
+    """The worker that ran the stage."""
 
 
 class Reward(ApiResponseModel):
@@ -231,9 +232,9 @@ class Reward(ApiResponseModel):
     rollout_id: str
     """The rollout."""
     trace_id: str | None
-    """The trace, if it rewards a single trace."""
+    """The trace, if the reward is for a single trace."""
     call_id: str | None
-    """The call, if it rewards a single call."""
+    """The call, if the reward is for a single call."""
     source: str
     """Who gave the reward."""
     value: float | None
@@ -259,7 +260,7 @@ class CancelResponse(ApiResponseModel):
     cancelled: str
     """The id that was cancelled."""
     in_flight: list[str]
-    """Rollouts that were being worked on and are now ended."""
+    """Rollouts that a worker was running. Those of this server have ended; other servers end theirs soon after."""
 
 
 class CreatedSession(ApiResponseModel):
@@ -330,7 +331,7 @@ class TrainingRun(ApiResponseModel):
     step: int
     """Number of completed steps."""
     lines: int
-    """Number of lines."""
+    """Number of lines of the metrics log."""
 
 
 class TrainingRunList(ApiResponseModel):
@@ -346,14 +347,16 @@ class TrainingRunDetail(TrainingRun):
     config: dict[str, Any]
     """The settings of the run."""
     series: dict[str, dict[str, list[Any]]]
-    """By kind (`step`, `eval`, `sync`) and name: lists of equal length, null where a line has no such value."""
+    """Curves by kind of line (`step`, `eval`, `sync`) and by name. The lists of one kind are of equal length, with null
+    where a line has no such value."""
 
 
 class FeedState(ApiResponseModel):
     """The state of the trainer feed."""
 
     depth: dict[str, int]
-    """Number of groups in each state: open, waiting, leased, delivered, dropped."""
+    """Number of groups in each state: open (unfinished), waiting, leased, delivered, dropped. States without groups are
+    left out."""
     dropped_reasons: dict[str, int]
     """Number of dropped groups by reason."""
 
@@ -379,15 +382,15 @@ class SandboxPoolState(ApiResponseModel):
     """The pool of sandboxes that are opened before they are needed."""
 
     on_shelf: int
-    """Sandboxes that are ready now."""
+    """Sandboxes in the pool that are ready or opening."""
     size: int
-    """Sandboxes that the pool keeps ready."""
+    """Maximum number of sandboxes in the pool."""
     hits: int
-    """Requests that got a ready sandbox."""
+    """Requests that got a sandbox of the pool."""
     misses: int
-    """Requests that had to wait for a new sandbox."""
+    """Requests for which a new sandbox was opened."""
     dead: int
-    """Ready sandboxes that had died when they were needed."""
+    """Sandboxes of the pool that had died or failed to open, so that another one was taken."""
     waited_seconds: float
     """Seconds that all requests waited in total."""
 
@@ -396,15 +399,15 @@ class EngineState(ApiResponseModel):
     """The inference engine."""
 
     kind: str
-    """Such as `vllm`."""
+    """Kind of engine, such as `vllm`."""
     version: str
     """Version of the engine."""
     model: str
     """The served model."""
     healthy: bool
-    """True if the engine answers."""
+    """True if the engine can answer requests."""
     reason: str | None
-    """Why it does not answer."""
+    """Why the engine cannot answer requests."""
     load: dict[str, Any] | None = None
     """Load that the engine reports; null if it reports none."""
 
@@ -415,9 +418,9 @@ class FleetState(ApiResponseModel):
     state: Literal["working", "paused"]
     """`paused`: no server starts a rollout."""
     paused_until: float | None
-    """When they resume automatically."""
+    """When all servers resume automatically."""
     in_flight: int
-    """Rollouts that they work on."""
+    """Number of rollouts that all servers work on."""
 
 
 class ServiceState(ApiResponseModel):
@@ -440,7 +443,7 @@ class ServiceState(ApiResponseModel):
     paused_until: float | None = None
     """When the pause of this server alone ends."""
     in_flight: int | None = None
-    """Rollouts that this server works on."""
+    """Number of rollouts that this server works on."""
     stages: dict[str, StageLimitState] | None = None
     """How full each stage is."""
     pool: SandboxPoolState | None = None
@@ -451,7 +454,7 @@ class Event(ApiResponseModel):
     """A server-sent event."""
 
     id: str
-    """Position in the stream: sent as `Last-Event-ID` or `after`, the stream continues after this event."""
+    """Position in the stream. To continue after this event, send it as `Last-Event-ID` or `after`."""
     event: EventName
     """The kind of event."""
     data: dict[str, Any]

@@ -27,9 +27,9 @@ def _headers(key: str | None) -> dict[str, str]:
 
 
 class Client(ApiMethods):
-    """`with Client("http://127.0.0.1:8399", key) as polar: polar.job(...)`. For one thread at a time.
+    """The blocking client, for one thread at a time: `with Client("http://127.0.0.1:8399", key) as polar: ...`.
 
-    Every method raises a subclass of `ApiError` if the server refuses and `UnreachableError` if no response arrives.
+    Every method raises an `ApiError` if the server refuses, and `UnreachableError` if no response arrives.
     Idempotent requests are tried up to `tries` times with growing pauses: 5 tries last some seconds, 12 about a minute.
     """
 

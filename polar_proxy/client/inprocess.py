@@ -19,7 +19,7 @@ AsgiApplication = Callable[
 
 
 class InProcessTransport(httpx.AsyncBaseTransport):
-    """`AsyncClient("http://in-process", transport=InProcessTransport(app))`. Raises what the application raises."""
+    """A transport for `AsyncClient("http://in-process", transport=...)`. Raises what the application raises."""
 
     def __init__(self, application: AsgiApplication) -> None:
         self._application = application
@@ -35,7 +35,7 @@ class InProcessTransport(httpx.AsyncBaseTransport):
 
 
 class InProcessResponse(httpx.AsyncByteStream):
-    """Run the application for one request; iterate over the body that it sends."""
+    """The application's response to one request. Iterating over it yields the body in pieces."""
 
     def __init__(self, application: AsgiApplication, request: httpx.Request, body: bytes) -> None:
         scope: AsgiMessage = {

@@ -145,9 +145,10 @@ class RetryBudget:
     _tried: int = 0
 
     def pause(self, reply: httpx.Response | httpx.TransportError) -> float | None:
-        """Return the seconds until the next try, or None if this reply is the response.
+        """Return the seconds until the next try, or None if the reply is a success.
 
-        The body of an error response must have been read. Raises the typed error of a refusal.
+        The body of an error response must have been read. Raises the typed error of a reply that is
+        not to be tried again.
         """
         self._tried += 1
         if isinstance(reply, httpx.TransportError):
@@ -181,9 +182,9 @@ class StreamDecoder(Generic[T]):
 
     def __init__(self) -> None:
         self.ended = False
-        """The stream is complete."""
+        """True if the stream is complete."""
         self.resumable = True
-        """A new connection can continue the stream where the last one broke."""
+        """True if a new connection can continue the stream where the last one broke."""
         self._rest = b""
 
     def headers(self) -> dict[str, str]:
@@ -243,7 +244,7 @@ class EventDecoder(StreamDecoder[Event]):
                 yield event
 
     def response_ended(self) -> None:
-        """Accept the end of a response before the end of the stream: the server stopped, and the next one continues."""
+        """Prepare to continue the stream over a new connection, because the server stopped before the stream's end."""
         self.connection_lost()
 
     def connection_lost(self) -> None:
@@ -251,7 +252,8 @@ class EventDecoder(StreamDecoder[Event]):
         self._lines = []
 
     def _complete_event(self) -> Event | None:
-        """Return the event that the lines so far describe; None for a comment, or an event of a newer server."""
+        """Return the event that the lines so far describe. None for comments, and for kinds of events that this client
+        does not know."""
         fields: defaultdict[bytes, list[bytes]] = defaultdict(list)
         for line in self._lines:
             name, _, value = line.partition(b":")
@@ -267,7 +269,7 @@ class EventDecoder(StreamDecoder[Event]):
 
 
 class StreamReader(Generic[T]):
-    """One stream across all its connections: decoding, and when to connect again."""
+    """Reads one stream across all its connections: decodes it, and decides when to connect again."""
 
     def __init__(self, stream: ApiStream[T], tries: int) -> None:
         self._stream = stream
@@ -282,7 +284,7 @@ class StreamReader(Generic[T]):
         return ApiCall("GET", self._stream.path, bytes, self._stream.params, headers=headers).request(http)
 
     def opened(self, response: httpx.Response) -> bool:
-        """Return whether the response has a stream to read. Raises the typed error of a refusal."""
+        """Return whether to read the response; False: connect again. Raises the typed error of a refusal."""
         pause = self._budget.pause(response)
         self.pause = RECONNECT_SECONDS if pause is None else pause
         return pause is None
@@ -292,7 +294,7 @@ class StreamReader(Generic[T]):
         return self.decoder.feed(data)
 
     def connection_lost(self, error: httpx.TransportError) -> None:
-        """Raises UnreachableError if the stream cannot be resumed."""
+        """Prepare the next connection. Raises UnreachableError if the stream cannot be resumed."""
         if not self.decoder.resumable:
             raise UnreachableError(f"The answer from {_origin(error)} broke off: {error or type(error).__name__}")
         self.pause = self._budget.pause(error) or RECONNECT_SECONDS

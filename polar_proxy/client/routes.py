@@ -55,7 +55,7 @@ class ApiMethods:
 
     @api_method
     def cancel(self, target: str) -> ApiCall[m.CancelResponse]:
-        """Cancel a job, a group or a rollout, given by its id, in any stage."""
+        """Cancel a job, a group or a rollout by its id, whatever stage its rollouts are in."""
         collection = "jobs" if target.startswith("job_") else "groups" if target.startswith("group_") else "rollouts"
         return _post(f"/{collection}/{quote_segment(target)}/cancel", m.CancelResponse, idempotent=True)
 
@@ -63,8 +63,8 @@ class ApiMethods:
     def pause(self, job_id: str, *, seconds: float | None = None, wait_idle: float | None = None) -> ApiCall[m.Job]:
         """Start no more rollouts of a job, for `seconds` or until it is resumed.
 
-        With `wait_idle` the response comes when none of its rollouts runs any more. If that takes longer than
-        `wait_idle` seconds, raises ConflictError (code `pause_timed_out`) and the job is not paused.
+        With `wait_idle` the response comes when none of the job's rollouts runs any more. If that takes longer than
+        `wait_idle` seconds, raises ConflictError (code `pause_timed_out`), and the job is as it was before.
         """
         request = m.PauseRequest(seconds=seconds, wait_idle=wait_idle)
         path = f"/jobs/{quote_segment(job_id)}/pause"
@@ -167,13 +167,13 @@ class ApiMethods:
 
     @api_method
     def put_training_run(self, run_id: str, request: m.TrainingRunRequest) -> ApiCall[m.TrainingRun]:
-        """Register a training run with all its lines, or replace the lines of a known one."""
+        """Register a training run with all lines of its metrics log, or replace the lines of a known run."""
         path, json = f"/training/{quote_segment(run_id)}", request.model_dump(mode="json")
         return ApiCall("PUT", path, m.TrainingRun.model_validate_json, json=json, idempotent=True)
 
     @api_method
     def add_training_lines(self, run_id: str, request: m.TrainingLinesRequest) -> ApiCall[m.TrainingRun]:
-        """Append lines. Raises ConflictError if lines before them are missing."""
+        """Append lines of the metrics log. Raises ConflictError if the server lacks lines before these."""
         return _post(f"/training/{quote_segment(run_id)}/lines", m.TrainingRun, request, idempotent=True)
 
     @api_method

@@ -135,7 +135,7 @@ class Evaluator(ABC):
 
     @property
     def runs(self) -> int:
-        """Number of commands that it runs, each with the task's time limit."""
+        """Number of commands that the evaluator runs, each with the task's time limit."""
         return 1
 
     @property

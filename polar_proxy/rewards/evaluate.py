@@ -1,8 +1,8 @@
 """Runs a task's evaluators one after the other and combines their scores into one.
 
-A score also names the signs of reward hacking in the patch: it may aim at the reward instead of the task. Signs do not
-change the reward; they show a person which rollouts to inspect. An honest patch can show a sign (a project's own
-conftest.py), and a dishonest patch may show none.
+A score also names signs of reward hacking in the patch, that is, signs that the patch may aim at the reward instead of
+the task. Signs do not change the reward; they show a person which rollouts to inspect. An honest patch can show a
+sign (a project's own conftest.py), and a dishonest patch may show none.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ async def _score(evaluator: Evaluator, work: EvaluationInput, sandboxes: Sandbox
 def combine_scores(evaluators: Sequence[Evaluator], scores: Sequence[Score]) -> Score:
     """Return the weighted mean, sum(weight_i * reward_i) / sum(weight_i); no reward if any part has none.
 
-    Rewards of a single call are combined in the same way, over the evaluators that gave one.
+    The rewards of each single call are combined in the same way, over the evaluators that rewarded this call.
     """
     pairs = list(zip(evaluators, scores, strict=True))
     calls = {call_id for score in scores for call_id in score.calls}
@@ -81,7 +81,7 @@ def reward_source(task: EvaluatedTask) -> str:
 
 
 def scoring_seconds(task: EvaluatedTask) -> float:
-    """Return the time limit of all evaluators' commands together."""
+    """Return the sum of the time limits of all evaluators' commands."""
     return sum(evaluator.runs for evaluator in task.evaluators) * task.timeout_seconds
 
 

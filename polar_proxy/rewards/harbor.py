@@ -48,14 +48,14 @@ class HarborEvaluator(Evaluator):
     weight: float = 1.0
     env: Mapping[str, str] = field(default_factory=dict)
     reward_key: str = "reward"
-    """Name of the number in reward.json that is the reward; all numbers are recorded."""
+    """Which number of reward.json is the reward, if there are several; all are recorded."""
 
     def check(self, task: EvaluatedTask) -> None:
         if not Path(self.tests).is_dir():
             raise BadTaskError(f"{self.tests}: there is no such folder")
 
     async def score(self, work: EvaluationInput, sandboxes: SandboxFactory) -> Score:
-        """There is no reward if the script writes none or runs out of time."""
+        """Run the script. There is no reward if it writes none, runs out of time or is killed."""
         folder = Path(self.tests)
         if folder_digest(folder) != self.digest:
             raise EvaluatorError(f"{folder} has changed since its task was read; run the task again")

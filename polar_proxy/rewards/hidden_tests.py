@@ -6,7 +6,8 @@ skipped. A test that is expected to fail and does (XFAIL) passes. Rules from swe
 `swebench/harness/grading.py`:
 
 * a FAIL_TO_PASS test that is skipped, or missing from the log, has failed;
-* an id that the data set cut off inside its brackets matches every test that begins with it, if these all agree;
+* a test id that the data set cut off inside its brackets stands for all tests whose ids begin with it, if these all
+  passed or all did not;
 * with `fail_only` (runners that name only failures) a test has failed only if the log says so, and the log must show
   that the suite ran;
 * the log of a command that exits with an error is not trusted if it shows no failure.
@@ -58,8 +59,8 @@ class HiddenTestsEvaluator(Evaluator):
     parser: str = "unittest"
     """How to read the output: a name of `log_parsers.PARSERS`, or ``module:function``."""
     before: bool = False
-    """Run the tests before the patch as well. If they do not fail and pass as the task declares, the task is wrong and
-    the rollout gets no reward."""
+    """Also run the tests without the agent's patch. If they do not fail and pass as the task declares, the task is
+    wrong and the rollout gets no reward."""
 
     def check(self, task: EvaluatedTask) -> None:
         get_parser(self.parser)
@@ -85,14 +86,14 @@ class HiddenTestsEvaluator(Evaluator):
         return Score(float(detail["solved"]), {**detail, "patch_applied": True, "timed_out": timed_out}, log)
 
     async def _score_unpatched(self, task: EvaluatedTask, sandboxes: SandboxFactory) -> Score | None:
-        """Return None if the tests fail and pass as the task declares before the fix, else the score of a bad task."""
+        """Return None if, without a patch, tests fail and pass as the task declares, else a score without reward."""
         async with sandboxes() as workspace:
             verdicts, log, timed_out = await self._run(task, workspace)
         green = [name for name in task.fail_to_pass if verdicts.get(name) in _GOOD]
         red = [name for name in task.pass_to_pass if verdicts.get(name) not in _GOOD]
         if not green and not red and not timed_out:
             return None
-        reason = "the task is at fault: before the fix, its tests do not fail and pass as it says"
+        reason = "the task is at fault: without a patch, its tests do not fail and pass as it declares"
         detail = {"no_reward": reason, "already_green": green, "already_red": red, "timed_out": timed_out}
         return Score(None, detail, log)
 
@@ -116,7 +117,7 @@ class SwebenchEvaluator(Evaluator):
     command: str = ""
     """Shell command that runs the tests; the word {test_files} is replaced by the paths of the test patch."""
     eval_script: str | None = None
-    """The benchmark's own script, which applies the test patch itself; replaces the two above."""
+    """The benchmark's own script, which applies the test patch itself; replaces `test_patch` and `command`."""
     parser: str = "pytest"
     fail_only: bool = False
     """The log names only tests that fail; a test that it does not name has passed."""
@@ -154,7 +155,7 @@ class SwebenchEvaluator(Evaluator):
         return Score(float(detail["solved"]), detail, log)
 
     async def _install_tests(self, task: EvaluatedTask, workspace: Workspace) -> str | None:
-        """Restore the files of the test patch from the base commit and apply it; return git's error, or None."""
+        """Restore the files of the test patch from the base commit and apply this patch; return git's error or None."""
         if not self.test_patch.strip():
             return None
         commit = task.base_commit or "HEAD"
@@ -182,7 +183,7 @@ class SwebenchEvaluator(Evaluator):
         return result.exit_code, result.stdout + result.stderr, result.timed_out
 
     def _test_output(self, log: str, exit_code: int) -> tuple[str, int | None]:
-        """Return the tests' own output and exit status, both of which the benchmark's script marks in its log."""
+        """Return the output and the exit status of the tests. An `eval_script` marks both in its log."""
         if self.eval_script is None:
             return log, exit_code
         found = _EXIT.search(log)

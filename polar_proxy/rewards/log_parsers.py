@@ -97,7 +97,7 @@ def parse_unittest(output: str) -> dict[str, Verdict]:
     verdicts: dict[str, Verdict] = {}
     current: str | None = None
     for line in output.splitlines():
-        # After the first rule come tracebacks, whose headings repeat the names.
+        # After the first line of = come tracebacks, whose headings repeat the names.
         if line.startswith("=" * 70):
             break
         if start := _UNITTEST_START.match(line):

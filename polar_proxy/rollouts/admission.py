@@ -4,11 +4,11 @@ Promises:
 
 * there are never more rollouts inside a stage than its limit; one that is cancelled while it waits, or fails inside,
   frees its place;
-* siblings of a group that is inside already enter first, because they share the engine's prefix cache; then the job
-  with the fewest rollouts inside; then the rollout that has waited longest;
+* first enter the rollouts of a group that already has a rollout inside, because they share the engine's prefix cache;
+  then those of the job with the fewest rollouts inside; then the rollout that has waited longest;
 * no agent starts while the engine does not respond;
-* nothing joins other rollouts while there is too little memory or the engine is busy. While everything is idle, one
-  rollout enters in any case, so that work never stops for good.
+* while there is too little memory or the engine is busy, a rollout enters only if no other one is at work. One may
+  then always enter, so that work never stops for good.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ENGINE_CACHE_FULL = "the engine's cache is full"
 ENGINE_QUEUE_LONG = "the engine's queue is long"
 
 RESERVATION_SECONDS = 60.0
-"""After this time the memory that a sandbox uses is visible in the machine's free memory."""
+"""Duration of a reservation. After it, the memory that the sandbox uses shows in the machine's free memory."""
 _RECHECK_SECONDS = 0.2
 _MONITOR_SECONDS = 2.0
 _UNLIMITED = 1 << 60
@@ -64,9 +64,9 @@ class ServiceLimits:
     backlog: int | None = None
     """Start no new rollouts while this many finished groups wait for the trainer; None: no limit."""
     pool_size: int = 4
-    """Sandboxes that are opened before they are needed, at most."""
+    """Maximum number of sandboxes that are open before they are needed."""
     refill: bool = True
-    """Also open a sandbox for a next rollout that is not known yet."""
+    """Also open sandboxes for rollouts that are not known yet (see `SandboxPool`)."""
     engine_patience: float = 600.0
     """Seconds for which rollouts wait for an engine that does not respond."""
     admission: AdmissionSettings = field(default_factory=AdmissionSettings)
@@ -77,8 +77,8 @@ class ServiceLimits:
     def of(cls, settings: Settings, agents: int | None = None, **given: Any) -> Self:
         """Return limits for this many agents at a time (default: `run.concurrency`); `given` replaces single limits.
 
-        The same number of rollouts may be preparing or scoring at the same time. The pool has room for an evaluator's
-        sandbox for each agent and a sandbox for the agent after it."""
+        As many rollouts may be scoring, and at most 4 preparing. The pool has room for two sandboxes per agent: one for
+        the evaluator and one for the next agent."""
         agents = agents or settings.run.concurrency
         limits = {
             "in_flight": 2 * agents,
@@ -100,7 +100,7 @@ class AdmissionRequest:
     group_id: str
     job_id: str | None = None
     memory_mb: int | None = None
-    """Memory that its sandbox needs; None if its task does not specify it."""
+    """Memory that the rollout's sandbox needs; None if the task does not specify it."""
 
 
 AdmissionCheck = Callable[[AdmissionRequest], str | None]
@@ -130,7 +130,8 @@ class StageLimiter:
         may_join: AdmissionCheck | None = None,
         idle: Callable[[], bool] | None = None,
     ) -> None:
-        """`may_join` is called unless `idle`: no other rollout is at work; by default, no rollout is inside."""
+        """`may_enter` is asked about every rollout; `may_join` only about one that joins others, that is, unless `idle`
+        returns True. By default, the stage is idle if no rollout is inside."""
         if limit < 1:
             raise ValueError(f"A stage must admit at least one rollout, not {limit}.")
         self._limit = limit
@@ -261,7 +262,8 @@ class StageLimits:
         may_run: AdmissionCheck | None = None,
         engine_ready: AdmissionCheck | None = None,
     ) -> None:
-        """`may_prepare` and `may_run` limit how many rollouts run at a time; `engine_ready` delays every agent."""
+        """`may_prepare` and `may_run` may refuse rollouts that join others in preparing and running; `engine_ready` may
+        refuse any agent."""
         self.preparing = StageLimiter(limits.preparing, may_join=may_prepare, idle=lambda: self.at_work == 0)
         self.running = StageLimiter(limits.running, may_enter=engine_ready, may_join=may_run)
         self.scoring = StageLimiter(limits.scoring)
@@ -327,7 +329,7 @@ class MemoryAdmission:
         free: Callable[[], int | None] = free_memory_mb,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`need_mb` is for rollouts that do not say what they need; 0 turns the check off. `reserve_mb` stays free."""
+        """`need_mb`: the need of rollouts that do not specify it; 0: no check. `reserve_mb` must stay free."""
         self._need = need_mb
         self._reserve = reserve_mb
         self._free = free

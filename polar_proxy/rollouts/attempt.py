@@ -49,7 +49,7 @@ _SCORE_SECONDS = 300.0
 _IDLE_SECONDS = 30.0
 """How long to wait for calls that were in flight when the agent ended; they are recorded a moment later."""
 _RELEASE_IDLE_SECONDS = 5.0
-"""The same for calls on other gateways of an abandoned attempt. It is shorter, because no traces are built."""
+"""The same if the attempt is abandoned, for calls on other gateways. Shorter, because no traces are built."""
 # OpenHands prints its complete first prompt after the event that says why it failed.
 _LOG_TAIL_BYTES = 200_000
 _DISK_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
@@ -162,9 +162,9 @@ class AttemptRunner:
     limits: StageLimits
     reporter: ProgressReporter
     remote_scorer: RemoteScorer | None
-    """Scores when scoring here would have to wait."""
+    """Scores on another machine when scoring here would have to wait. None: scoring waits."""
     prebuilt: PrebuiltImageCache | None
-    """Docker images contain the agent; without it the agent is mounted."""
+    """Provides docker images that contain the agent. None: the agent is mounted."""
     _task_sandboxes: dict[SandboxKind, TaskSandboxes] = field(default_factory=dict)
 
     async def run(self, claim: Claim) -> None:
@@ -393,9 +393,9 @@ class AttemptRunner:
         return kind
 
     async def _engine_failure(self, attempt: RunningAttempt) -> str | None:
-        """Return why the engine, and not the agent, is at fault, or None: it is down, or its last call failed.
-
-        The agent must handle a failure from which the engine recovered. Calls that the agent dropped do not count."""
+        """Return why the engine is at fault and not the agent, or None. The engine is at fault if it is down, or if it
+        failed to answer the session's last call (not counting calls that the agent broke off). The agent must handle
+        earlier failures, from which the engine recovered."""
         try:
             down = await self.engine.health()
         except EngineError as error:

@@ -77,7 +77,7 @@ class PrebuiltImageCounts:
 class PrebuiltImageCache:
     """Docker images that contain the agent, so that it need not be mounted from this machine's disk.
 
-    There is one image for each base image and agent; it is looked up once per process."""
+    There is one image for each base image and agent. Each is looked up, and built if missing, once per process."""
 
     def __init__(self) -> None:
         self._ready: dict[tuple[str | None, tuple[Path, ...]], str] = {}

@@ -2,11 +2,12 @@
 
 Promises:
 
-* a sandbox is checked to be alive when it is taken, is empty, and is taken only once;
+* each sandbox is empty, is taken only once, and is checked to be alive when it is taken;
 * at most `size` sandboxes wait in the pool; those that are left at the end are closed;
-* the number of waiting sandboxes of a specification is the number that is taken while one opens.
+* of each specification, as many sandboxes wait as are taken while one opens, if the pool has room for them.
 
-After `kill -9` the waiting sandboxes are orphans like any others and are removed by the same sweep.
+After `kill -9` of the process, the waiting sandboxes are removed like all sandboxes of dead processes
+(`sandboxes.orphans.sweep`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ log = logging.getLogger(__name__)
 
 _LIVENESS_SECONDS = 5.0
 _MAX_TRACKED_SPECS = 256
-"""Number of specifications whose demand is remembered: each task may have its own image."""
+"""Number of specifications whose demand is remembered. Limited, because each task may have its own image."""
 
 
 @dataclass(slots=True)
@@ -39,7 +40,7 @@ class SpecDemand:
     taken: deque[float] = field(default_factory=lambda: deque(maxlen=1024))
     """Times at which a sandbox was taken, by the event loop's clock."""
     opening: float = 0.0
-    """Seconds that the last one took to open."""
+    """Seconds that the last sandbox took to open."""
 
 
 @dataclass(slots=True)
@@ -58,7 +59,7 @@ class SandboxPool:
     """`async with SandboxPool(size) as pool:` then `pool.take(kind, spec)` returns a sandbox that the caller closes."""
 
     def __init__(self, size: int, *, refill: bool = False, opener: SandboxOpener = open_sandbox) -> None:
-        """With `refill`, taking a sandbox opens the next one like it; otherwise only `expect` opens sandboxes."""
+        """With `refill`, `take` also opens sandboxes for later requests; otherwise only `expect` does."""
         self._size = size
         self._refill = refill
         self._open = opener
@@ -83,13 +84,13 @@ class SandboxPool:
         return len(self._shelf)
 
     def counts(self) -> dict[str, float]:
-        """Return on_shelf, size, hits, misses, dead and waited_seconds, for the metrics."""
+        """Return on_shelf (waiting sandboxes), size, hits, misses, dead and waited_seconds, for the metrics."""
         return {"on_shelf": self.waiting, "size": self._size, **asdict(self.count)}
 
     async def take(self, kind: SandboxKind, spec: SandboxSpec) -> Sandbox:
-        """Return a sandbox of this kind and specification; its labels may be those of another request.
+        """Return a sandbox of this kind and specification. Raises SandboxError.
 
-        Raises SandboxError."""
+        Its labels are those of the request for which it was opened, which may be another one."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         key = _key(kind, spec)
@@ -108,7 +109,7 @@ class SandboxPool:
         return sandbox
 
     def expect(self, kind: SandboxKind, spec: SandboxSpec) -> None:
-        """Open sandboxes because one more like this will be taken soon.
+        """Fill the pool with sandboxes of this specification, because one will be taken soon.
 
         In a full pool they replace the sandboxes of other specifications that have waited longest."""
         self._fill(_key(kind, spec), kind, spec, asyncio.get_running_loop().time())
@@ -126,7 +127,7 @@ class SandboxPool:
         """Return how many sandboxes of this specification should wait: as many as are taken while one opens (Little's
         law).
 
-        Only the time before the request counts, because the requester's own wait does not measure the demand."""
+        The time counted begins one opening time before the request, because the requester may have waited since."""
         demand = self._demand(key)
         since = requested_at - demand.opening
         return min(self._size, max(1, sum(taken > since for taken in demand.taken)))
@@ -173,7 +174,7 @@ class SandboxPool:
 
 
 def _key(kind: SandboxKind, spec: SandboxSpec) -> Hashable:
-    """Return everything that makes two sandboxes interchangeable: all of the specification except its labels."""
+    """Return a key that interchangeable sandboxes share: the kind and the specification without its labels."""
     env = tuple(sorted(spec.env.items()))
     return kind, spec.image, spec.mounts, spec.limits, env, spec.workdir, spec.folders
 

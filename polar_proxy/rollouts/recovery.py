@@ -1,7 +1,7 @@
 """Cleans up after processes that were killed and attempts that were repeated.
 
-The sandboxes of a killed process are removed. The rollouts of its own job (`polar run`) get a final status. Rollouts of
-a server's job go back into the queue at once; other workers would reclaim them only when their leases expire. Each call
+The sandboxes of a killed process are removed. The rollouts of a killed `polar run` get a final status. Rollouts of a
+killed server go back into the queue at once; other workers would reclaim them only when their leases expire. Each call
 of an interrupted or repeated attempt is put into a trace, or excluded with a reason.
 """
 
@@ -38,7 +38,10 @@ async def recover(store: Store) -> list[str]:
             reclaimed = await store.queue.reclaim_from(worker, attempts=MAX_ATTEMPTS)
             groups.update(await account_for_reclaimed(store, reclaimed))
             for rollout_id, attempt in reclaimed.items():
-                lines.append(f"rollout {rollout_id} " + ("is queued again" if attempt else "has been tried too often"))
+                lines.append(
+                    f"rollout {rollout_id} "
+                    + ("is queued again" if attempt else "has ended: it was cancelled, or has no attempt left")
+                )
     for group_id in groups | set(await store.groups.unsettled()):
         await store.groups.settle(group_id)
     return [*lines, *await _remove_lost_calls(store)]
@@ -68,7 +71,8 @@ async def _end_interrupted(store: Store, rollout: RolloutRow) -> None:
 
 
 async def _remove_lost_calls(store: Store) -> list[str]:
-    """Remove the calls that dead gateways had in flight; those of a rollout that continues are reported at its end."""
+    """Remove the records of calls that dead gateways had in flight, except for rollouts that still run, because the end
+    of such a rollout reports them."""
     dead = [gateway for gateway in await store.open_calls.gateways() if _worker_is_dead(gateway)]
     swept = Counter(call.gateway for call in await store.open_calls.sweep(dead))
     return [f"{count} calls were in flight on the gateway {name} when it died" for name, count in sorted(swept.items())]
@@ -78,7 +82,8 @@ async def _remove_lost_calls(store: Store) -> list[str]:
 
 
 async def account_for_reclaimed(store: Store, reclaimed: Mapping[str, int]) -> list[str]:
-    """Account for the calls of rollouts that were reclaimed from a worker; return the groups of those that ended.
+    """Account for the calls of rollouts that were reclaimed from a worker; return the groups of the rollouts that
+    have ended.
 
     `reclaimed`: the number of the next attempt by rollout, 0 if there is none (see `store.queue.reclaim_expired`)."""
     for rollout_id in reclaimed:
@@ -87,12 +92,12 @@ async def account_for_reclaimed(store: Store, reclaimed: Mapping[str, int]) -> l
 
 
 async def exclude_orphaned_calls(store: Store, rollout_id: str) -> None:
-    """Put the calls of a rollout that was taken from its worker into traces, or exclude them, so that the counts add
-    up.
+    """Put the calls of a rollout that was taken from its worker into traces, or exclude them, so that no
+    recorded call is missing.
 
     If the rollout has ended, the calls of its last attempt become traces, without a reward, unless they are traces
     already. Those of earlier attempts, and all calls of a rollout that is tried again, are excluded as
-    `superseded_attempt`. An attempt that still runs (its session is open) is left alone.
+    `superseded_attempt`. The calls of an attempt that still runs (its session is open) stay as they are.
     """
     sessions = await store.sessions.ids_of_rollout(rollout_id, closed=True)
     row = await store.rollouts.get(rollout_id)
@@ -115,10 +120,10 @@ async def exclude_earlier_attempts(store: Store, rollout_id: str, session_id: st
 
 
 async def _take_calls_in_flight(store: Store, session_id: str, rollout_id: str) -> bool:
-    """Return whether calls of a session that has ended are still in flight on a gateway, or were lost with one.
+    """Return whether a session that has ended still has calls in flight, or lost them because their gateway died.
 
-    Nothing receives their answers any more: the rollout is incomplete, and a call recorded later is excluded when it
-    is committed.
+    If so, the rollout is marked as incomplete, because no agent receives the answers any more. A call that is recorded
+    later is excluded when it is committed.
     """
     left = await store.open_calls.take(session_id)
     if left:
@@ -132,7 +137,7 @@ async def _take_calls_in_flight(store: Store, session_id: str, rollout_id: str) 
 def _worker_is_dead(worker: str) -> bool:
     """Return whether the process of a worker or gateway is gone; `worker` is its name, host:pid:random.
 
-    False for other machines, whose processes cannot be seen: their leases expire."""
+    False for processes of other machines, which cannot be checked: their claims expire instead."""
     host, pid, _ = worker.rsplit(":", 2)
     if host != socket.gethostname():
         return False

@@ -64,7 +64,7 @@ class RolloutService:
         remote_scorer: RemoteScorer | None = None,
     ) -> None:
         """`harnesses` is the folder of installed agents. With `job_id` the service works only on that job.
-        `remote_scorer` does the scoring that would have to wait here."""
+        `remote_scorer` scores on another machine when scoring here would have to wait."""
         limits = limits or ServiceLimits()
         admission = limits.admission
         memory = MemoryAdmission(admission.memory_mb, admission.memory_reserve_mb)
@@ -137,9 +137,9 @@ class RolloutService:
         return job
 
     async def cancel(self, job_group_or_rollout: str) -> list[str]:
-        """Cancel a job, a group or a rollout by its id; return its rollouts that were in flight in any process.
+        """Cancel a job, a group or a rollout by its id; return the affected rollouts that any process had in flight.
 
-        When this returns, none of its rollouts runs in this process; other processes end theirs within their
+        When this returns, none of them runs in this process; other processes end theirs within their
         `poll_seconds`. Raises UsageError for an unknown id."""
         in_flight = await cancel(self._store, job_group_or_rollout)
         self._settled.set()
@@ -161,7 +161,7 @@ class RolloutService:
                     await self._settled.wait()
 
     async def _read_policy_version(self) -> str | None:
-        """Return the policy version; if it is new, first drop the groups that it makes too stale to be trained on."""
+        """Return the engine's policy version. If it is new, first drop the groups that are now too old for training."""
         version = await self._engine.weight_version()
         if version != self._checked_version:
             groups, in_flight = await self._store.feed.drop_stale(version)
@@ -193,14 +193,16 @@ async def submit(
     harness: str | None = None,
     policy_version: str | None = None,
 ) -> tuple[JobRow, bool]:
-    """Queue a job; return it, and whether it is new (see `store.jobs.submit`). The worker may start later.
+    """Queue a job, with or without a running worker; return it, and whether it is new (see `store.jobs.submit`).
 
-    Facts that are already known about its worker may be passed: `info` about the engine, `harness` as name and version
-    of the agent, the loaded `policy_version`. Raises UsageError."""
+    `owned`: the job belongs to this process. If they are already known: `info` about the engine and `harness` (name and
+    version of the agent) are recorded, and `policy_version` limits how old kept rollouts may be. Raises UsageError."""
     check_job(spec)
     keep = spec.overflow == "keep"
     if keep and owned:
-        raise UsageError("`polar run` cannot keep overflowing rollouts: nothing would continue them after it ends.")
+        raise UsageError(
+            "`polar run` cannot use overflow keep: nothing would continue the rollouts. Use `polar submit`."
+        )
     if harness is None:
         harness = await asyncio.to_thread(harness_label, spec.harness)
     for task in tasks:
@@ -275,10 +277,10 @@ async def run_job(
     reporter: ProgressReporter,
     note: Callable[[str], None],
 ) -> list[RolloutRow]:
-    """Run a job, `run.concurrency` rollouts at a time; return its rollouts in order. `note` gets lines for people.
+    """Run a job, `run.concurrency` rollouts at a time; return its rollouts in order. `note` gets progress lines.
 
     A rollout that fails is a result, not an error. A cancellation cancels the job, leaves nothing running, and is
-    passed on. The job belongs to this process: no service works on it, and if this process is killed, the next start
+    passed on. The job belongs to this process: no server works on it, and if this process is killed, the next start
     marks its rollouts as interrupted.
     """
     choice = await asyncio.to_thread(choose, spec.sandbox)

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 STOPPED_EARLY = "lost"
 """The recorded cause of a rollout whose agent was stopped early."""
 _COMMAND_SECONDS = 30.0
-"""A command that takes longer counts as failed."""
+"""Time limit of the check. A check that takes longer does not stop the agent."""
 
 
 # ---------------------------------------------------------------- group policies
@@ -66,7 +66,8 @@ def first_n_with_spread(group_size: int, rollouts: Sequence[RolloutRow]) -> str 
 
 
 def no_spread_left(group_size: int, rollouts: Sequence[RolloutRow]) -> str | None:
-    """Like `first_n`, and also stop waiting for a group that cannot be filled because too many rollouts failed."""
+    """Like `first_n`, and also complete the group if fewer than two of its rollouts can still end with a reward,
+    because nothing is left to compare. With `group_size` 1: if none can."""
     if (complete := first_n(group_size, rollouts)) is not None:
         return complete
     possible = sum(rollout.status not in FINAL_STATUSES for rollout in rollouts) + len(_usable(rollouts))
@@ -74,8 +75,8 @@ def no_spread_left(group_size: int, rollouts: Sequence[RolloutRow]) -> str | Non
 
 
 def token_budget(tokens: int) -> GroupPolicy:
-    """Like `first_n`, and also complete the group once its rollouts have sampled this many tokens in total, if at least
-    two have ended. Its name is `token_budget=N`."""
+    """Like `first_n`, and also complete the group once its rollouts have sampled this many tokens in total and at least
+    two have ended with a reward. The name of the policy is `token_budget=N`."""
 
     def policy(group_size: int, rollouts: Sequence[RolloutRow]) -> str | None:
         if (complete := first_n(group_size, rollouts)) is not None:
@@ -160,7 +161,7 @@ async def _watch(sandbox: Sandbox, check: EarlyStopCheck, early: EarlyStop) -> N
             await asyncio.sleep(check.every)
             result = await sandbox.exec(check.command, timeout=_COMMAND_SECONDS)
             if result.exit_code == 0 and not result.timed_out:
-                early.reason = "the task's stop_when command says that nothing can be won any more"
+                early.reason = "the task's stop_when command reported that the agent can no longer succeed"
         await sandbox.kill_all()
     except SandboxError as error:  # if the sandbox is gone, the agent's own command fails as well
         log.warning("the stop_when command can no longer be run: %s", error)

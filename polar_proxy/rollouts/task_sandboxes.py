@@ -55,8 +55,8 @@ class TaskSandboxes:
     ) -> SandboxSpec:
         """Return the specification of the task's sandbox, making its image and bundle first if necessary.
 
-        `memory_mb` is for tasks that do not say what they need. Raises `TaskNotPossibleError` if this kind of sandbox
-        cannot hold the task, `WorkspaceError` if image or bundle cannot be made.
+        `memory_mb` is the limit for tasks that do not specify their memory. Raises `TaskNotPossibleError`
+        if this kind of sandbox cannot hold the task, `WorkspaceError` if image or bundle cannot be made.
         """
         check_possible(task, self.kind)
         environment = task.environment
@@ -157,7 +157,7 @@ async def _make_bundle(repository: GitRepository, folder: Path) -> Path:
 
 
 async def _write_bundle(source: str, commit: str, path: Path) -> None:
-    """Write a bundle of `commit` and its ancestors, under another name first, so that it is complete or missing."""
+    """Write a bundle of `commit` and its ancestors, first under another name, so that `path` is complete or missing."""
     await asyncio.to_thread(path.parent.mkdir, mode=0o700, parents=True, exist_ok=True)
     folder = Path(await asyncio.to_thread(tempfile.mkdtemp, dir=path.parent, prefix="making-"))
     try:
@@ -180,7 +180,7 @@ async def _write_bundle(source: str, commit: str, path: Path) -> None:
 
 
 async def _fetch(work: Path, source: str, commit: str) -> None:
-    """Fetch the commit from a URL or a bundle: by its name if the server allows that, else with all refs."""
+    """Fetch the commit from a URL or a bundle: it alone if the server allows that, otherwise all refs."""
     if "://" in source:
         with contextlib.suppress(WorkspaceError):
             await _git("-C", str(work), "fetch", "-q", "--no-tags", "--", source, commit)
@@ -189,7 +189,7 @@ async def _fetch(work: Path, source: str, commit: str) -> None:
 
 
 async def _git(*arguments: str) -> bytes:
-    """Run git on this machine, without a terminal to ask at. Raises `WorkspaceError`."""
+    """Run git on this machine, without a terminal for questions. Raises `WorkspaceError`."""
     process = await asyncio.create_subprocess_exec(
         "git",
         # No transport that runs a command, whatever this machine's git allows.

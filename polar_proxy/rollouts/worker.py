@@ -1,6 +1,6 @@
 r"""The worker of one process: claims rollouts from the queue in the database and runs each to its end.
 
-    claim -> attempt (preparing | running | scoring, each with its limit) -> final status -> group settled
+    claim -> attempt (preparing | running | scoring, each with its limit) -> final status -> group ended, if complete
                  \-> infrastructure failed: back into the queue, for a new attempt
 
 The database is the queue, and each row in it records how far a rollout is. So any number of workers may run side by
@@ -37,8 +37,8 @@ AttemptFunction = Callable[[Claim], Awaitable[None]]
 """Runs one attempt to a final status in the store (`AttemptRunner.run`). Raises InfrastructureError to ask for another
 attempt.
 
-When cancelled it removes everything except its records and passes the cancellation on; the worker knows its reason and
-records the status."""
+If it is cancelled, it removes everything except its records and raises CancelledError. The worker then records the
+status, because it knows why the attempt was cancelled."""
 
 
 class Worker:
@@ -59,10 +59,10 @@ class Worker:
         job_id: str | None = None,
     ) -> None:
         """`policy_version` is read at every claim. `on_release` is called with each rollout whose attempt has ended,
-        `on_settled` with each group that has ended. With `job_id` the worker claims only rollouts of that job, which
-        this process may own ("": no job yet); otherwise it claims rollouts of all jobs that no process owns."""
+        `on_settled` with each group that has ended. With `job_id` the worker claims only rollouts of that job ("": of
+        none until `work_on`); without it, the rollouts of all jobs except those that one process runs for itself."""
         self.name = f"{socket.gethostname()}:{os.getpid()}:{new_id('w')[-8:]}"
-        """The name under which it claims rollouts: host, process id and a random part."""
+        """The name under which this worker claims rollouts: host, process id and a random part."""
         self._store = store
         self._attempt = attempt
         self._limits = limits
@@ -135,8 +135,8 @@ class Worker:
     async def drain(self, timeout: float | None = None) -> list[str]:
         """Claim nothing new and wait for the rollouts in flight.
 
-        Returns those that still run after `timeout` seconds; if there are any, the worker claims again, unless it was
-        paused before."""
+        Returns the rollouts that still run after `timeout` seconds. If there are any, the worker claims again, unless
+        it was already paused before."""
         paused_until = self.paused_until
         self.pause()
         with contextlib.suppress(TimeoutError):
@@ -188,7 +188,7 @@ class Worker:
         return (await self._store.feed.depth()).get("waiting", 0) >= self._limits.backlog
 
     async def _heartbeat_forever(self) -> None:
-        """Renew the claims, end rollouts that others cancelled, and reclaim those of dead workers."""
+        """Renew the claims, end rollouts that others cancelled, and reclaim the rollouts of dead workers."""
         settled_at = -math.inf
         while True:
             await asyncio.sleep(self._limits.poll_seconds)
@@ -212,7 +212,9 @@ class Worker:
     async def _reclaim_expired(self) -> None:
         expired = await self._store.queue.reclaim_expired(attempts=MAX_ATTEMPTS, job_id=self._job_id)
         for rollout_id, attempt in expired.items():
-            log.warning("rollout %s was reclaimed from a worker without a heartbeat (attempt %d)", rollout_id, attempt)
+            log.warning(
+                "rollout %s was reclaimed from a worker without a heartbeat; next attempt: %d", rollout_id, attempt
+            )
         await self._settle_all(await account_for_reclaimed(self._store, expired))
         if expired:
             self.wake()
@@ -264,7 +266,7 @@ class Worker:
         await exclude_orphaned_calls(self._store, claim.rollout_id)
 
     async def _record_cancellation(self, claim: Claim) -> None:
-        """Queue the rollout again if this process stops; otherwise it was cancelled."""
+        """Queue the rollout again if this process is stopping; otherwise record it as cancelled."""
         row = await self._store.rollouts.get(claim.rollout_id)
         if row is not None and not row.final and claim.rollout_id in self._claimed:
             if self._stopping:
@@ -280,7 +282,8 @@ class Worker:
     # The group of a rollout
 
     async def _stop_group_if_complete(self, claim: Claim) -> None:
-        """Settle the group, or stop its other rollouts if its policy says that it is complete."""
+        """End the group if all its rollouts have ended. If only its policy calls it complete, cancel the other
+        rollouts, or move them to other groups if the job keeps them."""
         group_id = await self._store.rollouts.group_id(claim.rollout_id)  # the rollout may have moved to another group
         if await self._settle(group_id):
             return
@@ -311,7 +314,7 @@ class Worker:
 
 
 def _group_policy(group: GroupRow) -> GroupPolicy:
-    """Return the group's policy. It was checked on submission, but perhaps by a version that knows more policies."""
+    """Return the group's policy, or `wait_for_all` if only the version that accepted the job knows that policy."""
     try:
         return get_group_policy(str(group.config.get("group_policy", "wait_for_all")))
     except UsageError as error:

@@ -46,7 +46,7 @@ _BRANCH = "main"
 _REPACK_SECONDS = 600.0
 """Limit of repacking the history; a large repository takes a minute."""
 
-# Everything, apart from refs, that names commits or the repository's origin.
+# Removes the files, apart from refs and config, that name commits or the repository's origin.
 _REMOVE_TRACES = r"""
 set -e
 dir=$(git -c safe.directory='*' rev-parse --git-common-dir)
@@ -56,7 +56,7 @@ rm -f FETCH_HEAD ORIG_HEAD MERGE_HEAD CHERRY_PICK_HEAD REVERT_HEAD BISECT_* AUTO
 rm -rf objects/info/commit-graph objects/info/commit-graphs
 rm -f objects/pack/*.keep objects/pack/*.promisor objects/pack/multi-pack-index*
 """
-# No reflog, so that the agent's repository does not show how it was made.
+# Write no reflog, because it would show the agent how the repository was made.
 _QUIET = ("-c", "core.logAllRefUpdates=false")
 # Ignored files and files inside nested repositories count as work too, but `git add` would skip them.
 _SNAPSHOT_FILES = (
@@ -82,7 +82,7 @@ def check_possible(task: Task, kind: SandboxKind) -> None:
     environment = task.environment
     if environment.needs_image and kind != "docker":
         source = environment.image or f"the Dockerfile in {environment.build}"
-        problem = f"its workspace comes from {source}, which {kind} cannot make"
+        problem = f"its workspace comes from {source}, which a {kind} sandbox cannot use"
         raise TaskNotPossibleError(f"{task.task_id} needs docker: {problem}")
     if kind == "process" and (environment.workdir or environment.folders):
         paths = ", ".join(filter(None, (environment.workdir, *environment.folders)))
@@ -134,7 +134,8 @@ async def prepare_workspace(task: Task, sandbox: Sandbox, bundle: Path | None = 
 
 
 async def read_patch(sandbox: Sandbox, base: str, *, snapshot: bool = False) -> tuple[bytes, str | None]:
-    """Return the agent's changes since `base`, committed or not, as a binary diff; or an empty one and the error."""
+    """Return the agent's changes since `base`, committed or not, as a binary diff, and None. If they cannot be read,
+    return an empty diff and the error."""
     diff = ("diff", "--binary", "--no-color", "--no-ext-diff", "--no-textconv", "--no-renames")
     try:
         if snapshot:
@@ -146,7 +147,7 @@ async def read_patch(sandbox: Sandbox, base: str, *, snapshot: bool = False) -> 
 
 
 async def _snapshot_tree(sandbox: Sandbox) -> str:
-    """Add the workspace to the snapshot repository and return its tree object."""
+    """Add the workspace to the snapshot repository and return the id of the tree object that holds it."""
     await _shell(sandbox, _SNAPSHOT_FILES, snapshot=True)
     return (await git(sandbox, "write-tree", snapshot=True)).decode().strip()
 

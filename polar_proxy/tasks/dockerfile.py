@@ -26,12 +26,14 @@ class DockerfileWorkspace:
 
 
 def read_dockerfile(context: Path, workdir: str | None = None) -> DockerfileWorkspace:
-    """Read ``context/Dockerfile``. `workdir` is used if it has no WORKDIR line.
+    """Read ``context/Dockerfile``. `workdir` is used if the Dockerfile has no WORKDIR line.
 
     Raises `BadTaskError`, naming the line, for an instruction that needs the image.
     """
     if (context / ".dockerignore").exists():
-        raise BadTaskError("environment/.dockerignore: it needs the image; remove without_image")
+        raise BadTaskError(
+            "environment/.dockerignore: this file is not supported without the image; remove without_image"
+        )
     current, stages = "/", 0
     copies: list[tuple[int, Path, str]] = []
     env: dict[str, str] = {}

@@ -2,7 +2,7 @@
 
 Format: https://www.harborframework.com/docs/tasks. Features that change a task's meaning and are not supported here
 (several steps, docker compose, a separate verifier image, Windows, GPUs, MCP servers, health checks) are refused by
-name; the rest of the file is kept as metadata.
+name. The table [metadata] of task.toml is kept; other keys that are not used here are ignored.
 
 **Without docker.** A Dockerfile needs docker, but a task whose Dockerfile installs only programs that every sandbox has
 may declare::
@@ -108,7 +108,7 @@ def _environment(folder: Path, config: dict[str, Any]) -> tuple[Environment, dic
     if _at(config, "metadata", "polar", "without_image") is not True:
         return environment, {}
     if not built:
-        raise BadTaskError("metadata.polar.without_image: it needs a Dockerfile, and there is none")
+        raise BadTaskError("metadata.polar.without_image: needs environment/Dockerfile, which is missing")
     found = read_dockerfile(context, workdir)
     env = {**found.env, **env}
     changed = replace(environment, without_image=True, workdir=found.workdir, executable=found.executable, env=env)

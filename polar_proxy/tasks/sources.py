@@ -37,8 +37,8 @@ def get_source(name: str) -> TaskSource:
     * the path of a Harbor task folder, or of a folder that holds such folders;
     * ``module:Class``, a `TaskSource` of your own, or ``module:function`` that returns tasks (or rows).
 
-    Raises `UsageError` if nothing has this name, it is not a source or cannot be read. Single tasks that cannot be used
-    are listed in the source's `refused`.
+    Raises `UsageError` if nothing has this name, or it is not a source, or cannot be read. Single tasks that cannot be
+    used are listed in the source's `refused`.
     """
     if name in _BUILT_IN:
         return _from_python(_BUILT_IN[name])
@@ -174,7 +174,7 @@ class TaskRefusal:
 class TaskList:
     """A source with a fixed number of tasks, whose seeds are positions.
 
-    Rejected tasks keep their position, so that no other task moves when one is corrected."""
+    Refused tasks keep their position, so that no other task moves when one is corrected."""
 
     def __init__(self, name: str, entries: Sequence[Task | TaskRefusal]) -> None:
         self.name = name
@@ -190,7 +190,7 @@ class TaskList:
         return tuple(entry for entry in self._entries if isinstance(entry, TaskRefusal))
 
     def task(self, seed: int) -> Task:
-        """Return the task at this position. Raises `UsageError` if there is none or it was refused."""
+        """Return the task at this position. Raises `UsageError` if there is none or its task was refused."""
         count = len(self._entries)
         if not 0 <= seed < count:
             raise UsageError(f"{self.name} has {count} tasks, numbered from 0; there is no number {seed}.")
@@ -261,7 +261,7 @@ def row_task(row: Row, position: int, folder: Path) -> Task:
     made: Row = {"environment": _build(Environment, environment, "environment")}
     if evaluators is not None:
         if not isinstance(evaluators, list) or not evaluators:
-            raise BadTaskError("evaluators: must be a list of at least one")
+            raise BadTaskError("evaluators: must be a list of at least one evaluator")
         made["evaluators"] = tuple(
             _make_evaluator(item, f"evaluators[{number}]") for number, item in enumerate(evaluators)
         )

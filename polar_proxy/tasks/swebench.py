@@ -143,7 +143,7 @@ def _evaluator(row: Row, repo: str) -> SwebenchEvaluator:
     command = "\n".join(str(line) for line in given) if isinstance(given, list) else str(given)
     if not command and not row.get("eval_script"):
         raise BadTaskError(
-            f"no test_command, eval_script or install_config.test_cmd, and no known command for {repo!r}"
+            f"has no test_command, eval_script or install_config.test_cmd, and Polar has no known command for {repo!r}"
         )
     parser = row.get("parser") or row.get("log_parser") or config.get("log_parser") or known_parser or "pytest"
     image = not row.get("repository")
@@ -162,7 +162,7 @@ def _r2e_evaluator(row: Row) -> SwebenchEvaluator:
         table = json.loads(expected) if isinstance(expected, str) else expected
         verdicts = {str(test).split(" - ")[0]: str(verdict) for test, verdict in table.items()}
     except (json.JSONDecodeError, AttributeError):
-        raise BadTaskError("expected_output_json: must be an object of test and verdict") from None
+        raise BadTaskError("expected_output_json: must be a JSON object that gives each test a verdict") from None
     if not verdicts:
         raise BadTaskError("expected_output_json: must name at least one test; else any result passes")
     # The image keeps the tests outside the repository, but its script looks for them inside.

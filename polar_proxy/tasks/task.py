@@ -43,7 +43,7 @@ class Environment:
     image: str | None = None
     """Docker image that holds the workspace at `workdir`."""
     build: str | None = None
-    """Folder on this machine with a Dockerfile from which the image is built, once for each content."""
+    """Folder on this machine with a Dockerfile. The image is built from it, and again when its content changes."""
     without_image: bool = False
     """The task also runs without `image` and `build`, in any sandbox that has its own file system. The workspace then
     consists of `files`."""
@@ -62,7 +62,7 @@ class Environment:
     snapshot outside the workspace, which includes files that git would ignore. A repository inside the workspace is
     neither cleaned nor compared."""
     executable: tuple[str, ...] = ()
-    """The executable ones among the task's `files` (mode 755)."""
+    """The names of those of the task's `files` that are executable (mode 755)."""
     env: Mapping[str, str] = field(default_factory=dict)
     memory_mb: int | None = None
     cpus: float | None = None
@@ -89,7 +89,7 @@ class Task:
     hidden_files: Mapping[str, str] = field(default_factory=dict)
     """Written over the patched workspace in a fresh evaluation sandbox. The agent never sees them."""
     test_command: tuple[str, ...] = ()
-    """Runs in the root of the evaluated workspace; a log parser reads its output."""
+    """The command that runs the tests in the root of the evaluated workspace; a log parser reads its output."""
     fail_to_pass: tuple[str, ...] = ()
     """Test ids that fail before the fix and must pass after it."""
     pass_to_pass: tuple[str, ...] = ()

@@ -6,10 +6,13 @@ import os
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from polar_proxy.rollouts import JobSpec, recover, submit
+from polar_proxy.rollouts.cluster import Cluster
 from polar_proxy.rollouts.recovery import describe_removed
 from polar_proxy.store import Store
 from polar_proxy.tasks import get_source
@@ -87,3 +90,14 @@ def test_describes_removed_sandboxes_in_one_line() -> None:
     removed = [RemovedItem("a", "process", "1"), RemovedItem("a", "record", "x"), RemovedItem("b", "cgroup", "/c")]
     assert describe_removed(removed) == ["removed the remains of 2 sandboxes of a killed process (1 cgroup, 1 process)"]
     assert describe_removed([]) == []
+
+
+async def test_a_clusters_head_counts_what_is_queued_again(store: Store, dead: int) -> None:
+    worker = f"{socket.gethostname()}:{dead}:x"
+    await start_rollout(store, worker, owned=False)
+    cancelled = await start_rollout(store, worker, owned=False)
+    await store.queue.cancel(cancelled)
+    notes: list[str] = []
+    head = SimpleNamespace(_store=store, _note=notes.append, _plans={})
+    await Cluster._reclaim_from(cast(Cluster, head), worker)
+    assert notes == ["rollouts of a dead node: 1 are queued again, 1 have ended"]

@@ -199,12 +199,16 @@ class Cluster:
                 await self._reclaim_from(worker)
 
     async def _reclaim_from(self, worker: str) -> None:
-        """Queue the rollouts of a dead worker again, and remove its sandboxes if another node is on its machine."""
+        """Take the rollouts of a dead worker: queue them again, or end those cancelled or without attempts left.
+
+        Every living node then removes the sandboxes of dead processes on its own machine. If no node runs on the dead
+        worker's machine, the worker's sandboxes stay."""
         reclaimed = await self._store.queue.reclaim_from(worker, attempts=MAX_ATTEMPTS)
         for group_id in await account_for_reclaimed(self._store, reclaimed):
             await self._store.groups.settle(group_id)
         if reclaimed:
-            self._note(f"{len(reclaimed)} rollouts of a dead node are queued again")
+            queued = sum(attempt > 0 for attempt in reclaimed.values())
+            self._note(f"rollouts of a dead node: {queued} are queued again, {len(reclaimed) - queued} have ended")
         for plan in list(self._plans.values()):
             if plan.node_id in self._working:
                 with contextlib.suppress(self._ray.exceptions.RayError):  # that node's own task handles it

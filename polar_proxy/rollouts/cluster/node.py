@@ -2,11 +2,11 @@
 
 **Capacity.** A node offers sandboxes by the custom resource `polar_sandbox` (agents at a time), which `polar node`
 sets. If any node has it, only such nodes are used, because the others were left out on purpose. In a cluster without
-it, every node with a processor and the memory for one sandbox is used, up to its memory.
+it, every node is used for as many agents as its processors and its memory allow (`agent_capacity`).
 
 **Scoring tasks.** A scoring task gets the agent's patch and its task, and returns a score; its sandbox is opened and
-closed on the node that Ray chose. The rollout stays with the node that ran it, and only that node writes to the store
-about it.
+closed on the node that Ray chose. The rollout stays with the node that ran its agent, and only that node writes to the
+store about it.
 
 Importing this module does not import Ray.
 """
@@ -40,12 +40,12 @@ from sandboxes.base import SandboxKind, uncancellable
 log = logging.getLogger(__name__)
 
 SANDBOX_RESOURCE = "polar_sandbox"
-"""Agents at a time. The actor of a node reserves all of it."""
+"""Custom resource of a node: agents at a time. The node's actor reserves all of it."""
 SCORING_RESOURCE = "polar_scoring"
-"""Rollouts scored at a time, besides those that the node's own actor scores."""
+"""Custom resource of a node: rollouts scored at a time, besides those that the node's own actor scores."""
 
 SANDBOX_BYTES = 4 << 30
-"""Memory of a sandbox whose task does not say what it needs."""
+"""Memory of a sandbox whose task does not specify it."""
 
 
 # ---------------------------------------------------------------- capacity
@@ -68,7 +68,7 @@ class NodePlan:
     address: str
     agents: int
     reserved: Mapping[str, float]
-    """The resources that its actor reserves, so that Ray uses them for nothing else."""
+    """The resources that the node's actor reserves, so that Ray uses them for nothing else."""
 
 
 def agent_capacity(cpus: float, memory: float) -> int:
@@ -136,7 +136,8 @@ class NodeState:
 async def run_node(config: NodeConfig, remote_scorer: RemoteScorer | None = None) -> AsyncIterator[NodeState]:
     """Clean up after dead processes of this machine, then work until the block ends; yield the node's report.
 
-    Rollouts in flight then go back into the queue. Raises PolarError if the engine or the database cannot be used."""
+    When the block ends, rollouts in flight go back into the queue. Raises PolarError if the engine or
+    the database cannot be used."""
     settings = node_settings(config.settings)
     async with open_store(
         settings.db or default_url(settings.home), create=False, artifacts=settings.home / "artifacts"
@@ -175,7 +176,7 @@ def node_limits(config: NodeConfig, settings: Settings) -> ServiceLimits:
     """Return the limits of a node, which claims a quarter more rollouts than may run, so that a free place is filled at
     once.
 
-    A single machine claims twice as many as may run. Here another node could run what this one only claims."""
+    A single machine claims twice as many as may run. In a cluster, another node could run what this one only holds."""
     in_flight = config.agents + max(1, config.agents // 4)
     return ServiceLimits.of(settings, config.agents, in_flight=in_flight)
 
@@ -206,7 +207,7 @@ class NodeActor:
         self._work = asyncio.create_task(self._run())
 
     async def state(self) -> NodeState:
-        """Wait until the node works. Raises the error that prevents it."""
+        """Wait until the node works, and return its report. Raises the error with which the node failed to start."""
         return await asyncio.shield(self._state)
 
     async def ended(self) -> None:
@@ -219,7 +220,7 @@ class NodeActor:
         await asyncio.wait([self._work])
 
     async def sweep(self) -> list[str]:
-        """Remove the sandboxes of dead processes of this machine; another node may run on the same machine."""
+        """Remove the sandboxes of dead processes on this machine, such as a dead node that ran here too."""
         return [str(item) for item in await orphans.sweep()]
 
     async def _run(self) -> None:
@@ -255,7 +256,7 @@ class RayScorer:
             raise InfrastructureError("evaluator", f"its scoring task was lost: {line}") from error
         except asyncio.CancelledError:
             ray.cancel(ref)
-            # Its sandbox is closed. If its node is gone, the next sweep of that machine removes the sandbox.
+            # The task closes its sandbox. If its node is gone, the next sweep of that machine removes the sandbox.
             await uncancellable(_wait_for_end(ref))
             raise
         if isinstance(result, InfrastructureError):
