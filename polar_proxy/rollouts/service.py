@@ -251,7 +251,8 @@ async def cancel(store: Store, job_group_or_rollout: str) -> list[str]:
     row = await store.rollouts.get(given)
     if row is None:
         raise UsageError(f"There is no job, group or rollout {given}.")
-    in_flight = [] if await store.queue.cancel(given) else [given]
+    ended = row.final or await store.queue.cancel(given)
+    in_flight = [] if ended else [given]
     await store.groups.settle(row.group_id)
     return in_flight
 

@@ -197,6 +197,7 @@ async def test_cancelled_while_the_agent_runs(
                 await asyncio.sleep(0.05)
         assert running.pool.waiting <= 1
         await asyncio.wait_for(running.until_done(made.job_id), 60)
+        assert await running.cancel(row.rollout_id) == []  # it has ended, so it is not in flight
     assert left_behind() == []
     (row,) = await store.rollouts.find()
     assert (row.status, row.calls, row.reward) == ("cancelled", 1, None)
