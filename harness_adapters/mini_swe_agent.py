@@ -1,7 +1,7 @@
 """mini-swe-agent (https://mini-swe-agent.com), version 2, with its own `mini.yaml` and its bash tool.
 
 It speaks Chat Completions or Responses through litellm and does not stream. The whole program runs inside the sandbox,
-with its local environment.
+and executes its commands there itself.
 """
 
 from __future__ import annotations

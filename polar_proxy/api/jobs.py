@@ -196,7 +196,7 @@ def _load_tasks(body: m.JobRequest) -> tuple[list[Task], list[Json]]:
         unusable = in_file or ()
     refused = [asdict(task) for task in unusable]
     if not tasks:
-        message = f"No task can be run: {len(refused)} were refused, for the reasons in `detail`."
+        message = f"There is no task that can be run ({len(refused)} refused)."
         raise ApiError(message, status=400, code="bad_request", detail=refused)
     return tasks, refused
 

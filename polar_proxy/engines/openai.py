@@ -96,27 +96,30 @@ class OpenAIEngine(ServerEngine):
                     yield event
 
     async def _start(self, request: EngineRequest, stream: bool) -> HttpResponse:
-        """Send the request. Repeat it with the alternative fields that a refusal names, at most once for each."""
+        """Send the request. If the API refuses it and names a field of `_ALTERNATIVES` that was not used, send it again
+        with that field, which all later requests then use as well."""
+        used = set(self._alternatives)  # a copy, because requests in flight at the same time extend the set
         while True:
-            path, body = self._body(request, stream)
+            path, body = self._body(request, stream, used)
             try:
                 return await self.client.post(self._root + path, body)
             except RequestError as error:
-                named = {name for name in _ALTERNATIVES if name in str(error)} - self._alternatives
+                named = {name for name in _ALTERNATIVES if name in str(error)} - used
                 if not named or error.code == "context_length_exceeded":
                     raise
+                used |= named
                 self._alternatives |= named
 
-    def _body(self, request: EngineRequest, stream: bool) -> tuple[str, Json]:
-        """Return the route below the API's root, and the body."""
+    def _body(self, request: EngineRequest, stream: bool, alternatives: set[str]) -> tuple[str, Json]:
+        """Return the route below the API's root, and the body with these members of `_ALTERNATIVES`."""
         body = {"model": self.info.model, **sampling_fields(request.sampling, _SAMPLING, stream=stream)}
-        if "max_tokens" in body and "max_completion_tokens" in self._alternatives:
+        if "max_tokens" in body and "max_completion_tokens" in alternatives:
             body["max_completion_tokens"] = body.pop("max_tokens")
         if isinstance(request, TextRequest):
             if not isinstance(request.prompt, str):
                 raise RequestError(f"{self.client.name} does not accept token ids.", param="prompt")
             return "/completions", {**body, "prompt": request.prompt}
-        return "/chat/completions", {**body, **_chat_fields(request, "reasoning_content" in self._alternatives)}
+        return "/chat/completions", {**body, **_chat_fields(request, "reasoning_content" in alternatives)}
 
     async def render(self, request: ChatRequest, *, generation: bool = True) -> list[int]:
         raise RequestError(f"{self.client.name} does not return a prompt's tokens.", status=501, code="unsupported")
@@ -133,7 +136,10 @@ class OpenAIEngine(ServerEngine):
 
 
 def _chat_fields(request: ChatRequest, reasoning: bool) -> Json:
-    """Return messages, tools and format as the agent sent them. `reasoning`: with that of earlier answers."""
+    """Return the request's messages, its tools with their settings, and its response format.
+
+    `reasoning`: keep the reasoning of earlier answers in the messages.
+    """
     body: Json = {"messages": [message.to_openai() for message in request.messages]}
     if not reasoning:
         for message in body["messages"]:

@@ -26,10 +26,10 @@ async def send_error(
 
 
 class Reply:
-    """The response to one request: one JSON body after its calls are sampled, or a stream while they are.
+    """The response to one request: one JSON body when its calls have been sampled, or a stream during the sampling.
 
-    A stream's headers are sent with its first bytes, or after `headers_after_seconds`, so that an early error keeps its
-    own HTTP status. While no events arrive, heartbeats are sent.
+    A stream's headers are sent with its first bytes, at the latest after `headers_after_seconds`: an error before that
+    keeps its own HTTP status. While no events arrive, heartbeats are sent.
     """
 
     def __init__(self, send: asgi.Send, request: RequestContext, call_id: str, settings: GatewaySettings) -> None:

@@ -152,7 +152,7 @@ def fingerprint_of(node: CallNode) -> Json:
 
 
 def node_from_store(row: StoredLineage) -> CallNode | None:
-    """Return the node with which a stored call was indexed; None if the fingerprint is missing or of another form."""
+    """Return the index entry of a stored call, from its fingerprint; None if that is missing or of an older form."""
     fingerprint = row.fingerprint
     if not fingerprint or fingerprint.get("form") != _FINGERPRINT_FORM:
         return None

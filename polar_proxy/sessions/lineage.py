@@ -13,13 +13,14 @@ A decision with an alternative is `ambiguous`. The rule that decided is recorded
 
 extends                    its messages begin with an earlier call's messages and its answer
 branches                   as `extends`, but another call has already continued the same answer
-by_call_ids                several earlier calls mean the same; ids of tool calls or threads show which one is extended
-twins                      several earlier calls mean the same and nothing distinguishes them (ambiguous: the newest
-                           that was not continued is taken)
+by_call_ids                several earlier calls have the same messages and answer; ids of tool calls or threads show
+                           which one is extended
+twins                      several earlier calls have the same messages and answer, and nothing tells them apart
+                           (ambiguous: the newest that was not continued is taken)
 sdk_retry_header           the client's SDK says that it sends this request again
 asked_again_after_failure  the same request again after the first one failed or lost its client
-asked_again_in_one_run     a run repeats a request just after its answer, which it did not continue: usually the
-                           connection broke unnoticed (ambiguous: it may want a second sample)
+asked_again_in_one_run     the same agent run repeats a request just after its answer, which it did not continue:
+                           usually the connection broke unnoticed (ambiguous: it may want a second sample)
 same_request_again         the same request while the first is being answered or was just answered, without evidence
                            that it is a retry (ambiguous: it may be one, or a second run)
 partial_answer_kept        the history keeps the part of a failed answer that arrived

@@ -67,8 +67,8 @@ def enter_namespaces(pid: int) -> None:
 
 
 def drop_privileges(keep: Sequence[int] = ()) -> None:
-    """Drop all capabilities except `keep` forever, so that programs inside cannot read this process's memory or
-    descriptors."""
+    """Permanently drop all capabilities except those in `keep`, and make this process undumpable, so that programs in
+    the sandbox cannot read its memory or descriptors."""
     _drop_bounding_set(keep)
     prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)
     kept = sum(1 << capability for capability in keep)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -111,6 +112,12 @@ async def test_learns_the_newer_name_of_the_token_limit() -> None:
             await gathered(engine, chat())
         assert ["max_tokens" in body for body in api.bodies] == [True, False, False]
         assert api.bodies[-1]["max_completion_tokens"] == 24
+
+
+async def test_requests_at_the_same_time_all_learn_the_newer_name() -> None:
+    async with StrictApi(newer_limit=True) as api, connected(api) as engine:
+        await asyncio.gather(*(gathered(engine, chat()) for _ in range(8)))
+        assert sum("max_completion_tokens" in body for body in api.bodies) == 8
 
 
 @streams

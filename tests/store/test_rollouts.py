@@ -83,7 +83,7 @@ async def test_rejects_unknown_ids_and_statuses(store: Store) -> None:
         await store.rollouts.update(rollout_id, status="finished")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="no rollout"):
         await store.rollouts.update("roll_unknown", status="done")
-    with pytest.raises(StoreError, match="does not fit"):
+    with pytest.raises(StoreError, match="contradicts"):
         await store.jobs.submit({}, [NewGroup("task-unknown", 1, {}, (ROLLOUT,))])
     assert await store.rollouts.get("roll_unknown") is None
     assert await store.tasks.get("task-unknown") is None

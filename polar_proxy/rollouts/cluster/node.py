@@ -134,10 +134,10 @@ class NodeState:
 
 @contextlib.asynccontextmanager
 async def run_node(config: NodeConfig, remote_scorer: RemoteScorer | None = None) -> AsyncIterator[NodeState]:
-    """Clean up after dead processes of this machine, then work until the block ends; yield the node's report.
+    """Clean up after dead processes of this machine, then run a gateway and a rollout service during the block.
 
-    When the block ends, rollouts in flight go back into the queue. Raises PolarError if the engine or
-    the database cannot be used."""
+    Yield the node's `NodeState`. When the block ends, rollouts in flight go back into the queue. Raises PolarError if
+    the engine or the database cannot be used."""
     settings = node_settings(config.settings)
     async with open_store(
         settings.db or default_url(settings.home), create=False, artifacts=settings.home / "artifacts"

@@ -78,7 +78,9 @@ class ArchiveRepository(Repository):
         self, file: Path, *, where: str | None = None, sessions: Sequence[str] = (), overwrite: bool = False
     ) -> ArchiveCounts:
         """Write the rollouts that meet `where`, and the sessions named in `sessions`, with all their rows and files.
-        Without both, write the whole database. The archive is a consistent snapshot even while others write.
+
+        If neither is given, write all rollouts and sessions. The archive is a consistent snapshot even while others
+        write.
         """
         if file.exists() and not overwrite:
             raise UsageError(f"{file} exists already. Name another file")

@@ -213,7 +213,7 @@ async def _places(connection: AsyncConnection, task_id: str, which: ColumnElemen
 
 
 def _take_place(rollout: Any, places: list[Any]) -> Any | None:
-    """Remove and return the first place whose rollout has the same configuration."""
+    """Remove from `places`, and return, the first rollout that `rollout` can change places with; None if none can."""
     for place in places:
         # The sandbox is not compared: it may be chosen later. The model is empty if the engine was not known yet.
         models = {rollout.model, place.model} - {""}
