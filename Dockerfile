@@ -25,7 +25,7 @@ ENV POLAR_HOME=/data
 VOLUME /data
 EXPOSE 8399
 HEALTHCHECK --interval=30s --start-period=30s \
-    CMD ["python3", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:8399/healthz', timeout=3)"]
+    CMD ["python3", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:8399/readyz', timeout=3)"]
 ENTRYPOINT ["polar"]
 # On an address other than loopback only keys made by `polar session new` are accepted.
 CMD ["serve", "--host", "0.0.0.0"]

@@ -1,8 +1,9 @@
-"""`kill -9` of every process at random moments: is a call lost or doubled, and does every rollout end?
+"""`kill -9` of every process, a full disk and a stopped database at random moments: is a call lost or doubled, and does
+every rollout end?
 
-    python benchmarks/chaos.py --rounds 10 --json
+    python benchmarks/chaos.py --rounds 200 --json
     python benchmarks/chaos.py --rounds 3 --targets engine --engine vllm     # POLAR_VLLM_CPU: folder of a real vLLM
-    python benchmarks/chaos.py --rounds 1 --db sqlite --targets service,sandbox,engine
+    python benchmarks/chaos.py --rounds 4 --db sqlite --targets service,sandbox,engine,disk
 
 README.md explains what is killed, how answers are logged independently, and what the figures mean.
 """
@@ -18,16 +19,25 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
 from typing import Any, TypeVar
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks._stacks.kill_targets import AnySandbox, EngineProcess, KillTarget, Postgres, ServiceProcess  # noqa: E402
+from benchmarks._stacks.kill_targets import (  # noqa: E402
+    AnySandbox,
+    EngineProcess,
+    KillTarget,
+    Postgres,
+    PostgresAway,
+    ServiceProcess,
+    SmallDisk,
+)
 from benchmarks._stacks.ray_kill_targets import RayCluster  # noqa: E402
 from benchmarks._stacks.reconcile import Reconciliation, left_behind, reconcile  # noqa: E402
 from benchmarks._stacks.stacks import StackError  # noqa: E402
@@ -38,7 +48,10 @@ from polar_proxy.store.service.jobs import JobRow  # noqa: E402
 from polar_proxy.tasks import get_source  # noqa: E402
 
 T = TypeVar("T")
-TARGETS = ("service", "sandbox", "engine", "postgresql", "node")
+TARGETS = ("service", "sandbox", "engine", "postgresql", "disk", "away", "node")
+BAD = ("lost", "doubled", "unfinished", "left_behind", "wrong", "unaccounted", "tracebacks")
+"""Figures that must be 0."""
+NEEDS_POSTGRESQL = ("postgresql", "away", "node")
 AGENT = Path(__file__).parent / "_stacks" / "logging_agent.py"
 FINAL_SECONDS = 240.0
 """Limit from the restart to the final status of every rollout: enough for three attempts and claims of 30 s."""
@@ -69,10 +82,18 @@ class KillTest:
     """
 
     def __init__(
-        self, folder: Path, targets: list[str], arguments: argparse.Namespace, report: Callable[[str], None]
+        self,
+        folder: Path,
+        targets: list[str],
+        db: str,
+        rounds: Iterator[int],
+        arguments: argparse.Namespace,
+        report: Callable[[str], None],
     ) -> None:
+        """`rounds`: the numbers of the rounds, which all deployments take in turn as they get ready."""
         self.folder, self.names, self.arguments, self.report = folder, targets, arguments, report
-        self.random = random.Random(arguments.seed)
+        self.db_kind, self.rounds = db, rounds
+        self.random = random.Random(f"{arguments.seed} {targets}")
         folder.mkdir()
         self.answer_log = folder / "answers"
         self.answer_log.mkdir()
@@ -88,10 +109,14 @@ class KillTest:
         self.engine.start()
         self.targets: dict[str, KillTarget] = {"engine": self.engine}
         self.db = str(self.folder / "home" / "polar.db")
-        if arguments.db == "postgresql":
+        if "disk" in self.names:
+            disk = SmallDisk(self.folder / "home")
+            stack.callback(disk.stop)
+            self.targets["disk"] = disk
+        if self.db_kind == "postgresql":
             postgres = Postgres()
             stack.callback(postgres.stop)
-            self.targets["postgresql"] = postgres
+            self.targets |= {"postgresql": postgres, "away": PostgresAway(postgres, arguments.away)}
             self.db = postgres.url
         self.service = ServiceProcess(self.folder, self.db, self.engine.url, self.engine.model, arguments.concurrency)
         self.cluster: RayCluster | None = None
@@ -111,9 +136,8 @@ class KillTest:
             self.store = store
             self.length = await self.undisturbed_seconds()
             try:
-                for number in range(self.arguments.rounds):
-                    for name in self.names:
-                        await self.kill_one(name, number)
+                for name, number in zip(cycle(self.names), self.rounds, strict=False):
+                    await self.kill_one(name, number)
             except StackError as error:  # what came before is still counted
                 self.stopped = str(error)
                 self.report(self.stopped)
@@ -151,12 +175,14 @@ class KillTest:
         job_id = await self.queue()
         await asyncio.sleep(self.random.uniform(0, self.length))
         row = await self.job(job_id)
+        if row.status == "done":  # the next kills come earlier
+            self.length *= 0.8
         while not await asyncio.to_thread(target.kill):
             row = await self.job(job_id)
             if row.status == "done":  # no sandbox was open: start another job
                 began, job_id = time.monotonic(), await self.queue()
             await asyncio.sleep(0.01)
-        moment, down = time.monotonic() - began, self.random.uniform(1, 2)
+        moment, down = time.monotonic() - began, self.random.uniform(*target.down)
         kill = Kill(name, number, round(moment, 2), round(down, 2), job_id, row.rollouts)
         await asyncio.sleep(down)
         await asyncio.to_thread(target.start)
@@ -190,19 +216,39 @@ class KillTest:
         if self.cluster is not None:
             await asyncio.to_thread(self.cluster.stop)
         self.remains = left_behind(self.folder)
+        self.tracebacks = self.service.log.read_text(errors="replace").count("Traceback (most recent call last)")
         self.unfinished = [line for kill in self.kills for line in kill.unfinished]
         final = [row.rollout_id for row in await self.store.rollouts.find(rollout_ids=self.rollout_ids) if row.final]
         self.result = await reconcile(self.store, self.answer_log, final, echoes=self.arguments.engine == "echo")
 
 
 async def retry(ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Repeat a database operation while the database is down."""
-    for _ in range(300):
+    """Repeat a database operation while the database is away."""
+    deadline = time.monotonic() + FINAL_SECONDS
+    while True:
         try:
             return await ask()
         except StoreError:
+            if time.monotonic() > deadline:
+                raise
             await asyncio.sleep(0.1)
-    return await ask()
+
+
+def deployments(targets: list[str], db: str) -> list[tuple[str, list[str]]]:
+    """Return database and targets of each deployment. They run side by side, because most of a round is waiting.
+
+    A full disk, a long absence of the database, and a Ray cluster each have their own.
+    """
+    own = ("disk", "away", "node")
+    found = [(db, [name for name in targets if name not in own])]
+    found += [("sqlite" if name == "disk" else db, [name]) for name in own if name in targets]
+    return [(kind, names) for kind, names in found if names]
+
+
+async def run_all(tests: list[KillTest]) -> None:
+    async with asyncio.TaskGroup() as group:
+        for test in tests:
+            group.create_task(test.run())
 
 
 def summarise(tests: list[KillTest], arguments: argparse.Namespace) -> dict[str, Any]:
@@ -229,6 +275,7 @@ def summarise(tests: list[KillTest], arguments: argparse.Namespace) -> dict[str,
         "left_behind": len(remains),
         "wrong": len(result.wrong),
         "unaccounted": len(result.unaccounted),
+        "tracebacks": sum(test.tracebacks for test in tests),
         "repeated": result.repeated,
         "calls": {"recorded": result.recorded, "trained": result.trained, "excluded": dict(result.excluded)},
         "rollouts": {
@@ -248,10 +295,11 @@ def summarise(tests: list[KillTest], arguments: argparse.Namespace) -> dict[str,
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=10, help="kills of each target")
+    parser.add_argument("--rounds", type=int, default=10, help="kills in all; the targets take turns")
     parser.add_argument("--targets", default="all", help=f"of {', '.join(TARGETS)}")
     parser.add_argument("--engine", choices=("echo", "vllm"), default="echo")
     parser.add_argument("--db", choices=("postgresql", "sqlite"), default="postgresql")
+    parser.add_argument("--away", type=float, default=60.0, help="seconds for which the target `away` is away")
     parser.add_argument("--samples", type=int, default=4, help="rollouts per job; each kill has its own job")
     parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--concurrency", type=int, default=4)
@@ -259,7 +307,7 @@ def main() -> int:
     parser.add_argument("--keep", action="store_true", help="keep the run's folder with all logs")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    known = [name for name in TARGETS if arguments.db == "postgresql" or name not in ("postgresql", "node")]
+    known = [name for name in TARGETS if arguments.db == "postgresql" or name not in NEEDS_POSTGRESQL]
     arguments.targets = known if arguments.targets == "all" else arguments.targets.split(",")
     if unknown := set(arguments.targets) - set(known):
         parser.error(f"cannot be killed here: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
@@ -269,16 +317,15 @@ def main() -> int:
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leave the with blocks, which stop all processes
     folder = Path(tempfile.mkdtemp(prefix="polar-chaos-"))
-    without_nodes = [name for name in arguments.targets if name != "node"]
+    rounds = iter(range(arguments.rounds))
     tests = []
     try:
-        for number, targets in enumerate([without_nodes, [name for name in arguments.targets if name == "node"]]):
-            if targets:
-                with ExitStack() as stack:
-                    test = KillTest(folder / str(number), targets, arguments, report_line)
-                    test.start(stack)
-                    asyncio.run(test.run())
-                    tests.append(test)
+        with ExitStack() as stack:
+            for number, (db, targets) in enumerate(deployments(arguments.targets, arguments.db)):
+                test = KillTest(folder / str(number), targets, db, rounds, arguments, report_line)
+                test.start(stack)
+                tests.append(test)
+            asyncio.run(run_all(tests))
     except StackError as error:
         report_line(str(error))
         return 2
@@ -291,12 +338,11 @@ def main() -> int:
     if arguments.json:
         print(json.dumps(report, indent=1))
     else:
-        for name in ("rounds", "acknowledged", "lost", "doubled", "unfinished", "left_behind", "wrong", "unaccounted"):
+        for name in ("rounds", "acknowledged", *BAD):
             print(f"{name:14}{report[name]}")
     for line in report["cases"]:
         report_line(line)
-    bad = ("lost", "doubled", "unfinished", "left_behind", "wrong", "unaccounted")
-    if any(report[name] for name in bad):
+    if any(report[name] for name in BAD):
         return 1
     return 2 if report["stopped"] else 0
 

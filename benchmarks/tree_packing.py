@@ -40,6 +40,7 @@ from polar_proxy.training.tree import Ids, Pack, PrefixTree, pack_trees
 LAYOUTS = ("per_call", "merged", "tree")
 CONFIG = make_config(
     {
+        # The layouts cut rollouts into different numbers of sequences, and train the same tokens.
         # A loss without a clip, so that every trained token has a gradient to compare.
         "loss": "cispo",
         "keep_zero_variance_groups": True,
@@ -75,9 +76,9 @@ def main() -> None:
     parser.add_argument(
         "--made-up", type=int, metavar="ROLLOUTS", help="instead of --db: make up a group of N rollouts"
     )
-    parser.add_argument("--turns", type=int, default=10, help="made-up group: calls of a rollout")
+    parser.add_argument("--turns", type=int, default=6, help="made-up group: calls of a rollout")
     parser.add_argument(
-        "--system", type=int, default=2000, help="made-up group: tokens of system prompt, tools and task"
+        "--system", type=int, default=800, help="made-up group: tokens of system prompt, tools and task"
     )
     parser.add_argument("--answer", type=int, default=35, help="made-up group: sampled tokens per call")
     parser.add_argument("--observation", type=int, default=65, help="made-up group: tokens between two calls")
@@ -86,7 +87,7 @@ def main() -> None:
         "--budget", type=int, default=CONFIG.max_tokens_per_microbatch, help="tokens of one forward pass"
     )
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--repeat", type=int, default=3, help="measured steps, after one for warming up")
+    parser.add_argument("--repeat", type=int, default=2, help="measured steps, after one for warming up")
     parser.add_argument("--count", action="store_true", help="only count, measure nothing")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
@@ -261,7 +262,19 @@ def made_up_group(arguments: argparse.Namespace) -> dict[str, tuple[TrainingSequ
 def make_sequence(rollout: int, turn: int, ids: Ids, trained: Any) -> TrainingSequence:
     old_logprobs = np.where(trained, -7.0, np.nan)
     name = f"{rollout}/{turn}"
-    return TrainingSequence(name, "group", rollout, ids, trained, old_logprobs, advantage(rollout), ~trained)
+    return TrainingSequence(
+        trace_id=name,
+        group_id="group",
+        rollout=rollout,
+        token_ids=ids,
+        trained=trained,
+        old_logprobs=old_logprobs,
+        advantage=advantage(rollout),
+        observed=~trained,
+        temperatures=np.ones(len(ids)),
+        versions=np.full(len(ids), None, dtype=object),
+        group_size=1,
+    )
 
 
 def advantage(rollout: int) -> float:

@@ -13,6 +13,7 @@ It starts no agent and opens no sandbox. Promises:
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -59,12 +60,19 @@ class HarnessInfo:
 
 @dataclass(frozen=True)
 class McpServer:
-    """A Model Context Protocol server for the harness to use: started by running `command`, or reached at `url`."""
+    """A Model Context Protocol server for the harness to use: started by running `command`, or reached at `url`.
+
+    Raises HarnessError if both are missing.
+    """
 
     name: str
     command: tuple[str, ...] = ()
     url: str | None = None
     env: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.url is None and not self.command:
+            raise HarnessError(f"MCP server {self.name!r} has neither a command nor a url")
 
 
 @dataclass(frozen=True)
@@ -182,14 +190,23 @@ _BUILT_IN: Mapping[str, str] = {
     "terminus-2": "harness_adapters.terminus_2:Terminus2",
 }
 _SHELL_PREFIX = "shell:"
+_VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+_!-]{0,63}", re.ASCII)
 
 
 def split_version(name: str) -> tuple[str, str | None]:
-    """Split ``NAME@VERSION``. A command line after ``shell:`` is not split."""
+    """Split ``NAME@VERSION``. A command line after ``shell:`` is not split. Raises `HarnessError` for a bad version."""
     if name.startswith(_SHELL_PREFIX):
         return name, None
     bare, _, version = name.partition("@")
+    if version:
+        check_version(version)
     return bare, version or None
+
+
+def check_version(version: str) -> None:
+    """Raise `HarnessError` for text that an installer would take for an option, a path or a URL."""
+    if not _VERSION.fullmatch(version):
+        raise HarnessError(f"{version!r} is not a version: give one such as 1.2.3")
 
 
 def list_adapters() -> tuple[str, ...]:

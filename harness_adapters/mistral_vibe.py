@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from harness_adapters.base import (
-    HarnessError,
     HarnessInfo,
     Installation,
     LaunchContext,
@@ -79,6 +78,4 @@ def _config(context: LaunchContext) -> str:
 def _server(server: McpServer) -> dict[str, object]:
     if server.url is not None:
         return {"name": server.name, "transport": "streamable-http", "url": server.url}
-    if not server.command:
-        raise HarnessError(f"MCP server {server.name!r} has neither a command nor a url")
     return {"name": server.name, "transport": "stdio", "command": list(server.command), "env": dict(server.env)}

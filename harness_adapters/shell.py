@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 
 from harness_adapters.base import (
@@ -66,7 +66,7 @@ class ShellCommand(BaseHarness):
             words = self._words()
         except HarnessError as error:
             raise InstallError(str(error)) from error
-        mounts = tuple(Path(found["path"]) for word in words for found in _PLACEHOLDER.finditer(word) if found["path"])
+        mounts = _mounts(words)
         for path in mounts:
             if not path.is_absolute() or not path.exists():
                 raise InstallError(f"{{mount:{path}}}: no such file or folder on this machine; give an absolute path")
@@ -76,6 +76,10 @@ class ShellCommand(BaseHarness):
     def is_installed(self, cache_root: Path, version: str | None = None) -> bool:
         del cache_root, version
         return True
+
+    def mounted_paths(self) -> tuple[Path, ...]:
+        """Return the paths of this machine that the command mounts. Raises `HarnessError` for a malformed command."""
+        return _mounts(self._words())
 
     @property
     def label(self) -> str:
@@ -117,6 +121,10 @@ class ShellCommand(BaseHarness):
                 'use "$POLAR_INSTRUCTION" inside the script instead of {instruction}'
             )
         return words
+
+
+def _mounts(words: Iterable[str]) -> tuple[Path, ...]:
+    return tuple(Path(found["path"]) for word in words for found in _PLACEHOLDER.finditer(word) if found["path"])
 
 
 def _filled(word: str, values: Mapping[str, str]) -> str:

@@ -8,6 +8,7 @@ settings: `POLAR_GATEWAY__PORT=9000`. No other module reads the environment.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,6 +20,7 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
+from polar_proxy.allowed_code import AllowedCode, is_code
 from polar_proxy.rollout_spec import JobSpec, RolloutSpec
 
 PromptModeSetting = Annotated[
@@ -47,12 +49,20 @@ class GatewayLimits(_Section):
     """Size of a request's URL in KiB."""
     head_seconds: float = Field(20.0, gt=0)
     """Time from the first byte of a request to the end of its headers."""
-    body_pause_seconds: float = Field(30.0, gt=0)
-    """Longest pause between two parts of a request body."""
+    body_seconds: float = Field(300.0, gt=0)
+    """Time from the end of a request's headers to the end of its body."""
+    body_rate_kb: float = Field(1.0, ge=0)
+    """Slowest rate of a request body in KiB/s, measured over each `body_window_seconds`."""
+    body_window_seconds: float = Field(20.0, gt=0)
+    """Time over which the rate of a request body is measured. A body that pauses for longer is refused."""
     bodies_mb: int = Field(512, ge=1)
-    """Size of all request bodies that are read and parsed at a time, in MiB."""
-    body_values: int = Field(2_000_000, ge=1)
+    """Memory for all request bodies, from their first byte until the answer, in MiB. One session may use a quarter."""
+    body_values: int = Field(250_000, ge=1)
     """Number of JSON values in a request body."""
+    messages: int = Field(4_000, ge=1)
+    """Number of messages, or of prompts, in a model request."""
+    tools: int = Field(1_000, ge=1)
+    """Number of tools in a model request."""
 
 
 class GatewaySettings(_Section):
@@ -63,31 +73,51 @@ class GatewaySettings(_Section):
     port: int = Field(8399, ge=0, le=65535)
     """Port to listen on; 0 takes any free port."""
     allowed_hosts: frozenset[str] = frozenset({"host.docker.internal", "host.containers.internal"})
-    """Host names, besides those of loopback, that requests to a gateway on loopback may be addressed to or come from
-    (the headers Host and Origin). It protects a gateway without keys from pages in a browser."""
+    """Host names, besides loopback's, that a gateway on loopback accepts in the headers Host and Origin. The check
+    protects a gateway without keys from web pages that are open in a browser."""
     require_known_keys: bool = False
     """Refuse unknown session keys on loopback too. On any other address they are always refused."""
     shared: bool = False
     """Set this if other gateways serve sessions of the same database. Before each request the gateway then loads what
     the others have recorded of the request's session."""
+    record: Literal["required", "best_effort"] | None = None
+    """What happens to calls while the store cannot be written. `required`: they are refused with status 503, and
+    nothing is sampled. `best_effort`: they are answered, and their session is marked as incomplete, so that it is never
+    trained on. Default: `required` in sessions of rollouts, `best_effort` in others."""
     cluster_port: int = Field(0, ge=0, le=65535)
     """Port of the gateways on the nodes of a Ray cluster; 0 takes any free port."""
-    max_body_mb: int = Field(256, ge=1)
+    max_body_mb: int = Field(32, ge=1)
     """Size limit of a request body in MiB."""
     limits: GatewayLimits = GatewayLimits()
     """Limits that keep one client from stopping the gateway for all others."""
+    calls_in_memory: int = Field(50_000, ge=1)
+    """Number of recorded calls whose digests are kept in memory, about 2 KB each, to find what a new call extends.
+    Beyond it, sessions without a request for half a minute are dropped, and read from the database when used again."""
+    cache_mb: int = Field(256, ge=1)
+    """Memory for the last request of each session and the tokens of answers that may be continued, in MiB, and as much
+    again for what is known to be stored of each session. A call of a session that does not fit costs several times as
+    much."""
     heartbeat_seconds: float = Field(15.0, gt=0)
     """Send a comment line on a stream that has been silent for this long. Google's streams get none."""
     headers_after_seconds: float = Field(2.0, ge=0)
     """Send the headers of a stream after this time if no token has arrived. An error before that keeps its HTTP
     status."""
+    first_token_seconds: float = Field(1800.0, gt=0)
+    """How long a call may wait for its first token (or for the whole answer, if the engine sends it in one piece), in
+    the engine's queue and while its prompt is read. After that the call fails, and the agent gets status 504."""
+    next_token_seconds: float = Field(600.0, gt=0)
+    """How long a call may wait for each further token, for example while new weights are loaded. After that it
+    fails, as with `first_token_seconds`."""
     join_retries: Literal["evidence", "always", "never"] = "evidence"
     """Which equal requests share one answer. `evidence`: those that are known to be retries, by a lost connection or
     the SDK's retry header. `always`: all that arrive while the first runs or shortly after. `never`: none."""
     retry_window_seconds: float = Field(10.0, ge=0)
     """How long a finished answer is kept for a retry, and how long an equal request may count as one."""
     retry_grace_seconds: float = Field(2.0, ge=0)
-    """How long an answer is generated further after its client disconnected, so that a retry can take it over."""
+    """How long to continue an answer after its client disconnected, so that a retry can take it over."""
+    temperature: float | None = Field(None, ge=0)
+    """Sample the calls of sessions without a temperature of their own at this one, without top_p, top_k, min_p and
+    penalties, whatever the agents ask for. Traces of other distributions are only `approximate`."""
     prompt_mode: PromptModeSetting = "continue"
     """`continue`: if possible, a prompt is the exact tokens of the call that it extends, followed by the tokens of the
     new messages. `render`: the engine renders every request from its messages."""
@@ -110,6 +140,15 @@ class EngineSettings(_Section):
     """local: a folder of weights, by default the bundled polar-tiny. vllm, openai: the name of the served model."""
     api_key: str | None = Field(None, repr=False)
     """Key for the engine (vllm, openai). Best set as POLAR_ENGINE__API_KEY; Polar never writes it anywhere."""
+    model_folder: str | None = None
+    """A folder with the model's configuration, tokenizer and chat template (vllm), if the server's own is on another
+    machine. With it conversations are rendered here, which the server is otherwise asked to do several times a call."""
+    vllm_python: str | None = None
+    """Python of an environment with vLLM (vllm). Its parsers read answers for models whose tool calls have another form
+    than Hermes. Default: the Python of the `vllm` command, or this one if it has vLLM."""
+    vllm_parsers: str | None = None
+    """The server's parsers as TOOL/REASONING (vllm), the names given to `vllm serve`; either may be empty. Needed if
+    `vllm_python` is used and several parsers agree with the server on the answers of its verification."""
 
 
 class RunSettings(RolloutSpec):
@@ -126,13 +165,47 @@ class RunSettings(RolloutSpec):
     Needed if the Docker engine cannot see this machine's disk."""
 
     def job_spec(self, **given: Any) -> JobSpec:
-        """Return a job with these settings, except for those in `given`."""
+        """Return a job with these settings, each replaced by the one in `given`, if there is one."""
         return JobSpec(**{**self.model_dump(include=set(JobSpec.model_fields)), **given})
+
+
+class SandboxSettings(_Section):
+    """Sandboxes of agents and evaluators. A task may set its own memory, processors and disk."""
+
+    memory_mb: int = Field(4096, ge=64)
+    """MiB of memory for an agent. An evaluator gets half."""
+    disk_mb: int = Field(8192, ge=64)
+    """MiB that the files in home, workspace and further folders may take. As root, bubblewrap makes a file system of
+    this size, which can be full; in other sandboxes an agent with more is stopped."""
+    files: int = Field(500_000, ge=1000)
+    """Number of those files and folders."""
+    processes: int = Field(1024, ge=16)
+    """Processes and threads at a time; not enforced in process sandboxes."""
+    open_files: int = Field(16_384, ge=64)
+    """Open files of each process."""
+    self_test: Literal["refuse", "warn", "off"] = "refuse"
+    """Before its first use, a kind of sandbox is tested for ways out. `refuse`: do not use it if one is open. `warn`:
+    use it and log a warning. `off`: do not test."""
+    docker_runtime: Literal["auto", "runc", "runsc"] = "auto"
+    """Runtime of Docker containers. `auto`: gVisor (`runsc`) if the engine has it, otherwise the engine's default."""
+    build_network: bool = False
+    """Let `docker build` of a task's image use the network, even if the task does not ask for it."""
+    build_memory_mb: int = Field(4096, ge=64)
+    """MiB of memory for building a task's image."""
+    build_cpus: float = Field(2.0, gt=0)
+    """Processors for building a task's image."""
+    build_seconds: float = Field(1800.0, gt=0)
+    """Time limit of building a task's image."""
 
 
 class ApiSettings(_Section):
     """The HTTP API."""
 
+    folders: tuple[Path, ...] = ()
+    """Folders of this machine from which jobs may take task files, repositories, images to build and mounts. Without
+    any, a job brings its tasks along or names a built-in family. Commands without --url are not limited."""
+    private_callbacks: bool = False
+    """Also send callbacks to loopback, private and link-local addresses."""
     callback_secret: str | None = Field(None, repr=False)
     """Secret that signs callbacks: `whsec_` and base64. By default it is created in the file callback-secret in the
     home. It is never written to the database."""
@@ -176,9 +249,12 @@ class Settings(BaseSettings):
     url: str | None = None
     """The server that commands talk to. Without it, commands use the database directly."""
     api_key: str | None = Field(None, repr=False)
-    """Key for that server. On the server's own machine the default is the key in the file api-key in the home."""
+    """Key for the server at `url`. Default on the server's own machine: the key in the file api-key in the home."""
     harnesses: Path | None = None
     """Folder of the installed harnesses; by default harnesses/ in the home."""
+    allowed_code: frozenset[str] = frozenset()
+    """Python code, each as module:object, that tasks, requests and stored rollouts may refer to: functions that score
+    or parse logs, task sources, agents. Such data cannot make Polar import other code."""
     gateway: GatewaySettings = GatewaySettings()
     """The gateway."""
     engine: EngineSettings = EngineSettings()
@@ -187,6 +263,8 @@ class Settings(BaseSettings):
     """Rollouts."""
     admission: AdmissionSettings = AdmissionSettings()
     """Conditions under which a server starts no further agent."""
+    sandboxes: SandboxSettings = SandboxSettings()
+    """Sandboxes of agents and evaluators."""
     api: ApiSettings = ApiSettings()
     """The HTTP API."""
 
@@ -203,9 +281,18 @@ class Settings(BaseSettings):
         files = [path for path in (home / "polar.toml", Path("polar.toml")) if path.is_file()]
         return (init_settings, env_settings, TomlConfigSettingsSource(settings_cls, files, deep_merge=True))
 
+    def code(self, *named: str) -> AllowedCode:
+        """Return the code that data may refer to: `allowed_code`, the agent of [run], and the given names."""
+        return AllowedCode(self.allowed_code.union(name for name in (self.run.harness, *named) if is_code(name)))
+
     def model_post_init(self, context: Any, /) -> None:
         self.home = self.home.expanduser().absolute()
 
     @property
     def harness_cache(self) -> Path:
         return (self.harnesses or self.home / "harnesses").expanduser().absolute()
+
+
+def child_environment(added: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a child process: this process's and `added`."""
+    return {**os.environ, **added}

@@ -7,6 +7,7 @@ PolarError
     StoreError          the database
     RequestError        a model request
     EngineError         the inference engine
+        EngineDroppedError  it dropped a request
     ApiError            a request to the HTTP API
     TrainingError       a training run
 """
@@ -60,6 +61,10 @@ class EngineError(PolarError):
     def __init__(self, message: str, *, status: int = 502) -> None:
         super().__init__(message)
         self.status = status
+
+
+class EngineDroppedError(EngineError):
+    """The engine closed the connection before it began to answer. It may have sampled."""
 
 
 class ApiError(PolarError):

@@ -22,6 +22,12 @@ from polar_proxy.errors import UsageError, first_problem
 from polar_proxy.types import Json
 
 
+def whole_distribution(temperature: float) -> dict[str, float | int]:
+    """Return the policy with which a session's calls are sampled from the model's own distribution at a temperature."""
+    penalties = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
+    return {"temperature": temperature, "top_p": 1.0, "top_k": 0, "min_p": 0.0, **penalties}
+
+
 class RolloutSpec(BaseModel):
     """The options of one rollout. Its task is given separately."""
 
@@ -39,6 +45,9 @@ class RolloutSpec(BaseModel):
     """Maximum number of tokens in one answer."""
     train_timed_out: bool = False
     """Also train on rollouts whose agent ran out of time."""
+    signs: Literal["note", "zero", "exclude"] = "note"
+    """What signs of reward hacking do: note (list them), zero (the reward is 0), exclude (the rollout is not
+    trained)."""
 
     @classmethod
     def read(cls, value: Json) -> Self:

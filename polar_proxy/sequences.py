@@ -14,10 +14,13 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 
-from polar_proxy.types import CallRecord, Logprobs, Span, TokenIds, Trace
+from polar_proxy.types import AnswerSampling, CallRecord, Choice, Json, Logprobs, Span, TokenIds, Trace
 
 _MISSING_LOGPROB = -9000.0
 """Engines write -9999 for a missing log-probability, so values at or below this count as missing."""
+
+_OFF_AT_ZERO = frozenset({"top_k", "min_p", "presence_penalty", "frequency_penalty", "logit_bias"})
+_OFF_AT_ONE = frozenset({"top_p", "repetition_penalty"})
 
 LossMask = npt.NDArray[np.uint8]
 _COMPARE_AT_ONCE = 256
@@ -66,6 +69,39 @@ def _mask_of(spans: Sequence[Span]) -> LossMask:
     return np.repeat(sampled, [span.end - span.start for span in spans])
 
 
+# ---------------------------------------------------------------- how answers were sampled
+
+
+def answer_sampling(call: CallRecord, choice: Choice) -> AnswerSampling:
+    """Return how one answer of a call was sampled."""
+    sampling = call.sampling
+    changes: Json = {}
+    for name, value in sampling.items():
+        if (name in _OFF_AT_ZERO and value) or (name in _OFF_AT_ONE and value not in (None, 1.0)):
+            changes[name] = value
+    return AnswerSampling(sampling.get("temperature"), changes, call.logprob_mode, policy_versions(call, choice))
+
+
+def policy_versions(call: CallRecord, choice: Choice) -> tuple[tuple[int, str | None], ...]:
+    """Return (first position within the answer, policy version) of each run of its tokens, from position 0 on."""
+    if not choice.versions:
+        return ((0, call.weight_version),)
+    if choice.versions[0][0] > 0:
+        return ((0, call.weight_version), *choice.versions)
+    return choice.versions
+
+
+def samplings_of(spans: Iterable[Span], calls: Mapping[str, CallRecord]) -> tuple[AnswerSampling, ...]:
+    """Return how the answer of each sampled span was sampled."""
+    found = []
+    for span in spans:
+        if span.kind == "sampled":
+            call = calls[span.call_id]
+            choice = next(choice for choice in call.choices if choice.index == span.choice)
+            found.append(answer_sampling(call, choice))
+    return tuple(found)
+
+
 @dataclass(frozen=True, slots=True)
 class TracePath:
     """A whole sequence from its root: `token_ids` int32 [n], `loss_mask` uint8 [n], `logprobs` float32 [n]."""
@@ -75,7 +111,7 @@ class TracePath:
     logprobs: Logprobs
     """NaN where the mask is 0."""
     own: int
-    """Where the trace's own tokens begin. The tokens before it are trained with the traces that own them."""
+    """Index of the first token that belongs to this trace. Earlier tokens are trained with the parents' traces."""
 
 
 def trace_path(trace: Trace, traces: Iterable[Trace] | Mapping[str, Trace]) -> TracePath:
@@ -126,6 +162,8 @@ def find_layout_problem(trace: Trace) -> str | None:
         return "it has log-probabilities of tokens that were not sampled"
     if not all_reported(trace.logprobs[mask == 1]):
         return "log-probabilities of sampled tokens are missing or not finite"
+    if len(trace.sampling) != sum(span.kind == "sampled" for span in trace.spans):
+        return "it does not say of each answer how it was sampled"
     before = int(mask.argmax()) if mask.any() else size
     if trace.prompt_length != before:
         return f"its first answer begins at {before}, and its prompt has {trace.prompt_length} tokens"
@@ -150,6 +188,8 @@ def find_problem(trace: Trace, calls: Mapping[str, CallRecord]) -> str | None:
         token_ids, _, logprobs = assemble(trace.spans, calls)
     except SpanError as error:
         return str(error)
+    if trace.sampling != samplings_of(trace.spans, calls):
+        return "its answers were sampled in another way than recorded"
     differs = np.flatnonzero(trace.token_ids != token_ids)
     if differs.size:
         ends = list(accumulate(span.end - span.start for span in trace.spans))

@@ -39,7 +39,7 @@ def new_id(prefix: str) -> str:
         _id_last = max(time.time_ns() // 1000, _id_last + 1)
         stamp = _id_last
     value = (stamp << 40) | secrets.randbits(40)
-    return prefix + "_" + "".join(_ALPHABET[(value >> shift) & 31] for shift in range(95, -5, -5))
+    return prefix + "_" + "".join([_ALPHABET[(value >> shift) & 31] for shift in range(95, -5, -5)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +111,7 @@ class Sampling:
     n: int = 1
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
     logit_bias: Mapping[str, float] | None = None
     logprobs: bool = False
     """The client requests log-probabilities, so events carry `tokens`. Log-probabilities are recorded in any case."""
@@ -130,6 +131,8 @@ class ChatRequest:
     parallel_tool_calls: bool | None = None
     response_format: Json | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    large: bool = field(default=False, compare=False)
+    """True if the request is so large that work on the whole of it runs in an `OffloadThread`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +142,8 @@ class TextRequest:
     model: str
     prompt: str | tuple[int, ...]
     sampling: Sampling = field(default_factory=Sampling)
+    large: bool = field(default=False, compare=False)
+    """True if the request is large (see `ChatRequest.large`)."""
 
 
 EngineRequest = ChatRequest | TextRequest
@@ -188,7 +193,7 @@ class SampleEvent:
     weight_version: str | None = None
     """The policy version that sampled these ids, if the engine reports it with every event."""
     versions: tuple[tuple[int, str], ...] = ()
-    """As `Choice.versions`; comes with the `finish_reason`, from engines that report versions only at the end."""
+    """The runs of `Choice.versions`, with the `finish_reason`, from engines that report versions only at the end."""
     usage: tuple[int, int] | None = None
     """(prompt tokens, completion tokens); comes with the last event, from engines that report no token ids."""
 
@@ -207,6 +212,8 @@ class EngineInfo:
     """Any of: token_ids, logprobs, tools, json_schema, tool_choice_required, token_prompt, score, images, continue (a
     chat request is sampled from exact ids and its answer parsed as usual), weight_versions (reported per event)."""
     eos_token_ids: tuple[int, ...] = ()
+    precision: str | None = None
+    """Number format of its computations, such as float32 or "bfloat16, fp8 weights"; None if it does not report it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,6 +309,20 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
+class AnswerSampling:
+    """The distribution from which an answer was sampled, and the weights that gave it."""
+
+    temperature: float | None
+    """None if the record does not name it."""
+    changes: Json
+    """The other settings that changed the model's own distribution, such as top_p or a penalty; empty if none did."""
+    logprob_mode: LogprobMode
+    """`processed`: the log-probabilities are of this distribution. `raw`: they are of temperature 1, unchanged."""
+    versions: tuple[tuple[int, str | None], ...]
+    """(first position within the answer, policy version) of each run of its tokens, from position 0 on."""
+
+
+@dataclass(frozen=True, slots=True)
 class Trace:
     """One training sequence.
 
@@ -328,3 +349,5 @@ class Trace:
     """Builder `tree`: number of tokens before the branch, counted from the root trace."""
     rescored: bool = False
     """`logprobs` come from a later, teacher-forced scoring, not from sampling."""
+    sampling: tuple[AnswerSampling, ...] = ()
+    """How the answer of each sampled span was sampled, in order."""

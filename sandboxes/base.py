@@ -18,6 +18,7 @@ The owner of a sandbox is the process that opened it. Promises that every kind k
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import posixpath
 import socket
@@ -29,11 +30,15 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 
 from sandboxes.remove_tree import remove_tree
+from sandboxes.tree import SandboxTree
 
 if TYPE_CHECKING:
     from sandboxes.orphans import SandboxRegistry
 
+log = logging.getLogger(__name__)
+
 SandboxKind = Literal["docker", "bubblewrap", "process"]
+DockerRuntime = Literal["auto", "runc", "runsc"]
 OutputCallback = Callable[[bytes], None]
 
 OUTPUT_LIMIT = 4 << 20
@@ -72,13 +77,18 @@ class Mount:
 class ResourceLimits:
     """Upper bounds of one sandbox; None means no bound. `Sandbox.unenforced` lists those that a kind cannot enforce.
 
-    `file_mb` bounds the size of each file. Memory includes files in /tmp if /tmp is in memory (bubblewrap).
+    `file_mb` bounds the size of each file, `open_files` the descriptors of each process, `disk_mb` and `files` the
+    home, the working folder and all further folders together (see `disk`). Memory includes files in /tmp if /tmp is in
+    memory (bubblewrap).
     """
 
     memory_mb: int | None = 4096
     cpus: float | None = None
     pids: int | None = 1024
     file_mb: int | None = None
+    disk_mb: int | None = 8192
+    files: int | None = 500_000
+    open_files: int | None = 16_384
 
 
 @dataclass(frozen=True)
@@ -86,6 +96,8 @@ class SandboxSpec:
     """The specification of a sandbox. `image` is for docker only; None is the default image of `sandboxes/images`."""
 
     image: str | None = None
+    runtime: DockerRuntime = "auto"
+    """Runtime of the Docker engine; auto takes gVisor's `runsc` if the engine has it."""
     mounts: tuple[Mount, ...] = ()
     limits: ResourceLimits = field(default_factory=ResourceLimits)
     env: Mapping[str, str] = field(default_factory=dict)
@@ -175,8 +187,8 @@ class Sandbox(ABC):
     """
 
     kind: ClassVar[SandboxKind]
-    isolation: ClassVar[str]
-    """One sentence that states what is isolated and what is not."""
+    exceeded: str | None = None
+    """The reason why programs inside were stopped: their files exceed the quota. Files stay, and new commands run."""
     unenforced: tuple[str, ...] = ()
     """The requested limits that this sandbox cannot enforce, each with the reason."""
     base_env: Mapping[str, str] = {}
@@ -190,7 +202,10 @@ class Sandbox(ABC):
         self._record = registry.new_record(self.kind)
         self.id = self._record.id
         self.base = registry.state_dir / self.id
+        """A folder of this machine for what belongs to the sandbox and is not visible inside; removed with it."""
+        self._record.dirs.append(str(self.base))
         self._closing: asyncio.Task[None] | None = None
+        self._disk_watch: asyncio.Task[None] | None = None
 
     # ------------------------------------------------------------ life cycle
 
@@ -221,12 +236,24 @@ class Sandbox(ABC):
         await uncancellable(_wait(self._closing))
 
     async def _end_and_unregister(self) -> None:
+        if self._disk_watch is not None:
+            self._disk_watch.cancel()
+            await asyncio.wait({self._disk_watch})
         await self._end()
         await asyncio.to_thread(self._unregister)
 
     def _unregister(self) -> None:
-        remove_tree(self.base)
-        self._registry.remove(self.id)
+        try:
+            remove_tree(self.base)
+        except OSError as error:
+            # What an agent left is no error of the caller. The record stays, and the next sweep tries again.
+            log.warning("The folder of sandbox %s cannot be removed: %s", self.id, error)
+        else:
+            self._registry.remove(self.id)
+
+    async def _stop_programs(self, reason: str) -> None:
+        self.exceeded = f"the sandbox was stopped: {reason}"
+        await self.kill_all()
 
     def _require_open(self, handle: T | None) -> T:
         """Return the handle of the running sandbox. Raise `SandboxEnded` if it is closed."""
@@ -295,6 +322,15 @@ class Sandbox(ABC):
         """Read a regular file. The path is resolved inside the sandbox, links included.
 
         Raise `FileNotFoundError`, `IsADirectoryError`, or `FileTooLarge` for more than `limit` bytes.
+        """
+
+    @abstractmethod
+    async def read_tree(self, path: str | None = None) -> SandboxTree:
+        """End the sandbox's processes and return the files below `path` (`workdir` if None), read from outside: nothing
+        inside takes part in it. The caller closes the tree; afterwards the sandbox may run no more commands.
+
+        Raise `SandboxError` for a folder that this kind cannot read from outside (`workdir`, `home` and the folders of
+        the specification always work), `TreeTooLarge` if there is more than `sandboxes.tree` reads.
         """
 
     async def write_tree(self, files: Mapping[str, bytes], root: str | None = None) -> None:

@@ -17,24 +17,20 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-from sandboxes import cgroups, orphans, seccomp
+from sandboxes import cgroups, disk, orphans, seccomp
 from sandboxes.base import SandboxError, SandboxSpec
 from sandboxes.process import SupervisedSandbox, process_limits
 
 HOME = "/home/agent"
 WORKDIR = "/workspace"
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc", "/opt", "/nix/store")
+TEMPORARY_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
 FIRST_UID, UIDS = 60_000, 1_000
 SEARCH_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 class BubblewrapSandbox(SupervisedSandbox):
     kind = "bubblewrap"
-    isolation = (
-        "Own processes, unprivileged user, network (loopback only) and files; of the host's files only programs, "
-        "libraries and the public ones in /etc are readable; the kernel is shared, system calls that no agent needs "
-        "are refused."
-    )
 
     def __init__(self, spec: SandboxSpec, registry: orphans.SandboxRegistry) -> None:
         super().__init__(spec, registry)
@@ -50,10 +46,13 @@ class BubblewrapSandbox(SupervisedSandbox):
         for name, target in folders.items():
             if any(Path(target).is_relative_to(system) for system in SYSTEM):
                 raise SandboxError(f"bubblewrap shows the host's own {target} read-only; use docker for a folder there")
-            (self.base / name).mkdir(mode=0o755)
+            folder = self._files / name
+            folder.mkdir(mode=0o755, parents=True)
             if self.uid is not None:
-                os.chown(self.base / name, self.uid, self.uid)
-            binds += ["--bind", str(self.base / name), target]
+                os.chown(folder, self.uid, self.uid)
+            binds += ["--bind", str(folder), target]
+        if disk.make_image(self.base / "disk.ext4", self._files, self.spec.limits):
+            self._disk_image = (str(self.base / "disk.ext4"), str(self._files))
         if self.uid is not None:
             binds += self._user_files(self.uid)
         self._limit()
@@ -61,7 +60,15 @@ class BubblewrapSandbox(SupervisedSandbox):
             binds += ["--ro-bind", str(mount.source.absolute()), mount.target]
         # The root is a small tmpfs with nothing but mount points. It is made read-only last.
         targets = [*folders.values(), *(mount.target for mount in self.spec.mounts)]
-        return [*bwrap_command(), *_parents(targets), *binds, "--remount-ro", "/"]
+        return [*bwrap_command(self.spec.limits.memory_mb), *_parents(targets), *binds, "--remount-ro", "/"]
+
+    @property
+    def _files(self) -> Path:
+        return self.base / "disk"
+
+    @property
+    def _watched_folders(self) -> list[Path]:
+        return [self._files]
 
     def _user_files(self, uid: int) -> list[str]:
         """Return the mounts that give the user a name, because programs look it up."""
@@ -91,7 +98,7 @@ class BubblewrapSandbox(SupervisedSandbox):
                 self.unenforced += ("memory_mb: the limit holds for each process, not for the sum of all",)
 
     def _rlimits(self) -> dict[str, int]:
-        limits = process_limits(self.spec)
+        limits = process_limits(self.spec.limits)
         if self._cgroup is not None:
             limits.pop("RLIMIT_DATA", None)
         elif self.spec.limits.pids is not None:
@@ -113,12 +120,13 @@ def agent_uid(sandbox_id: str) -> int:
     return FIRST_UID + zlib.crc32(sandbox_id.encode()) % UIDS
 
 
-def bwrap_command() -> list[str]:
-    """Return the bwrap command line, without the mounts of one sandbox.
+def bwrap_command(memory_mb: int | None = None) -> list[str]:
+    """Return the bwrap command line, without the mounts of one sandbox. The temporary folders hold at most `memory_mb`
+    together.
 
     If Polar runs as root, no user namespace is made: in one that root made, the agent would be the kernel's user 0 and
-    own what that user owns, for example the settings in /proc/sys. Other users need a user namespace to make the
-    others.
+    own what that user owns, for example the settings in /proc/sys. Other users need a user namespace to make the other
+    namespaces.
     """
     program = shutil.which("bwrap")
     if program is None:
@@ -134,8 +142,9 @@ def bwrap_command() -> list[str]:
         elif os.path.isdir(name):
             args += ["--ro-bind", name, name]
     args += ["--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys", "--dev", "/dev", "--dir", "/run"]
-    for folder in ("/tmp", "/var/tmp", "/dev/shm"):
-        args += ["--perms", "1777", "--tmpfs", folder]
+    for folder in TEMPORARY_FOLDERS:
+        size = [] if memory_mb is None else ["--size", str((memory_mb << 20) // len(TEMPORARY_FOLDERS))]
+        args += ["--perms", "1777", *size, "--tmpfs", folder]
     for path in unreadable_files():
         args += ["--tmpfs", path] if os.path.isdir(path) else ["--ro-bind", "/dev/null", path]
     return [*args, "--setenv", "PATH", SEARCH_PATH]

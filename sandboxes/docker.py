@@ -8,15 +8,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import posixpath
 import socket
 import tarfile
 import time
 import uuid
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sandboxes import netns, orphans, seccomp
+from sandboxes import disk, netns, orphans, seccomp
 from sandboxes.base import (
     OUTPUT_LIMIT,
     READ_LIMIT,
@@ -33,13 +35,21 @@ from sandboxes.base import (
 )
 from sandboxes.docker_engine import (
     CommandStream,
+    changed_names,
+    container_bytes,
     docker_client,
+    fetch_tree,
     find_image,
+    find_runtime,
+    image_user,
+    kill_container,
     pack_archive,
     remove_container,
     require_aiodocker,
     translate_errors,
 )
+from sandboxes.process import process_limits
+from sandboxes.tree import SandboxTree
 
 if TYPE_CHECKING:
     import aiodocker
@@ -48,15 +58,16 @@ HOME = "/home/agent"
 WORKDIR = "/workspace"
 COMMAND_ID_VARIABLE = "POLAR_EXEC_ID"
 END_SECONDS = 10.0
+SCRIPT_SECONDS = 120.0
+SHARED_MEMORY_BYTES = 256 << 20
 PROBE = ["true"]
+MAIN_USER = "65533:65533"
+"""The user of the container's own program. No command has this user or a capability, so none can kill this program and
+thereby end the container."""
 
 
 class DockerSandbox(Sandbox):
     kind = "docker"
-    isolation = (
-        "Own processes, network (loopback only) and files of an image, no capabilities; the kernel is shared, system "
-        "calls that no agent needs are refused, and root inside is root of the engine's user namespace."
-    )
 
     def __init__(self, spec: SandboxSpec, registry: orphans.SandboxRegistry) -> None:
         super().__init__(spec, registry)
@@ -66,6 +77,10 @@ class DockerSandbox(Sandbox):
         self._engine: aiodocker.Docker | None = None
         self._container: Any = None
         self._main = "1"
+        self._user = ""
+        """The user of all commands, which is the image's own."""
+        self.runtime = "runc"
+        """The engine's runtime that the container runs in, known when it is open."""
         self._running: set[asyncio.Task[int]] = set()
         """The tasks that follow running commands."""
         self._ending: set[asyncio.Task[None]] = set()
@@ -76,8 +91,10 @@ class DockerSandbox(Sandbox):
     async def _start(self) -> None:
         engine = self._engine = await self._stack.enter_async_context(docker_client())
         image = await find_image(engine, self.spec.image)
+        self.runtime = await find_runtime(engine, self.spec.runtime)
         self._record.container = self.id  # the container's name, known before it exists
         await uncancellable(asyncio.to_thread(self._registry.write, self._record))
+        self._user = await image_user(engine, image)
         try:
             # Not cancelled half-way, because the engine could create the container after the clean-up looked for it.
             creating = engine.containers.create(self._config(image), name=self.id)
@@ -90,6 +107,25 @@ class DockerSandbox(Sandbox):
         self._main = done.stdout.split()[0].decode() if done.stdout else "1"
         if done.exit_code:
             await self._own_volumes()
+        folders = await self._local_folders()
+        watching = disk.watch(self.id, lambda: self._disk_usage(folders), self.spec.limits, self._stop_programs)
+        self._disk_watch = asyncio.create_task(watching)
+
+    async def _local_folders(self) -> list[Path]:
+        """Return the folders of this machine that hold the container's files; none if this process cannot read them."""
+        with translate_errors():
+            found = await self._container.show()
+        layer = (found["GraphDriver"]["Data"] or {}).get("UpperDir")
+        names = [layer, *(mount["Source"] for mount in found["Mounts"] if mount["Type"] == "volume")]
+        readable = [name is not None and os.access(name, os.R_OK | os.X_OK) for name in names]
+        return [Path(name) for name in names] if os.geteuid() == 0 and all(readable) else []
+
+    async def _disk_usage(self, folders: list[Path]) -> disk.DiskUsage:
+        if folders:
+            return await asyncio.to_thread(disk.measure, folders, self.spec.limits)
+        assert self._engine is not None
+        with translate_errors():
+            return disk.DiskUsage(size=await container_bytes(self._engine, self.id))
 
     async def _own_volumes(self) -> None:
         """Give the volumes to the image's user, through an archive: root inside has no capability to change owners."""
@@ -119,6 +155,8 @@ class DockerSandbox(Sandbox):
             "CapDrop": ["ALL"],
             "SecurityOpt": ["no-new-privileges", f"seccomp={json.dumps(seccomp.docker_profile())}"],
             "Mounts": mounts,
+            "Runtime": self.runtime,
+            "ShmSize": SHARED_MEMORY_BYTES,
             "Ulimits": [{"Name": "core", "Soft": 0, "Hard": 0}],
             # The engine keeps no copy of the output in its own log.
             "LogConfig": {"Type": "none"},
@@ -129,11 +167,12 @@ class DockerSandbox(Sandbox):
             host["NanoCpus"] = int(limits.cpus * 1e9)
         if limits.pids is not None:
             host["PidsLimit"] = limits.pids
-        if limits.file_mb is not None:
-            size = limits.file_mb << 20
-            host["Ulimits"].append({"Name": "fsize", "Soft": size, "Hard": size})
+        for name, limit in (("fsize", "RLIMIT_FSIZE"), ("nofile", "RLIMIT_NOFILE")):
+            if (value := process_limits(limits).get(limit)) is not None:
+                host["Ulimits"].append({"Name": name, "Soft": value, "Hard": value})
         return {
             "Image": image,
+            "User": MAIN_USER,
             "Entrypoint": ["tail", "-f", "/dev/null"],
             "Cmd": [],
             "Hostname": "sandbox",
@@ -169,7 +208,9 @@ class DockerSandbox(Sandbox):
         task: asyncio.Task[int] | None = None
         try:
             with translate_errors():
-                execution = await container.exec(argv, environment=variables, stdin=bool(command.stdin), workdir="/")
+                execution = await container.exec(
+                    argv, user=self._user, environment=variables, stdin=bool(command.stdin), workdir="/"
+                )
                 task = asyncio.ensure_future(run.follow(execution))
                 self._running.add(task)
                 task.add_done_callback(self._running.discard)
@@ -220,7 +261,7 @@ class DockerSandbox(Sandbox):
             # Not through `exec`, which waits until `_kill` has ended.
             with translate_errors():
                 killing = ["sh", "-c", KILL, "sh", self._main, f"{COMMAND_ID_VARIABLE}={ident}"]
-                execution = await self._require_open(self._container).exec(killing, workdir="/")
+                execution = await self._require_open(self._container).exec(killing, user=self._user, workdir="/")
                 await CommandStream(b"", None, OUTPUT_LIMIT).follow(execution)
             # Repeated if needed: the engine may have been about to start the program.
             await asyncio.wait({task}, timeout=0.5)
@@ -251,8 +292,13 @@ class DockerSandbox(Sandbox):
         return self._closing is not None
 
     async def _script(self, script: str, *args: str, stdin: bytes = b"", limit: int = OUTPUT_LIMIT) -> ExecResult:
-        """Run one of the scripts below as the sandbox's user."""
-        return await self.exec(["sh", "-c", script, "sh", *args], cwd="/", stdin=stdin, output_limit=limit)
+        """Run one of the scripts below as the sandbox's user. Raise OSError if it does not end, which a program inside
+        can achieve by replacing a file by a pipe at the right moment."""
+        argv = ["sh", "-c", script, "sh", *args]
+        done = await self.exec(argv, cwd="/", stdin=stdin, output_limit=limit, timeout=SCRIPT_SECONDS)
+        if done.timed_out:
+            raise OSError(f"a file operation in the sandbox did not end within {SCRIPT_SECONDS:.0f} s")
+        return done
 
     async def kill_all(self) -> None:
         await self._script(KILL, self._main, "")
@@ -262,7 +308,8 @@ class DockerSandbox(Sandbox):
     async def write(self, path: str, data: bytes, mode: int = 0o644) -> None:
         done = await self._script(WRITE, self.path(path), f"{mode:o}", stdin=data)
         if done.exit_code:
-            raise OSError(f"cannot write {path} in the sandbox: {done.stderr.decode(errors='replace').strip()}")
+            reason = done.stderr.decode(errors="replace").strip() or "not a regular file"
+            raise OSError(f"cannot write {path} in the sandbox: {reason}")
 
     async def write_tree(self, files: Mapping[str, bytes], root: str | None = None) -> None:
         """Send one archive with all files: a call of the engine costs as much as a thousand small files."""
@@ -286,6 +333,16 @@ class DockerSandbox(Sandbox):
         if len(done.stdout) > limit:
             raise FileTooLarge(f"{path} is larger than {limit} bytes")
         return done.stdout
+
+    async def read_tree(self, path: str | None = None) -> SandboxTree:
+        folder = posixpath.normpath(path or self.workdir)
+        container = self._require_open(self._container)
+        assert self._engine is not None
+        with translate_errors():
+            await kill_container(container)
+            in_volume = any(folder == volume or folder.startswith(volume + "/") for volume in self._volumes)
+            top_names = None if in_volume else await changed_names(self._engine, self.id, folder)
+            return await fetch_tree(self._engine, self.id, folder, top_names)
 
     async def listen(self, port: int = 0) -> socket.socket | None:
         with translate_errors():
@@ -355,6 +412,7 @@ FIND_MAIN_PROCESS = (
     "for d in /proc/[0-9]*; do p=${d#/proc/}; case $p in 1|$$) ;; *) echo $p;; esac; done; "
     'for f; do test -w "$f" || exit 1; done'
 )
+# Only regular files are read and written: a pipe without another end would never answer.
 READ = '[ -e "$1" ] || exit 2; [ -d "$1" ] && exit 21; [ -f "$1" ] || exit 22; head -c "$2" -- "$1"'
-WRITE = 'mkdir -p -- "$(dirname -- "$1")" && cat >"$1" && chmod "$2" -- "$1"'
+WRITE = '[ -e "$1" ] && [ ! -f "$1" ] && exit 22; mkdir -p -- "$(dirname -- "$1")" && cat >"$1" && chmod "$2" -- "$1"'
 UNPACK = 'mkdir -p -- "$1" && tar -xof - -C "$1"'

@@ -11,18 +11,25 @@ import contextlib
 import io
 import json
 import logging
+import os
+import posixpath
 import tarfile
+import tempfile
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from sandboxes import images, orphans
-from sandboxes.base import OutputCallback, OutputTail, SandboxEnded, SandboxError, SandboxUnavailable
+from sandboxes.base import DockerRuntime, OutputCallback, OutputTail, SandboxEnded, SandboxError, SandboxUnavailable
+from sandboxes.tree import ARCHIVE_BYTES, ArchiveTree, SandboxTree, TreeTooLarge
 
 if TYPE_CHECKING:
     import aiodocker
 
 log = logging.getLogger(__name__)
 
+CHANGED = 0
+"""The kind of a path that was in the image already, in the engine's list of changes; others were added or deleted."""
+UNREADABLE = "\ufffd"
 DRAIN_SECONDS = 1.0
 """After the end of a command, its output counts as complete when nothing more arrived for this long."""
 
@@ -62,6 +69,12 @@ async def inspect_image(engine: aiodocker.Docker, name: str) -> dict[str, Any] |
         raise SandboxError(f"the Docker engine reports: {error.message}") from error
 
 
+async def image_user(engine: aiodocker.Docker, image: str) -> str:
+    """Return the user that an image's programs run as, by name or number. Raise `SandboxError`."""
+    found = await inspect_image(engine, image) or {}
+    return (found.get("Config") or {}).get("User") or "0"
+
+
 async def find_image(engine: aiodocker.Docker, image: str | None) -> str:
     """Return the name of `image` (None: the default image).
 
@@ -72,6 +85,41 @@ async def find_image(engine: aiodocker.Docker, image: str | None) -> str:
         command = f"docker pull {image}" if image else "python -m sandboxes.images.build"
         raise SandboxUnavailable(f"the image {name} is not on this machine (get it with: {command})")
     return name
+
+
+async def find_runtime(engine: aiodocker.Docker, wanted: DockerRuntime) -> str:
+    """Return the name of the engine's runtime to use. Raise `SandboxUnavailable` if the engine lacks the wanted one."""
+    with translate_errors():
+        info = await engine.system.info()
+    runtimes = info.get("Runtimes") or {}
+    if wanted == "runsc" and "runsc" not in runtimes:
+        raise SandboxUnavailable(
+            "the Docker engine has no runtime runsc: install gVisor, run `runsc install`, and restart the engine; or "
+            "set sandboxes.docker_runtime to auto"
+        )
+    if wanted == "auto":
+        return "runsc" if "runsc" in runtimes else str(info.get("DefaultRuntime") or "runc")
+    return wanted
+
+
+async def describe_engine(wanted: DockerRuntime = "auto") -> str:
+    """Return the runtime, and whether root inside containers is an unprivileged user outside. Raise `SandboxError`."""
+    async with docker_client() as engine:
+        runtime = await find_runtime(engine, wanted)
+        with translate_errors():
+            options = (await engine.system.info()).get("SecurityOptions") or []
+    if any(option.startswith(("name=userns", "name=rootless")) for option in options):
+        return f"runtime {runtime}, root inside is an ordinary user outside"
+    return f"runtime {runtime}, root inside is root outside (without capabilities) until the engine has userns-remap"
+
+
+async def container_bytes(engine: aiodocker.Docker, name: str) -> int:
+    """Return the size of a container's own files and volumes, as the engine measures it."""
+    container: dict[str, Any] = await engine._query_json(f"containers/{name}/json", params={"size": "true"})
+    volumes = {mount["Name"] for mount in container["Mounts"] if mount["Type"] == "volume"}
+    found = await engine._query_json("system/df", params={"type": "volume"})
+    sizes = [int(volume["UsageData"]["Size"]) for volume in found["Volumes"] or () if volume["Name"] in volumes]
+    return int(container.get("SizeRw") or 0) + sum(sizes)
 
 
 @contextlib.contextmanager
@@ -180,6 +228,71 @@ def pack_archive(entries: Iterable[tuple[tarfile.TarInfo, bytes]]) -> bytes:
             entry.size = len(data)
             archive.addfile(entry, io.BytesIO(data))
     return buffer.getvalue()
+
+
+# ---------------------------------------------------------------- reading a container's files, without its programs
+
+
+async def kill_container(container: Any) -> None:
+    """End all processes of a container; do nothing if it has ended already."""
+    try:
+        await container.kill()
+    except require_aiodocker().DockerError as error:
+        if error.status != 409:
+            raise
+
+
+async def changed_names(engine: aiodocker.Docker, name: str, folder: str) -> set[str] | None:
+    """Return the names directly below `folder` where the container differs from its image; None: perhaps all."""
+    changes = await engine._query_json(f"containers/{name}/changes", method="GET")
+    found: set[str] = set()
+    for change in changes or ():
+        path, replaced = str(change["Path"]), change["Kind"] != CHANGED
+        if replaced and (folder + "/").startswith(path + "/"):
+            return None
+        if path.startswith(folder + "/"):
+            found.add(path[len(folder) + 1 :].partition("/")[0])
+    if any(UNREADABLE in one for one in found):  # the engine's JSON cannot name a file whose name is not UTF-8
+        return None
+    return found - {".git"}
+
+
+async def fetch_tree(engine: aiodocker.Docker, name: str, folder: str, top_names: set[str] | None) -> SandboxTree:
+    """Read `folder` of a container, or only these names in it, through archives that the engine makes itself.
+
+    Raise `TreeTooLarge`."""
+    file = tempfile.TemporaryFile(prefix="polar-tree-")  # noqa: SIM115 - the tree closes the file
+    try:
+        starts: dict[int, bytes] = {}
+        for top in [""] if top_names is None else sorted(top_names):
+            start = file.tell()
+            if await _fetch_archive(engine, name, posixpath.join(folder, top).rstrip("/"), file):
+                starts[start] = os.fsencode(top)
+        names = None if top_names is None else {os.fsencode(top) for top in top_names}
+        return await asyncio.to_thread(ArchiveTree, file, starts, names)
+    except BaseException:
+        file.close()
+        raise
+
+
+async def _fetch_archive(engine: aiodocker.Docker, name: str, path: str, file: BinaryIO) -> bool:
+    """Append the archive of a path to the file; return False if there is no such path."""
+    library = require_aiodocker()
+    query = engine._query(f"containers/{name}/archive", method="GET", params={"path": path}, timeout=None)
+    try:
+        async with query as response:
+            try:
+                async for chunk in response.content.iter_chunked(1 << 20):
+                    await asyncio.to_thread(file.write, chunk)
+                    if file.tell() > ARCHIVE_BYTES:
+                        raise TreeTooLarge(f"{path} holds more than {ARCHIVE_BYTES >> 20} MiB")
+            finally:
+                response.close()  # or the engine would send the rest, which may be endless
+    except library.DockerError as error:
+        if error.status == 404 and "no such container" not in error.message.lower():
+            return False
+        raise
+    return True
 
 
 async def remove_container(engine: aiodocker.Docker, name: str) -> bool:

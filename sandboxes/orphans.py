@@ -114,7 +114,7 @@ class SandboxRecord:
 
     @classmethod
     def parse(cls, data: dict[str, Any]) -> Self:
-        """Return the record of this JSON. Raises ValueError, KeyError or TypeError for any other JSON."""
+        """Return the record from its JSON. Raises ValueError, KeyError or TypeError if it is malformed."""
         if data["version"] != 1:
             raise ValueError("it was written by a newer version of Polar; run the clean-up with that version")
         processes = [(int(pid), start) for pid, start in data["processes"]]

@@ -19,13 +19,14 @@ from abc import abstractmethod
 from pathlib import Path
 from typing import Any
 
-from sandboxes import cgroups, orphans
+from sandboxes import cgroups, disk, orphans
 from sandboxes.base import (
     READ_LIMIT,
     SANDBOX_ID_VARIABLE,
     Command,
     ExecResult,
     FileTooLarge,
+    ResourceLimits,
     Sandbox,
     SandboxEnded,
     SandboxError,
@@ -33,6 +34,7 @@ from sandboxes.base import (
     uncancellable,
 )
 from sandboxes.control_link import ControlLink, OutputPipe, Reply
+from sandboxes.tree import FolderTree, SandboxTree
 
 DRAIN_SECONDS = 0.1
 """How long to wait for the end of the output after the program ended. The program's own output is in the pipe by then;
@@ -56,6 +58,10 @@ class SupervisedSandbox(Sandbox):
     uid: int | None = None
     """The user that commands run as; None: the user that runs Polar."""
     system_call_filter: bytes = b""
+    _disk_image: tuple[str, str] | None = None
+    """File system that limits the sandbox's files: its file, and the folder at which the supervisor mounts it."""
+    _disk_folder: int | None = None
+    """Descriptor of that folder. The file system is mounted for the supervisor alone, so no path leads to it."""
 
     def __init__(self, spec: SandboxSpec, registry: orphans.SandboxRegistry) -> None:
         super().__init__(spec, registry)
@@ -70,12 +76,21 @@ class SupervisedSandbox(Sandbox):
     def _prepare(self) -> list[str] | None:
         """Make the folders, in a thread. Return the bwrap command line, or None."""
 
+    @property
+    def _files(self) -> Path:
+        """The folder of this machine that holds the sandbox's own folders."""
+        return self.base
+
+    @property
+    @abstractmethod
+    def _watched_folders(self) -> list[Path]:
+        """The folders that count against the disk quota, if they have no file system of their own."""
+
     @abstractmethod
     def _rlimits(self) -> dict[str, int]:
         """Return the limits of each process of a command: name in `resource` -> value."""
 
     async def _start(self) -> None:
-        self._record.dirs.append(str(self.base))
         bwrap = await uncancellable(asyncio.to_thread(self._make))
         mine, theirs = socket.socketpair()
         try:
@@ -86,9 +101,11 @@ class SupervisedSandbox(Sandbox):
         procs = self._cgroup.procs if self._cgroup else []
         ready, future = self._link.expect()
         identity = {"uid": self.uid, "filter": self.system_call_filter.hex()}
-        await self._link.send({"id": ready, "bwrap": bwrap, "cgroup_procs": procs, **identity})
+        await self._link.send(
+            {"id": ready, "bwrap": bwrap, "cgroup_procs": procs, "disk": self._disk_image, **identity}
+        )
         try:
-            reply, _ = await future
+            reply, fds = await future
         except SandboxEnded:
             log = await asyncio.to_thread((self.base / "supervisor.log").read_text, errors="replace")
             raise SandboxError(f"the {self.kind} sandbox did not start: {log.strip()[-2000:]}") from None
@@ -96,6 +113,13 @@ class SupervisedSandbox(Sandbox):
         pids = [self._process.pid] + ([reply["init"]] if reply["init"] else [])
         self._record.add_processes(pids)
         await uncancellable(asyncio.to_thread(self._registry.write, self._record))
+        self._disk_folder = fds[0] if fds else None
+        if self._disk_folder is None:
+            watching = disk.watch(self.id, self._disk_usage, self.spec.limits, self._stop_programs)
+            self._disk_watch = asyncio.create_task(watching)
+
+    async def _disk_usage(self) -> disk.DiskUsage:
+        return await asyncio.to_thread(disk.measure, self._watched_folders, self.spec.limits)
 
     def _make(self) -> list[str] | None:
         self._registry.write(self._record)
@@ -124,6 +148,9 @@ class SupervisedSandbox(Sandbox):
             await asyncio.to_thread(_end_process, self._process)
         for pipe in tuple(self._pipes):
             pipe.close()
+        if self._disk_folder is not None:
+            os.close(self._disk_folder)
+            self._disk_folder = None
         await asyncio.to_thread(self._end_remains)
 
     def _end_remains(self) -> None:
@@ -213,13 +240,23 @@ class SupervisedSandbox(Sandbox):
         _, fds = await self._require_open(self._link).call(op="open", path=self.path(path), write=False)
         return await uncancellable(asyncio.to_thread(_read_fd, fds[0], limit, path))
 
+    async def read_tree(self, path: str | None = None) -> SandboxTree:
+        await self.kill_all()
+        return await asyncio.to_thread(FolderTree, self._host_folder(path or self.workdir))
+
+    def _host_folder(self, path: str) -> Path:
+        """Return the folder of this machine that is visible inside at `path`."""
+        folders = {"workspace": self.workdir, "home": self.home}
+        place = self._files if self._disk_folder is None else Path(f"/proc/self/fd/{self._disk_folder}")
+        folders |= {f"folder-{number}": folder for number, folder in enumerate(self.spec.folders)}
+        for name, inside in folders.items():
+            if posixpath.normpath(path) == posixpath.normpath(inside):
+                return place / name
+        raise SandboxError(f"{path} is none of the sandbox's own folders, so it cannot be read from outside")
+
 
 class ProcessSandbox(SupervisedSandbox):
     kind = "process"
-    isolation = (
-        "Isolates nothing: programs run as this user with this user's files and network; "
-        "only home, working directory, environment and process group are their own."
-    )
 
     def __init__(self, spec: SandboxSpec, registry: orphans.SandboxRegistry) -> None:
         super().__init__(spec, registry)
@@ -252,25 +289,32 @@ class ProcessSandbox(SupervisedSandbox):
         for name in ("home", "workspace", "tmp"):
             (self.base / name).mkdir(mode=0o700)
 
+    @property
+    def _watched_folders(self) -> list[Path]:
+        return [self.base / name for name in ("home", "workspace", "tmp")]
+
     def _rlimits(self) -> dict[str, int]:
-        return process_limits(self.spec)
+        return process_limits(self.spec.limits)
 
     async def listen(self, port: int = 0) -> socket.socket | None:
         self._require_open(self._link)
         return None
 
 
-def process_limits(spec: SandboxSpec) -> dict[str, int]:
-    """Return memory and file size as limits of each process.
+def process_limits(limits: ResourceLimits) -> dict[str, int]:
+    """Return memory, file size and open files as limits of each process. No file may be larger than the disk quota.
 
     RLIMIT_DATA and not RLIMIT_AS, because Node and Go reserve far more addresses than they ever touch.
     """
-    limits = {"RLIMIT_CORE": 0}
-    if spec.limits.memory_mb is not None:
-        limits["RLIMIT_DATA"] = spec.limits.memory_mb << 20
-    if spec.limits.file_mb is not None:
-        limits["RLIMIT_FSIZE"] = spec.limits.file_mb << 20
-    return limits
+    found = {"RLIMIT_CORE": 0}
+    if limits.memory_mb is not None:
+        found["RLIMIT_DATA"] = limits.memory_mb << 20
+    sizes = [size for size in (limits.file_mb, limits.disk_mb) if size is not None]
+    if sizes:
+        found["RLIMIT_FSIZE"] = min(sizes) << 20
+    if limits.open_files is not None:
+        found["RLIMIT_NOFILE"] = limits.open_files
+    return found
 
 
 async def _wait_for_output(*pipes: OutputPipe) -> None:

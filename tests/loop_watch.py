@@ -18,6 +18,8 @@ from typing import Any
 class LoopWatch:
     worst = 0.0
     """The longest time in seconds for which one turn blocked the loop."""
+    worst_work = 0.0
+    """The longest processor time in seconds of one turn."""
     turns = 0
 
 
@@ -37,6 +39,7 @@ def watched() -> Iterator[LoopWatch]:
         if began is not None:
             wall, cpu, given_away = (after - before for before, after in zip(began, now(), strict=True))
             watch.worst = max(watch.worst, wall if given_away else cpu)
+            watch.worst_work = max(watch.worst_work, cpu)
             watch.turns += 1
         try:
             return select(timeout)

@@ -93,19 +93,19 @@ class Answers:
 
 def answers(tokens: int, per_chunk: int) -> Answers:
     ids = [(31 * position) % 2000 + 100 for position in range(tokens - 1)] + [END_OF_TURN]
-    single = _chat(ids, [*fixed_ids(PROMPT_TOKENS - VARIED), "HOLE"], PROMPT_TOKENS, per_chunk, calls=False)
+    single = chat_answers(ids, [*fixed_ids(PROMPT_TOKENS - VARIED), "HOLE"], PROMPT_TOKENS, per_chunk, calls=False)
     turns = []
     prompt: list[int | str] = [*fixed_ids(FIRST_PROMPT_TOKENS - VARIED), "HOLE"]
     length = FIRST_PROMPT_TOKENS
     for _ in range(TURNS):
-        turns.append(_chat(ids, prompt, length, per_chunk, calls=True))
+        turns.append(chat_answers(ids, prompt, length, per_chunk, calls=True))
         new = [END_OF_TURN if position % 100 == 99 else 200 + position % 50 for position in range(TURN_TOKENS)]
         prompt = [*prompt, *ids, *new]
         length += len(ids) + len(new)
-    return Answers(single, turns, _exact(ids, per_chunk))
+    return Answers(single, turns, exact_answers(ids, per_chunk, calls=True))
 
 
-def _chat(
+def chat_answers(
     ids: list[int], prompt: list[int | str], length: int, per_chunk: int, *, calls: bool
 ) -> dict[bool, CannedAnswer]:
     tokens = len(ids)
@@ -132,10 +132,12 @@ def _chat(
     return {False: _whole(whole | {"usage": _usage(length, tokens)}), True: _streamed(chunks)}
 
 
-def _exact(ids: list[int], per_chunk: int) -> dict[bool, CannedAnswer]:
-    """Return completions, in which the tool call is part of the text."""
+def exact_answers(ids: list[int], per_chunk: int, *, calls: bool) -> dict[bool, CannedAnswer]:
+    """Return completions, in which the tool call, if there is one, is part of the text."""
     tokens = len(ids)
-    call_text = f'\n<tool_call>\n{{"name": "{CALL_NAME}", "arguments": {CALL_ARGUMENTS}}}\n</tool_call>'
+    call_text = (
+        f'\n<tool_call>\n{{"name": "{CALL_NAME}", "arguments": {CALL_ARGUMENTS}}}\n</tool_call>' if calls else ""
+    )
 
     def choice(part: list[int], last: bool) -> dict[str, Any]:
         logprobs = {"text_offset": [0] * len(part), "token_logprobs": [-0.5 - token / 4096 for token in part]}

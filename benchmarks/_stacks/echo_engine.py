@@ -11,9 +11,12 @@ import re
 from dataclasses import dataclass, replace
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from tests.fakes.vllm_server import Answer, FakeVllm, Json, text_of
 
+LONG = 1 << 18
+"""Bytes of the longest request that is answered."""
 NONCE = re.compile(r"nonce-[0-9a-f]{12}-[0-9]+")
 
 
@@ -37,12 +40,21 @@ def words(body: Json) -> list[str]:
     return NONCE.findall(text)
 
 
+@web.middleware
+async def refuse_long_requests(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Refuse long requests without reading them, because a Python process that reads them answers nobody else."""
+    if (request.content_length or 0) <= LONG:
+        return await handler(request)
+    message = "This model's maximum context length is 65536 tokens."
+    return web.json_response({"error": {"message": message, "type": "BadRequestError", "code": 400}}, status=400)
+
+
 async def serve(port: int, delay: float) -> None:
     # Eight chunks, so that a kill often comes in the middle of an answer.
     answer = Answer("Hello.", per_chunk=6)
     # It reports a weight version, as vLLM does in development mode, because every claim of a rollout reads it.
     engine = EchoEngine(model="echo", default=answer, context_length=65536, weight_version="1", pause=delay)
-    app = web.Application(client_max_size=1 << 30)
+    app = web.Application(middlewares=[refuse_long_requests])
     app.router.add_route("*", "/{path:.*}", engine._serve)
     runner = web.AppRunner(app, handler_cancellation=True)
     await runner.setup()

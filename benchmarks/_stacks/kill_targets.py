@@ -28,8 +28,13 @@ START_SECONDS = 600.0
 """vLLM on two busy cores needs minutes to start."""
 
 
+DOWN_SECONDS = (1.0, 2.0)
+
+
 class KillTarget(Protocol):
     name: str
+    down: tuple[float, float]
+    """How long it stays away, in seconds: at least and at most."""
 
     def start(self) -> None:
         """Start the target, and return when it serves. Raises Unavailable."""
@@ -45,6 +50,7 @@ class ServerProcess:
     """A server process in its own session. `kill` kills only this process, `stop` ends it normally."""
 
     name = "process"
+    down = DOWN_SECONDS
 
     def __init__(self, command: list[str], folder: Path, ready: str, **environment: str) -> None:
         self.command, self.log, self._ready = command, folder / f"{self.name}.log", ready
@@ -95,6 +101,8 @@ class ServiceProcess(ServerProcess):
         more = ["--rollout-workers", str(concurrency), "--port", str(port), "--db", db]
         more += ["--require-known-keys"] if closed else []
         environment = {"POLAR_HOME": str(folder / "home"), "TMPDIR": str(folder / "tmp")}
+        # Requests may choose a process sandbox, and mount the agents of these benchmarks and the Python that runs them.
+        environment |= {"POLAR_RUN__SANDBOX": "process", "POLAR_API__FOLDERS": json.dumps(["/"])}
         super().__init__([*program, *engine, *more], folder, f"{self.url}/healthz", **environment)
 
 
@@ -141,6 +149,7 @@ class Postgres:
     """A PostgreSQL server with its own data folder and port, and default settings (each commit is synced)."""
 
     name = "postgresql"
+    down = DOWN_SECONDS
 
     def __init__(self) -> None:
         found = shutil.which("initdb")
@@ -175,10 +184,14 @@ class Postgres:
                     raise StackError(f"{error}; its log: {tail(Path(log))}") from error
                 time.sleep(0.25)
 
+    def processes(self) -> list[int]:
+        """Return the ids of the postmaster and all its processes."""
+        postmaster = int((self._data / "cluster" / "postmaster.pid").read_text().split()[0])
+        return [postmaster, *children(postmaster)]
+
     def kill(self) -> bool:
         """Kill the postmaster and all its processes."""
-        postmaster = int((self._data / "cluster" / "postmaster.pid").read_text().split()[0])
-        pids = [postmaster, *children(postmaster)]
+        pids = self.processes()
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -186,6 +199,10 @@ class Postgres:
         while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
             time.sleep(0.02)
         return True
+
+    def wal_bytes(self) -> int:
+        """Return the size of its write-ahead log."""
+        return sum(file.stat().st_size for file in (self._data / "cluster" / "pg_wal").glob("0*"))
 
     def stop(self) -> None:
         with suppress(StackError):
@@ -202,10 +219,56 @@ class Postgres:
                 raise StackError(f"{program}: {errors.read().strip()[-400:]}")
 
 
+class PostgresAway:
+    """The PostgreSQL server of a deployment, stopped for longer than any client waits for it."""
+
+    name = "away"
+
+    def __init__(self, server: Postgres, seconds: float) -> None:
+        self._server = server
+        self.down = (seconds, seconds)
+
+    def start(self) -> None:
+        self._server.start()
+
+    def kill(self) -> bool:
+        return self._server.kill()
+
+
+class SmallDisk:
+    """The disk of a deployment's database: a small file system that is filled to its last byte. Needs root."""
+
+    name = "disk"
+    down = DOWN_SECONDS
+
+    def __init__(self, folder: Path, megabytes: int = 96) -> None:
+        self._folder, self._ballast = folder, folder / "ballast"
+        folder.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "polar-chaos", str(folder)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise StackError(f"a small disk cannot be mounted: {done.stderr.strip()} Leave out the target `disk`.")
+
+    def kill(self) -> bool:
+        with self._ballast.open("ab", buffering=0) as out:
+            for size in (1 << 20, 4096, 1):
+                with suppress(OSError):
+                    while True:
+                        out.write(bytes(size))
+        return True
+
+    def start(self) -> None:
+        self._ballast.unlink()
+
+    def stop(self) -> None:
+        subprocess.run(["umount", "--lazy", str(self._folder)], check=False)
+
+
 class AnySandbox:
     """Any sandbox that is open at the moment: of an agent, an evaluator or the warm pool."""
 
     name = "sandbox"
+    down = DOWN_SECONDS
 
     def __init__(self, folder: Path, random_source: random.Random) -> None:
         self._records = folder / "tmp" / f"polar-sandboxes-{os.getuid()}" / "records"

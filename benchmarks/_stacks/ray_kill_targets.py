@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from benchmarks._stacks.kill_targets import START_SECONDS, ServiceProcess, alive, descendants, spawn
+from benchmarks._stacks.kill_targets import DOWN_SECONDS, START_SECONDS, ServiceProcess, alive, descendants, spawn
 from benchmarks._stacks.stacks import StackError, free_port, tail
 
 # Nodes on one machine must not choose the same ports.
@@ -28,6 +28,7 @@ class RayCluster:
     """A Ray head without work, nodes that work, and `polar serve --executor ray` on them. Its target is a node."""
 
     name = "node"
+    down = DOWN_SECONDS
 
     def __init__(
         self, service: ServiceProcess, folder: Path, nodes: int, places: int, random_source: random.Random

@@ -23,7 +23,7 @@ from benchmarks._stacks.answers import FIXED_BEGIN, VARIED, Answers, CannedAnswe
 from benchmarks._stacks.traffic import MARK, MODEL, TURNS
 from tests.fakes.vllm_server import FakeVllm, sse
 
-_STREAM = re.compile(rb'"stream": ?true')
+STREAM = re.compile(rb'"stream": ?true')
 _LENGTH = re.compile(rb'"max_tokens": ?(\d+)')
 
 
@@ -70,7 +70,7 @@ class Upstream(asyncio.Protocol):
 
     def _canned(self, path: str, body: bytes) -> tuple[CannedAnswer, bytes] | None:
         """Return the answer to a benchmark request, and the prompt ids to insert."""
-        streamed = _STREAM.search(body) is not None
+        streamed = STREAM.search(body) is not None
         if path == "/v1/completions":
             at = body.find(b'"prompt":[' + FIXED_BEGIN)
             if at < 0:

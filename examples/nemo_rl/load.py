@@ -20,19 +20,20 @@ from typing import Any
 from polar_proxy.export.formats import nemo_rl, read_jsonl
 
 
-def datums(path: Path) -> list[dict[str, Any]]:
-    """Return the records with tensors.
+def datums(path: Path, temperature: float) -> list[dict[str, Any]]:
+    """Return the records with tensors. `temperature`: NeMo-RL's `policy.generation.temperature`.
 
     Call NeMo-RL's `add_grpo_token_loss_masks_and_generation_logprobs` on their logs before flattening them.
     """
-    return [nemo_rl.load(record) for record in read_jsonl(path)]
+    return [nemo_rl.load(record, temperature=temperature) for record in read_jsonl(path)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("data", type=Path, help="written by polar export --format nemo-rl")
+    parser.add_argument("--temperature", type=float, default=1.0, help="policy.generation.temperature of NeMo-RL")
     arguments = parser.parse_args()
-    for datum in datums(arguments.data):
+    for datum in datums(arguments.data, arguments.temperature):
         log = datum["message_log"]
         shape = ", ".join(f"{message['role']} {len(message['token_ids'])}" for message in log)
         print(f"{datum['extra_env_info']['rollout_id']}: reward {datum['total_reward']:g}, {shape}")

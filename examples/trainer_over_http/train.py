@@ -39,15 +39,21 @@ def advantages(polar: Client, group_id: str) -> dict[str, float]:
 
 
 def losses(model: Any, rows: Iterator[dict[str, Any]], values: dict[str, float]) -> Iterator[torch.Tensor]:
-    """Yield one loss per row (a training sequence). `logprobs` is null at tokens that were not sampled."""
+    """Yield one loss per row (a training sequence). `logprobs` is null at tokens that were not sampled.
+
+    The spans tile the row's tokens. A sampled span names the temperature at which its tokens were sampled, and its
+    log-probabilities are those of that temperature.
+    """
     for row in rows:
         if row["rollout_id"] not in values:
             continue
         ids = torch.tensor(row["prompt_ids"] + row["response_ids"])
         mask = torch.tensor(row["loss_mask"], dtype=torch.bool)
         old_logprobs = torch.tensor([value or 0.0 for value in row["logprobs"]])
+        temperatures = [s.get("temperature", 1.0) for s in row["spans"] for _ in range(s["start"], s["end"])]
         logits = model(ids[None]).logits[0, len(row["prompt_ids"]) - 1 : -1]
-        logprobs = torch.log_softmax(logits.float(), -1).gather(1, ids[-len(mask) :, None])[:, 0]
+        logits = logits.float() / torch.tensor(temperatures)[-len(mask) :, None]
+        logprobs = torch.log_softmax(logits, -1).gather(1, ids[-len(mask) :, None])[:, 0]
         ratio = (logprobs - old_logprobs)[mask].exp()
         yield -(ratio * values[row["rollout_id"]]).sum()
 

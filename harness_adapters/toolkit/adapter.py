@@ -153,12 +153,10 @@ def mcp_table(servers: Iterable[McpServer], url_key: str = "url", **remote: obje
     for server in servers:
         if server.url is not None:
             table[server.name] = {**remote, url_key: server.url}
-        elif server.command:
+        else:
             table[server.name] = {
                 "command": server.command[0],
                 "args": list(server.command[1:]),
                 "env": dict(server.env),
             }
-        else:
-            raise HarnessError(f"MCP server {server.name!r} has neither a command nor a url")
     return table

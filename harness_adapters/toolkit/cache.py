@@ -1,4 +1,4 @@
-"""Folders of a cache that are complete or absent.
+"""A cache of folders, each of which is either complete or absent.
 
 A folder lies at ``<cache_root>/<name>/<version>-<hash of the recipe>``, so a changed recipe makes a new folder and
 never edits one that a running sandbox has mounted. A folder is complete when its marker file exists. The marker is
@@ -16,14 +16,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from harness_adapters.base import InstallError
+from harness_adapters.base import InstallError, check_version
 
 _MARKER = ".complete"
 _TAIL_CHARACTERS = 2000
+STEP_SECONDS = 1800.0
+"""Time that one command of an installation may take, a slow download included."""
 
 
 def folder_of(cache_root: Path, name: str, version: str, recipe: object) -> Path:
-    """Return the path of the folder made from `recipe`, which must be serialisable as JSON."""
+    """Return the path of the folder made from `recipe`, which must be serialisable as JSON. Raises `HarnessError`."""
+    check_version(version)
     digest = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:8]
     return cache_root / name / f"{version}-{digest}"
 
@@ -59,18 +62,28 @@ def run_step(
     advice: str,
     env: Mapping[str, str] | None = None,
     strict: bool = True,
+    seconds: float = STEP_SECONDS,
 ) -> None:
     """Run one command of an installation. `what` completes the sentence "could not ...".
 
-    Raises `InstallError` with the command's last output and `advice` if it cannot be started or, with `strict`, if it
-    fails.
+    Raises `InstallError` with the command's last output and `advice` if it cannot be started, runs for longer than
+    `seconds` (it is then killed) or, with `strict`, fails.
     """
     try:
         done = subprocess.run(
-            argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", env=env, check=False
+            argv,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            env=env,
+            check=False,
+            timeout=seconds,
         )
     except OSError as error:
         raise InstallError(f"could not {what}: {error}.\n{advice}") from error
+    except subprocess.TimeoutExpired as error:
+        raise InstallError(f"could not {what}: it did not end within {seconds:g} s.\n{advice}") from error
     if strict and done.returncode != 0:
         tail = (done.stdout + done.stderr).strip()[-_TAIL_CHARACTERS:]
         raise InstallError(f"could not {what} (exit code {done.returncode}).\n{tail}\n{advice}")

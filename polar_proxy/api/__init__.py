@@ -24,6 +24,7 @@ from polar_proxy.api_models import API_PREFIX
 from polar_proxy.config import Settings
 from polar_proxy.engines.base import Engine
 from polar_proxy.errors import ApiError
+from polar_proxy.gateway.docs_page import serve_docs
 from polar_proxy.rollouts import RolloutService
 from polar_proxy.store import Store
 
@@ -64,8 +65,10 @@ def create_api(
     service: RolloutService | None = None,
     engine: Engine | None = None,
     auth: Authenticate | None = None,
+    from_this_process: bool = False,
 ) -> FastAPI:
     """Return an ASGI application with the API only. Run `BackgroundLoops` as well if callbacks must be sent."""
-    app = FastAPI(title="Polar", version=__version__, docs_url="/docs", redoc_url=None)
-    app.include_router(create_router(ApiContext(store, settings, service, engine), auth))
+    app = FastAPI(title="Polar", version=__version__, docs_url=None, redoc_url=None)
+    serve_docs(app)
+    app.include_router(create_router(ApiContext(store, settings, service, engine, from_this_process), auth))
     return app

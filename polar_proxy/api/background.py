@@ -16,10 +16,12 @@ import httpx
 
 from polar_proxy import __version__, webhooks
 from polar_proxy.api import serializers
+from polar_proxy.api.callback_transport import PublicTransport
 from polar_proxy.api.context import ApiContext, write_private
 from polar_proxy.api_models import CallbackPayload
 from polar_proxy.config import ApiSettings, Settings
-from polar_proxy.errors import ApiError
+from polar_proxy.errors import ApiError, StoreError
+from polar_proxy.gateway.health import OutageLog
 from polar_proxy.store import Store
 from polar_proxy.store.service.job_events import CallbackRow
 from polar_proxy.types import Json
@@ -79,9 +81,14 @@ class BackgroundLoops:
 
 
 async def _run_forever(name: str, work: Callable[[], Awaitable[None]], pause: float) -> None:
+    outage = OutageLog(f"{name}: the background work waits for the store")
     while True:
         try:
             await work()
+            outage.worked()
+        except StoreError as error:
+            outage.failed(error)
+            await asyncio.sleep(10 * pause)
         except Exception:
             log.exception("%s: the background work failed; trying again", name)
             await asyncio.sleep(10 * pause)
@@ -109,7 +116,10 @@ class CallbackSender:
         self._secret = secret
         # Redirects are not followed: a callback URL must not lead anywhere else.
         self._http = httpx.AsyncClient(
-            follow_redirects=False, trust_env=False, timeout=settings.callback_timeout_seconds
+            transport=None if settings.private_callbacks else PublicTransport(),
+            follow_redirects=False,
+            trust_env=False,
+            timeout=settings.callback_timeout_seconds,
         )
 
     async def close(self) -> None:
@@ -158,7 +168,7 @@ class CallbackSender:
         return f"answered {status}", status != _GONE
 
     async def _body(self, row: CallbackRow) -> str:
-        """Raises ApiError if the group or job no longer exists."""
+        """Return the callback's JSON body. Raises ApiError if the group or job no longer exists."""
         if row.group_id is not None:
             data: Json = (await serializers.group_detail(self._store, row.group_id)).model_dump(mode="json")
         else:

@@ -47,13 +47,15 @@ KEY_FILE = "api-key"
 
 @dataclass(frozen=True)
 class ApiContext:
-    """The parts of one API server."""
+    """The objects that the routes of one API server use."""
 
     store: Store
     settings: Settings
     service: RolloutService | None = None
     """The rollout service of this process, if it has one."""
     engine: Engine | None = None
+    from_this_process: bool = False
+    """The requests come from a command of this process, which may use all of this machine."""
     closing: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the server stops, so that streams end."""
 
@@ -69,7 +71,7 @@ class Routers:
 
     admin: APIRouter
     trainer: APIRouter
-    """For trainers and admins."""
+    """Routes that trainers and admins may use."""
 
 
 def make_routers(authenticate: Authenticate) -> Routers:
@@ -81,7 +83,7 @@ def not_found(kind: str, name: str) -> ApiError:
 
 
 async def require(kind: str, name: str, reading: Awaitable[T | None]) -> T:
-    """Return what the store read. Raises ApiError 404 if there is no such row."""
+    """Await `reading` and return its result. Raises ApiError 404 if that is None."""
     row = await reading
     if row is None:
         raise not_found(kind, name)
@@ -187,7 +189,10 @@ def by_api_key(store: Store) -> Authenticate:
     """Authenticate requests by the API keys in the store."""
 
     async def authenticate(request: Request) -> Role:
-        """Raises ApiError: 401 without a valid API key, 403 for the key of an agent's session."""
+        """Return the role of the request's API key.
+
+        Raises ApiError: 401 without a valid key, 403 for the key of an agent's session.
+        """
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             raise _unauthorised("The API requires a key: Authorization: Bearer KEY. `polar key new` makes one.")

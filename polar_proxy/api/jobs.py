@@ -17,7 +17,10 @@ from fastapi import Header, Path, Query, Response
 from fastapi.responses import StreamingResponse
 
 from polar_proxy import api_models as m
+from polar_proxy.allowed_code import AllowedCode
+from polar_proxy.api.callback_transport import check_public_host
 from polar_proxy.api.context import ApiContext, Routers, pause_timed_out, require, wait_or_undo
+from polar_proxy.api.host_access import check_job, check_source, code_of_request
 from polar_proxy.api.serializers import convert, convert_all, job_detail
 from polar_proxy.errors import ApiError, UsageError
 from polar_proxy.rollout_spec import JobSpec
@@ -53,12 +56,14 @@ def add_routes(routers: Routers, context: ApiContext) -> None:
 
         The status is 201 for a new job, and 200 if the idempotency key is known and the job exists already.
         """
-        tasks, refused = await asyncio.to_thread(_load_tasks, body)
         spec = _job_spec(context, body)
+        code = code_of_request(context, body)
+        tasks, refused = await asyncio.to_thread(_load_tasks, context, body, code)
+        await asyncio.to_thread(check_job, context, spec, tasks)
         if context.service is not None:
             row, new = await context.service.submit(tasks, spec, idempotency_key=idempotency_key)
         else:
-            row, new = await submit(store, tasks, spec, idempotency_key=idempotency_key)
+            row, new = await submit(store, tasks, spec, idempotency_key=idempotency_key, code=code)
         response.status_code = 201 if new else 200
         return convert(m.SubmittedJob, row, new=new, refused=refused)
 
@@ -153,7 +158,7 @@ def add_routes(routers: Routers, context: ApiContext) -> None:
 
 
 async def _require_job(context: ApiContext, job_id: str) -> JobRow:
-    """Raises ApiError 404."""
+    """Return the job. Raises ApiError 404 if it does not exist."""
     return await require("job", job_id, context.store.jobs.get(job_id))
 
 
@@ -163,7 +168,7 @@ async def _cancel(context: ApiContext, target: str) -> m.CancelResponse:
 
 
 async def _pause(context: ApiContext, before: JobRow, body: m.PauseRequest) -> None:
-    """Raises ApiError `pause_timed_out`; the job then is as it was before."""
+    """Pause a job. Raises ApiError `pause_timed_out`, and undoes the pause, if it does not become idle in time."""
     job_id, store = before.job_id, context.store
     if body.wait_idle is not None:
         # The provisional pause has an end, in case this process is killed while it waits. Only this pause is undone.
@@ -184,15 +189,16 @@ async def _pause(context: ApiContext, before: JobRow, body: m.PauseRequest) -> N
     await store.jobs.set_status(job_id, "paused", paused_until=ends)
 
 
-def _load_tasks(body: m.JobRequest) -> tuple[list[Task], list[Json]]:
+def _load_tasks(context: ApiContext, body: m.JobRequest, code: AllowedCode) -> tuple[list[Task], list[Json]]:
     """Return the usable tasks and the refused ones. Reads files, so call it in a thread.
 
     Raises UsageError, and ApiError if no task is left.
     """
     if body.task_specs is not None:
-        tasks, unusable = tasks_from_rows("task_specs", body.task_specs, body.instances)
+        tasks, unusable = tasks_from_rows("task_specs", body.task_specs, body.instances, code)
     else:
-        tasks, in_file = load_tasks(str(body.task), body.seed, body.instances)
+        check_source(context, str(body.task))
+        tasks, in_file = load_tasks(str(body.task), body.seed, body.instances, code)
         unusable = in_file or ()
     refused = [asdict(task) for task in unusable]
     if not tasks:
@@ -206,11 +212,11 @@ def _job_spec(context: ApiContext, body: m.JobRequest) -> JobSpec:
     given = body.model_dump(include=body.model_fields_set & JobSpec.model_fields.keys())
     spec = context.settings.run.job_spec(**given)
     if spec.callback_url is not None:
-        _check_callback_url(spec.callback_url)
+        _check_callback_url(spec.callback_url, context.settings.api.private_callbacks)
     return spec
 
 
-def _check_callback_url(url: str) -> None:
+def _check_callback_url(url: str, private: bool) -> None:
     try:
         parts = urlsplit(url)
         host = parts.hostname
@@ -222,6 +228,8 @@ def _check_callback_url(url: str) -> None:
         raise UsageError(
             "callback_url must not contain a password: it is stored in the database, and callbacks are signed."
         )
+    if not private:
+        check_public_host(host)
 
 
 async def _follow(context: ApiContext, job_id: str | None, after: EventCursor) -> AsyncIterator[bytes]:

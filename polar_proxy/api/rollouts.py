@@ -13,6 +13,7 @@ from polar_proxy.api.context import ApiContext, Routers, not_found, require
 from polar_proxy.api.serializers import convert, convert_all, group_detail, group_rollouts
 from polar_proxy.errors import UsageError
 from polar_proxy.export.exporter import rollout_lines
+from polar_proxy.rollout_spec import whole_distribution
 from polar_proxy.sessions.identity import hash_key, new_key
 from polar_proxy.store import RolloutRow, Store
 from polar_proxy.traces.builders import BUILDERS
@@ -30,9 +31,7 @@ _ROWS: dict[int | str, Json] = {
 GroupId = Annotated[str, Path(description="The id of a group.")]
 RolloutId = Annotated[str, Path(description="The id of a rollout.")]
 BuilderName = Annotated[str, Query(description="The builder of the traces: merged, per_call, tree or rescored.")]
-AllGrades = Annotated[
-    bool, Query(description="Also return traces whose certificate has a grade that is unfit for training.")
-]
+AllGrades = Annotated[bool, Query(description="Also return traces of the grades `approximate` and `rejected`.")]
 
 
 def add_routes(routers: Routers, context: ApiContext) -> None:
@@ -100,6 +99,8 @@ def add_routes(routers: Routers, context: ApiContext) -> None:
         """Create a session and its key, for an agent that you start yourself. The key is shown once."""
         key = new_key()
         policy = body.model_dump(exclude={"label"}, exclude_none=True)
+        if body.temperature is not None:
+            policy |= whole_distribution(body.temperature)
         session = await store.sessions.create(
             key_hash=hash_key(key), label=body.label, policy=policy or None, origin="key"
         )

@@ -25,13 +25,13 @@ def convert_all(model: type[M], rows: Iterable[object]) -> list[M]:
 
 
 async def job_detail(store: Store, job_id: str) -> m.JobDetail:
-    """Raises ApiError 404."""
+    """Return a job with its groups. Raises ApiError 404."""
     row = await require("job", job_id, store.jobs.get(job_id))
     return convert(m.JobDetail, row, group_list=convert_all(m.Group, await store.groups.of_job(job_id)))
 
 
 async def group_detail(store: Store, group_id: str) -> m.GroupDetail:
-    """Raises ApiError 404."""
+    """Return a group with its rollouts. Raises ApiError 404."""
     row = await require("group", group_id, store.groups.get(group_id))
     return convert(m.GroupDetail, row, rollouts=convert_all(m.Rollout, await group_rollouts(store, group_id)))
 

@@ -93,7 +93,7 @@ def _worker(context: ApiContext) -> Worker:
 
 
 async def _pause_one(worker: Worker, seconds: float | None, wait_idle: float | None) -> None:
-    """Raises ApiError `pause_timed_out`; the worker then is as it was before."""
+    """Pause this server's worker. Raises ApiError `pause_timed_out`, and undoes it, if work still runs at the end."""
     before = worker.paused_until
     worker.pause(seconds)
     if wait_idle is None:
@@ -111,7 +111,7 @@ async def _pause_one(worker: Worker, seconds: float | None, wait_idle: float | N
 
 
 async def _pause_all(store: Store, seconds: float | None, wait_idle: float | None) -> None:
-    """Raises ApiError `pause_timed_out`; the servers then are as they were before."""
+    """Pause all servers. Raises ApiError `pause_timed_out`, and undoes the pause, if work still runs at the end."""
     if wait_idle is not None and (left := await _pause_until_idle(store, wait_idle)):
         raise pause_timed_out(wait_idle, len(left))
     now = time.time()
@@ -123,31 +123,32 @@ async def _pause_until_idle(store: Store, seconds: float | None) -> list[str]:
     pause, unless someone else changed it meanwhile."""
     before = await store.fleet.get()
     deadline = math.inf if seconds is None else time.monotonic() + seconds
+    pause = before
     left: list[str] = []
+    done = False
 
     async def idle() -> bool:
         nonlocal left
         left = await store.fleet.in_flight()
         return not left
 
-    mine = before
-    done = False
     try:
-        while not done and (mine is before or time.monotonic() < deadline):
+        while True:
             wait = min(_RENEW_SECONDS, max(0.0, deadline - time.monotonic()))
             renewed = FleetRow(time.time(), time.time() + wait + _GRACE_SECONDS)
-            if not await store.fleet.update(renewed, only_if=mine):
+            if not await store.fleet.update(renewed, only_if=pause):
                 raise ApiError(
                     "Someone else paused or resumed all servers during the wait: check the state and try again.",
                     status=409,
                     code="conflict",
                 )
-            mine = renewed
+            pause = renewed
             done = await wait_until(idle, wait)
+            if done or time.monotonic() >= deadline:
+                return left
     finally:
-        if not done and mine is not before:
-            await store.fleet.update(before, only_if=mine)
-    return left
+        if not done and pause is not before:
+            await store.fleet.update(before, only_if=pause)
 
 
 async def _state(context: ApiContext) -> m.ServiceState:
@@ -170,6 +171,7 @@ async def _state(context: ApiContext) -> m.ServiceState:
             "worker": worker.name,
             "state": "working" if worker.accepting and not fleet.paused else "paused",
             "paused_until": None if worker.accepting or math.isinf(worker.paused_until) else worker.paused_until,
+            "problem": worker.problem,
             "in_flight": counts["in_flight"],
             "stages": counts["stages"],
             "pool": counts["pool"],

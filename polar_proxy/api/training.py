@@ -104,7 +104,7 @@ async def _wait_for_group(context: ApiContext, request: Request, deadline: float
 
 
 async def _require_run(store: Store, run_id: str) -> TrainingRunRow:
-    """Raises ApiError 404."""
+    """Return the run. Raises ApiError 404 if it does not exist."""
     rows = await store.training.runs(run_id)
     if not rows:
         raise not_found("training run", run_id)

@@ -109,7 +109,7 @@ class SessionRequest(ApiRequestModel):
     label: str | None = None
     """A name to find the session by."""
     temperature: float | None = Field(None, ge=0, allow_inf_nan=False)
-    """Sampling temperature."""
+    """Sample at this temperature, without top_p, top_k, min_p and penalties."""
     max_tokens: int | None = Field(None, ge=1)
     """Upper limit of tokens in one answer."""
     prompt_mode: Literal["continue", "render"] | None = None

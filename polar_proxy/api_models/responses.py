@@ -125,7 +125,7 @@ class JobList(ApiResponseModel):
     """A page of jobs."""
 
     jobs: list[Job]
-    """Newest first. The next page: `before` = the id of the last job here."""
+    """The jobs, newest first. The next page: `before` = the id of the last job here."""
     feed: dict[str, int]
     """Number of groups in each state of the trainer feed."""
 
@@ -195,7 +195,7 @@ class RolloutList(ApiResponseModel):
     """A page of rollouts."""
 
     rollouts: list[Rollout]
-    """In the order of submission."""
+    """The rollouts, in the order of submission."""
 
 
 class GroupDetail(Group):
@@ -338,7 +338,7 @@ class TrainingRunList(ApiResponseModel):
     """All training runs."""
 
     runs: list[TrainingRun]
-    """Newest first."""
+    """The runs, newest first."""
 
 
 class TrainingRunDetail(TrainingRun):
@@ -442,6 +442,8 @@ class ServiceState(ApiResponseModel):
     """`paused`: this server starts no rollout, because it or all servers are paused."""
     paused_until: float | None = None
     """When the pause of this server alone ends."""
+    problem: str | None = None
+    """Why this server paused itself: its sandboxes let programs out."""
     in_flight: int | None = None
     """Number of rollouts that this server works on."""
     stages: dict[str, StageLimitState] | None = None

@@ -9,16 +9,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.markup import escape
 
 from polar_proxy.cli import options
 from polar_proxy.cli.common import database_url, given, load_settings, run_async, with_client, with_store
 from polar_proxy.cli.output import format_time, make_table, print_note, print_result, progress_bars
 from polar_proxy.errors import UsageError
+from polar_proxy.rollout_spec import whole_distribution
+from polar_proxy.terminal import one_line
 
 if TYPE_CHECKING:
     from polar_proxy.api_models import Role, Scope, ServiceState
-    from polar_proxy.store.maintenance.archive import ArchiveCounts
+    from polar_proxy.store.maintenance.archive_import import ArchiveCounts
 
 key_app = typer.Typer(help="Manage keys of the HTTP API.", no_args_is_help=True)
 session_app = typer.Typer(help="Create sessions for agents that you start yourself.", no_args_is_help=True)
@@ -86,7 +87,7 @@ def revoke_key(
 def new_session(
     label: Annotated[str | None, typer.Option(help="A name to find the session by.")] = None,
     temperature: Annotated[
-        float | None, typer.Option(min=0, help="Sampling temperature; overrides that of the agent's requests.")
+        float | None, typer.Option(min=0, help="Sample at this temperature, whatever the agent's requests ask for.")
     ] = None,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Upper limit of tokens in one answer.")] = None,
     prompt_mode: options.PromptMode = None,
@@ -97,7 +98,7 @@ def new_session(
     """Create a session and print its key. The key is shown once; only its hash is stored."""
     modes = given({"prompt_mode": prompt_mode, "past_reasoning": past_reasoning})
     settings = load_settings(db, gateway=modes)  # validates the modes
-    policy = given({"temperature": temperature, "max_tokens": max_tokens})
+    policy = given({"max_tokens": max_tokens}) | ({} if temperature is None else whole_distribution(temperature))
     policy |= {name: getattr(settings.gateway, name) for name in modes}
     from polar_proxy.sessions.identity import hash_key, new_key
 
@@ -189,7 +190,7 @@ def print_path(db: options.Db = None, as_json: options.AsJson = False) -> None:
     from polar_proxy.store import display_url, normalise_url
 
     url = display_url(normalise_url(database_url(load_settings(db))))
-    print_result({"db": url}, escape(url), as_json)
+    print_result({"db": url}, url, as_json)
 
 
 @db_app.command("upgrade")
@@ -210,9 +211,9 @@ def print_stats(db: options.Db = None, as_json: options.AsJson = False) -> None:
     lines = []
     for name, value in stats.items():
         if isinstance(value, dict):
-            lines += [f"[bold]{escape(name)}[/]", *(f"  {key}: {number}" for key, number in value.items())]
+            lines += [f"{name}:", *(one_line(f"  {key}: {number}") for key, number in value.items())]
         else:
-            lines.append(f"{name}: {value}")
+            lines.append(one_line(f"{name}: {value}"))
     print_result(stats, "\n".join(lines), as_json)
 
 
@@ -255,8 +256,10 @@ def prune(
             lambda store: store.maintenance.prune(before, where=where, dry_run=dry_run, progress=update),
             create=True,
         )
-    what = f"{len(done.rollouts)} rollouts and {len(done.sessions)} sessions with {done.calls} calls"
-    text = f"would remove {what}" if dry_run else f"removed {what}, {done.files} files"
+    what = (
+        f"{len(done.rollouts)} rollouts and {len(done.sessions)} sessions with {done.calls} calls, {done.files} files"
+    )
+    text = f"would remove {what}" if dry_run else f"removed {what}"
     if done.calls and not dry_run:
         text += "\n`polar db vacuum` frees their space"
     print_result({**asdict(done), "dry_run": dry_run}, text, as_json)
@@ -267,9 +270,9 @@ def verify(db: options.Db = None, as_json: options.AsJson = False) -> None:
     """Check that all stored data can be decoded and matches its hashes and counts. The exit code is 1 if not."""
     with progress_bars() as update:
         faults = with_store(load_settings(db), lambda store: store.maintenance.verify(update))
-    lines = [f"{fault.what}: {fault.problem}" for fault in faults]
+    lines = [one_line(f"{fault.what}: {fault.problem}") for fault in faults]
     lines.append(f"{len(faults)} faults" if faults else "no faults found")
-    print_result({"faults": faults}, escape("\n".join(lines)), as_json, good=not faults)
+    print_result({"faults": faults}, "\n".join(lines), as_json, good=not faults)
 
 
 @db_app.command("export")
@@ -292,11 +295,20 @@ def export_archive(
 @db_app.command("import")
 def import_archive(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="An archive of `polar db export`.")],
+    max_gb: Annotated[int, typer.Option(min=1, help="Refuse an archive that unpacks to more than N GiB.")] = 64,
     db: options.Db = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Import an archive. Existing data is kept. If the archive contradicts it, nothing is imported."""
-    counts = with_store(load_settings(db), lambda store: store.archive.import_archive(file), create=True)
+    """Import an archive. Everything in it is checked, and existing data is kept; if anything is wrong or contradicts
+    it, nothing is imported. Rollouts that had not ended arrive as cancelled, and keys are left out."""
+    from polar_proxy.export import archives
+
+    with progress_bars() as update:
+        counts = with_store(
+            load_settings(db),
+            lambda store: archives.import_archive(store, file, max_bytes=max_gb << 30, progress=update),
+            create=True,
+        )
     _print_counts(counts, "new", as_json)
 
 

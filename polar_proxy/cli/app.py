@@ -6,13 +6,13 @@ import sys
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 
 from harness_adapters.base import HarnessError
 from polar_proxy import __version__
 from polar_proxy.cli import admin, conformance, harness, rollouts, serve, show, traces, train
-from polar_proxy.cli.output import err
+from polar_proxy.cli.output import err, styled
 from polar_proxy.errors import PolarError
+from polar_proxy.terminal import configure_logging, message_lines
 from sandboxes.base import SandboxError
 
 app = typer.Typer(
@@ -58,8 +58,9 @@ def _root(
 
 def main() -> None:
     """Run the command. An expected error is printed on standard error and determines the exit code."""
+    configure_logging()
     try:
         app()
     except (PolarError, HarnessError, SandboxError) as error:
-        err.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
+        err.print(styled("[bold red]error:[/] "), message_lines(str(error)), sep="", soft_wrap=True)
         sys.exit(getattr(error, "exit_code", 1))

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 import typer
 from pydantic import ValidationError
 
-from polar_proxy.cli.output import err
+from polar_proxy.cli.output import err, styled
 from polar_proxy.config import Settings
 from polar_proxy.errors import UsageError
 
@@ -26,12 +28,14 @@ PATIENT_TRIES = 12
 """Number of tries of a request while the server restarts. Together they take about a minute."""
 
 
-def load_settings(db: str | None = None, **sections: dict[str, Any]) -> Settings:
-    """Return the settings, overridden by the flags that are not None. Raises UsageError."""
+def load_settings(
+    db: str | None = None, *, allow_code: Sequence[str] | None = None, **sections: dict[str, Any]
+) -> Settings:
+    """Return the settings, overridden by the flags that are not None; `allow_code` is added. Raises UsageError."""
     flags: dict[str, Any] = {"db": db}
     flags |= {name: given(section) or None for name, section in sections.items()}
     try:
-        return Settings(**given(flags))
+        settings = Settings(**given(flags))
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
@@ -39,6 +43,8 @@ def load_settings(db: str | None = None, **sections: dict[str, Any]) -> Settings
         raise UsageError(f"Bad setting {where}: {first['msg']}{got}.") from error
     except ValueError as error:  # not TOML, or a section in the environment that is not JSON
         raise UsageError(f"The settings (polar.toml, POLAR_... variables) cannot be read: {error}.") from error
+    settings.allowed_code = settings.allowed_code.union(allow_code or ())
+    return settings
 
 
 def given(flags: dict[str, Any]) -> dict[str, Any]:
@@ -57,22 +63,36 @@ def load_client_settings(url: str | None, db: str | None) -> Settings:
 
 
 def run_async(main: Coroutine[Any, Any, T]) -> T:
-    """Run `main` to its end. SIGINT and SIGTERM cancel it, so that it closes everything; the exit code is then 130."""
+    """Run `main` to its end. SIGINT, SIGTERM and SIGHUP cancel it, so that it closes everything; the exit code is then
+    130. A crash of the interpreter or of a library prints where it happened."""
     import uvloop
+
+    if not faulthandler.is_enabled() and sys.__stderr__ is not None:
+        faulthandler.enable(sys.__stderr__)
+    came: list[signal.Signals] = []
 
     async def guarded() -> T:
         task = asyncio.current_task()
         assert task is not None
-        for name in (signal.SIGINT, signal.SIGTERM):
-            # A handler also works if SIGINT was ignored at start, as in background jobs of a shell without job control.
-            asyncio.get_running_loop().add_signal_handler(name, task.cancel)
+
+        def stop(number: signal.Signals) -> None:
+            came.append(number)
+            task.cancel()
+
+        # A handler also works if SIGINT was ignored at start, as in background jobs of a shell without job control.
+        # SIGHUP stays ignored (`nohup`).
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            numbers.append(signal.SIGHUP)
+        for number in numbers:
+            asyncio.get_running_loop().add_signal_handler(number, stop, number)
         return await main
 
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(guarded())
     except (KeyboardInterrupt, asyncio.CancelledError):
-        err.print("[yellow]stopped[/]")
+        err.print(styled("[yellow]stopped[/]{}", f" by {came[0].name}" if came else ""))
         raise typer.Exit(130) from None
 
 
@@ -127,7 +147,7 @@ async def connect(settings: Settings, *, create: bool = False, patient: bool = F
     from polar_proxy.client.inprocess import InProcessTransport
 
     async with open_database(settings, create=create) as store:
-        application = create_api(store, settings=settings, auth=allow_all)
+        application = create_api(store, settings=settings, auth=allow_all, from_this_process=True)
         async with AsyncClient("http://in-process", transport=InProcessTransport(application)) as client:
             yield client
 

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.markup import escape
 from rich.text import Text
 
 from harness_adapters.base import HarnessAdapter, list_adapters
 from polar_proxy.cli import options
 from polar_proxy.cli.common import load_settings, run_async
 from polar_proxy.cli.harness import doctor_app, find_adapter, install_harness
-from polar_proxy.cli.output import err, make_table, out, print_result
+from polar_proxy.cli.output import err, make_table, out, print_result, styled
+from polar_proxy.terminal import one_line
 from polar_proxy.types import Json
 
 if TYPE_CHECKING:
@@ -120,14 +120,14 @@ async def _collect(documents: AsyncGenerator[Json, None], report: MeasurementRep
 
 
 def _print_progress(text: str) -> None:
-    err.print(text, markup=False)
+    err.print(one_line(text))
 
 
 def _print_conformance(found: Json) -> None:
     for row in found["harnesses"]:
         counts = f"{row['calls']} calls, {row['lost']} lost, {row['doubled']} recorded twice"
         heading = f"({row['dialect']}, streamed: {row['streamed']}, {counts})"
-        out.print(f"[bold]{escape(row['name'])}[/] {row['version']} {heading}")
+        out.print(styled("[bold]{}[/] {} {}", row["name"], row["version"], heading))
         cells = (
             ("", name, Text(result["status"], _COLOURS[result["status"]]), result["detail"])
             for name, result in row["checks"].items()
@@ -143,7 +143,7 @@ def _print_fidelity(found: Json) -> None:
     rows = []
     for row in found["rows"]:
         bad = row["mode"] == "continue" and row["drifted"]
-        rows.append([Text(str(row[key]), "red" if bad and key == "drifted" else "") for key in keys])
+        rows.append([Text(one_line(row[key]), "red" if bad and key == "drifted" else "") for key in keys])
     out.print(make_table(columns, rows))
 
 
@@ -159,7 +159,10 @@ def drift(
     ] = None,
     awkward: Annotated[
         bool,
-        typer.Option("--awkward", help="Prescribe awkward answers. vllm needs a plugin for it (scripts/fidelity.sh)."),
+        typer.Option(
+            "--awkward",
+            help="Have the engine give answers that often drift. vllm needs a plugin for it (scripts/fidelity.sh).",
+        ),
     ] = False,
     sandbox: options.Sandbox = "auto",
     timeout: Annotated[float, typer.Option(min=1, help="Seconds that the agent may run.")] = 300.0,
@@ -216,31 +219,32 @@ def _print_drift(row: FidelityRow, info: EngineInfo) -> None:
     from polar_proxy.traces.drift import CAUSE_FIXES, CAUSE_MEANINGS
 
     if row.fault is not None:
-        out.print(f"[red]{escape(row.harness)}[/]: {escape(row.fault)}")
+        out.print(styled("[red]{}[/]: {}", row.harness, row.fault))
         return
-    out.print(
-        f"[bold]{escape(row.harness)}[/] {row.version} with {escape(info.model)} on {info.engine}, render mode: "
+    counts = (
         f"{row.calls} calls; {row.bases} continue an earlier answer, {row.drifted} of these without its exact tokens."
     )
+    what = (row.harness, row.version, info.model, info.engine, counts)
+    out.print(styled("[bold]{}[/] {} with {} on {}, render mode: {}", *what))
     if not row.bases:
         out.print("Nothing to compare: no call continued an answer. Try another --task, or a model that calls tools.")
         return
     if not row.differences:
-        out.print("[green]No drift[/]: every prompt begins with exactly the sampled tokens.")
+        out.print(styled("[green]No drift[/]: every prompt begins with exactly the sampled tokens."))
         return
     first = row.differences[0]
     position = "before the answer" if first.in_answer is None else f"token {first.in_answer} of the answer"
-    out.print(f"\n[bold]the first difference[/]: token {first.position} of the prompt ({position})")
-    out.print(f"  before   {escape(repr(first.before))}")
-    out.print(f"  sampled  {escape(_token_texts(first.sampled))}")
-    out.print(f"  rendered {escape(_token_texts(first.rendered))}")
-    out.print("\n[bold]causes[/]")
+    out.print(styled("\n[bold]the first difference[/]: token {} of the prompt ({})", first.position, position))
+    out.print(one_line(f"  before   {first.before!r}"))
+    out.print(one_line(f"  sampled  {_token_texts(first.sampled)}"))
+    out.print(one_line(f"  rendered {_token_texts(first.rendered)}"))
+    out.print(styled("\n[bold]causes[/]"))
     for causes, count in row.causes.items():
         out.print(f"  {count} x {causes}")
-    out.print("\n[bold]what they mean, and how to fix them[/]")
+    out.print(styled("\n[bold]what they mean, and how to fix them[/]"))
     for cause in _drift_causes(row):
-        out.print(f"  [bold]{cause}[/]: {CAUSE_MEANINGS[cause]}.")
-        out.print(f"    -> {escape(CAUSE_FIXES[cause])}")
+        out.print(styled("  [bold]{}[/]: {}.", cause, CAUSE_MEANINGS[cause]))
+        out.print(f"    -> {CAUSE_FIXES[cause]}")
     if "continue" not in info.capabilities:
         out.print(f"\nThis engine ({info.engine}) cannot continue from tokens: `polar doctor --engine-url` says why.")
 

@@ -9,21 +9,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
-from rich.markup import escape
 from rich.text import Text
 
 from harness_adapters.base import (
     HarnessAdapter,
     HarnessError,
     Installation,
+    check_version,
     get_adapter,
     list_adapters,
     split_version,
 )
 from polar_proxy.cli import options
 from polar_proxy.cli.common import load_settings, open_database, run_async
-from polar_proxy.cli.output import make_table, out, print_checks, print_note, print_result, spinner
+from polar_proxy.cli.output import make_table, out, print_checks, print_note, print_result, spinner, styled
 from polar_proxy.errors import UsageError
+from polar_proxy.terminal import one_line
 from polar_proxy.types import Json
 
 if TYPE_CHECKING:
@@ -84,11 +85,11 @@ def show_info(name: NameArgument, as_json: options.AsJson = False) -> None:
     """Show what the adapter of a harness declares: versions, APIs, requirements, features."""
     adapter, _ = find_adapter(name)
     info = _describe(adapter, load_settings().harness_cache)
-    lines = []
+    lines: list[Text] = []
     for key, value in info.items():
         text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-        lines.append(f"[bold]{key}[/]: {escape(text)}")
-    print_result(info, "\n".join(lines), as_json)
+        lines.append(styled("[bold]{}[/]: {}", key, text))
+    print_result(info, Text("\n").join(lines), as_json)
 
 
 @app.command("install")
@@ -110,7 +111,7 @@ def install(name: NameArgument, version: VersionOption = None, as_json: options.
         "path": str(installed.root),
     }
     did = "already installed" if already else f"installed in {seconds:.0f} s"
-    text = escape(f"{installed.name} {installed.version}: {did}, {megabytes} MB in {installed.root}")
+    text = f"{installed.name} {installed.version}: {did}, {megabytes} MB in {installed.root}"
     print_result(found, text, as_json)
 
 
@@ -153,7 +154,7 @@ def check(
 
 def _print_checks(name: str, checks: list[PreflightCheck], good: bool) -> None:
     print_checks(checks)
-    out.print(f"{name}: " + ("[green]OK[/]: it would run" if good else "[red]not OK[/]: see above"))
+    out.print(styled("{}: " + ("[green]OK[/]: it would run" if good else "[red]not OK[/]: see above"), name))
 
 
 @app.command("prebuild")
@@ -184,7 +185,7 @@ def prebuild(
     if not as_json:
         did = f"built in {image.seconds:.0f} s" if image.made else "already there"
         print_note(f"{installed.name} {installed.version} on {image.base}: {did}")
-    print_result(found, escape(image.image), as_json)
+    print_result(found, image.image, as_json)
 
 
 @app.command("prune")
@@ -209,18 +210,20 @@ def prune(
     lines = []
     for image in images:
         did = "removed" if image.removed else "kept"
-        lines.append(f"{did} {image.image} on {image.base}, {image.bytes / 1e6:.0f} MB: {image.why}")
+        lines.append(one_line(f"{did} {image.image} on {image.base}, {image.bytes / 1e6:.0f} MB: {image.why}"))
     removed, kept = ([image for image in images if image.removed is which] for which in (True, False))
     lines.append(f"{len(removed)} removed, {freed / 1e6:.0f} MB")
-    print_result({"removed": removed, "kept": kept, "bytes": freed}, escape("\n".join(lines)), as_json)
+    print_result({"removed": removed, "kept": kept, "bytes": freed}, "\n".join(lines), as_json)
 
 
 def find_adapter(name: str, version: str | None = None) -> tuple[HarnessAdapter, str | None]:
     """Return the adapter and the requested version; None for the adapter's default."""
-    bare, inline = split_version(name)
-    if version is not None and inline is not None and version != inline:
-        raise UsageError(f"Two versions are given: {name} and --version {version}.")
     try:
+        bare, inline = split_version(name)
+        if version is not None:
+            check_version(version)
+        if version is not None and inline is not None and version != inline:
+            raise UsageError(f"Two versions are given: {name} and --version {version}.")
         return get_adapter(bare), version or inline
     except (HarnessError, TypeError) as error:
         raise UsageError(str(error)) from error

@@ -53,6 +53,14 @@ PastReasoning = Annotated[
     typer.Option(help="keep or strip: the reasoning of earlier turns in continued prompts.", show_default=False),
 ]
 Sandbox = Annotated[str, typer.Option(help="auto, docker, bubblewrap or process.", callback=_check_sandbox)]
+AllowCode = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allow-code",
+        metavar="MODULE:NAME",
+        help="Python code that tasks and requests may refer to, besides the setting allowed_code. Repeatable.",
+    ),
+]
 Where = Annotated[
     str | None,
     typer.Option("--where", metavar="CONDITIONS", help="Only rollouts that match, such as 'reward>=1, harness=codex'."),

@@ -16,12 +16,12 @@ import typer
 from pydantic import BaseModel
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.live import Live
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.segment import Segment
 from rich.table import Table
-from rich.text import Text
+from rich.text import Span, Text
 
+from polar_proxy.terminal import escape_controls, escape_json_controls, message_lines, one_line
 from polar_proxy.types import Message
 
 if TYPE_CHECKING:
@@ -29,31 +29,34 @@ if TYPE_CHECKING:
     from polar_proxy.conformance.preflight import PreflightCheck
     from polar_proxy.types import CallRecord
 
-# Characters with which text from an agent or a model could command the terminal or change the order of a line.
-_CONTROL_CHARACTERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
-
 
 class SafeConsole(Console):
-    """A console that shows control characters in text as escapes such as `\\x1b`."""
+    """A console that shows control characters in text as escapes such as `\\x1b`, and reads no markup in strings.
+
+    Only `styled` adds styles, so that `[link=...]` in a text from outside is printed as it is.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(highlight=False, markup=False, emoji=False, **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
-            if segment.control or not _CONTROL_CHARACTERS.search(segment.text):
-                yield segment
-            else:
-                yield Segment(_CONTROL_CHARACTERS.sub(_escaped, segment.text), segment.style)
+            yield segment if segment.control else Segment(escape_controls(segment.text), segment.style)
 
 
-def _escaped(match: re.Match[str]) -> str:
-    return match[0].encode("unicode_escape").decode()
+def styled(template: str, *values: object) -> Text:
+    """Return a text with the markup of `template`. Each `{}` in it becomes a value, literally and in one line."""
+    text = Text.from_markup(template, emoji=False)
+    holes = [found.start() for found in re.finditer(r"\{\}", text.plain)]
+    parts = text.divide([edge for at in holes for edge in (at, at + 2)])
+    for part, value in zip(parts[1::2], values, strict=True):
+        part.plain = one_line(value)
+        part.spans = [Span(0, len(part), span.style) for span in part.spans]
+    return Text().join(parts)
 
 
-def _json_escaped(match: re.Match[str]) -> str:
-    return f"\\u{ord(match[0]):04x}"
-
-
-out = SafeConsole(highlight=False)
-err = SafeConsole(stderr=True, highlight=False)
+out = SafeConsole()
+err = SafeConsole(stderr=True)
 
 _END_COLOURS = {"done": "green", "failed": "red", "timed_out": "yellow", "cancelled": "yellow"}
 _CHECK_COLOURS = {"ok": "green", "note": "cyan", "missing": "yellow", "failed": "red"}
@@ -61,18 +64,18 @@ _MAX_LIVE_ROWS = 24
 
 
 def print_result(
-    result: object, shown: str | Table | Callable[[], object], as_json: bool, *, good: bool = True
+    result: object, shown: str | Text | Table | Callable[[], object], as_json: bool, *, good: bool = True
 ) -> None:
-    """End a command: print its result as one JSON document, or print `shown`. The exit code is 1 unless it is `good`.
+    """End a command: print its result as one JSON document, or print `shown`. The exit code is 0 if `good`, else 1.
 
-    `shown` is text with markup, a table, or a function that prints.
+    `shown` is text, a table, or a function that prints.
     """
     if as_json:
         print_json(result)
     elif callable(shown):
         shown()
     else:
-        out.print(shown, soft_wrap=isinstance(shown, str))
+        out.print(shown, soft_wrap=not isinstance(shown, Table))
     if not good:
         raise typer.Exit(1)
 
@@ -81,7 +84,7 @@ def print_json(value: Any) -> None:
     """Print one JSON document on standard output. It may contain dataclasses and pydantic models."""
     options = orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS
     document = orjson.dumps(value, default=_to_json, option=options).decode()
-    sys.stdout.write(_CONTROL_CHARACTERS.sub(_json_escaped, document) + "\n")
+    sys.stdout.write(escape_json_controls(document) + "\n")
     sys.stdout.flush()
 
 
@@ -95,26 +98,26 @@ def _to_json(value: Any) -> Any:
 
 def print_note(text: str) -> None:
     """Print a line for people on standard error."""
-    err.print(f"[dim]{escape(text)}[/]", soft_wrap=True)
+    err.print(Text(message_lines(text), "dim"), soft_wrap=True)
 
 
 def print_refused_task(text: str) -> None:
-    err.print(f"[yellow]refused[/] {escape(text)}", soft_wrap=True)
+    err.print(styled("[yellow]refused[/] {}", text), soft_wrap=True)
 
 
 def print_checks(checks: Iterable[PreflightCheck]) -> None:
     """Print the checks of `polar doctor` or `polar harness check`, each problem with its remedy."""
     for check in checks:
         colour = _CHECK_COLOURS[check.state]
-        out.print(f"[{colour}]{check.state:<7}[/] {check.name}: {escape(check.detail)}", soft_wrap=True)
+        out.print(styled(f"[{colour}]{check.state:<7}[/] {{}}: {{}}", check.name, check.detail), soft_wrap=True)
         if check.fix and check.state not in ("ok", "note"):
-            out.print(f"          -> {escape(check.fix)}", soft_wrap=True)
+            out.print(styled("          -> {}", check.fix), soft_wrap=True)
 
 
 def make_table(
     columns: Sequence[str], rows: Iterable[Sequence[object]], *, right: Collection[str] = (), wrap: Collection[str] = ()
 ) -> Table:
-    """Return a table without borders. None is shown as `-`. Only cells of type rich `Text` have a style.
+    """Return a table without borders. None is shown as `-`. Cells other than rich `Text` are shown in one line.
 
     Columns in `right` are aligned to the right; those in `wrap` may wrap.
     """
@@ -122,12 +125,8 @@ def make_table(
     for name in columns:
         table.add_column(name, justify="right" if name in right else "left", no_wrap=name not in wrap, overflow="fold")
     for row in rows:
-        table.add_row(*(cell if isinstance(cell, Text) else Text(_cell_text(cell)) for cell in row))
+        table.add_row(*(cell if isinstance(cell, Text) else one_line("-" if cell is None else cell) for cell in row))
     return table
-
-
-def _cell_text(value: object) -> str:
-    return "-" if value is None else str(value)
 
 
 def format_time(seconds: float | None) -> str:
@@ -164,13 +163,14 @@ def last_command(message: Message) -> str:
 def progress_bars() -> Iterator[Callable[..., None]]:
     """Yield `update(kind of work, done, total, note="")`; each kind of work gets a bar at its first update."""
     bars: dict[str, TaskID] = {}
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"))
+    name, end = (TextColumn(field, markup=False) for field in ("{task.description}", "{task.fields[note]}"))
+    columns = (name, BarColumn(), MofNCompleteColumn(), end)
     with Progress(*columns, TimeElapsedColumn(), console=err, transient=True, disable=not err.is_terminal) as progress:
 
         def update(kind: str, done: int, total: int, note: str = "") -> None:
             if kind not in bars:
-                bars[kind] = progress.add_task(kind, note="")
-            progress.update(bars[kind], completed=done, total=max(total, done), note=note)
+                bars[kind] = progress.add_task(one_line(kind), note="")
+            progress.update(bars[kind], completed=done, total=max(total, done), note=one_line(note))
 
         yield update
 
@@ -182,7 +182,7 @@ def spinner(text: str, *, quiet: bool) -> Iterator[None]:
         print_note(f"{text} (once; a minute or two)")
         yield
         return
-    with err.status(escape(text)):
+    with err.status(one_line(text)):
         yield
 
 
@@ -227,7 +227,7 @@ class RolloutProgressView:
         line.status = status
         if not self._is_live and status != "queued":
             end = f" ({line.calls} calls, {line.tokens} tokens) {detail}" if status in _END_COLOURS else ""
-            err.print(f"{line.task} {rollout_id}: {status}{end}", markup=False)
+            err.print(one_line(f"{line.task} {rollout_id}: {status}{end}"))
 
     def session(self, rollout_id: str, session_id: str) -> None:
         self._rollout_of[session_id] = rollout_id
@@ -288,7 +288,7 @@ class JobProgressView:
                 line = f"{data['job_id']}: {data.get('status')}"
             case _:
                 return
-        err.print(line, markup=False, soft_wrap=True)
+        err.print(one_line(line), soft_wrap=True)
 
     def _table(self) -> Table:
         active = {one: to for one, to in self._stages.items() if to not in _END_COLOURS and to != "queued"}
@@ -300,7 +300,7 @@ class JobProgressView:
         ends = Counter(to for to in self._stages.values() if to in _END_COLOURS)
         counts = [f"[{colour}]{ends[name]} {name}[/]" for name, colour in _END_COLOURS.items() if ends[name]]
         queued = sum(self._job.rollouts.values()) - len(active) - ends.total()
-        table.caption = ", ".join([*counts, f"{len(active)} active", f"{queued} queued"])
+        table.caption = styled(", ".join([*counts, f"{len(active)} active", f"{queued} queued"]))
         return table
 
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import orjson
 import typer
 from pydantic import BaseModel, ValidationError
-from rich.markup import escape
 from rich.table import Table
 
+from polar_proxy.allowed_code import AllowedCode, is_code
 from polar_proxy.cli import options
 from polar_proxy.cli.common import (
     database_url,
@@ -36,10 +36,12 @@ from polar_proxy.cli.output import (
     print_note,
     print_refused_task,
     print_result,
+    styled,
 )
 from polar_proxy.config import Settings
 from polar_proxy.errors import UsageError
 from polar_proxy.rollout_spec import JobSpec, RolloutSpec
+from polar_proxy.terminal import escape_json_controls, one_line
 from polar_proxy.types import Json
 
 if TYPE_CHECKING:
@@ -77,6 +79,7 @@ def run(
     model: options.Model = None,
     prompt_mode: options.PromptMode = None,
     past_reasoning: options.PastReasoning = None,
+    allow_code: options.AllowCode = None,
     db: options.Db = None,
     as_json: options.AsJson = False,
 ) -> None:
@@ -89,16 +92,20 @@ def run(
 
     settings = load_settings(
         db,
+        allow_code=allow_code,
         engine={"kind": engine, "url": engine_url, "model": model},
         gateway={"prompt_mode": prompt_mode, "past_reasoning": past_reasoning},
         run={"samples": samples, "concurrency": concurrency, **rollout_options},
     )
-    tasks, refused = load_tasks(task, seed, instances)
+    code = settings.code(task)
+    tasks, refused = load_tasks(task, seed, instances, code)
+    if is_code(task):  # tasks that the user's own code made may refer to more of it
+        code = code.including(*(name for one in tasks for name in one.code_names))
     for refusal in refused or ():
         print_refused_task(str(refusal))
     if not tasks:
         raise UsageError(f"{task} contains no task that can be run ({len(refused or ())} refused).")
-    rows = run_async(_run(settings, tasks, quiet=as_json))
+    rows = run_async(_run(settings, tasks, code, quiet=as_json))
     url = display_url(database_url(settings))
     document: Json = {"rollouts": [{name: getattr(row, name) for name in _SUMMARY} for row in rows], "db": url}
     if refused is not None:
@@ -106,9 +113,10 @@ def run(
     print_result(document, lambda: _print_summary(rows, url), as_json)
 
 
-async def _run(settings: Settings, tasks: list[Task], *, quiet: bool) -> list[RolloutRow]:
+async def _run(settings: Settings, tasks: list[Task], code: AllowedCode, *, quiet: bool) -> list[RolloutRow]:
     from polar_proxy.engines.factory import make_engine
     from polar_proxy.rollouts import local_gateway, recover, run_job
+    from polar_proxy.traces.grades import DistributionNotes
 
     view = RolloutProgressView(quiet=quiet)
     async with open_database(settings, create=True) as store:
@@ -119,9 +127,10 @@ async def _run(settings: Settings, tasks: list[Task], *, quiet: bool) -> list[Ro
             print_note(f"engine: {engine.info.engine} {engine.info.version}, model {engine.info.model}")
             async with local_gateway(settings, engine, store) as gateway:
                 gateway.observe(view.call)
+                gateway.observe(DistributionNotes(print_note))
                 with view.show():
                     spec = settings.run.job_spec()
-                    return await run_job(tasks, spec, settings, engine, store, gateway, view, print_note)
+                    return await run_job(tasks, spec, settings, engine, store, gateway, view, print_note, code)
 
 
 def _print_summary(rows: list[RolloutRow], url: str) -> None:
@@ -144,7 +153,7 @@ def _print_summary(rows: list[RolloutRow], url: str) -> None:
     out.print(f"solved {solved} of {len(scored)} scored rollouts ({len(rows)} in all)")
     for row in rows:
         if row.error:
-            out.print(f"[yellow]{row.rollout_id}: {escape(row.error)}[/]")
+            out.print(styled("[yellow]{}: {}[/]", row.rollout_id, row.error), soft_wrap=True)
     out.print(f"database: {url}", soft_wrap=True)
     if rows:
         out.print(f"next:  polar show {rows[0].rollout_id}", soft_wrap=True)
@@ -158,7 +167,9 @@ JobId = Annotated[str, typer.Argument(help="A job's id, as `polar submit` prints
 
 @options.model_options(JobSpec)
 def submit(
-    task: Annotated[str, typer.Argument(help="As for `polar run`. A file is read where the server runs.")],
+    task: Annotated[
+        str, typer.Argument(help="As for `polar run`. A server reads files below its setting api.folders.")
+    ],
     *,
     seed: options.Seed = None,
     instances: options.Instances = None,
@@ -217,7 +228,7 @@ def _print_groups(job: JobDetail) -> None:
     out.print(_job_table([job]))
     for group in job.group_list:
         reason = f" ({group.reason})" if group.reason else ""
-        out.print(f"{group.group_id} {group.task_id}: {group.status}{reason}", markup=False)
+        out.print(one_line(f"{group.group_id} {group.task_id}: {group.status}{reason}"), soft_wrap=True)
 
 
 def results(job: JobId, url: options.Url = None, db: options.Db = None, as_json: options.AsJson = False) -> None:
@@ -227,7 +238,7 @@ def results(job: JobId, url: options.Url = None, db: options.Db = None, as_json:
     def show() -> None:
         for row in rollouts:
             words = (row.rollout_id, row.task_id, row.status, format_number(row.reward), row.cause or "")
-            out.print("  ".join(words), markup=False, soft_wrap=True)
+            out.print(one_line("  ".join(words)), soft_wrap=True)
 
     print_result({"job_id": job, "rollouts": rollouts}, show, as_json)
 
@@ -262,7 +273,7 @@ def events(
 
     async def follow(client: AsyncClient) -> None:
         async for event in client.events(job, after=after):
-            sys.stdout.write(orjson.dumps(event.model_dump()).decode() + "\n")
+            sys.stdout.write(escape_json_controls(orjson.dumps(event.model_dump()).decode()) + "\n")
             sys.stdout.flush()
 
     with_client(url, db, follow, patient=True)

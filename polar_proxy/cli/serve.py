@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.markup import escape
 
 from polar_proxy.cli import options
 from polar_proxy.cli.common import load_settings, open_database, run_async
-from polar_proxy.cli.output import out, print_json, print_note
+from polar_proxy.cli.output import out, print_json, print_note, styled
 from polar_proxy.config import Settings
 from polar_proxy.errors import PolarError, UsageError
 
@@ -40,6 +39,9 @@ def serve(
     require_known_keys: Annotated[
         bool | None, typer.Option("--require-known-keys", help="Refuse unknown session keys on loopback too.")
     ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(min=0, help="Sample at this temperature, whatever the agents ask for.")
+    ] = None,
     prompt_mode: options.PromptMode = None,
     past_reasoning: options.PastReasoning = None,
     db: options.Db = None,
@@ -54,15 +56,18 @@ def serve(
     ray_address: Annotated[
         str, typer.Option(help="HOST:PORT of the Ray cluster; auto: the cluster of this machine.")
     ] = "auto",
+    allow_code: options.AllowCode = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Serve the gateway and the HTTP API until stopped. --json prints one JSON document when the server is ready."""
     settings = load_settings(
         db,
+        allow_code=allow_code,
         gateway={
             "host": host,
             "port": port,
             "require_known_keys": require_known_keys,
+            "temperature": temperature,
             "prompt_mode": prompt_mode,
             "past_reasoning": past_reasoning,
             "shared": True if executor == "ray" else None,
@@ -81,6 +86,7 @@ async def _serve(settings: Settings, as_json: bool, *, with_workers: bool, ray_a
     from polar_proxy.engines.factory import make_engine
     from polar_proxy.gateway import Gateway
     from polar_proxy.rollouts import RolloutService, ServiceLimits, recover
+    from polar_proxy.traces.grades import DistributionNotes
 
     async with open_database(settings, create=True) as store, contextlib.AsyncExitStack() as stack:
         for line in await recover(store):
@@ -90,10 +96,13 @@ async def _serve(settings: Settings, as_json: bool, *, with_workers: bool, ray_a
         service: RolloutService | None = None
         if with_workers:
             limits = ServiceLimits.of(settings, backlog=settings.run.backlog)
-            service = RolloutService(store, gateway, engine, settings.harness_cache, limits=limits, note=print_note)
+            service = RolloutService(
+                store, gateway, engine, settings.harness_cache, limits=limits, note=print_note, code=settings.code()
+            )
         # The API is added before the gateway listens, so that a client that waits for this server never gets a 404.
         context = ApiContext(store, settings, service, engine)
         gateway.include(create_router(context))
+        gateway.observe(DistributionNotes(print_note))
         await stack.enter_async_context(gateway)
         if service is not None:
             await stack.enter_async_context(service)
@@ -116,19 +125,19 @@ async def _serve(settings: Settings, as_json: bool, *, with_workers: bool, ray_a
             from polar_proxy.rollouts.cluster import Cluster
 
             await stack.enter_async_context(Cluster(settings, store, ray_address, note=print_note))
-        # SIGINT or SIGTERM cancels this wait; rollouts in flight then go back to the queue.
-        await asyncio.Event().wait()
+        # A signal cancels this wait; rollouts in flight then go back to the queue.
+        await gateway.ended()
 
 
 def _print_welcome(gateway: Gateway, db: str, model: str, key_file: Path) -> None:
-    out.print(f"[bold]Polar[/] serves {escape(model)} at {gateway.url} and records into {escape(db)}")
+    out.print(styled("[bold]Polar[/] serves {} at {} and records into {}", model, gateway.url, db))
     out.print("point an agent at it:")
     out.print(f"  export OPENAI_BASE_URL={gateway.url}/v1", soft_wrap=True)
     if gateway.sessions.open_to_all:
         out.print("  export OPENAI_API_KEY=any-name-you-like    # one session per key")
     else:
         out.print("  export OPENAI_API_KEY=$(polar session new)   # unknown keys are refused")
-    out.print(f"the API: {gateway.url}/docs, with the key in {escape(str(key_file))}", soft_wrap=True)
+    out.print(f"the API: {gateway.url}/docs, with the key in {key_file}", soft_wrap=True)
     out.print("then: polar sessions, polar show SESSION, polar export. Ctrl-C stops.")
 
 

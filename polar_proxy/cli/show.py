@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import orjson
 import typer
-from rich.markup import escape
+from rich.text import Text
 
 from polar_proxy.cli import options
 from polar_proxy.cli.common import load_settings, with_store
-from polar_proxy.cli.output import format_number, format_time, last_command, make_table, out, print_result
+from polar_proxy.cli.output import format_number, format_time, last_command, make_table, out, print_result, styled
 from polar_proxy.errors import UsageError
+from polar_proxy.terminal import message_lines
 from polar_proxy.types import Json
 
 if TYPE_CHECKING:
@@ -44,11 +45,23 @@ def sessions(
             row.prompt_tokens,
             row.completion_tokens,
             format_time(row.last_call_at),
+            row.incomplete,
             row.rollout_id,
         )
         for row in rows
     )
-    columns = ("session", "label", "opened", "calls", "failed", "prompt", "sampled", "last call", "rollout")
+    columns = (
+        "session",
+        "label",
+        "opened",
+        "calls",
+        "failed",
+        "prompt",
+        "sampled",
+        "last call",
+        "incomplete",
+        "rollout",
+    )
     print_result({"sessions": rows}, make_table(columns, cells, right=_NUMBERS), as_json)
 
 
@@ -100,6 +113,8 @@ async def _load_session(store: Store, session_id: str) -> Json | None:
     summary = await store.sessions.summary(session_id)
     if summary is None:
         return None
+    from polar_proxy.traces.grades import off_distribution_note
+
     calls = await store.calls.of_session(session_id)
     answers = {call.call_id: last_command(call.choices[0].message) if call.choices else "" for call in calls}
     rows = await store.calls.summaries(session_id)
@@ -107,6 +122,7 @@ async def _load_session(store: Store, session_id: str) -> Json | None:
     return {
         **asdict(summary),
         "calls": [{**asdict(row), "said": answers.get(row.call_id, "")} for row in rows],
+        "note": next(filter(None, map(off_distribution_note, calls)), None),
         "traces": [
             {
                 "trace_id": trace.trace_id,
@@ -152,15 +168,18 @@ async def _load_call(store: Store, call_id: str) -> Json | None:
 
 
 def _print_rollout(rollout: Json) -> None:
-    out.print(f"[bold]{rollout['rollout_id']}[/]  {rollout['status']}  reward {format_number(rollout['reward'])}")
-    out.print(f"task {rollout['task_id']}  harness {rollout['harness']}  sandbox {rollout['sandbox']}")
-    out.print(f"engine {rollout['engine']}  model {rollout['model']}")
+    reward = format_number(rollout["reward"])
+    out.print(styled("[bold]{}[/]  {}  reward {}", rollout["rollout_id"], rollout["status"], reward))
+    out.print(styled("task {}  harness {}  sandbox {}", rollout["task_id"], rollout["harness"], rollout["sandbox"]))
+    out.print(styled("engine {}  model {}", rollout["engine"], rollout["model"]))
     if rollout["error"]:
-        out.print(f"[yellow]{escape(rollout['error'])}[/]")
+        out.print(Text(message_lines(rollout["error"]), "yellow"))
+    if signs := sorted({sign for given in rollout["rewards"] for sign in given.detail.get("signs", ())}):
+        out.print(styled("[yellow]signs of reward hacking: {}[/]", ", ".join(signs)))
     if rollout["instruction"]:
-        out.print(f"\n{escape(rollout['instruction'].strip())}\n")
+        out.print(f"\n{rollout['instruction'].strip()}\n")
     for item in rollout["artifacts"]:
-        out.print(f"artifact {item['name']}: {item['path']}", soft_wrap=True)
+        out.print(styled("artifact {}: {}", item["name"], item["path"]), soft_wrap=True)
     if rollout["session"] is not None:
         _print_session(rollout["session"])
 
@@ -182,34 +201,36 @@ def _print_session(session: Json) -> None:
     )
     columns = ("call", "edge", "status", "prompt", "sampled", "s", "finish", "answer")
     out.print(make_table(columns, rows, right=_NUMBERS))
+    if session["note"]:
+        out.print(Text(session["note"], "yellow"))
     for trace in session["traces"]:
         size = f"{trace['tokens']} tokens, {trace['trained_tokens']} trained, {len(trace['calls'])} calls"
         out.print(f"trace {trace['trace_id']}: {trace['grade']}, {size}")
     for call_id, reason in session["excluded"].items():
-        out.print(f"not trained: {call_id} ({reason})")
+        out.print(styled("not trained: {} ({})", call_id, reason))
 
 
 def _print_call(call: Json, tokens: bool) -> None:
     say = partial(out.print, soft_wrap=True)  # recorded texts keep their own line breaks
-    say(f"[bold]{call['call_id']}[/]  {call['status']}  {call['dialect']} {call['path']}")
+    say(styled("[bold]{}[/]  {}  {} {}", call["call_id"], call["status"], call["dialect"], call["path"]))
     say(f"session {call['session_id']}  edge {call['edge']}  parent {call['parent_call_id'] or '-'}")
     if call["error"]:
-        say(f"[yellow]{escape(call['error'])}[/]")
+        say(Text(message_lines(call["error"]), "yellow"))
     if problem := call["conversation"].get("unparsed"):
-        say(f"[yellow]shown as received, because it cannot be parsed: {escape(problem)}[/]")
+        say(styled("[yellow]shown as received, because it cannot be parsed: {}[/]", problem))
     if names := _tool_names(call["conversation"]["tools"]):
-        say(f"tools {escape(', '.join(names))}")
+        say(styled("tools {}", ", ".join(names)))
     for message in call["conversation"]["messages"]:
         if problem:
             heading, text = "raw", orjson.dumps(message).decode()
         else:
             heading, text = _heading(message), _message_text(message)
-        say(f"\n[cyan]{escape(heading)}[/]")
-        say(escape(text))
+        say(styled("\n[cyan]{}[/]", heading))
+        say(text)
     for choice in call["choices"]:
         details = f"choice {choice['index']}, {len(choice['token_ids'])} tokens, {choice['finish_reason']}"
-        say(f"\n[green]assistant[/] [dim]({details})[/]")
-        say(escape(_message_text(choice["message"])))
+        say(styled("\n[green]assistant[/] [dim]({})[/]", details))
+        say(_message_text(choice["message"]))
         if tokens:
             pairs = zip(choice["token_ids"], choice["logprobs"], strict=True)
             say(" ".join(f"{token}:{logprob:.3f}" for token, logprob in pairs))

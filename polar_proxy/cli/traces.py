@@ -8,10 +8,9 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, BinaryIO
+from typing import TYPE_CHECKING, Annotated, BinaryIO, cast
 
 import typer
-from rich.markup import escape
 
 from polar_proxy.cli import options
 from polar_proxy.cli.common import load_settings, with_store
@@ -24,8 +23,10 @@ from polar_proxy.cli.output import (
     print_note,
     print_result,
     progress_bars,
+    styled,
 )
 from polar_proxy.errors import UsageError
+from polar_proxy.terminal import JsonOutput, one_line
 from polar_proxy.types import Json
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def build(
     built. --engine is needed for `--on-drift rescore` only.
     """
     if ids and where is not None:
-        raise UsageError("Give either ids or --where, which selects rollouts.")
+        raise UsageError("Give either ids or --where, not both.")
     if on_drift == "rescore" and engine is None:
         raise UsageError("--on-drift rescore scores with an engine: name it with --engine.")
     settings = load_settings(db, engine={"kind": engine, "url": engine_url, "model": model})
@@ -171,7 +172,7 @@ def _audit_progress(report: AuditReport) -> str:
 def _print_audit(found: Json) -> None:
     engine = found["engine"]
     version = engine["policy_version"] or "unknown"
-    out.print(f"against {engine['engine']} {engine['version']}, {engine['model']}, policy {version}")
+    out.print(styled("against {} {}, {}, policy {}", engine["engine"], engine["version"], engine["model"], version))
     rows = [("all", found)]
     rows += [(f"harness {name}", row) for name, row in sorted(found["by_harness"].items())]
     rows += [(f"policy version {name}", row) for name, row in sorted(found["by_policy_version"].items())]
@@ -194,22 +195,17 @@ def _print_audit(found: Json) -> None:
         ("findings", found["findings"]),
     ):
         if counts:
-            out.print(f"{title}: {format_counts(counts)}")
+            out.print(styled("{}: {}", title, format_counts(counts)))
     if found["skipped"].get("not_built"):
-        out.print("[dim]`polar build SESSION` builds the traces of `polar serve` sessions[/]")
+        out.print(styled("[dim]`polar build SESSION` builds the traces of `polar serve` sessions[/]"))
     if found["worst"]:
         out.print("\nlargest differences")
     for worst in found["worst"]:
         values = f"{worst['recorded']:.4f} recorded, {worst['fresh']:.4f} fresh"
         out.print(f"  {worst['diff']:.2e}  {values}  {worst['call_id']} token {worst['position']}")
-        out.print(f"      [dim]{escape(_one_line(worst['before']))}[/][bold]{escape(_one_line(worst['token']))}[/]")
+        out.print(styled("      [dim]{}[/][bold]{}[/]", worst["before"], worst["token"]))
     for trace_id, reasons in found["rejected"].items():
-        out.print(f"[red]rejected[/] {trace_id}: {escape(reasons)}")
-
-
-def _one_line(text: str) -> str:
-    """Return the text with line breaks and tabs written as escapes."""
-    return text.replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r").replace("\t", "\\t")
+        out.print(styled("[red]rejected[/] {}: {}", trace_id, reasons))
 
 
 def rescore(
@@ -253,7 +249,7 @@ def rescore(
     found = with_store(settings, work)
     scorer = found["engine"]
     made = f"{found['answers']} answers of {found['calls']} calls, {found['tokens']} tokens, {found['traces']} traces"
-    lines = [f"rescored by {scorer['engine']}, {escape(scorer['model'])}: {made}"]
+    lines = [one_line(f"rescored by {scorer['engine']}, {scorer['model']}: {made}")]
     if found["skipped"]:
         lines.append(f"calls left out: {format_counts(found['skipped'])}")
     if found["traces"]:
@@ -274,7 +270,9 @@ def export(
     builder: Annotated[
         str, typer.Option(help="Export the traces of this builder: merged, per_call, tree or rescored.")
     ] = "merged",
-    all_grades: Annotated[bool, typer.Option(help="Also export traces that are graded unfit for training.")] = False,
+    all_grades: Annotated[
+        bool, typer.Option(help="Also export traces of the grades approximate and rejected.")
+    ] = False,
     advantage: Annotated[
         str, typer.Option(help="For trl and tinker, the advantage: grpo, dr_grpo, rloo, mc_grpo or raft.")
     ] = "grpo",
@@ -308,7 +306,7 @@ def export(
     counts = f"{report.rows} rows from {report.rollouts} rollouts and {report.sessions} other sessions"
     left_out = format_counts(report.left_out) if report.left_out else "nothing"
     found = {"out": file, "format": form, **report.to_json()}
-    print_result(found, lambda: err.print(f"{counts}; left out: {left_out}"), as_json)
+    print_result(found, lambda: err.print(one_line(f"{counts}; left out: {left_out}")), as_json)
 
 
 @contextlib.contextmanager
@@ -316,15 +314,15 @@ def open_output(file: str) -> Iterator[BinaryIO]:
     """Yield standard output, or a file that gets its name only when it is complete."""
     if file == "-":
         try:
-            yield sys.stdout.buffer
-            sys.stdout.buffer.flush()
+            yield cast(BinaryIO, JsonOutput())
+            sys.stdout.flush()
         except BrokenPipeError:  # the reader (`| head`) ended; Python's own flush at exit must not fail again
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(1) from None
         return
     path = Path(file).resolve()
     if not file or path.is_dir():
-        raise UsageError(f"Cannot write {file!r}: --out is the name of a file.")
+        raise UsageError(f"Cannot write {file!r}: --out must name a file, not a folder.")
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         if path.exists() and not path.is_file():  # /dev/null or a named pipe: write to it, never replace it

@@ -67,6 +67,7 @@ def grpo(
         list[str] | None,
         typer.Option("--set", help="NAME=VALUE: any setting of [grpo], such as lora.rank=16. Repeatable."),
     ] = None,
+    allow_code: options.AllowCode = None,
     db: options.Db = None,
     as_json: options.AsJson = False,
 ) -> None:
@@ -87,7 +88,9 @@ def grpo(
         "gateway": {},
     }
     settings = load_settings(
-        db, **{name: {**tables.get(name, {}), **given(own_flags)} for name, own_flags in sections.items()}
+        db,
+        allow_code=allow_code,
+        **{name: {**tables.get(name, {}), **given(own_flags)} for name, own_flags in sections.items()},
     )
     flags: Json = {"task": task, "weights": weights, "steps": steps, "groups": groups, "samples": samples}
     flags |= {"learning_rate": lr, "loss": loss, "advantage": advantage, "eval_every": eval_every}

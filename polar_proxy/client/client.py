@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def _base_url(url: str) -> str:
-    """Accept a URL with or without the path of the API."""
+    """Return the API's URL on a server, for a server URL with or without the API's path."""
     return url.rstrip("/").removesuffix(API_PREFIX)
 
 

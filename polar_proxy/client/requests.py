@@ -99,7 +99,7 @@ class ApiCall(Generic[T]):
 
     method: str
     path: str
-    """Below `/api/v1`, percent-encoded."""
+    """The part of the URL's path after `/api/v1`, percent-encoded."""
     read: Callable[[bytes], T]
     params: Mapping[str, str | int | float | bool | None] = field(default_factory=dict)
     """Query parameters; None omits the parameter."""

@@ -21,7 +21,7 @@ def _get(path: str, response: type[M], **params: Any) -> ApiCall[M]:
 
 
 def _post(path: str, response: type[M], body: BaseModel | None = None, **rest: Any) -> ApiCall[M]:
-    """`rest`: fields of `ApiCall`. Unset fields of the body are omitted, so that the server's defaults apply."""
+    """Return a POST request. Unset fields of `body` are omitted, so that the server's defaults apply."""
     json = None if body is None else body.model_dump(mode="json", exclude_unset=True)
     return ApiCall("POST", path, response.model_validate_json, json=json, **rest)
 

@@ -75,7 +75,7 @@ STYLES: Mapping[str, JsonStyle] = {
 
 @dataclass(frozen=True, slots=True)
 class StyledStep:
-    """A step, and how the answer that takes it is written."""
+    """A step of a scenario, and the style of the answer that takes it."""
 
     step: Step
     json: str = "plain"
@@ -83,7 +83,7 @@ class StyledStep:
     before: str = ""
     """Text before the tool calls."""
     thought: str = "Hm."
-    """Appended to the reasoning."""
+    """Text to append to the reasoning."""
     silent: bool = False
     """Leave out the reasoning."""
     options: bool = False

@@ -63,7 +63,7 @@ class ExplainedDrift:
     rendered: tuple[str, ...]
     """Texts of the tokens from this position on, as the engine rendered them."""
     causes: tuple[DriftCause, ...]
-    """`retokenised` followed by others: the first tokens that differ have the same text, but later texts differ."""
+    """`retokenised` before other causes: the first tokens that differ have the same text, and later ones do not."""
 
 
 @dataclass(slots=True)
@@ -78,7 +78,7 @@ class FidelityRow:
     outcomes: tuple[str, ...] = ()
     """How each start of the program ended."""
     detail: str = ""
-    """The adapter's description of a start that did not end well."""
+    """The adapter's description of a failed start."""
     fault: str | None = None
     """Why the scenario could not be run."""
     calls: int = 0
@@ -93,7 +93,7 @@ class FidelityRow:
     edges: dict[str, int] = field(default_factory=dict)
     traces: int = 0
     recorded: int = 0
-    """Sampled tokens."""
+    """Number of sampled tokens."""
     trained: int = 0
     excluded: dict[str, int] = field(default_factory=dict)
     """Sampled tokens that are not trained, by reason."""
@@ -190,7 +190,10 @@ async def play(
 
 
 async def play_job(runner: ScenarioRunner, job: FidelityJob, *, score: bool = True) -> tuple[FidelityRow, ScenarioRun]:
-    """Give a harness the awkward answers, and count the tokens. `fault` of row and run: why the run was impossible."""
+    """Give a harness the awkward answers, and count the tokens.
+
+    If the harness cannot be run, `fault` of the row and of the run says why.
+    """
     started = time.monotonic()
     row = FidelityRow(job.adapter.name, job.installed.version, job.mode, job.template)
     run = await runner.play(_model(runner.engine, job.adapter), job.adapter, job.installed)

@@ -11,10 +11,10 @@ import asyncio
 import copy
 import json
 import sysconfig
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import aclosing
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from polar_proxy.config import EngineSettings
 from polar_proxy.conformance.awkward_answers import qwen_text, split_randomly
@@ -66,13 +66,15 @@ class _ForcingClient(VllmClient):
         client._forced_ids = ids
         return client
 
-    async def send(self, method: str, path: str, body: Json | None = None) -> HttpResponse:
+    async def send(
+        self, method: str, path: str, body: Json | None = None, *, samples: bool = False, large: bool = False
+    ) -> HttpResponse:
         if body is not None:
             if self._template is not None and "messages" in body:
                 body = {**body, "chat_template": self._template}
             if self._forced_ids and path in (CHAT, COMPLETIONS):
                 body = {**body, "vllm_xargs": {"forced_ids": list(self._forced_ids)}}
-        return await super().send(method, path, body)
+        return await super().send(method, path, body, samples=samples, large=large)
 
 
 class ForcedVllmEngine(VllmEngine):
@@ -159,44 +161,66 @@ def prescribed_engine(settings: EngineSettings, template: str = "keeps") -> Engi
 
 
 def make_model(folder: Path) -> Path:
-    """Write a model of which only the tokenizer and the template matter into `folder` (4 MB, ten seconds).
+    """Write a model for tests into `folder`: only its tokenizer and its template matter (4 MB, ten seconds).
 
     It is small enough that a CPU reads prompts of 50,000 tokens in seconds. It has random weights, a byte-level
     tokenizer that cuts like those in common use (the bundled polar-tiny needs twice as many tokens for an agent's
     prompt), and the chat template of polar-tiny. The same Python makes the same tokenizer. Needs
     `pip install 'polar-proxy[local]'`.
     """
-    import torch
-    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(Regex(_WORD), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
     )
+    template = json.loads((POLAR_TINY / "tokenizer_config.json").read_text())["chat_template"]
+    return save_random_qwen3(folder, tokenizer, _texts(), template, vocab_size=_VOCABULARY, context_length=_CONTEXT)
+
+
+def save_random_qwen3(
+    folder: Path,
+    tokenizer: Any,
+    texts: Iterable[str],
+    template: str,
+    *,
+    vocab_size: int,
+    context_length: int,
+    intermediate_size: int = 64,
+    layers: int = 1,
+    heads: int = 2,
+) -> Path:
+    """Train a byte-level `tokenizer` on `texts` and write it into `folder` with a random Qwen3. Return the folder.
+
+    The weights are sharp enough that tokens have different probabilities. `heads`: query heads, two for each key head.
+    """
+    import torch
+    from tokenizers import decoders, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=_VOCABULARY - len(_SPECIAL + _TAGS),
+        vocab_size=vocab_size - len(_SPECIAL + _TAGS),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_texts(), trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
     fast.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
     fast.add_tokens(list(_TAGS))
-    fast.chat_template = json.loads((POLAR_TINY / "tokenizer_config.json").read_text())["chat_template"]
+    fast.chat_template = template
     fast.save_pretrained(folder)
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=len(fast),
         hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
+        intermediate_size=intermediate_size,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
         head_dim=32,  # the smallest size that vLLM's CPU attention supports
-        max_position_embeddings=_CONTEXT,
+        max_position_embeddings=context_length,
         tie_word_embeddings=True,
         initializer_range=0.3,
         eos_token_id=fast.convert_tokens_to_ids("<|im_end|>"),

@@ -140,7 +140,7 @@ async def _play(
     installed: Installation,
     slow: float,
 ) -> list[ScenarioRun]:
-    """Run a scenario. Repeat one with faults until all were reached, or a repetition reaches none of the others."""
+    """Run a scenario. One with faults is repeated until all of them occurred, or a run reaches no new one."""
     if not scenario.faults:
         model = ScriptedModel(profile, _adapted(scenario, profile, adapter.info), slow)
         return [await runner.play(model, adapter, installed)]
@@ -159,7 +159,7 @@ async def _play(
 
 
 def _adapted(scenario: Scenario, profile: HarnessProfile, info: HarnessInfo) -> Scenario:
-    """Drop a second turn if the harness cannot continue. To fill its context, use the commands of its profile."""
+    """Return the scenario with what this harness can do: no second turn without resume, its own filling commands."""
     if scenario.fills_context:
         steps: tuple[Step, ...] = (*[(profile.filling_command,)] * profile.compaction_steps, "finish")
         return replace(scenario, steps=steps, second=(RUN, "finish") if profile.compacts_after_turn else ())

@@ -22,8 +22,10 @@ from polar_proxy.config import Settings
 from polar_proxy.engines.factory import POLAR_TINY, make_engine
 from polar_proxy.errors import PolarError
 from polar_proxy.store import Store
-from sandboxes.base import Mount, ResourceLimits, Sandbox, SandboxError, SandboxKind, SandboxSpec
-from sandboxes.choice import available, choose, open_sandbox
+from sandboxes.base import DockerRuntime, Mount, ResourceLimits, Sandbox, SandboxError, SandboxKind, SandboxSpec
+from sandboxes.choice import Availability, available, choose, open_sandbox
+from sandboxes.docker_engine import describe_engine
+from sandboxes.self_test import HOW_TO_GO_ON, describe_leaks, find_leaks
 
 _TIMEOUT_SECONDS = 120.0
 
@@ -156,7 +158,7 @@ async def check_installation(
         _package("aiodocker", "the docker sandbox", "docker"),
         _package("asyncpg", "PostgreSQL", "postgres"),
         _bundled_policy(),
-        *_sandboxes(),
+        *await _sandboxes(settings),
         *_harnesses(settings),
         await _database(database),
     ]
@@ -178,13 +180,29 @@ def _bundled_policy() -> InstallCheck:
     return InstallCheck("polar-tiny", "missing", f"no weights in {POLAR_TINY}", "reinstall Polar")
 
 
-def _sandboxes() -> list[InstallCheck]:
-    return [
-        InstallCheck(
-            f"sandbox {item.kind}", "ok" if item.ok else "missing", item.why_not or "usable", item.how_to_get or ""
-        )
-        for item in available()
-    ]
+async def _sandboxes(settings: Settings) -> list[InstallCheck]:
+    found = await asyncio.to_thread(available)
+    return [await _sandbox(item, settings.sandboxes.docker_runtime) for item in found]
+
+
+async def _sandbox(item: Availability, runtime: DockerRuntime) -> InstallCheck:
+    name = f"sandbox {item.kind}"
+    if not item.ok:
+        return InstallCheck(name, "missing", item.why_not, item.how_to_get)
+    if item.kind == "process":
+        return InstallCheck(name, "ok", "usable; isolates nothing")
+    engine = ""
+    try:
+        opened = await find_leaks(item.kind, runtime=runtime)
+        if item.kind == "docker":
+            engine = f"; {await describe_engine(runtime)}"
+    except SandboxError as error:
+        return InstallCheck(name, "failed", str(error), item.how_to_get)
+    if opened is None:
+        return InstallCheck(name, "note", f"usable{engine}; not tested, because its image has no python3")
+    if opened:
+        return InstallCheck(name, "failed", describe_leaks(item.kind, opened), HOW_TO_GO_ON)
+    return InstallCheck(name, "ok", f"usable, nothing gets out{engine}")
 
 
 def _harnesses(settings: Settings) -> list[InstallCheck]:

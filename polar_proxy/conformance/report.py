@@ -29,7 +29,7 @@ class MeasurementReport:
     name: str
     """Name of its files."""
     rows: str
-    """The document's key of the rows."""
+    """Key of the rows in the document."""
     key: Callable[[Json], Any]
     """Returns what identifies a row; rows are sorted by it."""
     is_good_row: Callable[[Json], bool]
@@ -148,7 +148,7 @@ def _fidelity_page(rows: Sequence[Json]) -> list[str]:
 
 
 def _is_faithful(row: Json) -> bool:
-    """Return whether the run was possible, its counts add up, and in continue mode drift splits no sequence."""
+    """Return whether the harness ran, all counts add up and, in continue mode, drift split no sequence."""
     return row["fault"] is None and row["adds_up"] and not (row["mode"] == "continue" and row["drifted"])
 
 

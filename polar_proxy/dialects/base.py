@@ -86,9 +86,9 @@ class Answer:
     prompt_ids: Sequence[int] | None = None
     cached_tokens: int | None = None
     choices: dict[int, AnswerChoice] = field(default_factory=dict)
-    """By choice index."""
+    """The choices by their index."""
     usage: tuple[int, int] | None = None
-    """As `SampleEvent.usage`; used only if the engine reports no token ids."""
+    """(prompt tokens, completion tokens); used only if the engine reports no token ids."""
 
     def add(self, event: SampleEvent) -> None:
         if event.prompt_ids is not None:
@@ -133,7 +133,7 @@ class Encoder(ABC):
 
     call_id: str
     created: int
-    """In seconds since the epoch."""
+    """Time of creation in seconds since the epoch."""
 
     @abstractmethod
     def feed(self, request_index: int, event: SampleEvent) -> bytes:
@@ -216,7 +216,7 @@ class Dialect(ABC):
         """Return the response body of an error in the provider's own shape."""
 
     def parse_count(self, body: Json) -> ChatRequest:
-        """Parse the body of a route that counts the tokens of a prompt. Raises RequestError."""
+        """Return the request whose prompt tokens the client wants counted. Raises RequestError."""
         raise NotImplementedError(f"{self.name} has no route that counts tokens")
 
     def count_body(self, tokens: int) -> bytes:

@@ -47,6 +47,7 @@ TopK = Annotated[int, BeforeValidator(_integral), Field(ge=-1, le=2**31 - 1), Af
 Temperature = Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)]
 Probability = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+RepetitionPenalty = Annotated[float, Field(gt=0, le=2, allow_inf_nan=False)]
 Strings = Annotated[list[Any], AfterValidator(_all_strings)]
 """An array of strings; an error names the array, not the item."""
 

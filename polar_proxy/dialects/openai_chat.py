@@ -11,7 +11,14 @@ from pydantic import Field
 
 from polar_proxy.dialects.base import Answer, AnswerChoice, ParsedRequest
 from polar_proxy.dialects.fields import Integer, invalid, invalid_type, optional_string
-from polar_proxy.dialects.openai_common import OpenAIDialect, OpenAIEncoder, StreamFields, make_choice, token_logprobs
+from polar_proxy.dialects.openai_common import (
+    OpenAIDialect,
+    OpenAIEncoder,
+    StreamFields,
+    choice_mode,
+    make_choice,
+    token_logprobs,
+)
 from polar_proxy.dialects.wire import storable_params, to_json
 from polar_proxy.errors import RequestError
 from polar_proxy.types import ChatRequest, Json, Message, SampleEvent, ToolCall, ToolDelta
@@ -45,6 +52,7 @@ class OpenAIChat(OpenAIDialect):
             raise RequestError("'top_logprobs' needs 'logprobs' to be true.", param="top_logprobs")
         messages, stored_messages = _parse_messages(fields.messages, previous)
         tools, tools_json = _parse_tools(fields.tools, previous)
+        tool_choice, offered = _parse_tool_choice(fields.tool_choice, tools)
         request = ChatRequest(
             model=fields.model,
             messages=messages,
@@ -53,8 +61,8 @@ class OpenAIChat(OpenAIDialect):
                 logprobs=fields.logprobs,
                 top_logprobs=fields.top_logprobs,
             ),
-            tools=tools,
-            tool_choice=_parse_tool_choice(fields.tool_choice, tools),
+            tools=offered,
+            tool_choice=tool_choice,
             parallel_tool_calls=fields.parallel_tool_calls,
             response_format=_parse_response_format(fields.response_format),
             template_kwargs=fields.chat_template_kwargs,
@@ -174,21 +182,33 @@ def _parse_tool_calls(value: Any, path: str) -> tuple[ToolCall, ...]:
     return tuple(calls)
 
 
-def _parse_tool_choice(choice: Any, tools: tuple[Json, ...]) -> str | Json | None:
+def _parse_tool_choice(choice: Any, tools: tuple[Json, ...]) -> tuple[str | Json | None, tuple[Json, ...]]:
+    """Return the engine's (tool_choice, tools). With `allowed_tools` the other tools are not offered."""
+    if isinstance(choice, dict) and isinstance(allowed := choice.get("allowed_tools"), dict):
+        choice, named = allowed.get("mode"), allowed.get("tools")
+        if choice not in ("auto", "required") or not isinstance(named, list):
+            raise invalid("tool_choice", "'allowed_tools' needs a mode (auto or required) and tools")
+        names = {_function_name(tool) for tool in named}
+        tools = tuple(tool for tool in tools if tool["function"]["name"] in names)
     if choice is None:
-        return None
-    if isinstance(choice, str) and choice in ("none", "auto", "required"):
-        if choice == "required" and not tools:
+        return None, tools
+    mode = choice_mode(choice)
+    if mode is not None:
+        if mode == "required" and not tools:
             raise invalid("tool_choice", "it is 'required' but there are no tools")
-        return choice
-    if isinstance(choice, dict):
-        function = choice.get("function")
-        name = function.get("name") if isinstance(function, dict) else None
-        if isinstance(name, str):
-            if name not in {tool["function"]["name"] for tool in tools}:
-                raise invalid("tool_choice", f"{name!r} is not among the tools")
-            return {"type": "function", "function": {"name": name}}
-    raise invalid("tool_choice", "expected none, auto, required, or a function that is among the tools")
+        return mode, tools
+    name = _function_name(choice)
+    if name is None:
+        raise invalid("tool_choice", "expected none, auto, required, or a function that is among the tools")
+    if name not in {tool["function"]["name"] for tool in tools}:
+        raise invalid("tool_choice", f"{name!r:.80} is not among the tools")
+    return {"type": "function", "function": {"name": name}}, tools
+
+
+def _function_name(choice: Any) -> str | None:
+    function = choice.get("function") if isinstance(choice, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None
 
 
 def _parse_response_format(value: Json | None) -> Json | None:

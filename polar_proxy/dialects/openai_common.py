@@ -19,6 +19,7 @@ from polar_proxy.dialects.fields import (
     Integer,
     Penalty,
     Probability,
+    RepetitionPenalty,
     RequestFields,
     Temperature,
     TopK,
@@ -48,7 +49,8 @@ def _biases(value: dict[str, Any]) -> dict[str, Any]:
 
 
 class SamplingFields(RequestFields):
-    """The sampling fields that the OpenAI routes share, vLLM's extensions (top_k, min_p) included.
+    """The sampling fields that the OpenAI routes share, vLLM's extensions (top_k, min_p,
+    repetition_penalty) included.
 
     The names are those of `Sampling`.
     """
@@ -62,6 +64,7 @@ class SamplingFields(RequestFields):
     n: Annotated[Integer, Field(ge=1, le=128)] = 1
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
+    repetition_penalty: RepetitionPenalty | None = None
     logit_bias: Annotated[dict[str, Any], AfterValidator(_biases)] | None = None
 
     def sampling(self, *, max_tokens: int | None, logprobs: bool, top_logprobs: int) -> Sampling:
@@ -143,6 +146,12 @@ class OpenAIEncoder(Encoder):
             "model": self.model,
             "choices": choices,
         }
+
+
+def choice_mode(choice: Any) -> str | None:
+    """Return the mode of a `tool_choice`, which some clients send as an object; None if it has none of these modes."""
+    mode = choice.get("type") if isinstance(choice, dict) else choice
+    return mode if mode in ("none", "auto", "required") else None
 
 
 def make_choice(index: int, content: Json, finish_reason: str | None = None) -> Json:

@@ -34,6 +34,11 @@ class ExactPrompt:
 
     token_ids: TokenIds
 
+    @property
+    def constrained(self) -> bool:
+        """Whether a grammar of the engine's own constrained the answer. Known once sampling has begun."""
+        return False
+
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
@@ -58,7 +63,7 @@ class Engine(ABC):
 
     @property
     def continue_problem(self) -> str | None:
-        """Why this engine cannot sample conversations from exact ids, with the remedy if known; None if it can."""
+        """The reason why this engine cannot sample conversations from exact ids, with the remedy; None if it can."""
         return None if "continue" in self.info.capabilities else f"{self.info.engine} cannot sample chats from ids."
 
     @abstractmethod
@@ -90,8 +95,26 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    async def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Return teacher-forced log-probabilities (nats, raw) of token_ids[1:], each given all tokens before it."""
+    async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]:
+        """Return teacher-forced log-probabilities (nats) of token_ids[1:], each given all tokens before it.
+
+        The distribution is softmax(logits / temperature). NaN marks a value that the engine does not know.
+        """
+
+    async def render_texts(self, requests: Sequence[ChatRequest], *, generation: bool = True) -> list[str]:
+        """Return the renderings of conversations as text, special tokens included (see `render`)."""
+        return [await self.decode(await self.render(request, generation=generation)) for request in requests]
+
+    async def confirm_rendering(self, request: ChatRequest, end: Sequence[int]) -> bool:
+        """Return whether the engine's rendering of a request ends in these ids.
+
+        An engine whose `render_texts` was proved may check only a sample of the requests.
+        """
+        return (await self.render(request))[-len(end) :] == list(end)
+
+    async def encode(self, text: str) -> list[int]:
+        """Return the ids of a piece of rendered text."""
+        raise NotImplementedError(f"engine {self.info.engine} cannot encode")
 
     async def count_tokens(self, request: ChatRequest) -> int:
         """Return the length of the rendered prompt in tokens."""
@@ -137,13 +160,17 @@ def enforced_format(request: ChatRequest) -> Json | None:
     return None if uses_tools(request) else request.response_format
 
 
-def is_constrained(request: EngineRequest) -> bool | None:
-    """Return whether a grammar constrains the answer, so that it is not a free sample of the policy.
+def is_constrained(request: EngineRequest, info: EngineInfo) -> bool | None:
+    """Return whether this engine constrains the answer by a grammar, so that it is no free sample of the policy.
 
-    False if the request asks for a format that is not enforced; None if it asks for none.
+    False if the request asks for a form that the engine does not enforce; None if it asks for none.
     """
-    if not isinstance(request, ChatRequest):
+    if not isinstance(request, ChatRequest) or not (_demands_call(request) or request.response_format is not None):
         return None
-    if request.tool_choice not in (None, "auto", "none"):
+    if _demands_call(request) and "tool_choice_required" in info.capabilities:
         return True
-    return None if request.response_format is None else enforced_format(request) is not None
+    return enforced_format(request) is not None and "json_schema" in info.capabilities
+
+
+def _demands_call(request: ChatRequest) -> bool:
+    return request.tool_choice not in (None, "auto", "none")

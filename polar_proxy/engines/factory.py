@@ -21,7 +21,16 @@ def make_engine(settings: EngineSettings) -> Engine:
         from polar_proxy.engines.vllm import VllmEngine
 
         url = _url(settings, "http://127.0.0.1:8000")
-        return VllmEngine(url, model=settings.model, api_key=settings.api_key)
+        if settings.model_folder is not None and not Path(settings.model_folder).is_dir():
+            raise UsageError(f"There is no folder {settings.model_folder} (setting engine.model_folder).")
+        return VllmEngine(
+            url,
+            model=settings.model,
+            api_key=settings.api_key,
+            model_folder=settings.model_folder,
+            vllm_python=settings.vllm_python,
+            vllm_parsers=settings.vllm_parsers,
+        )
     if settings.kind == "openai":
         from polar_proxy.engines.openai import OpenAIEngine
 

@@ -30,6 +30,10 @@ class NoResponseError(ConnectionResetError):
     """The server closed the connection before it began to answer."""
 
 
+class NotSentError(NoResponseError):
+    """The connection had been closed, so nothing of the request was sent."""
+
+
 class HttpResponse:
     """A response whose headers have arrived. Its body is read once, with `read` or `read_some`."""
 
@@ -39,35 +43,59 @@ class HttpResponse:
         """By lower-case name."""
         self.complete = False
         """Whether the whole body has arrived; what was not read yet can still be read."""
-        self.body = asyncio.StreamReader(_HIGH_WATER // 2)  # pauses its transport at twice this limit
-        self.body.set_transport(cast(asyncio.Transport, connection))
+        self.pieces: list[bytes] = []
+        """What has arrived of the body and was not read yet. A stream has a piece for each event."""
+        self._unread = 0
+        self._arrived = asyncio.Event()
+        """Set while there is something to read, and at the end of the body."""
         self._connection = connection
         self._error: OSError | None = None
 
     async def read_some(self) -> bytes:
         """Wait for some of the body and return it; empty at the end. Raises OSError if the connection broke."""
-        data = await self.body.read(_HIGH_WATER)
+        await self._arrived.wait()
+        data = b"".join(self.pieces)
         if not data and self._error is not None:
             raise self._error
+        self.pieces.clear()
+        if not self._ended:
+            self._arrived.clear()
+            if self._unread > _HIGH_WATER:
+                self._connection.resume_reading()
+        self._unread = 0
         return data
 
     async def read(self) -> bytes:
         """Return the whole body. Raises OSError if the connection broke."""
-        data = await self.body.read()
-        if self._error is not None:
-            raise self._error
-        return data
+        parts = []
+        while part := await self.read_some():
+            parts.append(part)
+        return b"".join(parts)
 
     def close(self) -> None:
         """Close the connection if the body is not complete. Safe to call more than once."""
         if not self.complete:
             self._connection.drop()
 
+    # Called by the connection
+
+    def arrived(self, size: int) -> None:
+        """Called after each read of the socket, of `size` bytes."""
+        if self.pieces and not self._ended:
+            self._arrived.set()
+            self._unread += size
+            if self._unread > _HIGH_WATER:
+                self._connection.pause_reading()
+
     def end(self, error: OSError | None = None) -> None:
-        """Called by the connection at the end of the body."""
+        """Called at the end of the body."""
         self.complete = error is None
         self._error = error
-        self.body.feed_eof()
+        self._arrived.set()
+
+    @property
+    def _ended(self) -> bool:
+        return self.complete or self._error is not None
 
 
 class _ClientConnection(asyncio.Protocol):
@@ -85,7 +113,7 @@ class _ClientConnection(asyncio.Protocol):
     async def exchange(self, request: list[bytes]) -> HttpResponse:
         """Send a request and wait for the headers. Raises NoResponseError if the connection closes before them."""
         if self._transport is None or self._transport.is_closing():
-            raise NoResponseError("the connection is closed")
+            raise NotSentError("the connection is closed")
         response = self._response = HttpResponse(self)
         self._head = asyncio.get_running_loop().create_future()
         self._transport.writelines(request)
@@ -120,11 +148,13 @@ class _ClientConnection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's transport does not inherit from asyncio's
 
     def data_received(self, data: bytes) -> None:
-        if self._response is None:  # no request is open
+        response = self._response
+        if response is None:  # no request is open
             self.drop()
             return
         try:
             self._parser.feed_data(data)
+            response.arrived(len(data))
         except httptools.HttpParserError as error:
             self._broken(ConnectionError(f"the response is not HTTP ({error})"))
             self.drop()
@@ -167,7 +197,7 @@ class _ClientConnection(asyncio.Protocol):
 
     def on_body(self, data: bytes) -> None:
         if self._response is not None:
-            self._response.body.feed_data(data)
+            self._response.pieces.append(data)
 
     def on_message_complete(self) -> None:
         response = self._response

@@ -100,9 +100,9 @@ class OpenAIEngine(ServerEngine):
         with that field, which all later requests then use as well."""
         used = set(self._alternatives)  # a copy, because requests in flight at the same time extend the set
         while True:
-            path, body = self._body(request, stream, used)
+            path, body = await self.client.thread.run(request.large, self._body, request, stream, used)
             try:
-                return await self.client.post(self._root + path, body)
+                return await self.client.post(self._root + path, body, large=request.large)
             except RequestError as error:
                 named = {name for name in _ALTERNATIVES if name in str(error)} - used
                 if not named or error.code == "context_length_exceeded":
@@ -124,7 +124,7 @@ class OpenAIEngine(ServerEngine):
     async def render(self, request: ChatRequest, *, generation: bool = True) -> list[int]:
         raise RequestError(f"{self.client.name} does not return a prompt's tokens.", status=501, code="unsupported")
 
-    async def score(self, token_ids: Sequence[int]) -> list[float]:
+    async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]:
         raise RequestError(f"{self.client.name} does not accept token ids.", status=501, code="unsupported")
 
     async def health(self) -> str | None:

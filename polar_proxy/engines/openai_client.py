@@ -1,6 +1,7 @@
 """Connections to a server that speaks the OpenAI API, and the base of the engines behind one.
 
-Only opening a connection has a timeout, because a model call may take any time.
+Opening a connection has a timeout, and so have questions about the server itself (GET). A model call may take any time
+here; the gateway has time-outs for it (`gateway/engine_timeouts.py`).
 """
 
 from __future__ import annotations
@@ -15,14 +16,17 @@ from typing import Any, Self
 import orjson
 
 from polar_proxy.engines.base import Engine
-from polar_proxy.engines.http_client import HttpClient, HttpResponse, NoResponseError
+from polar_proxy.engines.http_client import HttpClient, HttpResponse, NoResponseError, NotSentError
 from polar_proxy.engines.openai_stream import ChunkDecoder, SseDecoder, api_error, parse_json
-from polar_proxy.errors import EngineError, PolarError, RequestError
+from polar_proxy.errors import EngineDroppedError, EngineError, PolarError, RequestError
+from polar_proxy.offload import OffloadThread
 from polar_proxy.types import EngineInfo, Json, SampleEvent, Sampling
 
-CONNECT_SECONDS = 10.0
+CONNECT_SECONDS = 5.0
 KEEPALIVE_SECONDS = 3.0
 """Less than the five seconds after which uvicorn, and therefore vLLM, closes an idle connection."""
+ANSWER_SECONDS = 30.0
+"""How long a server may take to answer a question about itself. Otherwise it hangs."""
 RETRY_WITHIN_SECONDS = 1.0
 FINISH_SECONDS = 1.0
 
@@ -35,6 +39,9 @@ class OpenAIClient:
         if not url.startswith(("http://", "https://")):
             raise RequestError(f"The engine's URL must begin with http:// or https://, got {url!r}.")
         self.url = url.rstrip("/").removesuffix("/v1")
+        self.thread = OffloadThread("polar-engine-requests")
+        self.opened = False
+        """Nothing is sent before the engine is entered, and after it is left."""
         self.name = f"The engine at {self.url}"
         """Name of the server in error messages."""
         headers = {"content-type": "application/json", "accept": "*/*", "user-agent": "polar-proxy"}
@@ -46,29 +53,42 @@ class OpenAIClient:
             raise RequestError(f"The engine's URL or its key cannot be used: {error}.") from error
 
     def close(self) -> None:
+        self.opened = False
         self._http.close()
+        self.thread.close()
 
-    async def send(self, method: str, path: str, body: Json | None = None) -> HttpResponse:
+    async def send(
+        self, method: str, path: str, body: Json | None = None, *, samples: bool = False, large: bool = False
+    ) -> HttpResponse:
         """Send a request and return the response once its headers are there, whatever its status. The caller closes it.
+        `large`: as `ChatRequest.large`.
 
         A server may close an idle connection just when the request is written to it. If the connection closes without
-        an answer within RETRY_WITHIN_SECONDS, the request is sent once more.
+        an answer within RETRY_WITHIN_SECONDS, the request is sent once more. But a request that `samples` and was sent
+        raises EngineDroppedError: the server may have sampled an answer, which has to be recorded as a call.
         """
-        raw = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+        if not self.opened:
+            raise not_open()
+        raw = None
+        if body is not None:
+            raw = await self.thread.run(large, orjson.dumps, body, option=orjson.OPT_SERIALIZE_NUMPY)
         started = time.monotonic()
         for last in (False, True):
             try:
-                return await self._http.request(method, path, raw)
+                answer = self._http.request(method, path, raw)
+                return await (asyncio.wait_for(answer, ANSWER_SECONDS) if method == "GET" else answer)
             except NoResponseError as error:
                 if last or time.monotonic() - started > RETRY_WITHIN_SECONDS:
                     raise self._broken(error) from error
+                if samples and not isinstance(error, NotSentError):
+                    raise EngineDroppedError(str(self._broken(error))) from error
             except OSError as error:  # includes TimeoutError
                 raise EngineError(f"{self.name} cannot be reached: {_describe(error)}.") from error
         raise AssertionError("unreachable")
 
-    async def post(self, path: str, body: Json) -> HttpResponse:
-        """Send a POST request; raise for any status except 200."""
-        response = await self.send("POST", path, body)
+    async def post(self, path: str, body: Json, *, large: bool = False) -> HttpResponse:
+        """Send a request to sample; raise for any status except 200. `large`: as `ChatRequest.large`."""
+        response = await self.send("POST", path, body, samples=True, large=large)
         if response.status != 200:
             raise await self.failure(response)
         return response
@@ -137,6 +157,10 @@ class OpenAIClient:
         return EngineError(f"The connection to the engine at {self.url} broke off: {_describe(error)}.")
 
 
+def not_open() -> EngineError:
+    return EngineError("The engine is not open: use it as `async with engine:`.", status=500)
+
+
 def _describe(error: BaseException) -> str:
     return (str(error) or type(error).__name__).rstrip(".")
 
@@ -169,10 +193,11 @@ class ServerEngine(Engine):
     @property
     def info(self) -> EngineInfo:
         if self._info is None:
-            raise EngineError("The engine is not open: use it as `async with engine:`.", status=500)
+            raise not_open()
         return self._info
 
     async def __aenter__(self) -> Self:
+        self.client.opened = True
         try:
             self._info = await self._connect()
         except BaseException:

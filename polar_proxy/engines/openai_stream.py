@@ -183,7 +183,7 @@ class ChunkDecoder:
                 return
             ids = (UNKNOWN_ID,) * len(values)
         pending.ids.extend(ids)
-        pending.logprobs.extend([_real(value) for value in values] if aligned else [nan] * len(ids))
+        pending.logprobs.extend(_reals(values) if aligned else [nan] * len(ids))
         if self._texts:
             entries = _chat_entries(logprobs) if aligned and logprobs else [{"token": ""}] * len(ids)
             pending.tokens.extend(map(_text, entries))
@@ -266,6 +266,16 @@ def _real(value: float | None) -> float:
     return value if value is not None and value > MISSING_BELOW else nan
 
 
+def _reals(values: Sequence[Any]) -> Sequence[float]:
+    """Return each value converted by `_real`; fast if none needs it, as nearly always."""
+    try:
+        if min(values, default=0.0) > MISSING_BELOW:
+            return values
+    except TypeError:  # one of them is None
+        pass
+    return [_real(value) for value in values]
+
+
 def _text(entry: Json) -> str:
     """Return the text of a sampled token; empty if the server sent only its id."""
     token: str = entry["token"]
@@ -346,7 +356,7 @@ class SseDecoder:
             self._rest = data
             return []
         block, self._rest = data[:end], data[end + 2 :]
-        payloads = [payload for event in block.split(b"\n\n") if (payload := _payload(event))]
+        payloads = _payloads(block)
         if payloads and payloads[-1] == b"[DONE]":
             payloads.pop()
             self.done = True
@@ -361,9 +371,15 @@ class SseDecoder:
         return events
 
 
+def _payloads(block: bytes) -> list[bytes]:
+    """Return the data of each event in a block of whole events, without those that have none."""
+    payloads = block.removeprefix(b"data: ").split(b"\n\ndata: ")
+    if block.startswith(b"data: ") and b"\n" not in b"".join(payloads):  # one line of data each
+        return [payload for payload in payloads if payload]
+    return [payload for event in block.split(b"\n\n") if (payload := _payload(event))]
+
+
 def _payload(event: bytes) -> bytes:
     """Return the data of one event; empty for a comment or another field."""
-    if event.startswith(b"data: ") and b"\n" not in event:
-        return event[6:]
     lines = [line for line in event.split(b"\n") if line.startswith(b"data:")]
     return b"\n".join(line[5:].removeprefix(b" ") for line in lines)

@@ -178,11 +178,15 @@ class ScriptedEngine(Engine):
                 return
             left = None if left is None else left - len(ids)
 
-    async def score(self, token_ids: Sequence[int]) -> list[float]:
+    async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]:
         return [logprob(token) for token in token_ids[1:]]
 
     async def decode(self, token_ids: Sequence[int]) -> str:
-        return decode(token_ids)
+        """Return the text; turn marks are shown as the control characters 1 and 2."""
+        return bytes(token if token <= END else token - 3 for token in token_ids).decode(errors="replace")
+
+    async def encode(self, text: str) -> list[int]:
+        return [byte if byte in (START, END) else byte + 3 for byte in text.encode(errors="replace")]
 
     async def health(self) -> str | None:
         return None

@@ -19,7 +19,6 @@ import orjson
 from polar_proxy.dialects import parse_recorded
 from polar_proxy.dialects.base import ParsedRequest
 from polar_proxy.errors import RequestError
-from polar_proxy.traces.certificate import Certificate
 from polar_proxy.traces.rows import SCHEMA, trace_identity, write_row
 from polar_proxy.types import CallRecord, Json, TextRequest, Trace
 
@@ -29,12 +28,12 @@ class SessionExport:
     """The calls and traces of one rollout, or of one session that has no rollout."""
 
     rollout: Json
-    """rollout_id, session_id, group_id, task_id, harness, engine, model, seed, status, reward, ..."""
+    """The rollout's fields: rollout_id, session_id, group_id, task_id, harness, engine, model, reward, ..."""
     calls: Sequence[CallRecord]
     traces: Sequence[Trace]
     excluded: Mapping[str, str]
     """call id -> reason"""
-    certificates: Mapping[str, Certificate] = field(default_factory=dict)
+    certificates: Mapping[str, Json] = field(default_factory=dict)
     """trace id -> certificate"""
 
 

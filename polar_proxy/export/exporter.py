@@ -15,6 +15,7 @@ from polar_proxy.export.datasets import DATASET_FORMATS, SessionExport
 from polar_proxy.export.formats import TRAINER_FORMATS, RecordConverter, with_advantages
 from polar_proxy.store import FINAL_STATUSES, RolloutRow, Store, json_codec
 from polar_proxy.store.rescores import RESCORED_BUILDER
+from polar_proxy.store.traces import SessionTraces
 from polar_proxy.traces.builders import BUILDERS, build
 from polar_proxy.traces.certificate import CertificateError, certify, restore
 from polar_proxy.traces.grades import TRAINABLE
@@ -80,7 +81,7 @@ async def export(
         form, convert = "tokens-jsonl", lambda rows: converter(with_advantages(rows, advantage, rewards))
     _require_known(form, builder)
     if where is not None and session_ids:
-        raise UsageError("Conditions choose rollouts: give either conditions or sessions.")
+        raise UsageError("Conditions select rollouts: give either conditions or sessions.")
     report = ExportReport()
     async for session_id, rollout in _selected(store, where, session_ids, builder):
         report.rollouts += rollout is not None
@@ -159,6 +160,16 @@ async def _selected(
         before = page[-1].session_id
 
 
+def _needs_build(stored: SessionTraces, rollout: RolloutRow | None, builder: str) -> bool:
+    """Return whether the session's traces must be built for the export, because they are missing or out of date."""
+    if builder == RESCORED_BUILDER:
+        return False  # only `polar rescore` builds them, because it needs an engine
+    known = {call_id for trace in stored.traces for call_id in trace.call_ids} | set(stored.excluded)
+    if rollout is None:
+        return any(call.call_id not in known for call in stored.calls)
+    return not known and rollout.status in FINAL_STATUSES
+
+
 async def _read_session(
     store: Store, session_id: str | None, rollout: RolloutRow | None, form: str, builder: str
 ) -> SessionExport:
@@ -166,7 +177,7 @@ async def _read_session(
 
     Traces of a builder whose traces are not stored are built here. So are those of a `polar serve` session, which never
     ends, if it has calls that were recorded after its stored traces were built. A rollout that still runs has no traces
-    yet.
+    yet. Nothing of a session in which a call was lost is trained.
     """
     fields: Json = {"session_id": session_id}
     if rollout is not None:
@@ -175,16 +186,11 @@ async def _read_session(
         return SessionExport(fields, (), (), {})
     stored = await store.traces.of_session(session_id, builder=builder, text=form != "tokens-jsonl")
     traces, excluded, calls = stored.traces, dict(stored.excluded), stored.calls
-    known = {call_id for trace in traces for call_id in trace.call_ids} | set(excluded)
-    if builder == RESCORED_BUILDER:
-        outdated = False  # only `polar rescore` builds them, because it needs an engine
-    elif rollout is None:
-        outdated = any(call.call_id not in known for call in calls)
-    else:
-        outdated = not known and rollout.status in FINAL_STATUSES and not rollout.incomplete
-        if not known and rollout.incomplete:
-            excluded = {call.call_id: "incomplete" for call in calls}
-    if outdated:
+    if (rollout is not None and rollout.incomplete) or await store.sessions.is_incomplete(session_id):
+        return SessionExport(
+            fields, calls, (), {call.call_id: excluded.get(call.call_id, "incomplete") for call in calls}
+        )
+    if _needs_build(stored, rollout, builder):
         return await asyncio.to_thread(_build_session, fields, calls, builder, rollout)
     try:
         certificates = await asyncio.to_thread(restore, stored.certificates, traces, stored.trace_calls)

@@ -1,4 +1,4 @@
-"""The gateway's ASGI application: model routes, /v1/models, /healthz, /metrics, and routers included later.
+"""The gateway's ASGI application: model routes, /v1/models, health checks, /metrics, and routers included later.
 
 Each model route is served with and without its version, because some clients add it to the base URL and some do not.
 Every route is also served below `/s/{key}`, for programs that cannot send an API key.
@@ -6,24 +6,30 @@ Every route is also served below `/s/{key}`, for programs that cannot send an AP
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import re
 import time
+from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import Any
 from urllib.parse import urlsplit
 
+import orjson
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from polar_proxy import __version__
+from polar_proxy.api_models import API_PREFIX
 from polar_proxy.dialects import get_dialect
 from polar_proxy.dialects.base import Dialect
 from polar_proxy.dialects.google.dialect import GoogleGenerateContent, google_model_card, google_route
 from polar_proxy.engines.base import Engine
 from polar_proxy.errors import RequestError
 from polar_proxy.gateway import asgi
+from polar_proxy.gateway.docs_page import serve_docs
 from polar_proxy.gateway.handler import RequestHandler
 from polar_proxy.gateway.metrics import GatewayMetrics
 
@@ -60,49 +66,54 @@ class GatewayApp:
 
     async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
         inside_sandbox = asgi.INSIDE_SANDBOX in scope.get("state", {})
-        if self._hosts is not None and scope["type"] == "http" and not inside_sandbox:
+        if self._hosts is not None and not inside_sandbox:
             foreign = foreign_host(scope["headers"], self._hosts)
             if foreign is not None:
                 await _refuse_host(scope["path"], foreign, send)
                 return
-        if scope["type"] == "http":
-            path_key, path = split_path(scope["path"])
-            route = find_route(path, scope["query_string"])
-            if route is not None:
-                dialect, counts_tokens = route
-                if scope["method"] != "POST":
-                    error = RequestError(f"{path} takes POST, not {scope['method']}.", status=405)
-                    await asgi.send_json(send, 405, dialect.error_body(error), [(b"allow", b"POST")])
-                elif counts_tokens:
-                    await self._handler.count_tokens(dialect, path_key, scope, receive, send)
-                else:
-                    await self._handler.handle(dialect, path, path_key, scope, receive, send)
-                return
-            if inside_sandbox and not _ROUTES_OF_AGENTS.fullmatch(path):
-                error = RequestError(f"{path} is not served inside a sandbox.", status=404)
-                await asgi.send_json(send, 404, error_format(path).error_body(error))
-                return
-            scope = {**scope, "path": path}
-        elif scope["type"] == "websocket":
-            await asgi.refuse_websocket(receive, send)
-            return
-        await self._rest(scope, receive, send)
+        path_key, path = split_path(scope["path"])
+        route = find_route(path, scope["query_string"])
+        if route is not None:
+            dialect, counts_tokens = route
+            if scope["method"] != "POST":
+                error = RequestError(f"{path} takes POST, not {scope['method']}.", status=405)
+                await asgi.send_json(send, 405, dialect.error_body(error), [(b"allow", b"POST")])
+            elif counts_tokens:
+                await self._handler.count_tokens(dialect, path_key, scope, receive, send)
+            else:
+                await self._handler.handle(dialect, path, path_key, scope, receive, send)
+        elif inside_sandbox and not _ROUTES_OF_AGENTS.fullmatch(path):
+            error = RequestError(f"{path} is not served inside a sandbox.", status=404)
+            await asgi.send_json(send, 404, error_format(path).error_body(error))
+        else:
+            await self._rest({**scope, "path": path}, receive, send)
 
 
 def foreign_host(headers: asgi.Headers, hosts: frozenset[str]) -> str | None:
-    """Return the header and name of the first host that is not among `hosts`, or None.
+    """Return the header and name of the first host that is neither this machine's nor among `hosts`, or None.
 
-    `Host` is what a browser was pointed at, so a page cannot reach this machine through a name of its own (DNS
-    rebinding). `Origin` is the page that sends a request.
+    `Host` is the name in the URL: checking it stops pages whose own name resolves to this machine (DNS rebinding).
+    `Origin` names the page that sends a request.
     """
-    for header in (b"host", b"origin"):
-        for name, value in headers:
-            if name == header:
-                text = value.decode("latin-1")
-                host = urlsplit(text if header == b"origin" else f"//{text}").hostname
-                if host not in hosts and not (host and is_loopback(host)):
-                    return f"{header.decode().title()}: {text}"
+    for name, value in headers:
+        if name in _HEADERS_WITH_HOST:
+            host = _host_of(name, value)
+            if host not in hosts and not (host and is_loopback(host)):
+                return f"{name.decode().title()}: {value.decode('latin-1')}"
     return None
+
+
+_HEADERS_WITH_HOST = (b"host", b"origin")
+
+
+@lru_cache(maxsize=256)
+def _host_of(header: bytes, value: bytes) -> str | None:
+    """Return the host name in the header `Host` or `Origin`; None if there is none."""
+    text = value.decode("latin-1")
+    try:
+        return urlsplit(text if header == b"origin" else f"//{text}").hostname
+    except ValueError:  # for example an unclosed bracket
+        return None
 
 
 async def _refuse_host(path: str, foreign: str, send: asgi.Send) -> None:
@@ -113,6 +124,7 @@ async def _refuse_host(path: str, foreign: str, send: asgi.Send) -> None:
     await asgi.send_json(send, 403, refusal_body(path, RequestError(message, status=403)))
 
 
+@lru_cache(maxsize=256)
 def is_loopback(host: str) -> bool:
     """Return whether only this machine can reach a socket bound to `host`."""
     if host == "localhost":
@@ -155,17 +167,28 @@ def error_format(path: str) -> Dialect:
 
 
 def refusal_body(path: str, error: RequestError) -> bytes:
-    """Return an error in the format of the dialect that this path belongs to."""
+    """Return an error in the format of the dialect, or of the HTTP API, that this path belongs to."""
     path = split_path(path)[1]
+    if path.startswith(API_PREFIX):
+        return orjson.dumps({"error": {"code": "bad_request", "message": str(error)}})
     route = find_route(path, b"")
     return (error_format(path) if route is None else route[0]).error_body(error)
 
 
 def create_app(
-    engine: Engine, handler: RequestHandler, metrics: GatewayMetrics, hosts: frozenset[str] | None
+    engine: Engine,
+    handler: RequestHandler,
+    metrics: GatewayMetrics,
+    hosts: frozenset[str] | None,
+    record_problem: Callable[[], Awaitable[str | None]],
+    sample_problem: Callable[[], Awaitable[str | None]],
 ) -> GatewayApp:
-    """Build the application. The caller owns the lifetime of the engine and the store. `hosts`: see `GatewayApp`."""
-    app = FastAPI(title="Polar", version=__version__, docs_url="/docs", redoc_url=None)
+    """Build the application. The caller owns the lifetime of the engine and the store. `hosts`: see `GatewayApp`.
+
+    `record_problem` and `sample_problem` return within two seconds why calls cannot be recorded or sampled, or None.
+    """
+    app = FastAPI(title="Polar", version=__version__, docs_url=None, redoc_url=None)
+    serve_docs(app)
     started_at = int(time.time())
 
     def model_card(name: str) -> dict[str, Any]:
@@ -209,17 +232,22 @@ def create_app(
 
     @app.get("/healthz")
     async def healthz() -> Response:
-        """Return 200 if calls can be answered, else 503 with the reason."""
-        reason = await engine.health()
+        """Return 200: the process is alive."""
+        return JSONResponse({"status": "ok", "version": __version__})
+
+    @app.get("/readyz")
+    async def readyz() -> Response:
+        """Return 200 if calls can be recorded and sampled, else 503. Each part has its own reason."""
+        record, sample = await asyncio.gather(record_problem(), sample_problem())
         info = engine.info
         body = {
-            "status": "ok" if reason is None else "unhealthy",
-            "reason": reason,
+            "status": "ok" if record is None and sample is None else "unavailable",
             "version": __version__,
+            "record": {"ok": record is None, "reason": record},
+            "sample": {"ok": sample is None, "reason": sample},
             "engine": {"kind": info.engine, "version": info.version, "model": info.model},
-            "weight_version": await engine.weight_version(),
         }
-        return JSONResponse(body, status_code=200 if reason is None else 503)
+        return JSONResponse(body, status_code=200 if body["status"] == "ok" else 503)
 
     @app.get("/metrics")
     async def prometheus() -> Response:

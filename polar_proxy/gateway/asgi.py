@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import Any
 
 import orjson
@@ -22,6 +22,8 @@ Headers = Iterable[tuple[bytes, bytes]]
 
 INSIDE_SANDBOX = "polar_inside_sandbox"
 """Key that the scope's `state` has if the request came through a socket inside a sandbox."""
+_PIECE = 1 << 17
+"""Bytes of a body that are searched at a time."""
 
 
 class ClientDisconnected(Exception):
@@ -33,45 +35,61 @@ def read_headers(scope: Scope) -> dict[str, str]:
     return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
 
 
-async def read_body(receive: Receive, limit: int, pause_seconds: float, take: Callable[[int], None]) -> bytes:
-    """Return the whole request body.
-
-    `take` is called with the size of each part, before the part is kept. Raises RequestError 413 above `limit` bytes
-    and 408 if no part arrives for `pause_seconds`.
-    """
+async def read_body(receive: Receive, take: Callable[[int], None]) -> list[bytes]:
+    """Return the parts of the whole request body. `take` is called with the size of each, before the part is kept."""
     chunks: list[bytes] = []
-    size = 0
     while True:
-        try:
-            async with asyncio.timeout(pause_seconds):
-                message = await receive()
-        except TimeoutError:
-            message_text = f"No part of the request body arrived for {pause_seconds:g} seconds."
-            raise RequestError(message_text, status=408) from None
+        message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientDisconnected
         chunk = message.get("body", b"")
         if chunk:
-            size += len(chunk)
-            if size > limit:
-                raise RequestError(f"The request body is larger than {limit} bytes.", status=413)
             take(len(chunk))
             chunks.append(chunk)
         if not message.get("more_body", False):
-            return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+            return chunks
 
 
-def parse_json_object(body: bytes, max_values: int) -> Json:
-    """Return the JSON object in `body`. Raises RequestError if it is not one, or has more than `max_values` values.
+def count_values(body: bytes, limit: int) -> int:
+    """Return the number of JSON values in `body`, or, if the result is not above `limit`, at least that number.
 
-    The values are counted by their separators before anything is parsed: a parsed value takes about a hundred times
-    the memory of its shortest text, and blocks all other requests while it is made.
+    Nothing is parsed: a parsed value takes up to a hundred times the memory of its shortest text, and holds up all
+    other requests while it is made. Only if there are many separators, those inside strings are left out.
     """
-    if len(body) > 2 * max_values and sum(map(body.count, (b",", b"[", b"{"))) > max_values:
-        raise RequestError(f"The request body has more than {max_values} JSON values.", status=413)
+    values = 1 + sum(map(_count_separators, _pieces(body)))
+    if values <= limit:
+        return values
+    values, quotes = 1, 0
+    for piece in _pieces(body):
+        texts = piece.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')
+        values += _count_separators(b"".join(texts[quotes % 2 :: 2]))
+        quotes += len(texts) - 1
+        if values > limit or quotes > 4 * limit:  # keys and values have two quotes each
+            return max(values, quotes // 4)
+    return values
+
+
+def _count_separators(body: bytes) -> int:
+    return len(body) - len(body.translate(None, b",[{"))
+
+
+def _pieces(body: bytes) -> Iterator[bytes]:
+    """Yield the body in pieces, so that no single search stops the event loop for long. No escape is cut in two."""
+    start = 0
+    while piece := body[start : start + _PIECE]:
+        if (len(piece) - len(piece.rstrip(b"\\"))) % 2:
+            piece = body[start : start + _PIECE + 1]
+        yield piece
+        start += len(piece)
+
+
+def parse_json_object(body: bytes) -> Json:
+    """Return the JSON object in `body`. Raises RequestError if it is not one."""
     try:
         value: object = orjson.loads(body)
     except orjson.JSONDecodeError as error:
+        if rb"\ud" not in body and rb"\uD" not in body:
+            raise RequestError(f"The request body is not valid JSON: {error}.", code="invalid_json") from error
         value = _replace_lone_surrogates(body, error)
     if not isinstance(value, dict):
         raise RequestError("The request body must be a JSON object.", code="invalid_type")
@@ -96,23 +114,10 @@ def _reject_constant(name: str) -> object:
 
 
 async def send_json(send: Send, status: int, body: bytes, headers: Headers = ()) -> None:
-    await _send_response(send, "http", status, b"application/json", body, headers)
-
-
-async def refuse_websocket(receive: Receive, send: Send) -> None:
-    """Answer a WebSocket handshake with 426. Codex then uses HTTP at once; with another status it first tries again
-    seven times."""
-    await receive()
-    body = b"Polar answers over HTTP, not over a WebSocket."
-    await _send_response(send, "websocket.http", 426, b"text/plain", body, [(b"connection", b"close")])
-
-
-async def _send_response(
-    send: Send, protocol: str, status: int, media_type: bytes, body: bytes, headers: Headers
-) -> None:
-    described = [(b"content-type", media_type), (b"content-length", str(len(body)).encode()), *headers]
-    await send({"type": f"{protocol}.response.start", "status": status, "headers": described})
-    await send({"type": f"{protocol}.response.body", "body": body})
+    length = str(len(body)).encode()
+    described = [(b"content-type", b"application/json"), (b"content-length", length), *headers]
+    await send({"type": "http.response.start", "status": status, "headers": described})
+    await send({"type": "http.response.body", "body": body})
 
 
 class ClientWatch:
@@ -144,6 +149,9 @@ class ClientWatch:
 
     async def __aexit__(self, kind: type[BaseException] | None, *error: object) -> bool:
         self._task.cancel()
+        # A cancelled task refers to its frames, and so to this object: a cycle that would keep the whole request until
+        # the next garbage collection.
+        del self._task
         if not self.gone:
             return False
         if kind is None:  # cancelled on the last step: consume the cancellation here, not in the commit that follows

@@ -6,9 +6,10 @@
 Promises:
 
 * Recorded before sent: the last byte of an answer leaves only after its calls are committed.
+* While the store cannot be written, the calls of a session that must be recorded are refused before they are sampled.
+  Other sessions are answered, and their unrecorded calls count as lost (`gateway/recording.py`).
 * However a request ends (answered, failed, client gone, gateway stopped), its calls are committed with what was
   sampled until then.
-* If a commit fails, the agent still gets its answer, and the session counts a lost call.
 """
 
 from __future__ import annotations
@@ -17,35 +18,49 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import ParamSpec, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
 from urllib.parse import parse_qs
 
 from polar_proxy.config import GatewaySettings
 from polar_proxy.dialects.base import Dialect, ParsedRequest, PreviousCall
 from polar_proxy.engines.base import Engine
-from polar_proxy.errors import EngineError, RequestError
+from polar_proxy.engines.one_call import OneCallLimit, wants_one_call
+from polar_proxy.errors import EngineDroppedError, EngineError, RequestError, StoreError
 from polar_proxy.gateway import asgi
+from polar_proxy.gateway.engine_timeouts import EngineTimeouts, EngineWait
+from polar_proxy.gateway.health import StoreMonitor
 from polar_proxy.gateway.in_flight import InFlightCalls
-from polar_proxy.gateway.limits import BodyBudget
+from polar_proxy.gateway.limits import BodyBudget, BodyReservation
 from polar_proxy.gateway.metrics import GatewayMetrics
 from polar_proxy.gateway.recording import CallOutcome, CallRecorder, PendingCall, RequestContext, apply_policy
 from polar_proxy.gateway.reply import Reply, send_error
 from polar_proxy.gateway.retries import ResponseBuffer, RetryCache
+from polar_proxy.offload import OffloadThread
 from polar_proxy.sessions.continuation import PromptBuilder
 from polar_proxy.sessions.identity import key_of_request, read_client_metadata
 from polar_proxy.sessions.registry import SessionClosedError, SessionRegistry
 from polar_proxy.sessions.state import SessionState
 from polar_proxy.store import Store
-from polar_proxy.types import new_id
+from polar_proxy.types import CallRecord, Json, new_id
 
 log = logging.getLogger(__name__)
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
-_LARGE_BODY = 1 << 20
-"""Bytes above which a body is parsed in a thread, to keep the event loop free."""
+_RETRY_AFTER = "5"
+"""Seconds after which a client may send a call again that could not be recorded."""
+_LARGE_BODY, _MANY_MESSAGES = 1 << 20, 500
+"""Bytes (with `_BYTES_OF_VALUE`) and messages above which a request is `large`: what takes time that grows with it runs
+in a thread, to keep the event loop free."""
+_TAKES_TURNS = 1 << 16
+"""Size in bytes above which bodies of one session are parsed one at a time, with turns for other sessions."""
+_BYTES_OF_VALUE = 64
+"""Memory of a parsed JSON value, besides its text."""
+_MESSAGE_LISTS = ("messages", "input", "contents", "prompt")
+"""The fields of the dialects that hold messages or prompts. A list of numbers is one prompt of token ids."""
 
 
 class RequestHandler:
@@ -57,6 +72,8 @@ class RequestHandler:
         settings: GatewaySettings,
         metrics: GatewayMetrics,
         in_flight: InFlightCalls | None,
+        monitor: StoreMonitor,
+        timeouts: EngineTimeouts,
     ) -> None:
         """`in_flight` announces calls to the other gateways of the database; None if this is the only gateway."""
         self._engine = engine
@@ -65,10 +82,12 @@ class RequestHandler:
         self._settings = settings
         self._metrics = metrics
         self._in_flight = in_flight
+        self._monitor = monitor
+        self._timeouts = timeouts
         self._bodies = BodyBudget(settings.limits.bodies_mb << 20)
-        self._body_limits = (settings.max_body_mb << 20, settings.limits.body_pause_seconds)
-        self._prompts = PromptBuilder(engine, store, settings)
-        self.recorder = CallRecorder(engine, store, metrics, in_flight)
+        self._thread = OffloadThread("polar-large-requests")
+        self._prompts = PromptBuilder(engine, self._read_call, settings, self._thread)
+        self.recorder = CallRecorder(engine, store, monitor, sessions, metrics, in_flight)
         self.retries = RetryCache(settings)
 
     async def handle(
@@ -81,52 +100,69 @@ class RequestHandler:
         send: asgi.Send,
     ) -> None:
         """Answer one model request. `path` is the route without the prefix `/s/{path_key}`."""
+        started_at = time.time()
         try:
-            request = await self._read(dialect, path, path_key, scope, receive)
+            headers = asgi.read_headers(scope)
+            session = await self._find_session(headers, path_key, scope)
+            with session.in_request(), self._bodies.reserve(session.session_id) as reservation:
+                parsed, large = await self._read(dialect, receive, session, reservation)
+                metadata = read_client_metadata(headers, parsed.params)
+                request = RequestContext(dialect, session, path, parsed, metadata, started_at, large)
+                await self._join_or_answer(request, receive, send)
         except asgi.ClientDisconnected:
             return
         except RequestError as error:
             self._metrics.refused.labels(error.status).inc()
             await send_error(send, error, dialect)
-            return
+
+    async def _join_or_answer(self, request: RequestContext, receive: asgi.Receive, send: asgi.Send) -> None:
         earlier = self.retries.find(request)
         if earlier is not None and await earlier.follow(receive, send):
             self._metrics.joined.inc()
             return
+        if self._monitor.problem is not None and request.session.record_required:
+            request.session.refusal = self._monitor.problem
+            raise self._cannot_record()
         buffer = self.retries.open(request)
         answered = False
         try:
-            answered = await self._answer(request, buffer, receive, send)
+            attempt = await self._answer(request, buffer, receive, send)
+            if attempt is None:
+                attempt = await self._answer(request, buffer, receive, send, repeatable=False)
+            answered = bool(attempt)
         finally:
             self.retries.close(buffer, failed=not answered)
 
-    async def _read(
-        self, dialect: Dialect, path: str, path_key: str | None, scope: asgi.Scope, receive: asgi.Receive
-    ) -> RequestContext:
-        """Find the session of a request, then read and parse its body."""
-        started_at = time.time()
-        headers = asgi.read_headers(scope)
-        session = await self._find_session(headers, path_key, scope)
-        with self._bodies.reserve() as take:
-            body = await asgi.read_body(receive, *self._body_limits, take)
-            parsed = await self._parse(dialect, body, session)
-        metadata = read_client_metadata(headers, parsed.params)
-        return RequestContext(dialect, session, path, parsed, metadata, started_at)
-
     async def _answer(
-        self, request: RequestContext, buffer: ResponseBuffer, receive: asgi.Receive, send: asgi.Send
-    ) -> bool:
-        """Place, sample, commit and answer a request. Return whether it was answered completely, without an error."""
+        self,
+        request: RequestContext,
+        buffer: ResponseBuffer,
+        receive: asgi.Receive,
+        send: asgi.Send,
+        *,
+        repeatable: bool = True,
+    ) -> bool | None:
+        """Place, sample, commit and answer a request. Return whether it was answered completely, without an error.
+
+        None: the engine dropped the connection before it answered, and the agent got nothing. It may have sampled, so
+        the attempt is recorded; the request may be asked again, which is another call. Only if `repeatable`.
+        """
         session = request.session
-        calls = self._place(request, buffer.size)
+        calls = await self._place(request, buffer.size)
         reply = Reply(buffer.wrap(send), request, calls[0].call_id, self._settings)
         session.begin(len(calls))
         self._metrics.in_flight.inc(len(calls))
         try:
             outcome = await self._sample(request, calls, reply, buffer, receive)
-            await _run_to_end(self.recorder.commit(request, calls, outcome))
+            unrecorded = await _run_to_end(self.recorder.commit(request, calls, outcome, seen=reply.started))
+            if unrecorded is not None and session.record_required:
+                self._metrics.refused.labels(503).inc()
+                await reply.fail(self._cannot_record())
+                return False
             if outcome.status == "ok":
                 await reply.finish([call.answer for call in calls])
+            elif repeatable and isinstance(outcome.reply, EngineDroppedError) and not reply.started:
+                return None
             elif outcome.reply is not None:
                 await reply.fail(outcome.reply)
             return outcome.status == "ok"
@@ -144,14 +180,17 @@ class RequestHandler:
             self._metrics.in_flight.dec(len(calls))
         return False
 
-    def _place(self, request: RequestContext, size: int) -> list[PendingCall]:
+    async def _place(self, request: RequestContext, size: int) -> list[PendingCall]:
         """Decide the lineage of each call of a request. `size`: bytes of the request's messages."""
         session, parsed = request.session, request.parsed
         calls = []
         for engine_request, messages in zip(parsed.requests, parsed.messages, strict=True):
             call_id = new_id("call")
-            lineage = session.place(call_id, engine_request, request.metadata, now=request.started_at)
-            calls.append(PendingCall(call_id, apply_policy(engine_request, session.policy), lineage, messages))
+            hashed = await self._thread.run(request.large, session.hash, engine_request, session.last_conversation)
+            lineage = session.place(call_id, engine_request, request.metadata, hashed, now=request.started_at)
+            engine_request = replace(apply_policy(engine_request, session.policy), large=request.large)
+            limit = OneCallLimit(engine_request.sampling.n) if wants_one_call(engine_request) else None
+            calls.append(PendingCall(call_id, engine_request, lineage, messages, limit=limit))
         session.remember_request(request.dialect.name, parsed, calls[0].lineage.conversation, size)
         return calls
 
@@ -167,8 +206,7 @@ class RequestHandler:
         try:
             if self._in_flight is not None:
                 # Never cut short: otherwise the announcement might be written after the commit, which removes it.
-                call_ids = [call.call_id for call in calls]
-                await _run_to_end(self._in_flight.announce(request.session.session_id, call_ids))
+                await _run_to_end(self._announce(self._in_flight, request.session, [call.call_id for call in calls]))
             async with asgi.ClientWatch(receive, buffer.abandoned) as watch:
                 await self._sample_calls(request, calls, reply)
             if watch.gone or not await buffer.has_listener():
@@ -184,6 +222,13 @@ class RequestHandler:
             log.exception("call %s failed inside Polar", calls[0].call_id)
             return CallOutcome.failed(_internal_error(error))
 
+    async def _announce(self, in_flight: InFlightCalls, session: SessionState, call_ids: list[str]) -> None:
+        try:
+            await self._monitor.run(partial(in_flight.announce, session.session_id, call_ids))
+        except StoreError as error:
+            if session.record_required:
+                raise self._cannot_record() from error
+
     async def _sample_calls(self, request: RequestContext, calls: Sequence[PendingCall], reply: Reply) -> None:
         if len(calls) == 1:
             await self._sample_call(request, 0, calls[0], reply)
@@ -196,16 +241,24 @@ class RequestHandler:
             raise errors.exceptions[0] from errors
 
     async def _sample_call(self, request: RequestContext, index: int, call: PendingCall, reply: Reply) -> None:
-        call.plan = await self._prompts.build(call.request, call.lineage.base, request.session)
-        call.version = await self._engine.weight_version()
-        events = self._engine.sample(call.request, stream=request.parsed.stream, prompt=call.plan.prompt)
-        async with contextlib.aclosing(events):
-            with self._metrics.busy.call():
-                async for event in events:
-                    if call.first_token_at is None:
-                        call.first_token_at = time.time()
-                    call.answer.add(event)
-                    await reply.write(index, event)
+        async with EngineWait(self._timeouts) as wait:
+            call.plan = await self._prompts.build(call.request, call.lineage.base, request.session)
+            call.version = await self._engine.weight_version()
+            # The limit needs to see where the first call ends.
+            stream = request.parsed.stream or call.limit is not None
+            events = self._engine.sample(call.request, stream=stream, prompt=call.plan.prompt)
+            if call.limit is not None:
+                events = call.limit.apply(events)
+            async with contextlib.aclosing(events):
+                with self._metrics.busy.call():
+                    async for event in events:
+                        wait.received()
+                        if call.first_token_at is None:
+                            call.first_token_at = time.time()
+                            self._timeouts.sampled()
+                        call.answer.add(event)
+                        await reply.write(index, event)
+                        wait.resume()
         if not call.answer.finished:
             raise EngineError("The engine's answer ended without a finish reason, so it may be incomplete.")
 
@@ -214,12 +267,14 @@ class RequestHandler:
     ) -> None:
         """Answer a request for the number of tokens of a prompt. Such a request is not recorded."""
         try:
-            await self._find_session(asgi.read_headers(scope), path_key, scope)
-            with self._bodies.reserve() as take:
-                body = await asgi.read_body(receive, *self._body_limits, take)
-                value = await _offload(len(body), asgi.parse_json_object, body, self._settings.limits.body_values)
-                request = await _offload(len(body), dialect.parse_count, value)
-            tokens = await self._engine.count_tokens(request)
+            session = await self._find_session(asgi.read_headers(scope), path_key, scope)
+            with self._bodies.reserve(session.session_id) as reservation:
+                parts = await asgi.read_body(receive, reservation.take)
+                async with _turn(session, reservation.size):
+                    body, large = await self._read_json(parts, reservation)
+                request = await self._thread.run(large, dialect.parse_count, body)
+                async with EngineWait(self._timeouts):
+                    tokens = await self._engine.count_tokens(request)
         except asgi.ClientDisconnected:
             return
         except (RequestError, EngineError) as error:
@@ -233,25 +288,78 @@ class RequestHandler:
         query = scope["query_string"]
         query_key = parse_qs(query.decode("latin-1")).get("key", [None])[0] if query else None
         key = key_of_request(headers, query_key)
+        session = self._sessions.in_memory(key, path_key)
+        if session is not None and not self._settings.shared:
+            return session
         inside_sandbox = asgi.INSIDE_SANDBOX in scope.get("state", {})
-        return await self._sessions.find(key, path_key, inside_sandbox=inside_sandbox)
+        try:
+            find = partial(self._sessions.find, key, path_key, inside_sandbox=inside_sandbox)
+            return await self._monitor.run(find)
+        except StoreError as error:
+            session = session or self._sessions.open_unstored(key, path_key, inside_sandbox=inside_sandbox)
+            if session is None:
+                raise self._cannot_record() from error
+            self._monitor.watch()
+            return session
 
-    async def _parse(self, dialect: Dialect, raw: bytes, session: SessionState) -> ParsedRequest:
-        body = await _offload(len(raw), asgi.parse_json_object, raw, self._settings.limits.body_values)
-        previous_call_id = dialect.previous_call_id(body)
-        if previous_call_id is None:
-            return await _offload(len(raw), dialect.parse, body, session.last_parsed(dialect.name))
-        previous = await self._previous_call(dialect, previous_call_id, session)
-        size = len(raw) + sum(map(len, previous.messages))  # a short body may continue a conversation of megabytes
-        whole = await _offload(size, dialect.prepend_previous, body, previous)
-        return await _offload(size, dialect.parse, whole)
+    def _cannot_record(self) -> RequestError:
+        reason = self._monitor.problem or "the database refused it"
+        error = RequestError(
+            f"This call cannot be recorded, so it is not answered: {reason}. Try again later.",
+            status=503,
+            code="not_recorded",
+        )
+        error.retry_after = _RETRY_AFTER
+        return error
+
+    async def _read(
+        self, dialect: Dialect, receive: asgi.Receive, session: SessionState, reservation: BodyReservation
+    ) -> tuple[ParsedRequest, bool]:
+        """Read and parse the body of a model request. Return also whether the request is large."""
+        parts = await asgi.read_body(receive, reservation.take)
+        async with _turn(session, reservation.size):
+            body, large = await self._read_json(parts, reservation)
+            previous_call_id = dialect.previous_call_id(body)
+            if previous_call_id is None:
+                return await self._thread.run(large, dialect.parse, body, session.last_parsed(dialect.name)), large
+            previous = await self._previous_call(dialect, previous_call_id, session)
+            # A short body may continue a conversation of megabytes.
+            large = large or sum(map(len, previous.messages)) > _LARGE_BODY or len(previous.messages) > _MANY_MESSAGES
+            whole = await self._thread.run(large, dialect.prepend_previous, body, previous)
+            return await self._thread.run(large, dialect.parse, whole), large
+
+    async def _read_json(self, parts: list[bytes], reservation: BodyReservation) -> tuple[Json, bool]:
+        """Return the JSON object of a body, within the limits of its values and lists, and whether it is large."""
+        limits = self._settings.limits
+        reservation.reading = False
+        large = reservation.size > _LARGE_BODY
+        raw = await self._thread.run(large, b"".join, parts)
+        values = await self._thread.run(large, asgi.count_values, raw, limits.body_values)
+        if values > limits.body_values:
+            raise RequestError(f"The request body has more than {limits.body_values} JSON values.", status=413)
+        reservation.take(values * _BYTES_OF_VALUE)
+        large = reservation.size > _LARGE_BODY
+        body = await self._thread.run(large, asgi.parse_json_object, raw)
+        for name, most in (*((name, limits.messages) for name in _MESSAGE_LISTS), ("tools", limits.tools)):
+            items = body.get(name)
+            if isinstance(items, list) and len(items) > most and not isinstance(items[0], int):
+                message = f"'{name}' has {len(items)} items; at most {most} are served."
+                raise RequestError(message, status=413, param=name)
+            large = large or (isinstance(items, list) and len(items) > _MANY_MESSAGES)
+        return body, large
+
+    async def _read_call(self, call_id: str) -> CallRecord | None:
+        return await self._monitor.run(partial(self._store.calls.get, call_id))
 
     async def _previous_call(self, dialect: Dialect, call_id: str, session: SessionState) -> PreviousCall:
         """Return the recorded call that a body refers to.
 
         Raises RequestError if this session has no such call, or the call has no complete answer.
         """
-        call = await self._store.calls.get(call_id)
+        try:
+            call = session.unrecorded(call_id) or await self._read_call(call_id)
+        except StoreError as error:
+            raise self._cannot_record() from error
         if call is None or call.session_id != session.session_id or call.dialect != dialect.name or not call.choices:
             raise RequestError(
                 "The previous response was not found in this session.",
@@ -266,10 +374,19 @@ class RequestHandler:
             )
         return PreviousCall(call.messages, call.choices[0].message)
 
+    def close(self) -> None:
+        self._thread.close()
 
-async def _offload(size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Return `work(...)`, computed in a thread if `size`, in bytes, is large."""
-    return await asyncio.to_thread(work, *args, **kwargs) if size > _LARGE_BODY else work(*args, **kwargs)
+
+@contextlib.asynccontextmanager
+async def _turn(session: SessionState, size: int) -> AsyncIterator[None]:
+    """Wait until no other request of the session is being parsed, and let other sessions be served before this one."""
+    if size <= _TAKES_TURNS:
+        yield
+        return
+    async with session.parsing:
+        await asyncio.sleep(0)
+        yield
 
 
 async def _run_to_end(work: Awaitable[T]) -> T:

@@ -8,7 +8,6 @@ calls in flight on any gateway, and reports calls whose gateway died.
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import socket
 import time
@@ -16,12 +15,11 @@ from collections.abc import Sequence
 from typing import Self
 
 from polar_proxy.errors import StoreError
+from polar_proxy.gateway.health import OutageLog
 from polar_proxy.sessions.registry import SessionClosedError
 from polar_proxy.store import Store
 from polar_proxy.store.calls import OpenCall
 from polar_proxy.types import new_id
-
-log = logging.getLogger(__name__)
 
 RENEW_SECONDS = 5.0
 LEASE_SECONDS = 15.0
@@ -48,16 +46,11 @@ class InFlightCalls:
     async def announce(self, session_id: str, call_ids: Sequence[str]) -> None:
         """Tell the other gateways of the database that this one is about to answer these calls.
 
-        Raises SessionClosedError if another gateway closed the session. If the database cannot be written, the calls
-        are answered all the same. They count as lost only if their commit fails too.
+        Raises SessionClosedError if another gateway closed the session, and StoreError. A call that is answered without
+        an announcement counts as lost only if its commit fails too.
         """
         self._announced.update(call_ids)
-        try:
-            session_is_open = await self._store.open_calls.announce(self.gateway, session_id, call_ids, LEASE_SECONDS)
-        except StoreError:
-            log.exception("call %s could not be announced to the other gateways", call_ids[0])
-            return
-        if not session_is_open:
+        if not await self._store.open_calls.announce(self.gateway, session_id, call_ids, LEASE_SECONDS):
             self.finished(call_ids)
             raise SessionClosedError
 
@@ -75,7 +68,7 @@ class InFlightCalls:
         """
         deadline = time.monotonic() + timeout
         pause, expired_since = _FIRST_POLL_SECONDS, None
-        while calls := await self._store.open_calls.of_session(session_id, but=self.gateway):
+        while calls := await self._store.open_calls.of_session(session_id, without_gateway=self.gateway):
             now = time.monotonic()
             if any(call.lease_expires_at >= time.time() for call in calls):
                 expired_since = None
@@ -102,13 +95,15 @@ class InFlightCalls:
         return describe_lost_calls(taken, now)
 
     async def _renew_forever(self) -> None:
+        outage = OutageLog("the leases of calls in flight cannot be renewed")
         while True:
             await asyncio.sleep(RENEW_SECONDS)
             if self._announced:
                 try:
                     await self._store.open_calls.renew(self.gateway, set(self._announced), LEASE_SECONDS)
+                    outage.worked()
                 except StoreError as error:
-                    log.warning("the calls in flight cannot be renewed, trying again: %s", error)
+                    outage.failed(error)
 
 
 def describe_lost_calls(calls: Sequence[OpenCall], now: float) -> str | None:

@@ -1,9 +1,12 @@
 """Limits that keep one client from stopping the gateway for all others.
 
 * The head of a request (URL and headers) is bounded in size, in its number of headers, and in the time that it takes.
+* A body is bounded in size, in time, and in how slowly it may come. Chunk sizes and trailers are
+  bounded like a head.
 * Connections are bounded. If there are too many, the one that has waited longest for the head of a request is closed,
   so that unfinished connections cannot keep others out. If all of them are being answered, the new one is refused.
-* Each body is bounded in size and in the time between two of its parts. All bodies together are bounded in size.
+* All bodies together are bounded in size, from their first byte until their requests are answered. If there are too
+  many, the largest body that is still being read is refused, so that a small one is always read.
 
 A refusal has the format of the dialect that the URL belongs to.
 """
@@ -13,9 +16,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import resource
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
@@ -27,10 +31,14 @@ RefusalBody = Callable[[str, RequestError], bytes]
 
 _LINGER_SECONDS = 1.0
 """How long to read and drop what a refused client still sends."""
+_PIPELINED = 8
+"""Requests that a connection may send before the answer to its first one."""
+_SESSION_SHARE = 4
+"""A session may hold one part in this many of the budget for bodies."""
 
 
 def raise_descriptor_limit() -> int:
-    """Raise this process's limit of open descriptors as far as the system allows, and return it."""
+    """Increase this process's limit of open descriptors as far as the system allows, and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with contextlib.suppress(ValueError, OSError):  # some systems refuse their own hard limit
@@ -66,168 +74,303 @@ class Connections:
         return True
 
     def remove(self, connection: LimitedHttpProtocol) -> None:
-        for table in self._tables():
-            table.open.pop(connection, None)
-            table.waiting.pop(connection, None)
+        self.open.pop(connection, None)
+        self.waiting.pop(connection, None)
+        if self.parent is not None:
+            self.parent.remove(connection)
 
     def set_waiting(self, connection: LimitedHttpProtocol, waiting: bool) -> None:
-        for table in self._tables():
-            table.waiting.pop(connection, None)
-            if waiting and connection in table.open:
-                table.waiting[connection] = None
-
-    def _tables(self) -> Iterator[Connections]:
-        yield self
+        self.waiting.pop(connection, None)
+        if waiting and connection in self.open:
+            self.waiting[connection] = None
         if self.parent is not None:
-            yield self.parent
+            self.parent.set_waiting(connection, waiting)
 
 
-@dataclass
+@dataclass(eq=False)
+class BodyReservation:
+    """The part of the budget that one request holds. `task` reads its body."""
+
+    budget: BodyBudget
+    session_id: str
+    task: asyncio.Task[Any] | None = None
+    size: int = 0
+    reading: bool = True
+    """The request can be refused, because its body is still being read."""
+    refused: bool = False
+
+    def take(self, size: int) -> None:
+        """Reserve more bytes. Raises RequestError 429 if neither this budget nor the session's share has room."""
+        self.budget.take(self, size)
+
+
 class BodyBudget:
-    """A limit on the bytes of all request bodies that are held at a time."""
+    """A limit on the bytes of all request bodies that are held at a time.
 
-    limit: int
-    held: int = 0
+    A parsed body takes several times its size in memory; the caller that parses it reserves that too.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.held = 0
+        self._limit = limit
+        self._reservations: set[BodyReservation] = set()
+        self._of_session: Counter[str] = Counter()
 
     @contextlib.contextmanager
-    def reserve(self) -> Iterator[Callable[[int], None]]:
-        """Yield a function that reserves more bytes for one body. The end of the block frees them.
-
-        The function raises RequestError 429 if the limit would be passed, unless no other body is held.
-        """
-        mine = 0
-
-        def take(size: int) -> None:
-            nonlocal mine
-            if self.held + size > self.limit and self.held > mine:
-                raise RequestError("The gateway is reading too many large requests. Try again soon.", status=429)
-            self.held += size
-            mine += size
-
+    def reserve(self, session_id: str) -> Iterator[BodyReservation]:
+        """Yield a reservation for the body of a request of this session; the end of the block frees it."""
+        reservation = BodyReservation(self, session_id, asyncio.current_task())
+        self._reservations.add(reservation)
         try:
-            yield take
+            yield reservation
+        except asyncio.CancelledError:
+            if not reservation.refused or reservation.task is None or reservation.task.uncancel():
+                raise
+            raise _too_many_bodies() from None
         finally:
-            self.held -= mine
+            self._reservations.remove(reservation)
+            self.held -= reservation.size
+            self._of_session[session_id] -= reservation.size
+            if not self._of_session[session_id]:
+                del self._of_session[session_id]
+
+    def take(self, wanting: BodyReservation, size: int) -> None:
+        of_session = self._of_session[wanting.session_id]
+        if of_session > wanting.size and of_session + size > self._limit // _SESSION_SHARE:
+            raise _too_many_bodies()
+        if self.held + size > self._limit and self.held > wanting.size:
+            self._make_room(wanting, size)
+        wanting.size += size
+        self.held += size
+        self._of_session[wanting.session_id] += size
+
+    def _make_room(self, wanting: BodyReservation, size: int) -> None:
+        """Refuse the largest bodies that are still being read, until there is room for `size` bytes of `wanting`.
+
+        Only bodies larger than the wanting one are refused. Raises RequestError 429 if they free too little."""
+        missing = self.held + size - self._limit
+        for largest in sorted(self._reservations, key=lambda one: one.size, reverse=True):
+            if missing <= 0 or largest.size <= wanting.size + size:
+                break
+            if largest.reading and largest.task is not None and largest is not wanting:
+                missing -= largest.size
+                if not largest.refused:
+                    largest.refused = True
+                    largest.task.cancel()
+        if missing > 0:
+            raise _too_many_bodies()
+
+
+def _too_many_bodies() -> RequestError:
+    return RequestError("The gateway holds too many large requests. Try again soon.", status=429)
+
+
+class _RefusedError(Exception):
+    """Stops the parser of a connection that is refused."""
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
-    """uvicorn's HTTP protocol with bounds on connections and on the head of a request."""
+    """uvicorn's HTTP protocol with bounds on connections, on the head of a request and on its body."""
 
     def __init__(
-        self, *args: Any, limits: GatewayLimits, connections: Connections, refusal_body: RefusalBody, **kwargs: Any
+        self,
+        *args: Any,
+        limits: GatewayLimits,
+        body_bytes: int,
+        connections: Connections,
+        refusal_body: RefusalBody,
+        **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self.connections_of_listener = connections
+        self.url = b""
         self._limits = limits
+        self._body_bytes = body_bytes
         self._refusal_body = refusal_body
         self._refusal: RequestError | None = None
-        self._head_complete = False
-        self._head_size = 0
-        self._header_bytes = 0
-        self._head_timer: asyncio.TimerHandle | None = None
-        self.url = b""
+        self._closing = False
+        self._reading: Literal["head", "body"] | None = "head"
+        self._unread = 0
+        """Bytes that came since the message or its last piece of content began."""
+        self._content = 0
+        self._content_of_window = 0
+        self._windows = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._timed: Literal["head", "body"] | None = None
+        """The part of a request that the timer is for."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if not self.connections_of_listener.add(self):
+        if self.connections_of_listener.add(self):
+            self._set_timer("head")
+        else:
             self._refuse(RequestError("The gateway has too many connections. Try again soon.", status=429))
-            return
-        self._start_head_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_head_timer()
+        self._closing = True
+        self._set_timer(None)
         self.connections_of_listener.remove(self)
         super().connection_lost(exc)
 
-    def handle_websocket_upgrade(self) -> None:
-        self._stop_head_timer()
-        self.connections_of_listener.remove(self)
-        super().handle_websocket_upgrade()
-
     def data_received(self, data: bytes) -> None:
-        if self._refusal is not None:
+        if not self._closing:
+            self._unread += len(data)
+            super().data_received(data)
+            self._check_progress()
+
+    def _check_progress(self) -> None:
+        if self._closing:
             return
-        if not self._head_complete:
-            self._head_size += len(data)
-        super().data_received(data)
-        if self._refusal is None and not self._head_complete and self.parser is not None:
-            if self._head_size > self._limits.head_kb << 10:
-                self._refusal = self._head_too_large()
-            elif self._head_timer is None:
-                self._start_head_timer()
-        if self._refusal is not None:
-            self._refuse(self._refusal)
+        limits = self._limits
+        if self._reading and (self._unread > limits.head_kb << 10 or len(self.headers or ()) > limits.headers):
+            self._refuse(self._head_problem())
+        elif self._reading != self._timed:
+            self._set_timer(self._reading)
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer a request that the parser, or one of its callbacks, refused."""
+        self._refuse(self._refusal or RequestError("The request is not valid HTTP/1.1.", status=400))
+
+    # httptools
 
     def on_message_begin(self) -> None:
-        self._head_complete, self._head_size, self._header_bytes = False, 0, 0
+        self._reading = "head"
         super().on_message_begin()
 
-    def on_url(self, url: bytes) -> None:
-        if len(self.url) + len(url) > self._limits.url_kb << 10:
-            self._refusal = RequestError(f"The URL is longer than {self._limits.url_kb} KiB.", status=414)
-        else:
-            super().on_url(url)
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self._header_bytes += len(name) + len(value)
-        if self._header_bytes > self._limits.head_kb << 10:
-            self._refusal = self._head_too_large()
-        elif len(self.headers) >= self._limits.headers:
-            message = f"The request has more than {self._limits.headers} headers."
-            self._refusal = RequestError(message, status=431)
-        else:
-            super().on_header(name, value)
-
     def on_headers_complete(self) -> None:
-        self._head_complete = True
-        self._stop_head_timer()
+        problem = self._head_problem() if self._head_is_too_large() else self._request_problem()
+        if problem is not None:
+            self._stop(problem)
+        self._reading, self._unread = "body", 0
+        self._content = self._content_of_window = self._windows = 0
         self.connections_of_listener.set_waiting(self, False)
-        if self._refusal is None:
-            super().on_headers_complete()
+        super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        if self._refusal is None:
-            super().on_body(body)
+        self._unread = 0
+        self._content += len(body)
+        self._content_of_window += len(body)
+        if self._content > self._body_bytes:
+            self._stop(self._body_too_large())
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
-        if self._refusal is None:
-            super().on_message_complete()
+        self._reading = None
+        self._unread = 0
+        super().on_message_complete()
 
     def on_response_complete(self) -> None:
         self.connections_of_listener.set_waiting(self, True)
         super().on_response_complete()
+        if self._reading == "body" and self.cycle.response_complete and not self._closing:  # nobody wants the rest
+            self._close_soon()
 
-    def _head_too_large(self) -> RequestError:
-        message = f"The request's headers are larger than {self._limits.head_kb} KiB."
-        return RequestError(message, status=431)
+    # Refusals
 
-    def _start_head_timer(self) -> None:
-        self._head_timer = self.loop.call_later(self._limits.head_seconds, self._head_timed_out)
+    def _stop(self, refusal: RequestError) -> None:
+        """Refuse the request from within a callback of the parser."""
+        self._refusal = refusal
+        raise _RefusedError
 
-    def _stop_head_timer(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
+    def _head_is_too_large(self) -> bool:
+        limits = self._limits
+        if len(self.headers) > limits.headers or len(self.url) > limits.url_kb << 10:
+            return True
+        if self._unread <= limits.head_kb << 10:
+            return False
+        # What came includes the beginning of the body.
+        return sum(len(name) + len(value) for name, value in self.headers) > limits.head_kb << 10
+
+    def _head_problem(self) -> RequestError:
+        limits = self._limits
+        if self._reading == "head" and len(self.url) > limits.url_kb << 10:
+            return RequestError(f"The URL is longer than {limits.url_kb} KiB.", status=414)
+        if len(self.headers or ()) > limits.headers:
+            return RequestError(f"The request has more than {limits.headers} headers.", status=431)
+        part = "headers" if self._reading == "head" else "trailers and chunk headers"
+        return RequestError(f"The request's {part} are larger than {limits.head_kb} KiB.", status=431)
+
+    def _request_problem(self) -> RequestError | None:
+        """Return why a request with this head is not served here."""
+        method = self.parser.get_method()
+        if method == b"CONNECT":
+            return RequestError("The gateway is no proxy for other hosts: CONNECT is not served.", status=405)
+        if len(self.pipeline) >= _PIPELINED:
+            return RequestError("Too many requests on one connection before the first answer.", status=429)
+        for name, value in self.headers:
+            # Digits only, which the parser has made sure of.
+            if name == b"content-length" and int(value) > self._body_bytes:
+                return self._body_too_large()
+            # Codex tries a WebSocket first. With this status it uses HTTP at once, with others it tries seven times.
+            if name == b"upgrade" and value.lower() == b"websocket":
+                return RequestError("Polar answers over HTTP, not over a WebSocket.", status=426)
+        return None
+
+    def _body_too_large(self) -> RequestError:
+        return RequestError(f"The request body is larger than {self._body_bytes} bytes.", status=413)
+
+    def _set_timer(self, part: Literal["head", "body"] | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._timed = part
+        if part == "head":
+            self._timer = self.loop.call_later(self._limits.head_seconds, self._head_timed_out)
+        elif part == "body":
+            self._timer = self.loop.call_later(self._limits.body_window_seconds, self._check_body)
 
     def _head_timed_out(self) -> None:
         message = f"The request's headers took longer than {self._limits.head_seconds:g} seconds."
         self._refuse(RequestError(message, status=408))
 
-    def _refuse(self, error: RequestError) -> None:
-        """Answer with an error and close the connection, without running the application."""
-        self._refusal = error
-        self._stop_head_timer()
-        self.connections_of_listener.remove(self)
-        if self.cycle is not None and not self.cycle.response_complete:
-            self.transport.close()  # an earlier answer on this connection is still being sent
+    def _check_body(self) -> None:
+        problem = None if self.flow.read_paused else self._body_problem()
+        if problem is not None:
+            self._refuse(RequestError(problem, status=408))
         else:
-            path = self.url.split(b"?", 1)[0].decode("latin-1")
-            body = self._refusal_body(path, error)
-            head = [STATUS_LINE[error.status], b"content-type: application/json\r\nconnection: close\r\n"]
-            if error.status == 429:
-                head.append(b"retry-after: 1\r\n")
-            head.append(b"content-length: %d\r\n\r\n" % len(body))
-            self.transport.write(b"".join([*head, body]))
-            # Closing at once would reset the connection if the client still sends, and it might lose the answer.
+            self._content_of_window = 0
+            self._set_timer("body")
+
+    def _body_problem(self) -> str | None:
+        """Return how the body came too slowly, or None. Time in which the gateway did not read is not counted."""
+        limits, seconds = self._limits, self._limits.body_window_seconds
+        self._windows += 1
+        if self._content_of_window < limits.body_rate_kb * seconds * 1024:
+            return f"The request body came more slowly than {limits.body_rate_kb:g} KiB/s for {seconds:g} seconds."
+        if self._windows * seconds >= limits.body_seconds:
+            return f"The request body took longer than {limits.body_seconds:g} seconds."
+        return None
+
+    def _refuse(self, error: RequestError) -> None:
+        """Answer with an error and close the connection, without running the application further."""
+        path = self.url.split(b"?", 1)[0].decode("latin-1")
+        cycle = self.cycle
+        if cycle is not None and not cycle.response_complete:
+            if cycle.response_started or self.pipeline or self._reading == "head":
+                self._closing = True
+                self.transport.close()  # an earlier answer on this connection is still being sent
+                return
+            cycle.disconnected = True  # the application waits for the body of this request
+            cycle.message_event.set()
+        body = self._refusal_body(path, error)
+        head = [STATUS_LINE[error.status], b"content-type: application/json\r\nconnection: close\r\n"]
+        if error.status == 429:
+            head.append(b"retry-after: 1\r\n")
+        head.append(b"content-length: %d\r\n\r\n" % len(body))
+        self.transport.write(b"".join([*head, body]))
+        self._close_soon()
+
+    def _close_soon(self) -> None:
+        """Close the connection, but read what the client still sends for a moment: a connection that is closed with
+        unread data is reset, and the client might lose the answer."""
+        self._closing = True
+        self._set_timer(None)
+        self._unset_keepalive_if_required()
+        if self not in self.connections_of_listener.open:  # nor may it take the place of others
+            self.transport.close()
+            return
+        self.connections_of_listener.set_waiting(self, True)
+        self.flow.resume_reading()
+        if self.transport.can_write_eof():
             self.transport.write_eof()
-            self.loop.call_later(_LINGER_SECONDS, self.transport.abort)
+        self.loop.call_later(_LINGER_SECONDS, self.transport.abort)

@@ -8,25 +8,30 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 
 import numpy as np
 
 from polar_proxy.dialects.base import Answer, AnswerChoice, Dialect, ParsedRequest
 from polar_proxy.engines.base import Engine, is_constrained
-from polar_proxy.errors import EngineError, RequestError
+from polar_proxy.engines.one_call import OneCallLimit
+from polar_proxy.errors import EngineError, RequestError, StoreError
+from polar_proxy.gateway.health import StoreMonitor
 from polar_proxy.gateway.in_flight import InFlightCalls
 from polar_proxy.gateway.metrics import GatewayMetrics
 from polar_proxy.sessions.continuation import PromptPlan
 from polar_proxy.sessions.identity import ClientMetadata
 from polar_proxy.sessions.lineage import Lineage
+from polar_proxy.sessions.registry import SessionRegistry
 from polar_proxy.sessions.state import SessionState
 from polar_proxy.store import Store
+from polar_proxy.store.database import StoreUncertainError
 from polar_proxy.types import CallRecord, CallStatus, Choice, EngineInfo, EngineRequest, Json, Sampling, TokenIds
 
 log = logging.getLogger(__name__)
 
-_COMMIT_SECONDS = 60.0
-
+_VERSION_SECONDS = 10.0
+"""How long to wait for the policy version after an answer."""
 CallObserver = Callable[[CallRecord], None]
 """Called with each call once it is committed. It runs in the event loop, so it must be quick."""
 
@@ -43,6 +48,8 @@ class RequestContext:
     metadata: ClientMetadata
     started_at: float
     """Seconds since the epoch."""
+    large: bool = False
+    """True if the request is large (see `ChatRequest.large`)."""
 
 
 @dataclass(slots=True)
@@ -57,6 +64,8 @@ class PendingCall:
     version: str | None = None
     """The policy version when sampling began."""
     answer: Answer = field(default_factory=Answer)
+    limit: OneCallLimit | None = None
+    """Set if the answer may make one tool call only."""
     first_token_at: float | None = None
 
 
@@ -68,23 +77,41 @@ class CallOutcome:
     http_status: int
     error: str | None = None
     reply: RequestError | EngineError | None = None
-    """None if the agent gets the answer, or is gone."""
+    """The error to send; None if the agent gets the answer, or has disconnected."""
 
     @classmethod
     def failed(cls, error: RequestError | EngineError) -> CallOutcome:
-        return cls("upstream_error", error.status, str(error), error)
+        # Without the traceback: its frames often refer to the error, a cycle that would keep the whole request.
+        return cls("upstream_error", error.status, str(error), error.with_traceback(None))
 
 
 class CallRecorder:
-    def __init__(self, engine: Engine, store: Store, metrics: GatewayMetrics, in_flight: InFlightCalls | None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        store: Store,
+        monitor: StoreMonitor,
+        sessions: SessionRegistry,
+        metrics: GatewayMetrics,
+        in_flight: InFlightCalls | None,
+    ) -> None:
         self._engine = engine
         self._store = store
+        self._monitor = monitor
+        self._sessions = sessions
         self._metrics = metrics
         self._in_flight = in_flight
         self.observers: list[CallObserver] = []
 
-    async def commit(self, request: RequestContext, calls: Sequence[PendingCall], outcome: CallOutcome) -> None:
-        """Commit the calls with their answers so far. A call that cannot be committed counts as lost."""
+    async def commit(
+        self, request: RequestContext, calls: Sequence[PendingCall], outcome: CallOutcome, *, seen: bool
+    ) -> StoreError | None:
+        """Commit the calls with their answers so far. Return why one could not be recorded, or None.
+
+        `seen`: the agent has a part of the answer. Such a call counts as lost if it cannot be recorded, and so does any
+        call of a session whose calls need not be recorded. Other calls are refused, as if they had not been sampled.
+        """
+        failure: StoreError | None = None
         ended_at = time.time()
         session, version = request.session, await self._weight_version(calls[0])
         for call in calls:
@@ -94,31 +121,43 @@ class CallRecorder:
             record = make_record(request, call, outcome, ended_at, self._engine.info, version_range, fingerprint)
             session.remember_tokens(record, call.plan.config, call.lineage.base)
             self._metrics.count(record)
-            await self._commit_record(session, record)
+            started = time.perf_counter()
+            try:
+                await self._monitor.run(partial(self._store.calls.commit, record, large=request.large))
+            except StoreError as error:
+                failure = error
+                session.forget(record)
+                # A request with several calls is refused as a whole, although some of them are recorded.
+                partly = len(calls) > 1 or isinstance(error, StoreUncertainError)
+                self._count_unrecorded(session, record, error, lost=seen or partly or not session.record_required)
+            else:
+                session.recorded += 1
+                session.refusal = None
+                for observer in self.observers:
+                    observer(record)
+            self._metrics.commit.observe(time.perf_counter() - started)
             if self._in_flight is not None:
                 self._in_flight.finished([call.call_id])
+        return failure
 
-    async def _commit_record(self, session: SessionState, record: CallRecord) -> None:
-        started = time.perf_counter()
-        try:
-            async with asyncio.timeout(_COMMIT_SECONDS):
-                await self._store.calls.commit(record)
-        except Exception:
+    def _count_unrecorded(self, session: SessionState, record: CallRecord, error: StoreError, *, lost: bool) -> None:
+        if session.record_required:
+            session.refusal = str(error)
+        if lost:
             session.lost += 1
             self._metrics.lost.inc()
-            log.exception("call %s was answered but could not be recorded", record.call_id)
-        else:
-            session.recorded += 1
-            for observer in self.observers:
-                observer(record)
-        self._metrics.commit.observe(time.perf_counter() - started)
+            self._sessions.mark_incomplete(session)
+            self._monitor.watch()
+        if self._monitor.problem is None:  # otherwise the log has one line about the outage
+            log.error("call %s could not be recorded: %s", record.call_id, error)
 
     async def _weight_version(self, call: PendingCall) -> str | None:
         """Return the policy version; None if the engine does not answer, because the call must be recorded anyway."""
         try:
-            return await self._engine.weight_version()
-        except (RequestError, EngineError) as error:
-            log.warning("the policy version of call %s is unknown: %s", call.call_id, error)
+            async with asyncio.timeout(_VERSION_SECONDS):
+                return await self._engine.weight_version()
+        except (RequestError, EngineError, TimeoutError) as error:
+            log.warning("the policy version of call %s is unknown: %s", call.call_id, str(error) or "no answer")
             return None
 
 
@@ -166,7 +205,9 @@ def make_record(
         messages=call.messages,
         tools=request.parsed.tools,
         params=request.parsed.params,
-        sampling=recorded_sampling(call.request, plan.past_reasoning),
+        sampling=recorded_sampling(call.request, engine, plan.past_reasoning)
+        | ({"constrained": True} if plan.prompt is not None and plan.prompt.constrained else {})
+        | ({"hidden_call": True} if call.limit is not None and call.limit.hides_tokens else {}),
         prompt_ids=None if answer.prompt_ids is None else to_token_ids(answer.prompt_ids),
         choices=choices,
         started_at=request.started_at,
@@ -215,19 +256,22 @@ def _has_tokens(choice: Choice) -> bool:
     return 0 < ids.size == choice.logprobs.size and int(ids.min()) >= 0
 
 
-_DEFAULTS: Json = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
-"""OpenAI's own defaults. An engine's defaults (from the model's generation_config) may truncate the distribution. Raw
-log-probabilities would then not be those of the samples, and the record would not show it."""
+_DEFAULTS: Json = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+"""OpenAI's own defaults, always sent: everything by which the model's generation_config could change the distribution.
+The log-probabilities would otherwise not be those of the samples, and the record would not show it."""
 
-_REPLACED = ("temperature", "top_p", "top_k", "min_p", "seed")
+_REPLACED = (
+    *("temperature", "top_p", "top_k", "min_p", "seed"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
 _FIELDS = tuple(field.name for field in fields(Sampling))
 
 
 def apply_policy(request: EngineRequest, policy: Json) -> EngineRequest:
     """Return the request with the session's sampling policy applied and every default written out.
 
-    `policy` may hold temperature, top_p, top_k, min_p and seed; each replaces the client's value. It may also hold
-    max_tokens, which limits the client's value, and replaces it if the client gave none.
+    `policy` may hold the parameters in `_REPLACED`; each replaces the client's value. It may also hold max_tokens,
+    which limits the client's value, and replaces it if the client gave none.
     """
     sampling = request.sampling
     changes: Json = {name: value for name, value in _DEFAULTS.items() if getattr(sampling, name) is None}
@@ -238,14 +282,14 @@ def apply_policy(request: EngineRequest, policy: Json) -> EngineRequest:
     return replace(request, sampling=replace(sampling, **changes))
 
 
-def recorded_sampling(request: EngineRequest, past_reasoning: str | None = None) -> Json:
+def recorded_sampling(request: EngineRequest, engine: EngineInfo, past_reasoning: str | None = None) -> Json:
     """Return the parameters that were sent to the engine, for the record.
 
-    `constrained` is added if the request asked for an answer of a certain form: whether a grammar enforced it. The
-    setting `past_reasoning` is added if it had an effect on the prompt.
+    `constrained` is added if the request asked for an answer of a certain form: whether the engine enforced it by a
+    grammar. The setting `past_reasoning` is added if it had an effect on the prompt.
     """
     sent = {name: value for name in _FIELDS if (value := getattr(request.sampling, name)) not in (None, ())}
-    constrained = is_constrained(request)
+    constrained = is_constrained(request, engine)
     if constrained is not None:
         sent["constrained"] = constrained
     if past_reasoning is not None:

@@ -49,6 +49,11 @@ class Reply:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(settings.headers_after_seconds, self._start_heartbeats)
 
+    @property
+    def started(self) -> bool:
+        """True once a part of the response was sent."""
+        return self._started
+
     async def write(self, request_index: int, event: SampleEvent) -> None:
         """Send an event of the engine request number `request_index`, if the response is a stream."""
         if not self._stream:
@@ -82,6 +87,7 @@ class Reply:
             self._timer.cancel()
         if self._heartbeats is not None:
             self._heartbeats.cancel()
+            self._heartbeats = None  # a cancelled task refers to its frames, and so to this object
 
     async def _finish_stream(self, data: bytes) -> None:
         async with self._lock:
@@ -104,7 +110,9 @@ class Reply:
                     await self._send_body(b"")  # the server sends the headers together with the first body message
                 elif heartbeat and time.monotonic() - self._last_sent >= self._heartbeat_seconds:
                     await self._send_body(heartbeat)
-            await asyncio.sleep(self._heartbeat_seconds)
+                if not heartbeat:
+                    return
+            await asyncio.sleep(max(0.0, self._last_sent + self._heartbeat_seconds - time.monotonic()))
 
     async def _send_headers(self) -> None:
         self._started = True

@@ -14,6 +14,7 @@ from polar_proxy.rewards.custom import CommandEvaluator, PythonEvaluator
 from polar_proxy.rewards.evaluate import evaluate, reward_source, scoring_seconds
 from polar_proxy.rewards.harbor import HarborEvaluator
 from polar_proxy.rewards.hidden_tests import HiddenTestsEvaluator, SwebenchEvaluator
+from polar_proxy.rewards.signs import apply_sign_policy
 
 AnyEvaluator = HiddenTestsEvaluator | SwebenchEvaluator | HarborEvaluator | CommandEvaluator | PythonEvaluator
 """The evaluators that a task may name by their `kind`."""
@@ -38,6 +39,7 @@ __all__ = [
     "Score",
     "SwebenchEvaluator",
     "Workspace",
+    "apply_sign_policy",
     "check_relative_path",
     "evaluate",
     "reward_source",

@@ -1,7 +1,8 @@
 """The interface of an evaluator: its input and its result.
 
 * An evaluator works in a workspace that no agent has touched. It gets nothing from the run except the agent's patch.
-* Hidden tests, scripts and reward files are written after the patch, so no patch can replace them.
+* Hidden tests, scripts and reward files are written after the patch, and the parts of a patch that could take their
+  place or be imported instead of them are left out (`patches`).
 * A reward of ``None`` means that the task could not be judged. Bad work has the reward 0 instead, and None is never
   counted as 0.
 
@@ -12,7 +13,6 @@ sandbox and can print what a test runner prints. The code cannot reach anything 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import posixpath
 import re
 from abc import ABC, abstractmethod
@@ -21,12 +21,13 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from polar_proxy.allowed_code import NO_CODE, AllowedCode
 from polar_proxy.errors import BadTaskError, PolarError
 from polar_proxy.types import CallRecord, Json
 
 APPLY_SECONDS = 60.0
 # The command line overrides any git configuration in the workspace that would change how a patch is read.
-_APPLY = ("git", "-c", "core.autocrlf=false", "-c", "safe.directory=*", "apply", "--whitespace=nowarn", "-")
+_APPLY = ("git", "-c", "core.autocrlf=false", "-c", "safe.directory=*", "apply", "--whitespace=nowarn")
 _DIFF_HEADER = re.compile(r"^diff --git (?:\"?a/)(?P<old>.*?)\"? (?:\"?b/)(?P<new>.*?)\"?$", re.MULTILINE)
 
 
@@ -51,6 +52,15 @@ class CommandResult(Protocol):
     def timed_out(self) -> bool: ...
 
 
+class WorkspaceTree(Protocol):
+    """The files below a folder of a sandbox, read from outside: what `sandboxes.tree.SandboxTree` returns."""
+
+    @property
+    def entries(self) -> Mapping[bytes, Any]: ...
+    def read(self, path: bytes) -> bytes: ...
+    def close(self) -> None: ...
+
+
 class Workspace(Protocol):
     """The part of a sandbox that evaluators use."""
 
@@ -61,6 +71,7 @@ class Workspace(Protocol):
     async def write_tree(self, files: Mapping[str, bytes], root: str | None = None) -> None: ...
     async def read(self, path: str, limit: int = ...) -> bytes: ...
     async def kill_all(self) -> None: ...
+    async def read_tree(self, path: str | None = None) -> WorkspaceTree: ...
     async def exec(
         self,
         argv: Sequence[str],
@@ -105,6 +116,12 @@ class EvaluationInput:
     """Exit status of the agent program; None if its time ran out."""
     calls: Sequence[CallRecord] = ()
     """The recorded calls of the run; filled only for tasks with a `python` evaluator."""
+    leave_out: tuple[str, ...] = ()
+    """Patterns of `git apply --exclude`: parts of the patch that reach no evaluated workspace. `evaluate` fills it."""
+    changed_paths: tuple[str, ...] = ()
+    """The paths that the patch changes, without those in `leave_out`. `evaluate` fills it."""
+    code: AllowedCode = NO_CODE
+    """The functions that the task may refer to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +134,8 @@ class Score:
     log: bytes = b""
     calls: Mapping[str, float | None] = field(default_factory=dict)
     """Rewards of single calls, by call id."""
+    signs: tuple[str, ...] = ()
+    """Signs of reward hacking that were seen while the work was judged. `evaluate` adds them to `detail`."""
 
 
 class Evaluator(ABC):
@@ -134,6 +153,16 @@ class Evaluator(ABC):
         """Raise `BadTaskError` for a task that this evaluator could not judge, or would judge wrongly."""
 
     @property
+    def code_names(self) -> Iterable[str]:
+        """The functions, as ``module:function``, that this evaluator calls. `check_task` refuses those not allowed."""
+        return ()
+
+    @property
+    def host_paths(self) -> Iterable[str]:
+        """The files and folders of this machine that this evaluator reads."""
+        return ()
+
+    @property
     def runs(self) -> int:
         """Number of commands that the evaluator runs, each with the task's time limit."""
         return 1
@@ -144,30 +173,41 @@ class Evaluator(ABC):
         return ()
 
 
-async def apply_patch(patch: bytes, workspace: Workspace) -> str | None:
-    """Apply a git diff in the root of the workspace, completely or not at all; return git's error, or None.
+def hidden_paths(task: EvaluatedTask) -> set[str]:
+    """Return the paths in the workspace that decide the reward."""
+    return {*task.hidden_files, *(path for evaluator in task.evaluators for path in evaluator.protected_files)}
+
+
+async def apply_patch(patch: bytes, workspace: Workspace, leave_out: Iterable[str] = ()) -> str | None:
+    """Apply a git diff, without the parts that match `leave_out`, in the root of the workspace; return git's error, or
+    None. Either all of it is applied or nothing.
 
     `git apply` refuses paths that leave the workspace, follow a link, or lie in .git.
     """
     if not patch.strip():
         return None
-    result = await workspace.exec(_APPLY, stdin=patch, timeout=APPLY_SECONDS)
+    excludes = [f"--exclude={pattern}" for pattern in leave_out]
+    result = await workspace.exec((*_APPLY, *excludes, "-"), stdin=patch, timeout=APPLY_SECONDS)
     if result.exit_code == 0 and not result.timed_out:
         return None
     return result.stderr.decode(errors="replace").strip()[-2000:] or "git apply was too slow"
 
 
 @contextlib.asynccontextmanager
-async def patched_workspace(sandboxes: SandboxFactory, patch: bytes) -> AsyncIterator[Workspace]:
-    """Open a sandbox with the task's own files and apply the agent's patch. Raises PatchDoesNotApplyError."""
+async def patched_workspace(sandboxes: SandboxFactory, work: EvaluationInput) -> AsyncIterator[Workspace]:
+    """Open a sandbox with the task's own files and apply the agent's patch, without the parts that are left out.
+
+    Raises PatchDoesNotApplyError."""
     async with sandboxes() as workspace:
-        if (error := await apply_patch(patch, workspace)) is not None:
+        if (error := await apply_patch(work.patch, workspace, work.leave_out)) is not None:
             raise PatchDoesNotApplyError(error)
         yield workspace
 
 
 def patched_files(patch: str) -> tuple[str, ...]:
-    """Return the paths that a git diff touches, old and new names, in order."""
+    """Return the paths that a benchmark's own git diff touches, old and new names, in order.
+
+    Not for an agent's patch, whose text may be made to mislead: see `patches.changed_paths`."""
     paths = (path for found in _DIFF_HEADER.finditer(patch) for path in (found["old"], found["new"]))
     return tuple(dict.fromkeys(paths))
 
@@ -179,17 +219,3 @@ def check_relative_path(field_name: str, path: str) -> None:
         raise BadTaskError(f"{field_name}: {path!r} is not a path below the workspace")
     if ".git" in parts:
         raise BadTaskError(f"{field_name}: {path!r} is inside the folder .git")
-
-
-def load_function(name: str) -> Callable[..., Any]:
-    """Import the function called ``module:function``. Raises `BadTaskError`."""
-    module, separator, function = name.partition(":")
-    if not separator:
-        raise BadTaskError(f"{name!r} must be module:function")
-    try:
-        found = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise BadTaskError(f"cannot load {name}: {error}") from error
-    if not callable(found):
-        raise BadTaskError(f"{name} is not a function")
-    return found  # type: ignore[no-any-return]

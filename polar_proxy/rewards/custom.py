@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
+from polar_proxy.allowed_code import is_code
 from polar_proxy.errors import BadTaskError, PolarError
 from polar_proxy.rewards.base import (
     CommandResult,
@@ -25,7 +26,6 @@ from polar_proxy.rewards.base import (
     SandboxFactory,
     Score,
     check_relative_path,
-    load_function,
     patched_workspace,
 )
 from polar_proxy.types import Json
@@ -54,7 +54,7 @@ class CommandEvaluator(Evaluator):
         return self.files
 
     async def score(self, work: EvaluationInput, sandboxes: SandboxFactory) -> Score:
-        async with patched_workspace(sandboxes, work.patch) as workspace:
+        async with patched_workspace(sandboxes, work) as workspace:
             await workspace.write_tree({name: text.encode() for name, text in self.files.items()})
             result = await workspace.exec(self.argv, timeout=work.task.timeout_seconds)
         log = result.stdout + result.stderr
@@ -91,7 +91,7 @@ def _last_number(result: CommandResult) -> float:
 
 @dataclass(frozen=True)
 class PythonEvaluator(Evaluator):
-    """Calls a Python function, ``module:function``. The user must trust it, because it runs outside of any sandbox."""
+    """Calls a Python function, ``module:function``, outside of any sandbox. The setting `allowed_code` must name it."""
 
     function: str
     kind: Literal["python"] = "python"
@@ -99,13 +99,20 @@ class PythonEvaluator(Evaluator):
     options: Mapping[str, object] = field(default_factory=dict)
 
     def check(self, task: EvaluatedTask) -> None:
-        load_function(self.function)
+        if not is_code(self.function):
+            raise BadTaskError(f"{self.function!r} must be module:function")
+
+    @property
+    def code_names(self) -> Iterable[str]:
+        return (self.function,)
 
     async def score(self, work: EvaluationInput, sandboxes: SandboxFactory) -> Score:
         """Call the function and check what it returns. Raises EvaluatorError if it fails or returns nothing usable."""
-        function = load_function(self.function)
+        function = work.code.load(self.function)
+        if not callable(function):
+            raise BadTaskError(f"{self.function} is not a function")
         if inspect.iscoroutinefunction(function):
-            async with patched_workspace(sandboxes, work.patch) as workspace:
+            async with patched_workspace(sandboxes, work) as workspace:
                 async with asyncio.timeout(work.task.timeout_seconds):
                     returned = await self._call(function, work, workspace)
         else:

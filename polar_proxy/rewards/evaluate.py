@@ -1,17 +1,10 @@
-"""Runs a task's evaluators one after the other and combines their scores into one.
-
-A score also names signs of reward hacking in the patch, that is, signs that the patch may aim at the reward instead of
-the task. Signs do not change the reward; they show a person which rollouts to inspect. An honest patch can show a
-sign (a project's own conftest.py), and a dishonest patch may show none.
-"""
+"""Runs a task's evaluators one after the other and combines their scores into one."""
 
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import PurePosixPath
 
 from polar_proxy.rewards.base import (
     EvaluatedTask,
@@ -20,40 +13,48 @@ from polar_proxy.rewards.base import (
     PatchDoesNotApplyError,
     SandboxFactory,
     Score,
-    patched_files,
 )
+from polar_proxy.rewards.patches import changed_paths, patterns_to_leave_out
+from polar_proxy.rewards.signs import patch_signs
+from polar_proxy.types import Json
 
-_TEST_RUNNER_FILES = {
-    "conftest.py",
-    "pytest.ini",
-    "tox.ini",
-    "setup.cfg",
-    "sitecustomize.py",
-    "usercustomize.py",
-    "noxfile.py",
-}
-_VERDICT_TEXT = re.compile(
-    r"\.\.\. ok\b|\bPASSED\b|short test summary|>>>>> (?:Start|End) Test|/logs/verifier|reward\.(?:txt|json)"
-)
-_KILL_CALL = re.compile(r"\bos\._exit\b|\bos\.kill\b|\bpkill\b|\bkillall\b")
+_LISTED_PATHS = 100
+# git's words for a path that it refuses because it leads out of the workspace or into .git
+_LEAVES_WORKSPACE = re.compile(r"invalid path|beyond a symbolic link")
 
 
 async def evaluate(work: EvaluationInput, sandboxes: SandboxFactory) -> Score:
     """Judge the work by all evaluators of its task, each in its own sandbox.
 
-    `detail["signs"]` names the signs of reward hacking in the patch, if there are any."""
+    `detail["signs"]` names the signs of reward hacking (`signs`), and `detail["left_out"]` the paths of the patch
+    that did not reach the evaluators, if there are any."""
     evaluators = work.task.evaluators
+    try:
+        paths = await changed_paths(work.patch)
+        work = replace(work, leave_out=await patterns_to_leave_out(work, sandboxes))
+        work = replace(work, changed_paths=await changed_paths(work.patch, work.leave_out))
+    except PatchDoesNotApplyError as error:
+        return _not_applied(error)
     scores = [await _score(evaluator, work, sandboxes) for evaluator in evaluators]
     score = scores[0] if len(scores) == 1 else combine_scores(evaluators, scores)
-    signs = reward_hacking_signs(work.patch, work.task)
-    return replace(score, detail={**score.detail, "signs": signs}) if signs else score
+    left_out = sorted(set(paths) - set(work.changed_paths))
+    signs = {*patch_signs(work.patch, paths, left_out, work.task), *(sign for one in scores for sign in one.signs)}
+    found: Json = {"signs": sorted(signs), "left_out": left_out[:_LISTED_PATHS]}
+    return replace(score, detail={**score.detail, **{name: value for name, value in found.items() if value}})
 
 
 async def _score(evaluator: Evaluator, work: EvaluationInput, sandboxes: SandboxFactory) -> Score:
     try:
         return await evaluator.score(work, sandboxes)
     except PatchDoesNotApplyError as error:
-        return Score(0.0, {"patch_applied": False, "solved": False}, str(error).encode())
+        return _not_applied(error)
+
+
+def _not_applied(error: PatchDoesNotApplyError) -> Score:
+    detail: Json = {"patch_applied": False, "solved": False}
+    if _LEAVES_WORKSPACE.search(str(error)):
+        detail["signs"] = ["escapes_paths"]
+    return Score(0.0, detail, str(error).encode(errors="replace"))
 
 
 def combine_scores(evaluators: Sequence[Evaluator], scores: Sequence[Score]) -> Score:
@@ -76,7 +77,7 @@ def combine_scores(evaluators: Sequence[Evaluator], scores: Sequence[Score]) -> 
 
 
 def reward_source(task: EvaluatedTask) -> str:
-    """Return the name under which the store records the reward: the evaluators' kinds."""
+    """Return what the store records as the source of a reward: the kinds of the task's evaluators, joined by +."""
     return "+".join(evaluator.kind for evaluator in task.evaluators)
 
 
@@ -92,28 +93,3 @@ def _weighted_mean(weighted: Sequence[tuple[float, float | None]]) -> float | No
             return None
         total += weight * value
     return total / sum(weight for weight, _ in weighted)
-
-
-def reward_hacking_signs(patch: bytes, task: EvaluatedTask) -> list[str]:
-    """Return the sorted names of the signs found: `changes_tests`, `changes_test_runner`, `shadows_library`,
-    `prints_verdicts`, `ends_processes`."""
-    text = patch.decode(errors="replace")
-    paths = patched_files(text)
-    protected = {*task.hidden_files, *(path for one in task.evaluators for path in one.protected_files)}
-    added = "\n".join(line for line in text.splitlines() if line.startswith("+") and not line.startswith("+++"))
-    found = {
-        "changes_tests": not protected.isdisjoint(paths),
-        "changes_test_runner": any(
-            PurePosixPath(path).name in _TEST_RUNNER_FILES or path.endswith(".pth") for path in paths
-        ),
-        "shadows_library": any(_top_module(path) in sys.stdlib_module_names for path in paths),
-        "prints_verdicts": _VERDICT_TEXT.search(added) is not None,
-        "ends_processes": _KILL_CALL.search(added) is not None,
-    }
-    return sorted(name for name, seen in found.items() if seen)
-
-
-def _top_module(path: str) -> str:
-    """Return the module that Python would import from this path below the root of the workspace, or ""."""
-    parts = PurePosixPath(path).parts
-    return parts[0].removesuffix(".py") if len(parts) == 1 and path.endswith(".py") else parts[0] if parts[1:] else ""

@@ -1,17 +1,23 @@
 """The `harbor` evaluator: the task's own ``tests/test.sh`` and the reward file that it writes.
 
 https://www.harborframework.com/docs/tasks: tests appear as /tests, and the script writes
-``/logs/verifier/reward.json`` (a number, or an object of numbers; read first) or ``reward.txt`` (a number). One
-difference: the script runs in a fresh sandbox to which the agent's changes below the workspace were applied, not in
-the agent's own container.
+``/logs/verifier/reward.json`` (a number, or an object of numbers) or ``reward.txt`` (a number). Two differences: the
+script runs in a fresh sandbox to which the agent's changes below the workspace were applied, not in the agent's own
+container; and if there are both files, there is no reward.
+
+The script runs the agent's code as the same user, so that code can still write the reward file, after the script or
+instead of it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+import os
+import stat
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -28,6 +34,7 @@ from polar_proxy.rewards.base import (
     Workspace,
     patched_workspace,
 )
+from polar_proxy.rewards.guarded import run_guarded
 from polar_proxy.types import Json
 
 LOGS = "/logs"
@@ -51,8 +58,12 @@ class HarborEvaluator(Evaluator):
     """Which number of reward.json is the reward, if there are several; all are recorded."""
 
     def check(self, task: EvaluatedTask) -> None:
-        if not Path(self.tests).is_dir():
+        if not os.path.isdir(self.tests):
             raise BadTaskError(f"{self.tests}: there is no such folder")
+
+    @property
+    def host_paths(self) -> Iterable[str]:
+        return (self.tests,)
 
     async def score(self, work: EvaluationInput, sandboxes: SandboxFactory) -> Score:
         """Run the script. There is no reward if it writes none, runs out of time or is killed."""
@@ -62,14 +73,14 @@ class HarborEvaluator(Evaluator):
         files = folder_files(folder)
         programs = [f"{TESTS}/{name}" for name, (_, executable) in files.items() if executable]
         seconds = work.task.timeout_seconds
-        async with patched_workspace(sandboxes, work.patch) as workspace:
+        async with patched_workspace(sandboxes, work) as workspace:
             await workspace.write_tree({name: data for name, (data, _) in files.items()}, root=TESTS)
             await workspace.exec(("chmod", "+x", f"{TESTS}/test.sh", *programs), timeout=60)
             await workspace.exec(("mkdir", "-p", VERIFIER), timeout=60)
             command = ("sh", "-c", f"exec {TESTS}/test.sh 2>&1")
-            result = await workspace.exec(command, env=self.env, timeout=seconds)
-            # Programs that the agent left running must not overwrite the reward after the script ended.
-            await workspace.kill_all()
+            text = " ".join(data.decode(errors="replace") for name, (data, _) in files.items() if name.endswith(".sh"))
+            ran = await run_guarded(workspace, command, text, work.changed_paths, env=self.env, seconds=seconds)
+            result = ran.result
             log = result.stdout + result.stderr
             detail: Json = {"patch_applied": True, "exit_code": result.exit_code, "timed_out": result.timed_out}
             try:
@@ -77,26 +88,42 @@ class HarborEvaluator(Evaluator):
                 value = _select_reward(rewards, self.reward_key)
             except ValueError as error:
                 return Score(None, {**detail, "no_reward": str(error)}, log)
-        return Score(value, {**detail, "solved": value >= 1, "rewards": rewards}, log)
+        if ran.signs:  # the program under test changed its tests' process
+            value = min(value, 0.0)
+        return Score(value, {**detail, "solved": value >= 1, "rewards": rewards}, log, signs=ran.signs)
 
 
 async def _read_rewards(workspace: Workspace, result: CommandResult, seconds: float) -> Json:
-    """Return the numbers of the reward file by name. Raises ValueError if there are none, or they are not trusted."""
+    """Return the numbers of the reward file by name. Raises ValueError if there are none, or they are not trusted.
+
+    The sandbox's processes are ended first, and the files are read from outside: programs of the agent that still run
+    cannot change them, and programs that the agent replaced do not read them."""
     if result.timed_out:
         raise ValueError(f"tests/test.sh did not end within {seconds:g} s")
     if result.exit_code >= 128:
         signal = result.exit_code - 128
         raise ValueError(f"tests/test.sh was killed by signal {signal}, so its reward file is not trusted")
-    for name in ("reward.json", "reward.txt"):
-        try:
-            return parse_reward(name, (await workspace.read(f"{VERIFIER}/{name}", _REWARD_FILE_LIMIT)).decode())
-        except FileNotFoundError:
-            continue
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"{name} cannot be read: {error}") from error
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from error
-    raise ValueError(f"tests/test.sh wrote neither {VERIFIER}/reward.json nor reward.txt")
+    try:
+        tree = await workspace.read_tree(LOGS)
+    except OSError as error:
+        raise ValueError(f"{LOGS} cannot be read: {error}") from error
+    try:
+        found = [name for name in ("reward.json", "reward.txt") if f"verifier/{name}".encode() in tree.entries]
+        if not found:
+            raise ValueError(f"tests/test.sh wrote neither {VERIFIER}/reward.json nor reward.txt")
+        if len(found) > 1:
+            raise ValueError("there are reward.json and reward.txt, so one of them may not be from tests/test.sh")
+        path = f"verifier/{found[0]}".encode()
+        entry = tree.entries[path]
+        if not stat.S_ISREG(entry.mode) or entry.size > _REWARD_FILE_LIMIT:
+            raise ValueError(f"{found[0]} is not a file of at most {_REWARD_FILE_LIMIT >> 20} MiB")
+        data = await asyncio.to_thread(tree.read, path)
+    finally:
+        tree.close()
+    try:
+        return parse_reward(found[0], data.decode())
+    except ValueError as error:  # includes UnicodeDecodeError
+        raise ValueError(f"{found[0]}: {error}") from error
 
 
 def parse_reward(name: str, text: str) -> Json:
@@ -122,8 +149,10 @@ def _select_reward(rewards: Json, key: str) -> float:
 def folder_files(folder: Path) -> dict[str, tuple[bytes, bool]]:
     """Return the content of every file below `folder`, and whether it is executable, by relative path.
 
-    Raises `BadTaskError` for links."""
+    Raises `BadTaskError` for links, which could lead to any file of this machine."""
     found: dict[str, tuple[bytes, bool]] = {}
+    if folder.is_symlink():
+        raise BadTaskError(f"{folder.name}: is a link; a task may hold only files and folders")
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if path.is_symlink():

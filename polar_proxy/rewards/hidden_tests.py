@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from polar_proxy.errors import BadTaskError
@@ -33,7 +33,9 @@ from polar_proxy.rewards.base import (
     patched_files,
     patched_workspace,
 )
-from polar_proxy.rewards.log_parsers import Verdict, get_parser
+from polar_proxy.rewards.guarded import GuardedResult, run_guarded
+from polar_proxy.rewards.isolated import TestPlan, TestReport, plan_shell_command, plan_tests, run_tests
+from polar_proxy.rewards.log_parsers import LogParser, Verdict, get_parser, own_parsers
 from polar_proxy.types import Json
 
 _START = ">>>>> Start Test Output"
@@ -61,13 +63,22 @@ class HiddenTestsEvaluator(Evaluator):
     before: bool = False
     """Also run the tests without the agent's patch. If they do not fail and pass as the task declares, the task is
     wrong and the rollout gets no reward."""
+    by_value: bool = False
+    """The hidden tests call functions and compare plain values (numbers, texts, lists, ...). They run in one process
+    and the agent's code in another, so that no code can forge a verdict. Needs tests of unittest in `hidden_files`."""
 
     def check(self, task: EvaluatedTask) -> None:
-        get_parser(self.parser)
+        own_parsers(self.parser)
+        if self.by_value and self._plan(task) is None:
+            raise BadTaskError("by_value: test_command must be python3 -m unittest with the names of hidden tests")
         if not task.test_command:
             raise BadTaskError("test_command: required by the evaluator `tests`")
         if not (task.fail_to_pass or task.pass_to_pass):
             raise BadTaskError("fail_to_pass: name at least one test here or in pass_to_pass; else any result passes")
+
+    @property
+    def code_names(self) -> Iterable[str]:
+        return own_parsers(self.parser)
 
     @property
     def runs(self) -> int:
@@ -75,34 +86,46 @@ class HiddenTestsEvaluator(Evaluator):
 
     async def score(self, work: EvaluationInput, sandboxes: SandboxFactory) -> Score:
         task = work.task
-        if self.before and (score := await self._score_unpatched(task, sandboxes)) is not None:
+        parse = get_parser(self.parser, work.code)
+        if self.before and (score := await self._score_unpatched(task, sandboxes, parse)) is not None:
             return score
-        async with patched_workspace(sandboxes, work.patch) as workspace:
-            verdicts, log, timed_out = await self._run(task, workspace)
-        missed = [name for name in task.fail_to_pass if verdicts.get(name) not in _GOOD]
-        broken = [name for name in task.pass_to_pass if verdicts.get(name) not in _GOOD]
+        async with patched_workspace(sandboxes, work) as workspace:
+            report = await self._run(task, workspace, work.changed_paths, parse)
+        missed = [name for name in task.fail_to_pass if report.verdicts.get(name) not in _GOOD]
+        broken = [name for name in task.pass_to_pass if report.verdicts.get(name) not in _GOOD]
         detail = _report(task.fail_to_pass, task.pass_to_pass, missed, broken)
-        detail["solved"] = detail["solved"] and not timed_out
-        return Score(float(detail["solved"]), {**detail, "patch_applied": True, "timed_out": timed_out}, log)
+        detail["solved"] = detail["solved"] and not report.timed_out
+        detail |= {"patch_applied": True, "timed_out": report.timed_out}
+        return Score(float(detail["solved"]), detail, report.log, signs=report.signs)
 
-    async def _score_unpatched(self, task: EvaluatedTask, sandboxes: SandboxFactory) -> Score | None:
+    async def _score_unpatched(self, task: EvaluatedTask, sandboxes: SandboxFactory, parse: LogParser) -> Score | None:
         """Return None if, without a patch, tests fail and pass as the task declares, else a score without reward."""
         async with sandboxes() as workspace:
-            verdicts, log, timed_out = await self._run(task, workspace)
-        green = [name for name in task.fail_to_pass if verdicts.get(name) in _GOOD]
-        red = [name for name in task.pass_to_pass if verdicts.get(name) not in _GOOD]
-        if not green and not red and not timed_out:
+            report = await self._run(task, workspace, (), parse)
+        green = [name for name in task.fail_to_pass if report.verdicts.get(name) in _GOOD]
+        red = [name for name in task.pass_to_pass if report.verdicts.get(name) not in _GOOD]
+        if not green and not red and not report.timed_out:
             return None
         reason = "the task is at fault: without a patch, its tests do not fail and pass as it declares"
-        detail = {"no_reward": reason, "already_green": green, "already_red": red, "timed_out": timed_out}
-        return Score(None, detail, log)
+        detail = {"no_reward": reason, "already_green": green, "already_red": red, "timed_out": report.timed_out}
+        return Score(None, detail, report.log)
 
-    async def _run(self, task: EvaluatedTask, workspace: Workspace) -> tuple[dict[str, Verdict], bytes, bool]:
-        """Return the verdicts by test id, the output, and whether the time ran out."""
-        await workspace.write_tree({name: text.encode() for name, text in task.hidden_files.items()})
-        result = await workspace.exec(task.test_command, timeout=task.timeout_seconds)
-        log = result.stdout + result.stderr
-        return dict(get_parser(self.parser)(log.decode(errors="replace"))), log, result.timed_out
+    def _plan(self, task: EvaluatedTask) -> TestPlan | None:
+        """Return how Polar's own runner runs the tests; None if only the task's command can."""
+        plan = plan_tests(task.test_command) if self.parser == "unittest" else None
+        return replace(plan, style="values") if plan is not None and self.by_value else plan
+
+    async def _run(
+        self, task: EvaluatedTask, workspace: Workspace, changed_paths: Sequence[str], parse: LogParser
+    ) -> TestReport:
+        if not self.by_value:  # then nothing of the tests is in the workspace
+            await workspace.write_tree({name: text.encode() for name, text in task.hidden_files.items()})
+        if (plan := self._plan(task)) is not None:
+            return await run_tests(workspace, plan, task.hidden_files, changed_paths, task.timeout_seconds)
+        text = " ".join(task.test_command)
+        ran = await run_guarded(workspace, task.test_command, text, changed_paths, seconds=task.timeout_seconds)
+        verdicts = {} if ran.signs else ran.correct(parse(ran.log.decode(errors="replace")), parse)
+        return TestReport(verdicts, ran.log, ran.result.timed_out, ran.signs)
 
 
 @dataclass(frozen=True)
@@ -125,34 +148,54 @@ class SwebenchEvaluator(Evaluator):
     """R2E-Gym: exactly these tests must have exactly these verdicts. Replaces FAIL_TO_PASS and PASS_TO_PASS."""
 
     def check(self, task: EvaluatedTask) -> None:
-        get_parser(self.parser)
+        own_parsers(self.parser)
         if not self.command and not self.eval_script:
             raise BadTaskError("there is no command that runs the tests")
         if not (task.fail_to_pass or task.pass_to_pass or self.expected):
             raise BadTaskError("FAIL_TO_PASS: name at least one test here or in PASS_TO_PASS; else any result passes")
 
     @property
+    def code_names(self) -> Iterable[str]:
+        return own_parsers(self.parser)
+
+    @property
     def protected_files(self) -> Iterable[str]:
-        return patched_files(self.test_patch)
+        # The tests of R2E-Gym are not in the row; its images and its command put them at these places.
+        return (*patched_files(self.test_patch), *(("r2e_tests", "run_tests.sh") if self.expected else ()))
 
     async def score(self, work: EvaluationInput, sandboxes: SandboxFactory) -> Score:
         task = work.task
-        async with patched_workspace(sandboxes, work.patch) as workspace:
+        async with patched_workspace(sandboxes, work) as workspace:
             if self.eval_script is None and (error := await self._install_tests(task, workspace)) is not None:
                 return await self._score_without_tests(task, sandboxes, error)
-            exit_code, log, timed_out = await self._run(task, workspace)
-        text, status = self._test_output(log.decode(errors="replace"), exit_code)
-        verdicts = get_parser(self.parser)(text)
+            if (plan := self._plan()) is not None:
+                report = await run_tests(workspace, plan, {}, work.changed_paths, task.timeout_seconds)
+                return self._score_report(task, report)
+            ran = await self._run(work, workspace)
+        text, status = self._test_output(ran.log.decode(errors="replace"), ran.result.exit_code)
+        parse = get_parser(self.parser, work.code)
+        verdicts = ran.correct(parse(text), parse)
         if self.expected is not None:
             detail = grade_exactly(verdicts, self.expected)
         else:
             detail = grade(verdicts, task.fail_to_pass, task.pass_to_pass, fail_only=self.fail_only)
             if doubt := self._doubt(verdicts, text, status):
                 detail |= {"solved": False, "not_believed": doubt}
-        if timed_out:
+        if ran.result.timed_out or ran.signs:
             detail |= {"solved": False}
-        detail |= {"patch_applied": True, "timed_out": timed_out, "exit_code": status}
-        return Score(float(detail["solved"]), detail, log)
+        detail |= {"patch_applied": True, "timed_out": ran.result.timed_out, "exit_code": status}
+        return Score(float(detail["solved"]), detail, ran.log, signs=ran.signs)
+
+    def _plan(self) -> TestPlan | None:
+        """Return how Polar's own runner does what the row's command does; None if only the command can."""
+        own = self.parser == "unittest" and self.eval_script is None and not self.fail_only and self.expected is None
+        return plan_shell_command(self.command) if own else None
+
+    def _score_report(self, task: EvaluatedTask, report: TestReport) -> Score:
+        detail = grade(report.verdicts, task.fail_to_pass, task.pass_to_pass, fail_only=False)
+        detail |= {"solved": detail["solved"] and not report.timed_out, "patch_applied": True}
+        detail |= {"timed_out": report.timed_out}
+        return Score(float(detail["solved"]), detail, report.log, signs=report.signs)
 
     async def _install_tests(self, task: EvaluatedTask, workspace: Workspace) -> str | None:
         """Restore the files of the test patch from the base commit and apply this patch; return git's error or None."""
@@ -174,13 +217,14 @@ class SwebenchEvaluator(Evaluator):
             return Score(None, {"no_reward": reason}, task_error.encode())
         return Score(0.0, {"patch_applied": True, "tests_applied": False, "solved": False}, error.encode())
 
-    async def _run(self, task: EvaluatedTask, workspace: Workspace) -> tuple[int, bytes, bool]:
-        """Return the exit status, the output of both streams in order, and whether the time ran out."""
+    async def _run(self, work: EvaluationInput, workspace: Workspace) -> GuardedResult:
         path = f"{workspace.home}/polar-evaluation.sh"
-        await workspace.write(path, (self.eval_script or self.command).encode())
+        script = self.eval_script or self.command
+        await workspace.write(path, script.encode())
         command = ("sh", "-c", f"exec bash {shlex.quote(path)} 2>&1")
-        result = await workspace.exec(command, timeout=task.timeout_seconds)
-        return result.exit_code, result.stdout + result.stderr, result.timed_out
+        # R2E-Gym's script is in the image and runs pytest.
+        text = f"{script} {self.parser} {'pytest' if self.expected else ''}"
+        return await run_guarded(workspace, command, text, work.changed_paths, seconds=work.task.timeout_seconds)
 
     def _test_output(self, log: str, exit_code: int) -> tuple[str, int | None]:
         """Return the output and the exit status of the tests. An `eval_script` marks both in its log."""

@@ -11,8 +11,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Literal, get_args
 
+from polar_proxy.allowed_code import NO_CODE, AllowedCode, is_code
 from polar_proxy.errors import BadTaskError
-from polar_proxy.rewards.base import load_function
 
 Verdict = Literal["passed", "failed", "error", "skipped", "xfailed"]
 LogParser = Callable[[str], Mapping[str, Verdict]]
@@ -212,10 +212,21 @@ _ALIASES: Mapping[str, str] = {
 }
 
 
-def get_parser(name: str) -> LogParser:
-    """Return the parser called `name`, or the user's function ``module:function``. Raises `BadTaskError`."""
-    if ":" in name:
-        return _validated(name, load_function(name))
+def own_parsers(name: str) -> tuple[str, ...]:
+    """Return (`name`,) if it is a function of the user, ``module:function``, and () if it is one of Polar's parsers.
+
+    Imports nothing. Raises `BadTaskError` if it is neither."""
+    if is_code(name):
+        return (name,)
+    get_parser(name)
+    return ()
+
+
+def get_parser(name: str, code: AllowedCode = NO_CODE) -> LogParser:
+    """Return the parser called `name`, or the user's function ``module:function`` if `code` allows it. Raises
+    `BadTaskError`."""
+    if is_code(name):
+        return _validated(name, code.load(name))
     bare = name.removeprefix("parse_log_")
     try:
         return PARSERS[_ALIASES.get(bare, bare)]

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from polar_proxy.config import AdmissionSettings, Settings
+from polar_proxy.config import AdmissionSettings, SandboxSettings, Settings
 from polar_proxy.engines.base import Engine, EngineLoad
 from polar_proxy.errors import EngineError
 from polar_proxy.types import Json
@@ -70,6 +70,7 @@ class ServiceLimits:
     engine_patience: float = 600.0
     """Seconds for which rollouts wait for an engine that does not respond."""
     admission: AdmissionSettings = field(default_factory=AdmissionSettings)
+    sandboxes: SandboxSettings = field(default_factory=SandboxSettings)
     prebuild: bool = False
     """Docker sandboxes get the agent in their image instead of a mount (`harnesses.PrebuiltImageCache`)."""
 
@@ -87,6 +88,7 @@ class ServiceLimits:
             "scoring": agents,
             "pool_size": 2 * agents,
             "admission": settings.admission,
+            "sandboxes": settings.sandboxes,
             "prebuild": settings.run.prebuild,
         }
         return cls(**{**limits, **given})
@@ -115,7 +117,7 @@ class WaitingRequest:
 
     @property
     def queue(self) -> tuple[str | None, str]:
-        """(job, group). Requests of one queue enter in the order in which they came."""
+        """Key of the request's queue: (job, group). Requests of one queue enter in order of arrival."""
         return self.request.job_id, self.request.group_id
 
 
@@ -130,8 +132,8 @@ class StageLimiter:
         may_join: AdmissionCheck | None = None,
         idle: Callable[[], bool] | None = None,
     ) -> None:
-        """`may_enter` is asked about every rollout; `may_join` only about one that joins others, that is, unless `idle`
-        returns True. By default, the stage is idle if no rollout is inside."""
+        """`may_enter` is called for every rollout, `may_join` only while `idle` returns False. By default the stage is
+        idle if no rollout is inside."""
         if limit < 1:
             raise ValueError(f"A stage must admit at least one rollout, not {limit}.")
         self._limit = limit
@@ -262,15 +264,15 @@ class StageLimits:
         may_run: AdmissionCheck | None = None,
         engine_ready: AdmissionCheck | None = None,
     ) -> None:
-        """`may_prepare` and `may_run` may refuse rollouts that join others in preparing and running; `engine_ready` may
-        refuse any agent."""
+        """Each check may keep a rollout waiting: `may_prepare` before it is prepared and `may_run` before its agent
+        starts, both only while other rollouts are at work there; `engine_ready` before any agent starts."""
         self.preparing = StageLimiter(limits.preparing, may_join=may_prepare, idle=lambda: self.at_work == 0)
         self.running = StageLimiter(limits.running, may_enter=engine_ready, may_join=may_run)
         self.scoring = StageLimiter(limits.scoring)
 
     @property
     def at_work(self) -> int:
-        """How many rollouts are preparing, or have been prepared and not ended."""
+        """Number of rollouts that are being prepared, or are prepared and have not ended."""
         later = (self.running, self.scoring)
         return self.preparing.inside + sum(limiter.inside + limiter.waiting for limiter in later)
 

@@ -4,8 +4,8 @@
 
 * every stage is recorded in the store before it starts, and waiting for a stage uses up no time limit;
 * however the attempt ends, its sandboxes are closed and its session key is revoked;
-* a result is recorded as the rollout's final status; InfrastructureError asks the worker for another attempt; a
-  cancellation is passed on;
+* a result is recorded as the rollout's final status; InfrastructureError asks the worker for another attempt,
+  UnsafeSandboxError to make none on this machine; a cancellation is passed on;
 * every recorded call of a rollout that has ended is in a trace, or excluded with a reason.
 """
 
@@ -13,77 +13,54 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from harness_adapters.base import HarnessError, InstallError, LaunchContext, LaunchPlan
+from harness_adapters.base import HarnessError, LaunchContext, LaunchPlan
+from polar_proxy.allowed_code import NO_CODE, AllowedCode
+from polar_proxy.config import SandboxSettings
 from polar_proxy.engines.base import Engine
 from polar_proxy.errors import BadTaskError, EngineError, PolarError, StoreError
 from polar_proxy.gateway import Gateway
-from polar_proxy.rewards import EvaluationInput, SandboxFactory, Score, evaluate, reward_source, scoring_seconds
+from polar_proxy.rewards import EvaluationInput, Score, apply_sign_policy, reward_source
 from polar_proxy.rollout_spec import RolloutSpec
 from polar_proxy.rollouts.admission import AdmissionRequest, StageLimits
+from polar_proxy.rollouts.agent_patch import BaseTree, read_patch, save_base
 from polar_proxy.rollouts.harnesses import HarnessInstaller, PrebuiltImageCache, ReadyHarness
+from polar_proxy.rollouts.infrastructure import InfrastructureError, UnsafeSandboxError, infrastructure_errors
 from polar_proxy.rollouts.pool import SandboxPool
 from polar_proxy.rollouts.recovery import exclude_earlier_attempts
+from polar_proxy.rollouts.scoring import score_work
 from polar_proxy.rollouts.stopping import STOPPED_EARLY, EarlyStopCheck, early_stop_check, stop_early
 from polar_proxy.rollouts.task_sandboxes import TaskSandboxes
-from polar_proxy.rollouts.workspace import TaskNotPossibleError, WorkspaceError, prepare_workspace, read_patch
+from polar_proxy.rollouts.workspace import TaskNotPossibleError, prepare_workspace
 from polar_proxy.sessions.identity import hash_key, new_key
 from polar_proxy.store import RolloutStatus, Store
 from polar_proxy.store.rollouts import Claim, ClaimLostError
-from polar_proxy.tasks import Task, task_from_json
+from polar_proxy.tasks import Task, check_task, task_from_json
 from polar_proxy.traces.operations import build_traces
 from polar_proxy.types import CallRecord
-from sandboxes.base import Mount, Sandbox, SandboxError, SandboxKind, uncancellable
+from sandboxes.base import Mount, Sandbox, SandboxKind, uncancellable
 from sandboxes.choice import choose
+from sandboxes.self_test import SelfTests
 
 log = logging.getLogger(__name__)
 
 _PREPARE_SECONDS = 300.0
-_SCORE_SECONDS = 300.0
-"""Time limit of opening sandboxes and applying patches; each evaluator's command adds the task's own limit."""
 _IDLE_SECONDS = 30.0
 """How long to wait for calls that were in flight when the agent ended; they are recorded a moment later."""
 _RELEASE_IDLE_SECONDS = 5.0
 """The same if the attempt is abandoned, for calls on other gateways. Shorter, because no traces are built."""
 # OpenHands prints its complete first prompt after the event that says why it failed.
 _LOG_TAIL_BYTES = 200_000
-_DISK_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
 _FINAL_STATUS: Mapping[str, tuple[RolloutStatus, str | None]] = {
     "ok": ("done", None),
     "failed": ("failed", "agent"),
     "timed_out": ("timed_out", "agent_timeout"),
 }
 """(status, cause) of a rollout by the outcome of its agent."""
-
-
-class InfrastructureError(PolarError):
-    """An attempt failed through no fault of the agent: a sandbox, the engine, the disk. The worker tries again."""
-
-    def __init__(self, cause: str, text: str) -> None:
-        """`cause` is machine-readable: sandbox, harness, evaluator, engine, store, disk or internal."""
-        super().__init__(cause, text)  # both, so that the error can be pickled
-        self.cause = cause
-        self.text = text
-
-    def __str__(self) -> str:
-        return self.text
-
-
-@contextlib.contextmanager
-def infrastructure_errors(cause: str) -> Iterator[None]:
-    """Raise errors of sandboxes, installers and the disk in this block as InfrastructureError."""
-    try:
-        yield
-    except (SandboxError, WorkspaceError, InstallError, TimeoutError, OSError) as error:
-        if isinstance(error, OSError) and error.errno in _DISK_ERRNOS:
-            cause = "disk"
-        text = str(error) or f"{type(error).__name__} with the {cause}"
-        raise InfrastructureError(cause, text) from error
 
 
 class ProgressReporter(Protocol):
@@ -131,8 +108,8 @@ class PreparedAgent:
     harness: ReadyHarness
     task_sandboxes: TaskSandboxes
     sandbox: Sandbox
-    base_commit: str
-    """The commit or tree that the patch is compared with."""
+    base: BaseTree
+    """What the agent's files are compared with."""
     plan: LaunchPlan
 
 
@@ -165,6 +142,10 @@ class AttemptRunner:
     """Scores on another machine when scoring here would have to wait. None: scoring waits."""
     prebuilt: PrebuiltImageCache | None
     """Provides docker images that contain the agent. None: the agent is mounted."""
+    sandbox_settings: SandboxSettings
+    self_tests: SelfTests
+    code: AllowedCode = NO_CODE
+    """The functions that tasks may name."""
     _task_sandboxes: dict[SandboxKind, TaskSandboxes] = field(default_factory=dict)
 
     async def run(self, claim: Claim) -> None:
@@ -190,9 +171,11 @@ class AttemptRunner:
                 outcome = "ok" if result.status == "done" else result.status
                 await self._enter_stage(attempt, "scoring", outcome=outcome, exit_code=result.exit_code)
                 score = await self._score(attempt, given.task, agent, result, remote)
+                score = apply_sign_policy(score, given.spec.signs)
                 await self._record_reward(attempt, given.task, score)
-                await self._finish(attempt, result, score.reward)
-        except (asyncio.CancelledError, InfrastructureError, ClaimLostError):
+                excluded = given.spec.signs == "exclude" and bool(score.detail.get("signs"))
+                await self._finish(attempt, replace(result, masked=result.masked or excluded), score.reward)
+        except (asyncio.CancelledError, InfrastructureError, UnsafeSandboxError, ClaimLostError):
             await uncancellable(self._abandon(attempt))
             raise
         except StoreError as error:
@@ -213,6 +196,7 @@ class AttemptRunner:
         row = await self.store.tasks.get(claim.task_id)
         assert row is not None
         task = task_from_json(row.spec)
+        await asyncio.to_thread(check_task, task, self.code)
         return AttemptInput(task, RolloutSpec.read(claim.config), early_stop_check(task.metadata))
 
     async def _open_session(self, attempt: RunningAttempt, spec: RolloutSpec) -> str:
@@ -238,18 +222,22 @@ class AttemptRunner:
             harness = await self.harnesses.get(given.spec.harness)
         with infrastructure_errors("sandbox"):
             kind = await self._sandbox_kind(attempt, given.spec)
-            task_sandboxes = self._task_sandboxes.setdefault(kind, TaskSandboxes(kind, opener=self.pool.take))
+            self.self_tests.start(kind, given.task.environment.image)
+            new = TaskSandboxes(kind, self.sandbox_settings, opener=self.pool.take)
+            task_sandboxes = self._task_sandboxes.setdefault(kind, new)
             mounts = [Mount(path, str(path)) for path in harness.installed.mounts]
-            spec = await task_sandboxes.spec(given.task, memory_mb=4096, labels=attempt.labels, mounts=mounts)
+            spec = await task_sandboxes.spec(given.task, labels=attempt.labels, mounts=mounts)
             if kind == "docker" and self.prebuilt is not None:
                 spec = await self.prebuilt.spec(spec, harness.installed.mounts)
             async with asyncio.timeout(_PREPARE_SECONDS):
                 sandbox = await sandbox_stack.enter_async_context(await self.pool.take(kind, spec))
-                base = await prepare_workspace(given.task, sandbox, await task_sandboxes.bundle(given.task))
+                await prepare_workspace(given.task, sandbox, await task_sandboxes.bundle(given.task))
+                base = await save_base(sandbox, snapshot=given.task.environment.snapshot)
                 url = await sandbox_stack.enter_async_context(self._gateway_url(sandbox))
                 plan = self._launch_plan(harness, given.task, sandbox, url, key)
                 for name, text in plan.files.items():
                     await sandbox.write(f"{sandbox.home}/{name}", text.encode(), 0o600)
+            await self.self_tests.require(kind)
         return PreparedAgent(harness, task_sandboxes, sandbox, base, plan)
 
     async def _run_agent(self, attempt: RunningAttempt, given: AttemptInput, agent: PreparedAgent) -> AgentResult:
@@ -263,8 +251,6 @@ class AttemptRunner:
                 cwd=sandbox.workdir,
                 timeout=min(spec.timeout, task.agent_seconds or spec.timeout),
             )
-        # Programs that the agent left running must not change the workspace while it is read.
-        await sandbox.kill_all()
         output = process.stdout + process.stderr
         await self.store.artifacts.add(attempt.rollout_id, "agent.log", output)
         exit_code = None if process.timed_out or early.reason is not None else process.exit_code
@@ -273,9 +259,18 @@ class AttemptRunner:
             outcome, detail = agent.harness.adapter.interpret(exit_code, tail)
         else:
             outcome, detail = "ok", early.reason
+        if sandbox.exceeded is not None:
+            outcome, detail = "failed", sandbox.exceeded
+        assert attempt.session_id is not None
+        if outcome != "ok" and (refusal := self.gateway.refusal(attempt.session_id)) is not None:
+            problem = f"its last call could not be recorded: {refusal}"
+            raise InfrastructureError("store", f"the agent {outcome.replace('_', ' ')}, and {problem}")
         if outcome != "ok" and (reason := await self._engine_failure(attempt)) is not None:
             raise InfrastructureError("engine", f"the agent {outcome.replace('_', ' ')}, and {reason}")
-        patch, no_patch = await read_patch(sandbox, agent.base_commit, snapshot=task.environment.snapshot)
+        if sandbox.exceeded is None:
+            patch, no_patch = await read_patch(sandbox, agent.base)
+        else:
+            patch, no_patch = b"", sandbox.exceeded
         await self.store.artifacts.add(attempt.rollout_id, "patch.diff", patch)
         train_timed_out = spec.train_timed_out or bool(task.metadata.get("train_timed_out"))
         status, cause = _FINAL_STATUS[outcome]
@@ -297,14 +292,16 @@ class AttemptRunner:
         result: AgentResult,
         remote: RemoteScorer | None,
     ) -> Score:
-        """Score the agent's patch, on another machine if `remote` is given."""
+        """Score the agent's patch, on another machine if `remote` is given. Work that cannot be read scores 0."""
+        if result.no_patch is not None:
+            return Score(0.0, {"solved": False, "no_patch": result.no_patch})
         calls: list[CallRecord] = []
         assert attempt.session_id is not None
         if any(evaluator.kind == "python" for evaluator in task.evaluators):
             with contextlib.suppress(TimeoutError):  # calls still in flight will make the rollout incomplete
                 await self.gateway.idle(attempt.session_id, _IDLE_SECONDS)
             calls = await self.store.calls.of_session(attempt.session_id)
-        work = EvaluationInput(task, result.patch, result.exit_code, calls)
+        work = EvaluationInput(task, result.patch, result.exit_code, calls, code=self.code)
 
         async def score_once() -> Score:
             if remote is not None:
@@ -318,8 +315,6 @@ class AttemptRunner:
             # only if that fails.
             log.warning("rollout %s: %s; scoring it once more", attempt.rollout_id, error)
             score = await score_once()
-        if result.no_patch is not None:
-            score.detail["no_patch"] = result.no_patch
         await self.store.artifacts.add(attempt.rollout_id, "tests.log", score.log)
         return score
 
@@ -357,8 +352,8 @@ class AttemptRunner:
         try:
             if await self._close_session(attempt, remote_seconds=_RELEASE_IDLE_SECONDS) is not None:
                 await self.store.rollouts.update(attempt.rollout_id, incomplete=True)
-        except StoreError:
-            log.exception("rollout %s: its session cannot be closed", attempt.rollout_id)
+        except StoreError as error:
+            log.warning("rollout %s: its session cannot be closed: %s", attempt.rollout_id, error)
 
     # Parts of the stages
 
@@ -369,7 +364,10 @@ class AttemptRunner:
             return None
         await self.store.sessions.close(attempt.session_id)
         self.gateway.end_session(attempt.session_id)
-        return await self.gateway.forget_session(attempt.session_id, _IDLE_SECONDS, timeout_elsewhere=remote_seconds)
+        lost = await self.gateway.forget_session(attempt.session_id, _IDLE_SECONDS, timeout_elsewhere=remote_seconds)
+        if lost is None and await self.store.sessions.is_incomplete(attempt.session_id):  # marked by another gateway
+            return "calls were answered but not recorded"
+        return lost
 
     async def _enter_stage(
         self,
@@ -436,13 +434,6 @@ class AttemptRunner:
             yield f"http://127.0.0.1:{port}"
         finally:
             await self.gateway.stop_serving_on(listener)
-
-
-async def score_work(work: EvaluationInput, sandboxes: SandboxFactory) -> Score:
-    """Return the score of the task's evaluators, within their time limit. Raises InfrastructureError."""
-    with infrastructure_errors("evaluator"):
-        async with asyncio.timeout(_SCORE_SECONDS + scoring_seconds(work.task)):
-            return await evaluate(work, sandboxes)
 
 
 def _failure_cause(error: Exception) -> str:

@@ -10,7 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from harness_adapters.base import HarnessAdapter, HarnessError, Installation, get_adapter, split_version
-from polar_proxy.errors import UsageError
+from harness_adapters.shell import ShellCommand
+from polar_proxy.allowed_code import NO_CODE, AllowedCode, is_code
+from polar_proxy.errors import BadTaskError, UsageError
 from sandboxes import docker_engine
 from sandboxes.base import SandboxSpec
 from sandboxes.images.prebuilt import PrebuiltImage, prebuild
@@ -33,9 +35,13 @@ class ReadyHarness:
 class HarnessInstaller:
     """Installs each agent at most once, however many rollouts ask for it at the same time."""
 
-    def __init__(self, cache: Path, note: Callable[[str], None] = lambda line: None) -> None:
-        """`cache` holds the installed agents, one per version, for all processes of this machine."""
+    def __init__(
+        self, cache: Path, note: Callable[[str], None] = lambda line: None, code: AllowedCode = NO_CODE
+    ) -> None:
+        """`cache` holds the installed agents, one per version, for all processes of this machine. `code` has the
+        adapters that are not Polar's own."""
         self._cache = cache
+        self._code = code
         self._note = note
         self._ready: dict[str, ReadyHarness] = {}
         self._locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -44,8 +50,7 @@ class HarnessInstaller:
         """Return the agent NAME[@VERSION], installing it first if necessary. Raises HarnessError."""
         async with self._locks[name]:
             if name not in self._ready:
-                bare, version = split_version(name)
-                adapter = get_adapter(bare)
+                adapter, version = _find_adapter(name, self._code)
                 if not await asyncio.to_thread(adapter.is_installed, self._cache, version):
                     shown = version or adapter.default_version
                     self._note(f"installing {adapter.name} {shown} (once; a minute or two)")
@@ -54,14 +59,35 @@ class HarnessInstaller:
             return self._ready[name]
 
 
-def harness_label(name: str) -> str:
-    """Return name and version of an agent, which need not be installed here. Raises UsageError if it is unknown."""
-    bare, version = split_version(name)
+def harness_label(name: str, code: AllowedCode = NO_CODE) -> str:
+    """Return name and version of an agent, which need not be installed here. Raises UsageError if it is unknown or not
+    allowed."""
     try:
-        adapter = get_adapter(bare)
+        adapter, version = _find_adapter(name, code)
     except HarnessError as error:
         raise UsageError(str(error)) from error
     return f"{adapter.name} {version or adapter.default_version}"
+
+
+def mounted_paths(name: str) -> tuple[str, ...]:
+    """Return the paths of this machine that a harness of the form ``shell:COMMAND`` mounts. Raises UsageError."""
+    if not name.startswith("shell:"):
+        return ()
+    try:
+        return tuple(map(str, ShellCommand(name.removeprefix("shell:")).mounted_paths()))
+    except HarnessError as error:
+        raise UsageError(str(error)) from error
+
+
+def _find_adapter(name: str, code: AllowedCode) -> tuple[HarnessAdapter, str | None]:
+    """Return the adapter and the version of NAME[@VERSION]. Raises HarnessError for an adapter that is not allowed."""
+    bare, version = split_version(name)
+    if is_code(bare):
+        try:
+            code.check(bare)
+        except BadTaskError as error:
+            raise HarnessError(f"harness {name}: {error}") from error
+    return get_adapter(bare), version
 
 
 @dataclass(slots=True)

@@ -80,7 +80,7 @@ class SandboxPool:
 
     @property
     def waiting(self) -> int:
-        """How many sandboxes wait in the pool, including those that are opening."""
+        """Number of sandboxes that wait in the pool, including those that are opening."""
         return len(self._shelf)
 
     def counts(self) -> dict[str, float]:

@@ -7,6 +7,7 @@ of an interrupted or repeated attempt is put into a trace, or excluded with a re
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 from collections import Counter
@@ -14,8 +15,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from polar_proxy.store import RolloutRow, Store
+from polar_proxy.temporary import left_folders
 from polar_proxy.traces.operations import build_traces, exclude_session
 from sandboxes import orphans
+from sandboxes.remove_tree import remove_tree
 
 MAX_ATTEMPTS = 3
 """Attempts at a rollout whose infrastructure fails."""
@@ -27,6 +30,8 @@ async def recover(store: Store) -> list[str]:
     Call it before this process creates or claims its first rollout.
     """
     lines = describe_removed(await orphans.sweep())
+    for folder in left_folders():
+        await asyncio.to_thread(remove_tree, folder)
     groups: set[str] = set()
     for rollout in await store.rollouts.interrupted():
         if _owner_is_dead(rollout):

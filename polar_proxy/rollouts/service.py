@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Self
 
 from harness_adapters.base import HarnessError
+from polar_proxy.allowed_code import NO_CODE, AllowedCode
 from polar_proxy.config import Settings
 from polar_proxy.engines.base import Engine
 from polar_proxy.errors import UsageError
@@ -24,6 +25,7 @@ from polar_proxy.rollout_spec import JobSpec
 from polar_proxy.rollouts.admission import EngineMonitor, MemoryAdmission, ServiceLimits, StageLimits
 from polar_proxy.rollouts.attempt import AttemptRunner, ProgressReporter, RemoteScorer
 from polar_proxy.rollouts.harnesses import HarnessInstaller, PrebuiltImageCache, harness_label
+from polar_proxy.rollouts.infrastructure import UnsafeSandboxError
 from polar_proxy.rollouts.pool import SandboxOpener, SandboxPool
 from polar_proxy.rollouts.stopping import get_group_policy
 from polar_proxy.rollouts.worker import Worker
@@ -34,6 +36,7 @@ from polar_proxy.tasks import Task, task_to_json
 from polar_proxy.types import EngineInfo, Json
 from sandboxes.base import uncancellable
 from sandboxes.choice import choose, open_sandbox
+from sandboxes.self_test import SelfTests
 
 log = logging.getLogger(__name__)
 
@@ -62,19 +65,22 @@ class RolloutService:
         job_id: str | None = None,
         opener: SandboxOpener = open_sandbox,
         remote_scorer: RemoteScorer | None = None,
+        code: AllowedCode = NO_CODE,
     ) -> None:
-        """`harnesses` is the folder of installed agents. With `job_id` the service works only on that job.
-        `remote_scorer` scores on another machine when scoring here would have to wait."""
+        """`harnesses` is the folder of installed agents, `code` what tasks and rollouts may name. With `job_id`
+        the service works only on that job. `remote_scorer` scores on another machine when scoring
+        here would have to wait."""
         limits = limits or ServiceLimits()
         admission = limits.admission
         memory = MemoryAdmission(admission.memory_mb, admission.memory_reserve_mb)
         self._store = store
+        self._code = code
         self._engine = engine
         self._reporter = reporter or SilentReporter()
         self._settled = asyncio.Event()
         self._checked_version: str | None = None
         self._prebuilt = PrebuiltImageCache() if limits.prebuild else None
-        self.harnesses = HarnessInstaller(harnesses, note)
+        self.harnesses = HarnessInstaller(harnesses, note, code)
         self.pool = SandboxPool(limits.pool_size, refill=limits.refill, opener=opener)
         self.engine_monitor = EngineMonitor(engine, limits.engine_patience, admission)
         self.stages = StageLimits(
@@ -83,6 +89,7 @@ class RolloutService:
             may_run=lambda request: self.engine_monitor.busy() or memory.refusal(request),
             engine_ready=lambda request: self.engine_monitor.down(),
         )
+        self.self_tests = SelfTests(limits.sandboxes.self_test, limits.sandboxes.docker_runtime)
         attempts = AttemptRunner(
             store,
             gateway,
@@ -93,6 +100,9 @@ class RolloutService:
             self._reporter,
             remote_scorer,
             self._prebuilt,
+            limits.sandboxes,
+            self.self_tests,
+            code,
         )
         self.worker = Worker(
             store,
@@ -106,6 +116,7 @@ class RolloutService:
 
     async def __aenter__(self) -> Self:
         async with contextlib.AsyncExitStack() as stack:
+            stack.push_async_callback(self.self_tests.close)
             for part in (self.pool, self.engine_monitor, self.worker):
                 await stack.enter_async_context(part)
             self._stack = stack.pop_all()
@@ -131,7 +142,13 @@ class RolloutService:
         """Queue a job; return it, and whether it is new."""
         version = await self._engine.weight_version() if spec.overflow == "keep" else None
         job = await submit(
-            self._store, tasks, spec, self._engine.info, idempotency_key=idempotency_key, policy_version=version
+            self._store,
+            tasks,
+            spec,
+            self._engine.info,
+            idempotency_key=idempotency_key,
+            policy_version=version,
+            code=self._code,
         )
         self.worker.wake()
         return job
@@ -148,9 +165,16 @@ class RolloutService:
             self._reporter.stage(rollout_id, "cancelled", "cancelled")
         return in_flight
 
+    def require_working(self) -> None:
+        """Raise UnsafeSandboxError if the worker stopped claiming rollouts because of a sandbox."""
+        if self.worker.problem is not None:
+            raise UnsafeSandboxError(self.worker.problem)
+
     async def until_done(self, job_id: str) -> JobRow:
+        """Wait until a job has ended. Raises UnsafeSandboxError if the worker of this process cannot end it."""
         while True:
             self._settled.clear()
+            self.require_working()
             job = await self._store.jobs.get(job_id)
             if job is None:
                 raise UsageError(f"There is no job {job_id}.")
@@ -192,11 +216,13 @@ async def submit(
     owned: bool = False,
     harness: str | None = None,
     policy_version: str | None = None,
+    code: AllowedCode = NO_CODE,
 ) -> tuple[JobRow, bool]:
     """Queue a job, with or without a running worker; return it, and whether it is new (see `store.jobs.submit`).
 
     `owned`: the job belongs to this process. If they are already known: `info` about the engine and `harness` (name and
-    version of the agent) are recorded, and `policy_version` limits how old kept rollouts may be. Raises UsageError."""
+    version of the agent) are recorded, and `policy_version` limits how old kept rollouts may be. `code`: the agents
+    that the job may name besides Polar's own. Raises UsageError."""
     check_job(spec)
     keep = spec.overflow == "keep"
     if keep and owned:
@@ -204,7 +230,7 @@ async def submit(
             "`polar run` cannot use overflow keep: nothing would continue the rollouts. Use `polar submit`."
         )
     if harness is None:
-        harness = await asyncio.to_thread(harness_label, spec.harness)
+        harness = await asyncio.to_thread(harness_label, spec.harness, code)
     for task in tasks:
         await store.tasks.put(task.task_id, task.family, task.seed, task.instruction, task_to_json(task))
     config = spec.rollout().model_dump(mode="json")
@@ -277,8 +303,10 @@ async def run_job(
     gateway: Gateway,
     reporter: ProgressReporter,
     note: Callable[[str], None],
+    code: AllowedCode | None = None,
 ) -> list[RolloutRow]:
     """Run a job, `run.concurrency` rollouts at a time; return its rollouts in order. `note` gets progress lines.
+    `code` is what the tasks may name; by default what the settings allow.
 
     A rollout that fails is a result, not an error. A cancellation cancels the job, leaves nothing running, and is
     passed on. The job belongs to this process: no server works on it, and if this process is killed, the next start
@@ -289,8 +317,17 @@ async def run_job(
     spec = spec.model_copy(update={"sandbox": choice.kind})
     limits = ServiceLimits.of(settings, refill=False, engine_patience=60.0)
     async with RolloutService(
-        store, gateway, engine, settings.harness_cache, limits=limits, reporter=reporter, note=note, job_id=""
+        store,
+        gateway,
+        engine,
+        settings.harness_cache,
+        limits=limits,
+        reporter=reporter,
+        note=note,
+        job_id="",
+        code=settings.code() if code is None else code,
     ) as service:
+        service.self_tests.start(choice.kind)
         try:
             harness = await service.harnesses.get(spec.harness)
         except HarnessError as error:

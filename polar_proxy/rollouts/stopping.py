@@ -123,7 +123,7 @@ class EarlyStopCheck(BaseModel):
 
     command: tuple[str, ...] = Field(min_length=1)
     every: float = Field(30.0, gt=0, strict=True)
-    """Seconds."""
+    """Seconds between two runs of the command."""
 
 
 @dataclass(slots=True)

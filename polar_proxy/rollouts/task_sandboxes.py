@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import io
 import os
 import shutil
 import tarfile
@@ -19,6 +18,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from polar_proxy.config import SandboxSettings
 from polar_proxy.rewards.harbor import folder_digest, folder_files
 from polar_proxy.rollouts.pool import SandboxOpener
 from polar_proxy.rollouts.workspace import (
@@ -29,19 +29,22 @@ from polar_proxy.rollouts.workspace import (
 )
 from polar_proxy.tasks import Environment, GitRepository, Task
 from sandboxes import docker_engine
-from sandboxes.base import Mount, ResourceLimits, Sandbox, SandboxKind, SandboxSpec
+from sandboxes.base import Mount, ResourceLimits, Sandbox, SandboxError, SandboxKind, SandboxSpec
 from sandboxes.choice import open_sandbox
+from sandboxes.images.from_folder import BuildLimits, build_image
 from sandboxes.orphans import default_state_dir
 
 _GIT_SECONDS = 900.0
-_BUILD_SECONDS = 1800.0
 
 
 class TaskSandboxes:
     """Opens sandboxes of one kind for tasks."""
 
-    def __init__(self, kind: SandboxKind, *, opener: SandboxOpener = open_sandbox) -> None:
+    def __init__(
+        self, kind: SandboxKind, settings: SandboxSettings | None = None, *, opener: SandboxOpener = open_sandbox
+    ) -> None:
         self.kind: SandboxKind = kind
+        self._settings = settings or SandboxSettings()
         self._open = opener
         self._locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
@@ -49,25 +52,36 @@ class TaskSandboxes:
         self,
         task: Task,
         *,
-        memory_mb: int,
         labels: Mapping[str, str],
+        memory_mb: int | None = None,
         mounts: Sequence[Mount] = (),
     ) -> SandboxSpec:
         """Return the specification of the task's sandbox, making its image and bundle first if necessary.
 
-        `memory_mb` is the limit for tasks that do not specify their memory. Raises `TaskNotPossibleError`
-        if this kind of sandbox cannot hold the task, `WorkspaceError` if image or bundle cannot be made.
+        `memory_mb` is the limit for tasks that do not specify their memory; None: the setting. Raises
+        `TaskNotPossibleError` if this kind of sandbox cannot hold the task, `WorkspaceError` if image or bundle cannot
+        be made.
         """
         check_possible(task, self.kind)
         environment = task.environment
         image, workdir = await self._image(environment)
         if (bundle := await self.bundle(task)) is not None:
             mounts = (*mounts, Mount(bundle, str(bundle)))
-        memory = environment.memory_mb or memory_mb
+        settings = self._settings
+        memory = environment.memory_mb or memory_mb or settings.memory_mb
+        limits = ResourceLimits(
+            memory_mb=None if self.kind == "process" else memory,
+            cpus=environment.cpus,
+            pids=settings.processes,
+            disk_mb=environment.disk_mb or settings.disk_mb,
+            files=settings.files,
+            open_files=settings.open_files,
+        )
         return SandboxSpec(
             image=image,
+            runtime=settings.docker_runtime,
             mounts=tuple(mounts),
-            limits=ResourceLimits(memory_mb=None if self.kind == "process" else memory, cpus=environment.cpus),
+            limits=limits,
             env=environment.env,
             labels=labels,
             workdir=workdir,
@@ -75,7 +89,8 @@ class TaskSandboxes:
         )
 
     async def evaluator(self, task: Task, labels: Mapping[str, str]) -> SandboxSpec:
-        return await self.spec(task, memory_mb=2048, labels={**labels, "polar.role": "evaluator"})
+        memory = self._settings.memory_mb // 2
+        return await self.spec(task, memory_mb=memory, labels={**labels, "polar.role": "evaluator"})
 
     @contextlib.asynccontextmanager
     async def fresh(self, task: Task, labels: Mapping[str, str]) -> AsyncIterator[Sandbox]:
@@ -101,7 +116,7 @@ class TaskSandboxes:
             if environment.build is not None:
                 image = f"polar-task:{(await asyncio.to_thread(folder_digest, Path(environment.build)))[:16]}"
                 async with self._locks[image]:
-                    await _build_image(engine, Path(environment.build), image)
+                    await _build_image(engine, Path(environment.build), image, self._build_limits(environment))
             if environment.workdir is not None or environment.repository is not None:
                 return image, environment.workdir
             with docker_engine.translate_errors():
@@ -111,33 +126,38 @@ class TaskSandboxes:
             raise WorkspaceError(f"the image {image} has no WORKDIR; set the task's environment.workdir")
         return image, workdir
 
+    def _build_limits(self, environment: Environment) -> BuildLimits:
+        settings = self._settings
+        return BuildLimits(
+            network=environment.build_network or settings.build_network,
+            memory_mb=settings.build_memory_mb,
+            cpus=settings.build_cpus,
+            file_mb=settings.disk_mb,
+            seconds=settings.build_seconds,
+        )
+
 
 # ---------------------------------------------------------------- images
 
 
-async def _build_image(engine: Any, folder: Path, tag: str) -> None:
-    library = docker_engine.require_aiodocker()
-    with contextlib.suppress(library.DockerError):
-        await engine.images.inspect(tag)
+async def _build_image(engine: Any, folder: Path, tag: str, limits: BuildLimits) -> None:
+    if await docker_engine.inspect_image(engine, tag) is not None:
         return
     context = await asyncio.to_thread(_pack_folder, folder)
-    output = ""
     try:
-        async with asyncio.timeout(_BUILD_SECONDS):
-            async for line in engine.images.build(fileobj=context, encoding="identity", tag=tag, stream=True, rm=True):
-                output += str(line.get("stream", ""))
-    except library.DockerError as error:
-        text = f"the image of {folder} cannot be built: {error.message}\n{output[-1000:].strip()}"
-        raise WorkspaceError(text.strip()) from error
+        await build_image(engine, context, tag, limits)
+    except SandboxError as error:
+        raise WorkspaceError(f"the image of {folder} cannot be built: {error}") from error
 
 
-def _pack_folder(folder: Path) -> io.BytesIO:
+def _pack_folder(folder: Path) -> bytes:
+    """Return an archive of the folder's own files. Raises `BadTaskError` for a link."""
     entries = []
     for name, (data, executable) in folder_files(folder).items():
         entry = tarfile.TarInfo(name)
         entry.mode = 0o755 if executable else 0o644
         entries.append((entry, data))
-    return io.BytesIO(docker_engine.pack_archive(entries))
+    return docker_engine.pack_archive(entries)
 
 
 # ---------------------------------------------------------------- bundles

@@ -2,6 +2,7 @@ r"""The worker of one process: claims rollouts from the queue in the database an
 
     claim -> attempt (preparing | running | scoring, each with its limit) -> final status -> group ended, if complete
                  \-> infrastructure failed: back into the queue, for a new attempt
+                 \-> the sandbox lets programs out: back into the queue, and nothing more is claimed here
 
 The database is the queue, and each row in it records how far a rollout is. So any number of workers may run side by
 side, and the rollouts of a killed worker are claimed by another when their leases expire. All state that must survive
@@ -21,8 +22,9 @@ from collections.abc import Awaitable, Callable, Collection
 from typing import Self
 
 from polar_proxy.errors import EngineError, StoreError, UsageError
+from polar_proxy.gateway.health import OutageLog
 from polar_proxy.rollouts.admission import ServiceLimits
-from polar_proxy.rollouts.attempt import InfrastructureError
+from polar_proxy.rollouts.infrastructure import InfrastructureError, UnsafeSandboxError
 from polar_proxy.rollouts.recovery import MAX_ATTEMPTS, account_for_reclaimed, exclude_orphaned_calls
 from polar_proxy.rollouts.stopping import GroupPolicy, get_group_policy, wait_for_all
 from polar_proxy.store import Store
@@ -35,7 +37,7 @@ log = logging.getLogger(__name__)
 
 AttemptFunction = Callable[[Claim], Awaitable[None]]
 """Runs one attempt to a final status in the store (`AttemptRunner.run`). Raises InfrastructureError to ask for another
-attempt.
+attempt, and UnsafeSandboxError if this machine must make none.
 
 If it is cancelled, it removes everything except its records and raises CancelledError. The worker then records the
 status, because it knows why the attempt was cancelled."""
@@ -76,6 +78,8 @@ class Worker:
         self._wake = asyncio.Event()
         self.paused_until = 0.0
         """Nothing is claimed before this time, in seconds since the epoch; infinity: until `resume`."""
+        self.problem: str | None = None
+        """Why this worker stopped claiming by itself."""
         self._stopping = False
         self._claiming = False
 
@@ -130,6 +134,7 @@ class Worker:
 
     def resume(self) -> None:
         self.paused_until = 0.0
+        self.problem = None
         self.wake()
 
     async def drain(self, timeout: float | None = None) -> list[str]:
@@ -151,16 +156,20 @@ class Worker:
     # The two loops
 
     async def _claim_forever(self) -> None:
+        outage = OutageLog("nothing is claimed, because the queue cannot be read")
         while True:
             self._wake.clear()
             self._claiming = True
             claimed = 0
             try:
                 claimed = await self._claim()
+                outage.worked()
+            except StoreError as error:
+                outage.failed(error)
             except EngineError as error:  # the engine was killed or restarts: start nothing that it could not serve
                 log.warning("nothing is claimed, because the engine does not report its policy version: %s", error)
             except Exception:  # without this loop nothing would be claimed any more
-                log.exception("the queue cannot be read; trying again")
+                log.exception("claiming failed inside Polar; trying again")
             finally:
                 self._claiming = False
             if not claimed:
@@ -190,6 +199,7 @@ class Worker:
     async def _heartbeat_forever(self) -> None:
         """Renew the claims, end rollouts that others cancelled, and reclaim the rollouts of dead workers."""
         settled_at = -math.inf
+        outage = OutageLog("claims are not renewed, because the queue cannot be written")
         while True:
             await asyncio.sleep(self._limits.poll_seconds)
             try:
@@ -200,8 +210,12 @@ class Worker:
                     self.name, list(self._claimed), self._limits.lease_seconds
                 )
                 await self._reclaim_expired()
+                outage.worked()
+            except StoreError as error:
+                outage.failed(error)
+                continue
             except Exception:  # without this loop every claim would expire
-                log.exception("the queue cannot be written; trying again")
+                log.exception("the heartbeat failed inside Polar; trying again")
                 continue
             lost &= self._claimed
             for rollout_id in lost:
@@ -212,9 +226,8 @@ class Worker:
     async def _reclaim_expired(self) -> None:
         expired = await self._store.queue.reclaim_expired(attempts=MAX_ATTEMPTS, job_id=self._job_id)
         for rollout_id, attempt in expired.items():
-            log.warning(
-                "rollout %s was reclaimed from a worker without a heartbeat; next attempt: %d", rollout_id, attempt
-            )
+            what = f"attempt {attempt} follows" if attempt else "it has ended, because no attempt follows"
+            log.warning("rollout %s was reclaimed from a worker without a heartbeat; %s", rollout_id, what)
         await self._settle_all(await account_for_reclaimed(self._store, expired))
         if expired:
             self.wake()
@@ -224,7 +237,7 @@ class Worker:
     async def _run_to_end(self, claim: Claim) -> None:
         try:
             failure = await self._try(claim)
-            self._claimed.discard(claim.rollout_id)
+            self._claimed.discard(claim.rollout_id)  # this worker may claim the next attempt
             if failure is not None:
                 await uncancellable(self._retry_or_fail(claim, failure))
             await self._stop_group_if_complete(claim)
@@ -232,11 +245,15 @@ class Worker:
             # A second cancellation must not leave the rollout without a status.
             await uncancellable(self._record_cancellation(claim))
             raise
+        except UnsafeSandboxError as error:
+            await uncancellable(self._refuse(claim, error))
         except ClaimLostError as error:
             self._claimed.discard(claim.rollout_id)
             log.warning("%s", error)
-        except StoreError:
-            log.exception("rollout %s: the store failed; its claim will expire and it is tried again", claim.rollout_id)
+        except StoreError as error:
+            log.warning(
+                "rollout %s: the store failed, so its claim expires and it is tried again: %s", claim.rollout_id, error
+            )
         finally:
             # This worker may have claimed the next attempt already.
             if self._tasks.get(claim.rollout_id) is asyncio.current_task():
@@ -259,18 +276,41 @@ class Worker:
         return None
 
     async def _retry_or_fail(self, claim: Claim, failure: InfrastructureError) -> None:
-        if claim.attempt < MAX_ATTEMPTS:
-            await self._store.queue.release(claim.rollout_id, cause=failure.cause)
-        else:
-            await self._store.rollouts.end(claim, "failed", outcome="failed", cause=failure.cause, error=str(failure))
+        """Record a failed attempt. While the store fails, the heartbeat keeps the claim, and it is tried again."""
+        while True:
+            try:
+                if claim.attempt < MAX_ATTEMPTS:
+                    await self._store.queue.release(claim, cause=failure.cause)
+                else:
+                    await self._store.rollouts.end(
+                        claim, "failed", outcome="failed", cause=failure.cause, error=str(failure)
+                    )
+                break
+            except ClaimLostError:
+                raise
+            except StoreError:
+                if self._stopping:
+                    raise
+            self._claimed.add(claim.rollout_id)
+            await asyncio.sleep(self._limits.poll_seconds)
+            self._claimed.discard(claim.rollout_id)
         await exclude_orphaned_calls(self._store, claim.rollout_id)
+
+    async def _refuse(self, claim: Claim, error: UnsafeSandboxError) -> None:
+        """Claim nothing more, and queue the rollout as if this worker had not claimed it."""
+        if self.problem is None:
+            log.error("this worker claims no more rollouts: %s", error)
+        self.problem = str(error)
+        self.pause()
+        self._claimed.discard(claim.rollout_id)
+        await self._store.queue.release(claim, cause="unsafe_sandbox", counts=False)
 
     async def _record_cancellation(self, claim: Claim) -> None:
         """Queue the rollout again if this process is stopping; otherwise record it as cancelled."""
         row = await self._store.rollouts.get(claim.rollout_id)
         if row is not None and not row.final and claim.rollout_id in self._claimed:
             if self._stopping:
-                await self._store.queue.release(claim.rollout_id, cause="service_stopped")
+                await self._store.queue.release(claim, cause="service_stopped")
             else:
                 await self._store.rollouts.end(
                     claim, "cancelled", outcome="cancelled", cause="cancelled", error="cancelled"
@@ -314,7 +354,7 @@ class Worker:
 
 
 def _group_policy(group: GroupRow) -> GroupPolicy:
-    """Return the group's policy, or `wait_for_all` if only the version that accepted the job knows that policy."""
+    """Return the group's policy, or `wait_for_all` if this version of Polar does not know the policy."""
     try:
         return get_group_policy(str(group.config.get("group_policy", "wait_for_all")))
     except UsageError as error:

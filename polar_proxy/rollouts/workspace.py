@@ -1,7 +1,6 @@
-"""The task's workspace inside a sandbox: prepared before the agent starts, read as a patch after it ends.
+"""The task's workspace inside a sandbox, prepared before the agent starts.
 
-The workspace contains no answer: its repository ends at the base commit, and hidden tests are not in it. The agent's
-work is the difference from a commit that was made before the agent started.
+The workspace contains no answer: its repository ends at the base commit, and hidden tests are not in it.
 
 Images are made from clones, and a clone contains the future of its base commit: the branch with the fix, tags, fetched
 refs, the reflog. After `truncate_git_history` one branch is left, with the ancestors of the base commit and, if the
@@ -18,7 +17,7 @@ from polar_proxy.errors import PolarError
 from polar_proxy.tasks import Environment, Task
 from sandboxes.base import Sandbox, SandboxKind
 
-# The agent may have changed the repository's configuration; these options override it when the patch is read.
+# The task's repository or image may have its own configuration; these options override it.
 _GIT_OPTIONS = (
     "core.hooksPath=/dev/null",
     "core.fsmonitor=false",
@@ -39,9 +38,10 @@ _ENV = {
     "GIT_TERMINAL_PROMPT": "0",
 }
 _SECONDS = 60.0
-_PATCH_LIMIT = 32 << 20
-_SNAPSHOT_REPOSITORY = ".polar-snapshot"
-"""Folder in HOME of the snapshot repository, which lies outside the workspace."""
+_OUTPUT_LIMIT = 32 << 20
+_PACK_LIMIT = 1 << 30
+_PACK_REPOSITORY = ".polar-base"
+"""Folder in HOME, removed before the agent starts."""
 _BRANCH = "main"
 _REPACK_SECONDS = 600.0
 """Limit of repacking the history; a large repository takes a minute."""
@@ -58,11 +58,27 @@ rm -f objects/pack/*.keep objects/pack/*.promisor objects/pack/multi-pack-index*
 """
 # Write no reflog, because it would show the agent how the repository was made.
 _QUIET = ("-c", "core.logAllRefUpdates=false")
+# Prints the id of a tree with the workspace's files, whose bytes no attribute converts, and a pack of it. Objects of
+# the workspace's own repository are not made again.
+_PACK = r"""
+set -e
+objects=$(git -c safe.directory='*' rev-parse --git-path objects 2>/dev/null) && objects=$(cd "$objects" && pwd)
+LIST_FILES >"$1.files"
+export GIT_DIR="$1" GIT_WORK_TREE="$PWD"
+git init -q
+mkdir -p "$1/info"
+echo '* -text -filter -ident -working-tree-encoding' >"$1/info/attributes"
+[ -z "$objects" ] || echo "$objects" >"$1/objects/info/alternates"
+git -c core.looseCompression=0 update-index -z --add --remove --stdin <"$1.files"
+tree=$(git write-tree)
+echo "$tree"
+echo "$tree" | git pack-objects -q --revs --stdout --window=0
+cd /
+rm -rf "$1" "$1.files"
+"""
+_LIST_TRACKED = "git -c safe.directory='*' ls-files -z"
 # Ignored files and files inside nested repositories count as work too, but `git add` would skip them.
-_SNAPSHOT_FILES = (
-    r"{ git ls-files -z; find . -name .git -prune -o \( -type f -o -type l \) -print0; }"
-    r" | git update-index -z --add --remove --replace --stdin"
-)
+_LIST_ALL = r"find . -name .git -prune -o \( -type f -o -type l \) -print0"
 
 
 class WorkspaceError(PolarError):
@@ -109,17 +125,14 @@ async def write_task_files(task: Task, sandbox: Sandbox, bundle: Path | None) ->
             await sandbox.write(name, task.files[name].encode(), 0o755)
 
 
-async def prepare_workspace(task: Task, sandbox: Sandbox, bundle: Path | None = None) -> str:
-    """Make the agent's workspace; return the commit or tree from which the patch is computed."""
+async def prepare_workspace(task: Task, sandbox: Sandbox, bundle: Path | None = None) -> None:
+    """Make the agent's workspace: a repository with one branch, or with `snapshot` the task's files as they are."""
     environment = task.environment
     await write_task_files(task, sandbox, bundle)
     if uses_image(environment, sandbox.kind) and environment.hide:
         await _shell(sandbox, 'rm -rf -- "$@"', *environment.hide)
     if environment.snapshot:
-        await git(sandbox, "init", "-q", "-b", _BRANCH, snapshot=True)
-        # Store bytes unchanged, whatever the workspace's .gitattributes say.
-        await sandbox.write(f"{sandbox.home}/{_SNAPSHOT_REPOSITORY}/info/attributes", b"* -text -filter -ident\n")
-        return await _snapshot_tree(sandbox)
+        return
     if bundle is None and uses_image(environment, sandbox.kind) and await _is_repository(sandbox):
         await truncate_git_history(sandbox, environment.base_commit)
     elif bundle is None:
@@ -130,26 +143,19 @@ async def prepare_workspace(task: Task, sandbox: Sandbox, bundle: Path | None = 
         await git(sandbox, "init", "-q", "-b", _BRANCH)
         await git(sandbox, "add", "-A")
         await git(sandbox, *_QUIET, "commit", "-q", "--allow-empty", "-m", "Initial commit")
-    return (await git(sandbox, "rev-parse", "HEAD")).decode().strip()
 
 
-async def read_patch(sandbox: Sandbox, base: str, *, snapshot: bool = False) -> tuple[bytes, str | None]:
-    """Return the agent's changes since `base`, committed or not, as a binary diff, and None. If they cannot be read,
-    return an empty diff and the error."""
-    diff = ("diff", "--binary", "--no-color", "--no-ext-diff", "--no-textconv", "--no-renames")
-    try:
-        if snapshot:
-            return await git(sandbox, *diff, base, await _snapshot_tree(sandbox), snapshot=True), None
-        await git(sandbox, "add", "-A")
-        return await git(sandbox, *diff, "--cached", base), None
-    except WorkspaceError as error:  # the agent broke the repository, which is a result and not an infrastructure error
-        return b"", str(error)
+async def pack_files(sandbox: Sandbox, *, snapshot: bool) -> tuple[str, bytes]:
+    """Return a tree with the workspace's files, byte by byte as they are, and a git pack that holds it.
 
-
-async def _snapshot_tree(sandbox: Sandbox) -> str:
-    """Add the workspace to the snapshot repository and return the id of the tree object that holds it."""
-    await _shell(sandbox, _SNAPSHOT_FILES, snapshot=True)
-    return (await git(sandbox, "write-tree", snapshot=True)).decode().strip()
+    Call it only before the agent starts, because the sandbox's own git makes the pack. With `snapshot` all files are
+    included, otherwise those that the workspace's repository tracks.
+    """
+    script = _PACK.replace("LIST_FILES", _LIST_ALL if snapshot else _LIST_TRACKED)
+    argv = ("sh", "-c", script, "sh", f"{sandbox.home}/{_PACK_REPOSITORY}")
+    output = await _run(sandbox, argv, "copying the workspace", limit=_PACK_LIMIT)
+    tree, _, pack = output.partition(b"\n")
+    return tree.decode(), pack
 
 
 async def _is_repository(sandbox: Sandbox) -> bool:
@@ -204,44 +210,47 @@ async def _check_all_reachable(sandbox: Sandbox) -> None:
     present = sum(int(line.partition(": ")[2]) for line in counted if line.startswith(("count:", "in-pack:")))
     reachable = int((await git(sandbox, "rev-list", "--objects", "--all", "--count", seconds=_REPACK_SECONDS)).decode())
     indexed = await git(sandbox, "status", "--porcelain", "--untracked-files=no")
-    if present != reachable or indexed.strip():
+    if present != reachable:
         raise WorkspaceError(
             f"the repository in the image still holds {present - reachable} objects outside its history, "
             "and the agent could find the fix among them"
         )
+    if indexed.strip():
+        raise WorkspaceError("the index of the repository in the image differs from its last commit")
 
 
 # ---------------------------------------------------------------- commands in the sandbox
 
 
-async def git(
-    sandbox: Sandbox, *arguments: str, snapshot: bool = False, seconds: float = _SECONDS, stdin: bytes = b""
-) -> bytes:
-    """Run git in the workspace, with `snapshot` on the snapshot repository; return stdout. Raises `WorkspaceError`."""
+async def git(sandbox: Sandbox, *arguments: str, seconds: float = _SECONDS, stdin: bytes = b"") -> bytes:
+    """Run git in the workspace; return stdout. Raises `WorkspaceError`."""
     name = next((word for word in arguments if not word.startswith("-") and "=" not in word), "")
     options = [word for option in _GIT_OPTIONS for word in ("-c", option)]
-    return await _run(sandbox, ("git", *options, *arguments), f"git {name}", snapshot, seconds, stdin)
+    return await _run(sandbox, ("git", *options, *arguments), f"git {name}", seconds, stdin)
 
 
-async def _shell(sandbox: Sandbox, script: str, *arguments: str, snapshot: bool = False) -> bytes:
+async def _shell(sandbox: Sandbox, script: str, *arguments: str) -> bytes:
     """Run a shell script in the workspace, with git's fixed environment; return stdout. Raises `WorkspaceError`."""
-    return await _run(sandbox, ("sh", "-c", script, "sh", *arguments), "preparing the workspace", snapshot)
+    return await _run(sandbox, ("sh", "-c", script, "sh", *arguments), "preparing the workspace")
 
 
 async def _run(
     sandbox: Sandbox,
     argv: Sequence[str],
     what: str,
-    snapshot: bool,
     seconds: float = _SECONDS,
     stdin: bytes = b"",
+    limit: int = _OUTPUT_LIMIT,
 ) -> bytes:
-    env = dict(_ENV)
-    if snapshot:
-        env |= {"GIT_DIR": f"{sandbox.home}/{_SNAPSHOT_REPOSITORY}", "GIT_WORK_TREE": sandbox.workdir}
-    result = await sandbox.exec(argv, env=env, timeout=seconds, stdin=stdin, output_limit=_PATCH_LIMIT)
+    result = await sandbox.exec(argv, env=_ENV, timeout=seconds, stdin=stdin, output_limit=limit)
     if result.timed_out or result.exit_code != 0 or result.truncated:
-        problem = "was too slow" if result.timed_out else "printed more than 32 MB" if result.truncated else "failed"
+        problem = (
+            "was too slow"
+            if result.timed_out
+            else f"printed more than {limit >> 20} MB"
+            if result.truncated
+            else "failed"
+        )
         message = result.stderr.decode(errors="replace").strip()[-400:]
         raise WorkspaceError(f"{what} {problem} in the sandbox: {message or f'exit {result.exit_code}'}")
     return result.stdout

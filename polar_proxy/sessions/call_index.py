@@ -12,11 +12,11 @@ from typing import Any, Literal
 
 import orjson
 
-from polar_proxy.sessions.hashing import EMPTY, AnswerNode, text_of
+from polar_proxy.sessions.hashing import AnswerNode, AssistantTurn, text_of
 from polar_proxy.sessions.rules import AGENT_TOOLS
 from polar_proxy.types import CallStatus, Edge, Json, Message, StoredLineage
 
-_FINGERPRINT_FORM = 1
+_FINGERPRINT_FORM = 2
 """Fingerprints of another form are ignored. Their calls are not found again, so the session's next call is a root."""
 
 _QUOTE = 160
@@ -51,10 +51,10 @@ class CallNode:
     rule: str | None
     asked: bytes
     """Key of the request's messages."""
-    assistant_chain: bytes
-    """Key of the assistant turns in the request."""
     ids: bytes
-    """Digest of the ids of the tool calls in the request."""
+    """Key of the ids of the tool calls in the request."""
+    spelling: bytes
+    """Key of the assistant turns in the request with their white space and reasoning."""
     at: float
     """Time of the call's start or, once it has ended, of its end."""
     state: CallState = "running"
@@ -79,13 +79,14 @@ class CallIndex:
 
     by_id: dict[str, CallNode] = field(default_factory=dict)
     asked: dict[bytes, list[CallNode]] = field(default_factory=dict)
-    """By the key of the request's messages."""
+    """Calls by the key of their request's messages."""
     ends: dict[bytes, list[tuple[CallNode, AnswerNode]]] = field(default_factory=dict)
-    """By the key of the conversation that ends with an answer."""
+    """Answers by the key of the conversation that ends with the answer."""
     assistant_chains: dict[bytes, list[tuple[CallNode, AnswerNode]]] = field(default_factory=dict)
-    """By the key of the assistant turns up to an answer."""
-    last_turns: dict[tuple[bytes, tuple[str, ...]], CallNode] = field(default_factory=dict)
-    """By the digest and tool call ids of an answer alone."""
+    """Answers by the key of all assistant turns up to the answer."""
+    exchanges: dict[bytes | tuple[bytes, tuple[str, ...]], list[CallNode]] = field(default_factory=dict)
+    """Calls by the digest of an answer with the message before it, and by the digest and tool call ids of an answer
+    that these alone identify."""
     threads: dict[str, CallNode] = field(default_factory=dict)
     """The newest call of each of the harness's own threads."""
     newest: CallNode | None = None
@@ -115,9 +116,11 @@ class CallIndex:
     def add_answers(self, node: CallNode) -> None:
         for answer in node.answers:
             self.ends.setdefault(answer.end, []).append((node, answer))
-            self.assistant_chains.setdefault(answer.assistant_chain, []).append((node, answer))
-            if answer.ids or answer.length >= _MIN_TURN:
-                self.last_turns[answer.digest, answer.ids] = node
+            turn = answer.turn
+            self.assistant_chains.setdefault(turn.assistant_chain, []).append((node, answer))
+            self.exchanges.setdefault(turn.exchange, []).append(node)
+            if turn.ids or turn.length >= _MIN_TURN:
+                self.exchanges.setdefault((turn.digest, turn.ids), []).append(node)
         if node.quotes:
             self.quotable.append(node)
             del self.quotable[:-_QUOTABLE]
@@ -129,19 +132,9 @@ def fingerprint_of(node: CallNode) -> Json:
         "form": _FINGERPRINT_FORM,
         "asked": node.asked.hex(),
         "ids": node.ids.hex(),
-        "answers": [
-            {
-                "end": answer.end.hex(),
-                "assistant_chain": answer.assistant_chain.hex(),
-                "digest": answer.digest.hex(),
-                "ids": list(answer.ids),
-                "length": answer.length,
-            }
-            for answer in node.answers
-        ],
+        "spelling": node.spelling.hex(),
+        "answers": [{"end": answer.end.hex(), **_turn_to_json(answer.turn)} for answer in node.answers],
     }
-    if node.assistant_chain != EMPTY:
-        fingerprint["assistant_chain"] = node.assistant_chain.hex()
     if node.client_thread is not None:
         fingerprint["thread"] = node.client_thread
     if node.compaction:
@@ -164,23 +157,29 @@ def node_from_store(row: StoredLineage) -> CallNode | None:
         parent_call_id=row.parent_call_id,
         rule=row.rule,
         asked=bytes.fromhex(fingerprint["asked"]),
-        assistant_chain=bytes.fromhex(fingerprint["assistant_chain"]) if "assistant_chain" in fingerprint else EMPTY,
         ids=bytes.fromhex(fingerprint["ids"]),
+        spelling=bytes.fromhex(fingerprint["spelling"]),
         at=row.ended_at,
         state=row.status,
         answers=tuple(
-            AnswerNode(
-                bytes.fromhex(answer["end"]),
-                bytes.fromhex(answer["assistant_chain"]),
-                bytes.fromhex(answer["digest"]),
-                tuple(answer["ids"]),
-                answer["length"],
-            )
-            for answer in fingerprint["answers"]
+            AnswerNode(bytes.fromhex(answer["end"]), _turn_from_json(answer)) for answer in fingerprint["answers"]
         ),
         quotes=tuple(Quote(kind, text) for kind, text in fingerprint.get("quotes", ())),
         compaction=bool(fingerprint.get("compaction")),
     )
+
+
+_TURN_KEYS = ("assistant_chain", "ids_chain", "spelling", "digest", "exchange")
+
+
+def _turn_to_json(turn: AssistantTurn) -> Json:
+    keys = {name: getattr(turn, name).hex() for name in _TURN_KEYS}
+    return {"messages": turn.end, **keys, "ids": list(turn.ids), "length": turn.length}
+
+
+def _turn_from_json(turn: Json) -> AssistantTurn:
+    keys = {name: bytes.fromhex(turn[name]) for name in _TURN_KEYS}
+    return AssistantTurn(end=turn["messages"], **keys, ids=tuple(turn["ids"]), length=turn["length"])
 
 
 def quotes_of(answers: Iterable[Message], compaction: bool) -> tuple[Quote, ...]:

@@ -3,18 +3,19 @@ new messages.
 
     base's prompt + base's answer (+ end of turn, if the answer was cut) + suffix
 
-The suffix is not written by code for each model. The engine renders a short probe request: a user message, an assistant
-turn that calls the same tools as the base's last turn, and the new messages. The suffix consists of the tokens after
-the end-of-turn token of that assistant turn.
+The suffix is not written by code for each model. The engine's template renders the whole conversation with marks around
+the texts of its messages (`marked_rendering.py`); the suffix is what the rendering holds after the stop token of the
+base's answer.
 
 Promises:
 
 * `build` never fails a call. If something prevents continuation, the engine renders the request, and the reason is
   recorded with the call.
-* The end of a turn is found by counting end-of-turn tokens. They are special tokens: text on one side of them does not
-  change the tokens on the other. If the chat template writes none, the engine renders the request.
-* A suffix is used only after one of its shape (roles of the new messages, number of tool calls in the turn before,
-  template options) was found at the end of the engine's rendering of a whole request.
+* Every turn is compared, not one of each shape: the rendering from which the base's answer was sampled must begin the
+  rendering with the new messages, except for the answers and the differences listed in `IGNORED_DIFFERENCES`. By
+  induction the prompt is what the engine would render, up to its answers.
+* The marks do not influence the template: without them, the marked rendering is exactly the plain one.
+* The text of every new message is in the suffix.
 * The base's tokens are never rendered again, so whatever a harness did to its history (other JSON, dropped reasoning,
   other white space) cannot change them.
 """
@@ -23,22 +24,30 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from functools import lru_cache, partial
+from typing import Literal
 
 import numpy as np
 import orjson
-from cachetools import LRUCache
 
 from polar_proxy.config import GatewaySettings
 from polar_proxy.dialects import recorded_request
 from polar_proxy.engines.base import CannotContinueError, Engine, ExactPrompt, is_constrained
-from polar_proxy.errors import EngineError, RequestError
+from polar_proxy.errors import EngineError, RequestError, StoreError
+from polar_proxy.offload import OffloadThread
 from polar_proxy.sessions.lineage import Base
+from polar_proxy.sessions.marked_rendering import (
+    MARKINGS,
+    WRITTEN_STOPS,
+    AfterAnswer,
+    Marker,
+    RenderingError,
+    compare_renderings,
+)
 from polar_proxy.sessions.state import AnsweredCall, PromptConfig, SessionState, reasoning_prefix
-from polar_proxy.store import Store
-from polar_proxy.types import ChatRequest, EngineRequest, Json, Message, PromptMode, Sampling, ToolCall
+from polar_proxy.types import CallRecord, ChatRequest, EngineRequest, Json, Message, PromptMode
 
 log = logging.getLogger(__name__)
 
@@ -49,12 +58,16 @@ PromptReason = Literal[
     "template_options_changed",  # the prompt's beginning changes with the template's options
     "images",  # the token ids of a prompt with images do not contain the images
     "constrained",  # the request asks for a certain tool call or form of the answer (`is_constrained`)
-    "base_without_tokens",  # the base was recorded without token ids (engine `openai`)
+    "base_without_tokens",  # the base was recorded without token ids (engine `openai`), or with those of a hidden call
     "stop_sequence",  # the base's answer ended at a stop sequence
     "aborted",  # the base's answer ended neither with its own end of turn nor at the token limit
-    "no_end_of_turn",  # no end-of-turn token appears in the engine's rendering of an assistant turn
-    "template_refuses",  # the template cannot render the probe or the request
+    "no_end_of_turn",  # the template writes nothing that shows where the base's answer ends
+    "other_end_of_turn",  # the base's answer ended with another token than the template writes after it
+    "template_refuses",  # the template cannot render the request
     "suffix_unproven",  # the engine's rendering of the whole request does not end in the suffix
+    "answer_not_found",  # the base's answer cannot be found in the engine's rendering
+    "message_lost",  # the engine's rendering has a new message elsewhere than after the base's answer, or not at all
+    "history_changed",  # the engine now renders the messages before the base's answer otherwise
     "reasoning_by_template",  # `past_reasoning = strip`, and the template drops the reasoning of an earlier turn
     "context_full",  # with all sampled tokens, the prompt leaves no room for an answer
     "engine_cannot",  # the engine does not sample chats from token ids (`polar doctor --engine-url` says why)
@@ -65,9 +78,8 @@ PromptReason = Literal[
 
 PastReasoning = Literal["keep", "strip"]
 
-_SHAPES = 4096
-"""Number of turn endings and proved suffix shapes that are remembered."""
-_PROBE_OPENING = Message("user", "Go on.")
+_CACHED_BYTES = 1 << 16
+"""Bytes of a list of tools whose digest is cached."""
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "thinking", "reasoning")
 
 
@@ -89,21 +101,6 @@ class PromptPlan:
         return "render" if self.prompt is None else "continue"
 
 
-class TurnEnding(NamedTuple):
-    """`turns` counts the end-of-turn tokens in a rendering that ends in an assistant turn; `after` has the ids after
-    the last one."""
-
-    turns: int
-    after: tuple[int, ...]
-
-
-class Suffix(NamedTuple):
-    """`ids` follow the end-of-turn token `end` of an assistant turn, and include the opening of the next one."""
-
-    end: int
-    ids: tuple[int, ...]
-
-
 class _NotContinued(Exception):
     """Raised if a prompt cannot be continued. `reason` is recorded with the call."""
 
@@ -114,19 +111,28 @@ class _NotContinued(Exception):
 
 
 class PromptBuilder:
-    def __init__(self, engine: Engine, store: Store, settings: GatewaySettings) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        read_call: Callable[[str], Awaitable[CallRecord | None]],
+        settings: GatewaySettings,
+        thread: OffloadThread,
+    ) -> None:
+        """`read_call` returns a stored call by its id; `thread` does the work on large requests."""
         self._engine = engine
-        self._store = store
+        self._read_call = read_call
         self._settings = settings
-        self._turn_endings: LRUCache[Hashable, TurnEnding] = LRUCache(_SHAPES)
-        self._proved: LRUCache[Hashable, bool] = LRUCache(_SHAPES)
-        """Whether the rendering of a whole request ended with a suffix of this shape."""
+        self._thread = thread
+        self._marker = Marker()
+        self._marking = MARKINGS[0]
+        """The marking that fitted last. It is tried first."""
+        self._stop_texts: dict[int, str] = {}
 
     async def build(self, request: EngineRequest, base: Base | None, session: SessionState) -> PromptPlan:
         """Return the prompt of a call that extends `base`."""
         if not isinstance(request, ChatRequest):
             return PromptPlan(reason="raw_prompt")
-        config = prompt_config(request)
+        config = await self._thread.run(request.large, prompt_config, request)
         try:
             plan = await self._continue(request, config, base, session)
         except _NotContinued as obstacle:
@@ -134,7 +140,7 @@ class PromptBuilder:
         except RequestError:
             plan = PromptPlan(reason="template_refuses")
         except EngineError as error:
-            log.warning("the engine could not render for a continuation: %s", error)
+            log.warning("the engine could not render a request, so its prompt is not continued: %s", error)
             plan = PromptPlan(reason="engine_failed")
         return replace(plan, config=config)
 
@@ -145,7 +151,7 @@ class PromptBuilder:
             raise _NotContinued("no_base")
         if has_images(request.messages):
             raise _NotContinued("images")
-        if is_constrained(request):
+        if is_constrained(request, self._engine.info):
             raise _NotContinued("constrained")
         answered = session.answered_call(base) or await self._load(session, base)
         if answered is None:
@@ -154,20 +160,19 @@ class PromptBuilder:
             raise _NotContinued("tools_changed")
         if config.options != answered.config.options:
             raise _NotContinued("template_options_changed")
-        ends_turn = int(answered.ids[-1]) in self._engine.info.eos_token_ids
-        if not ends_turn and answered.finish_reason != "length":
-            raise _NotContinued("stop_sequence" if answered.finish_reason == "stop" else "aborted")
         if session.policy.get("prompt_mode", self._settings.prompt_mode) != "continue":
             raise _NotContinued("off")
         if "continue" not in self._engine.info.capabilities:
             raise _NotContinued("engine_cannot")
+        ends_turn = int(answered.ids[-1]) in self._engine.info.eos_token_ids
+        if not ends_turn and answered.finish_reason != "length":
+            raise _NotContinued("stop_sequence" if answered.finish_reason == "stop" else "aborted")
 
-        suffix = await self._prove_suffix(request, base)
+        rendered, ids = await self._suffix(request, base, int(answered.ids[-1]) if ends_turn else None)
         past_reasoning: PastReasoning = session.policy.get("past_reasoning", self._settings.past_reasoning)
-        if past_reasoning == "strip" and answered.reasoning and await self._template_drops_reasoning(request, answered):
+        if past_reasoning == "strip" and not all(reasoning in rendered for reasoning in answered.reasoning):
             raise _NotContinued("reasoning_by_template", past_reasoning)
-        end_of_turn = () if ends_turn else (suffix.end,)
-        prompt = np.concatenate([answered.ids, np.array([*end_of_turn, *suffix.ids], dtype=np.int32)])
+        prompt = np.concatenate([answered.ids, np.array(ids, dtype=np.int32)])
         if prompt.size >= self._engine.info.context_length:
             raise _NotContinued("context_full")
         try:
@@ -182,9 +187,14 @@ class PromptBuilder:
 
         Needed if this gateway does not remember it: another gateway answered it, or this one was restarted.
         """
-        call = await self._store.calls.get(base.call_id)
+        try:
+            call = await self._read_call(base.call_id)
+        except StoreError:  # the prompt is rendered instead; whether the call is answered is decided elsewhere
+            return None
         choice = next((choice for choice in call.choices if choice.index == base.choice), None) if call else None
         if call is None or choice is None or call.prompt_ids is None or not choice.token_ids.size:
+            return None
+        if call.sampling.get("hidden_call"):
             return None
         try:
             request = recorded_request(call)
@@ -195,105 +205,82 @@ class PromptBuilder:
         reasoning = tuple(text for message in request.messages for text in reasoning_prefix(message))
         return session.remember_answer(call.call_id, call.prompt_ids, choice, prompt_config(request), reasoning)
 
-    async def _prove_suffix(self, request: ChatRequest, base: Base) -> Suffix:
-        """Return the suffix for the messages after `base`.
+    async def _suffix(self, request: ChatRequest, base: Base, sampled_stop: int | None) -> tuple[str, list[int]]:
+        """Return the rendering of the request and the ids after the base's answer.
 
-        The first suffix of each shape is compared with the engine's rendering of the whole request. Raises
-        _NotContinued if this rendering did not end in it.
+        `sampled_stop` is the token that ended the answer; None if the answer was cut. Raises _NotContinued.
         """
-        end_of_turn = self._engine.info.eos_token_ids
-        head, probe = probe_requests(request, base.messages)
-        ending = await self._turn_ending(head)
-        if not ending.turns:
+        stops = await self._texts_of_stops()
+        ended = stops.get(sampled_stop) if sampled_stop is not None else None
+        written = WRITTEN_STOPS[ended][0] if ended in WRITTEN_STOPS else None
+        try:
+            rendered, found = await self._after_answer(
+                request, base, {*stops.values(), *([written] if written else ())}
+            )
+        except RenderingError as error:
+            log.info("a call is not continued: %s", error)
+            raise _NotContinued(error.problem) from error
+        if sampled_stop is None and not found.stop:
             raise _NotContinued("no_end_of_turn")
-        shape = suffix_shape(request, base.messages)
-        proved = self._proved.get(shape)
-        if proved is False:
+        if ended is not None and found.stop not in ("", ended, written):
+            raise _NotContinued("other_end_of_turn")
+        stop = found.stop or ended or ""
+        first = await self._engine.encode(stop)
+        ids = await self._engine.encode(stop + found.suffix)
+        if len(first) != 1 or ids[:1] != first or not await self._engine.confirm_rendering(request, ids[1:]):
             raise _NotContinued("suffix_unproven")
-        suffix = find_suffix(await self._engine.render(probe), ending, end_of_turn)
-        if proved is None:
-            rendering = await self._engine.render(request)
-            proved = self._proved[shape] = suffix is not None and ends_in_suffix(rendering, suffix)
-        if suffix is None or not proved:
-            raise _NotContinued("suffix_unproven")
-        return suffix
+        return rendered, ids if ended is None else ids[1:]
 
-    async def _turn_ending(self, head: ChatRequest) -> TurnEnding:
-        shape = len(head.messages[-1].tool_calls), _canonical_json(dict(head.template_kwargs))
-        ending = self._turn_endings.get(shape)
-        if ending is None:
-            ids = await self._engine.render(head, generation=False)
-            ending = self._turn_endings[shape] = find_turn_ending(ids, self._engine.info.eos_token_ids)
-        return ending
+    async def _after_answer(self, request: ChatRequest, base: Base, stops: Collection[str]) -> tuple[str, AfterAnswer]:
+        """Return the rendering of the request, and what it holds after the base's answer. Raises RenderingError."""
+        messages, asked = request.messages, base.messages
+        while asked and messages[asked - 1].role == "assistant":
+            asked -= 1
+        problem = RenderingError("answer_not_found")
+        plain: str | None = None
+        for marking in sorted(MARKINGS, key=lambda marking: marking != self._marking):
+            marked = await self._thread.run(request.large, self._marker.mark, messages, marking)
+            front = replace(request, messages=marked[:asked])
+            requests = [replace(request, messages=marked), front, *([request] if plain is None else [])]
+            whole_text, front_text, *rest = await self._engine.render_texts(requests)
+            plain = rest[0] if rest else plain
+            if plain is None or self._marker.unmark(whole_text) != plain:
+                continue  # the template reads the texts that were marked
+            compare = partial(compare_renderings, whole_text, front_text, messages, base.messages, self._marker, stops)
+            try:
+                found = await self._thread.run(request.large, compare)
+            except RenderingError as error:
+                if error.problem != "history_changed":
+                    problem = error
+                    continue
+                (closed,) = await self._engine.render_texts([front], generation=False)
+                if not front_text.startswith(closed):
+                    raise
+                found = await self._thread.run(request.large, compare, front_text[len(closed) :])
+            self._marking = marking
+            return plain, found
+        raise problem
 
-    async def _template_drops_reasoning(self, request: ChatRequest, answered: AnsweredCall) -> bool:
-        """Return whether the engine's own rendering lacks reasoning that earlier answers were sampled with."""
-        text = await self._engine.decode(await self._engine.render(request))
-        return not all(reasoning in text for reasoning in answered.reasoning)
+    async def _texts_of_stops(self) -> dict[int, str]:
+        """Return the texts of the tokens that end an answer, by id."""
+        ids = self._engine.info.eos_token_ids
+        if not all(token in self._stop_texts for token in ids):
+            self._stop_texts = {token: await self._engine.decode([token]) for token in ids}
+        return self._stop_texts
 
 
 def prompt_config(request: ChatRequest) -> PromptConfig:
     """Return digests of the tools and template options. Cache marks and the order of tools and keys are ignored."""
-    tools = [] if request.tool_choice == "none" else request.tools
-    unmarked = ({key: value for key, value in tool.items() if key != "cache_control"} for tool in tools)
-    listed = b"\n".join(sorted(map(_canonical_json, unmarked)))
-    return PromptConfig(_digest(listed), _digest(_canonical_json(dict(request.template_kwargs))))
+    tools = orjson.dumps(() if request.tool_choice == "none" else request.tools)
+    digest_tools = _tools_digest if len(tools) <= _CACHED_BYTES else _tools_digest.__wrapped__
+    return PromptConfig(digest_tools(tools), _digest(_canonical_json(dict(request.template_kwargs))))
 
 
-def probe_requests(request: ChatRequest, base_messages: int) -> tuple[ChatRequest, ChatRequest]:
-    """Return the probe up to its assistant turn, and the whole probe with the new messages.
-
-    The assistant turn has the tool calls of the base's last turn, so that each new tool result belongs to one.
-    """
-    calls = tuple(
-        ToolCall(call.id, call.name, "{}")
-        for message in _last_turn(request.messages[:base_messages])
-        for call in message.tool_calls
-    )
-    turn = Message("assistant", None if calls else "Yes.", tool_calls=calls)
-    head = replace(
-        request,
-        messages=(_PROBE_OPENING, turn),
-        tools=(),
-        tool_choice=None,
-        response_format=None,
-        sampling=Sampling(),
-    )
-    return head, replace(head, messages=(*head.messages, *request.messages[base_messages:]))
-
-
-def suffix_shape(request: ChatRequest, base_messages: int) -> Hashable:
-    """Return everything that determines the form of a suffix. The texts of the new messages are not part of it."""
-    calls = sum(len(message.tool_calls) for message in _last_turn(request.messages[:base_messages]))
-    new = tuple(
-        (message.role, bool(message.reasoning), len(message.tool_calls), isinstance(message.content, str))
-        for message in request.messages[base_messages:]
-    )
-    return calls, new, bool(request.tools), _canonical_json(dict(request.template_kwargs))
-
-
-def find_turn_ending(head_ids: Sequence[int], end_of_turn: Collection[int]) -> TurnEnding:
-    """Return the ending of a rendering that ends in an assistant turn. `end_of_turn`: all tokens that end a turn."""
-    positions = [position for position, token in enumerate(head_ids) if token in end_of_turn]
-    return TurnEnding(len(positions), tuple(head_ids[positions[-1] + 1 :]) if positions else ())
-
-
-def find_suffix(probe_ids: Sequence[int], head: TurnEnding, end_of_turn: Collection[int]) -> Suffix | None:
-    """Return the ids after the assistant turn in the rendering of a whole probe; None if they cannot be separated."""
-    turns_left = head.turns
-    for position, token in enumerate(probe_ids):
-        if token in end_of_turn:
-            turns_left -= 1
-            if turns_left == 0:
-                ids = tuple(probe_ids[position + 1 :])
-                separable = len(ids) > len(head.after) and ids[: len(head.after)] == head.after
-                return Suffix(token, ids) if separable else None
-    return None
-
-
-def ends_in_suffix(rendering: Sequence[int], suffix: Suffix) -> bool:
-    size = len(suffix.ids) + 1
-    return len(rendering) > size and tuple(rendering[-size:]) == (suffix.end, *suffix.ids)
+@lru_cache(maxsize=64)
+def _tools_digest(tools: bytes) -> bytes:
+    """Return the digest of a JSON list of tools. Cached, because agents send the same list with every call."""
+    unmarked = ({key: value for key, value in tool.items() if key != "cache_control"} for tool in orjson.loads(tools))
+    return _digest(b"\n".join(sorted(map(_canonical_json, unmarked))))
 
 
 def has_images(messages: Sequence[Message]) -> bool:
@@ -304,14 +291,6 @@ def has_images(messages: Sequence[Message]) -> bool:
         if isinstance(message.content, list)
         for part in message.content
     )
-
-
-def _last_turn(messages: Sequence[Message]) -> Sequence[Message]:
-    """Return the assistant messages at the end."""
-    start = len(messages)
-    while start and messages[start - 1].role == "assistant":
-        start -= 1
-    return messages[start:]
 
 
 def _canonical_json(value: Json) -> bytes:

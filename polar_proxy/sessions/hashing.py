@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +22,14 @@ from polar_proxy.errors import UsageError
 from polar_proxy.types import Json, Message
 
 EMPTY = b"\0" * 16
-VERSION = b"1"
+VERSION = b"2"
 """Part of every key, so that keys that were stored under older rules are not found."""
 
+_MERGED_SO_FAR = 16
+"""A conversation that ends within an assistant turn gets the same key as in a separate request only within this many of
+the turn's first messages, because merging the turn again for each of its messages would take quadratic time."""
+_LONGEST_NORMALISED = 4 << 20
+"""Characters of a text that is searched for patterns. No model reads a longer one, and each search would take long."""
 _SAFE_INTEGER = 2**53
 _ROLES = {"developer": "system", "function": "tool"}
 _SORTED = orjson.OPT_SORT_KEYS
@@ -32,7 +37,7 @@ _SORTED = orjson.OPT_SORT_KEYS
 
 @dataclass(frozen=True, slots=True)
 class Normaliser:
-    """A difference between messages to ignore. If there is no `pattern`, `MessageHasher` has code for the `name`."""
+    """A difference between messages that is ignored: by a `pattern`, or without one by code in `MessageHasher`."""
 
     name: str
     reason: str
@@ -42,7 +47,8 @@ class Normaliser:
     guard: str = ""
     """Only texts with this string are searched for the pattern, which takes longer than the search for the string."""
     pattern: re.Pattern[str] | None = None
-    replacement: str = ""
+    """Must take linear time for any text, because clients write the texts and the search stops all other calls."""
+    replacement: str | Callable[[re.Match[str]], str] = ""
 
 
 _OPENING = frozenset({"system", "user"})
@@ -69,9 +75,10 @@ NORMALISERS: tuple[Normaliser, ...] = (
         "Qwen Code 0.24.4, Pi 0.87.1, opencode 1.18.33, Cline 3.0.65, Claude Code 2.1.329",
     ),
     Normaliser(
-        "trailing_space",
-        "Trailing white space of an answer is stripped when it comes back.",
-        "aider 0.86.2",
+        "white_space",
+        "White space around texts and between their blocks is stripped or added on the way. In an answer, whose blocks "
+        "are joined in one text, no white space counts; `AssistantTurn.spelling` still distinguishes such answers.",
+        "aider 0.86.2 strips the end of a text; models begin their answers with line breaks that others strip",
     ),
     Normaliser(
         "repeated_results",
@@ -84,7 +91,7 @@ NORMALISERS: tuple[Normaliser, ...] = (
         "Claude Code 2.1.329",
         frozenset({"system"}),
         "x-anthropic-billing-header:",
-        re.compile(r"x-anthropic-billing-header:[^\n]*?(?:cch=[^;\n]*;|\n|$)\n?"),
+        re.compile(r"x-anthropic-billing-header:(?:(?!cch=)[^\n])*+(?:cch=[^;\n]*+;|[^\n]*+\n?)\n?"),
     ),
     Normaliser(
         "gemini_session_context",
@@ -92,8 +99,8 @@ NORMALISERS: tuple[Normaliser, ...] = (
         "Gemini CLI 0.61.0",
         frozenset({"user"}),
         "<session_context>",
-        re.compile(r"<session_context>.*?</session_context>", re.DOTALL),
-        "<session_context/>",
+        re.compile(r"<session_context>(?:.*?</session_context>|(?P<unclosed>.*))", re.DOTALL),
+        lambda found: "<session_context/>" if found["unclosed"] is None else found[0],
     ),
     Normaliser(
         "aider_rules_reminder",
@@ -101,7 +108,7 @@ NORMALISERS: tuple[Normaliser, ...] = (
         "aider 0.86.2",
         frozenset({"user"}),
         "# *SEARCH/REPLACE block* Rules:",
-        re.compile(r"\s*# \*SEARCH/REPLACE block\* Rules:\n.*", re.DOTALL),
+        re.compile(r"(?<!\s)\s*+# \*SEARCH/REPLACE block\* Rules:\n.*", re.DOTALL),
     ),
     Normaliser(
         "launch_datetime",
@@ -126,12 +133,20 @@ NORMALISERS: tuple[Normaliser, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class AssistantTurn:
+    """An assistant turn, in a request or as the answer of a call. The keys cover this and all earlier turns."""
+
     end: int
     """Number of the conversation's messages up to the end of this turn."""
     assistant_chain: bytes
-    """Key of this and all earlier assistant turns, whatever messages are between them."""
+    """Key of the turns' meaning, whatever messages are between them."""
+    ids_chain: bytes
+    """Key of the ids of the turns' tool calls."""
+    spelling: bytes
+    """Key of the turns' texts and reasoning with all white space inside them."""
     digest: bytes
     """Digest of this turn alone."""
+    exchange: bytes
+    """Digest of this turn with the message before it."""
     ids: tuple[str, ...]
     """Ids of the turn's tool calls."""
     length: int
@@ -144,14 +159,8 @@ class AnswerNode:
 
     end: bytes
     """Key of the conversation that ends with this answer."""
-    assistant_chain: bytes
-    """Key of the conversation's assistant turns up to this answer."""
-    digest: bytes
-    """Digest of the answer alone."""
-    ids: tuple[str, ...]
-    """Ids of the answer's tool calls."""
-    length: int
-    """Characters of the answer's text and of its tool calls' arguments."""
+    turn: AssistantTurn
+    """The answer, with the assistant messages at the end of the request: they are one turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,10 +169,12 @@ class HashChain:
 
     keys: tuple[bytes, ...]
     turns: tuple[AssistantTurn, ...]
+    last: bytes
+    """Digest of the last message; empty without messages."""
 
-    @property
-    def assistant_chain(self) -> bytes:
-        return self.turns[-1].assistant_chain if self.turns else EMPTY
+    def ids_chain(self, end: int | None = None) -> bytes:
+        """Return the key of the ids of all tool calls, or of those in the first `end` messages."""
+        return next((turn.ids_chain for turn in reversed(self.turns) if end is None or turn.end <= end), EMPTY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,28 +205,33 @@ class MessageHasher:
         start = 0 if previous is None else _shared_prefix(messages, previous.messages)
         keys = [self._root] if previous is None else list(previous.chain.keys[: start + 1])
         turns = [] if previous is None else [turn for turn in previous.chain.turns if turn.end <= start]
-        assistant_chain = turns[-1].assistant_chain if turns else EMPTY
+        last = b""
+        if previous is not None and start:
+            known = start == len(previous.messages)
+            last = previous.chain.last if known else self.digest(messages[start - 1])
         run: list[Message] = []  # the assistant messages of the current turn
-        before, chain_before = keys[-1], assistant_chain
+        run_start, asked = keys[-1], last
         results: set[tuple[bytes, str | None]] = set()
         for position in range(start, len(messages)):
             message = messages[position]
             if message.role == "assistant":
                 if not run:
-                    before, chain_before = keys[-1], assistant_chain
+                    run_start, asked = keys[-1], last
                     results.clear()
                 run.append(message)
-                whole = message if len(run) == 1 else _merge(run)
-                digest = self.digest(whole)
-                keys.append(_link(before, digest))
-                assistant_chain = _link(chain_before, digest)
-                turn = AssistantTurn(position + 1, assistant_chain, digest, call_ids(whole), text_length(whole))
-                if len(run) > 1:
+                ends = position + 1 == len(messages) or messages[position + 1].role != "assistant"
+                if len(run) > _MERGED_SO_FAR and not ends:
+                    keys.append(_link(keys[-1], self.digest(message)))
+                    continue
+                if turns and turns[-1].end > position + 1 - len(run):
                     turns.pop()
+                turn = self._turn(run, position + 1, turns[-1] if turns else None, asked)
                 turns.append(turn)
+                keys.append(_link(run_start, turn.digest))
+                last = turn.digest
                 continue
             run = []
-            digest = self.digest(message)
+            last = digest = self.digest(message)
             if message.role in ("tool", "function") and "repeated_results" in self._active:
                 result = (digest, message.tool_call_id)
                 if result in results:
@@ -223,13 +239,36 @@ class MessageHasher:
                     continue
                 results.add(result)
             keys.append(_link(keys[-1], digest))
-        return HashChain(tuple(keys), tuple(turns))
+        return HashChain(tuple(keys), tuple(turns), last)
 
-    def answer_node(self, key: bytes, assistant_chain: bytes, answer: Message) -> AnswerNode:
-        """Return the node of `answer`. `key` and `assistant_chain` are those of the conversation that it answers."""
-        digest = self.digest(answer)
-        end, chain = _link(key, digest), _link(assistant_chain, digest)
-        return AnswerNode(end, chain, digest, call_ids(answer), text_length(answer))
+    def answer_node(self, asked: HashedConversation, answer: Message) -> AnswerNode:
+        """Return the node of an answer to a conversation. It continues the assistant messages at the end of it."""
+        messages, chain = asked.messages, asked.chain
+        start = len(messages)
+        while start and messages[start - 1].role == "assistant":
+            start -= 1
+        prefilled = start < len(messages)
+        turns = chain.turns[:-1] if prefilled else chain.turns
+        last = chain.last if not prefilled else self.digest(messages[start - 1]) if start else b""
+        run = [*messages[start:], answer]
+        turn = self._turn(run, len(messages) + 1, turns[-1] if turns else None, last)
+        return AnswerNode(_link(chain.keys[start], turn.digest), turn)
+
+    def _turn(self, run: Sequence[Message], end: int, before: AssistantTurn | None, asked: bytes) -> AssistantTurn:
+        """Return the turn of neighbouring assistant messages. `asked`: digest of the message before them."""
+        whole = run[0] if len(run) == 1 else _merge(run)
+        digest, ids = self.digest(whole), call_ids(whole)
+        spelling = hash_json([text_of(whole).strip(), (whole.reasoning or "").strip()])
+        return AssistantTurn(
+            end,
+            assistant_chain=_link(before.assistant_chain if before else EMPTY, digest),
+            ids_chain=_link(before.ids_chain if before else EMPTY, hash_json(ids)),
+            spelling=_link(before.spelling if before else EMPTY, spelling),
+            digest=digest,
+            exchange=_link(asked, digest),
+            ids=ids,
+            length=text_length(whole),
+        )
 
     def digest(self, message: Message) -> bytes:
         """Return the 16-byte digest of a message."""
@@ -237,16 +276,18 @@ class MessageHasher:
         content = self._content(role, message.content)
         if isinstance(content, str):
             content = self._text(role, content)
-            if "trailing_space" in self._active and role == "assistant":
-                content = content.rstrip()
         calls = [(call.name, self._canonical_arguments(call.arguments)) for call in message.tool_calls]
-        normalised = orjson.dumps([role, content, calls, None if "reasoning" in self._active else message.reasoning])
-        return hashlib.blake2b(normalised, digest_size=16).digest()
+        reasoning = None if "reasoning" in self._active else self._text(role, message.reasoning or "")
+        return hash_json([role, content, calls, reasoning])
 
     def _text(self, role: str, text: str) -> str:
+        if len(text) > _LONGEST_NORMALISED:
+            return text
         for item in self._patterns:
             if item.pattern is not None and role in item.roles and item.guard in text:
                 text = item.pattern.sub(item.replacement, text)
+        if "white_space" in self._active:
+            return "".join(text.split()) if role == "assistant" else text.strip()
         return text
 
     def _content(self, role: str, content: str | list[Json] | None) -> Any:
@@ -296,9 +337,9 @@ def text_length(message: Message) -> int:
     return len(text_of(message)) + sum(len(call.arguments) for call in message.tool_calls)
 
 
-def ids_digest(groups: Iterable[tuple[str, ...]]) -> bytes:
-    """Return a 16-byte digest of the tool call ids of a conversation's turns, in order."""
-    return hashlib.blake2b(orjson.dumps(list(groups)), digest_size=16).digest()
+def hash_json(value: Any) -> bytes:
+    """Return a 16-byte digest of a value's JSON."""
+    return hashlib.blake2b(orjson.dumps(value), digest_size=16).digest()
 
 
 def _link(key: bytes, digest: bytes) -> bytes:

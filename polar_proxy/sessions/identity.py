@@ -34,6 +34,7 @@ class ClientMetadata:
     """The harness's own name for the request, such as `compaction`."""
 
 
+_KEY_PREFIX = "sk-polar-"
 NO_METADATA = ClientMetadata()
 
 # The first one present is used. Sent by opencode, Codex, Claude Code, Pi on Responses, Vibe, terminus-2.
@@ -93,7 +94,12 @@ def _text(value: object) -> str | None:
 
 def new_key() -> str:
     """Return a random session key that looks like an API key to any client."""
-    return "sk-polar-" + secrets.token_urlsafe(24)
+    return _KEY_PREFIX + secrets.token_urlsafe(24)
+
+
+def is_issued_key(key: str) -> bool:
+    """Return whether Polar may have made this session key."""
+    return key.startswith(_KEY_PREFIX)
 
 
 def hash_key(key: str) -> bytes:

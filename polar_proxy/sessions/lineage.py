@@ -23,7 +23,7 @@ asked_again_in_one_run     the same agent run repeats a request just after its a
                            usually the connection broke unnoticed (ambiguous: it may want a second sample)
 same_request_again         the same request while the first is being answered or was just answered, without evidence
                            that it is a retry (ambiguous: it may be one, or a second run)
-partial_answer_kept        the history keeps the part of a failed answer that arrived
+partial_answer_kept        the history keeps a failed answer as far as it arrived, or the items of it that were complete
 answer_cut                 the history keeps only the beginning of the last answer
 answer_replaced            another assistant turn replaces the last answer
 answer_removed             the conversation continues without the last answer
@@ -33,7 +33,9 @@ prompt_from_unknown_tool   the first message quotes a long argument of an earlie
 opening_regenerated        all assistant turns are there, after a regenerated system prompt or first message
 messages_reworded          all assistant turns are there; user messages between them were changed
 outputs_changed            all assistant turns are there; tool outputs between them were changed (ambiguous)
-older_turns_dropped        the last assistant turn is an earlier call's answer, but turns before it are missing
+older_turns_dropped        the last assistant turn that was sampled is an earlier call's answer, but turns before it are
+                           missing
+turns_moved                the same, and the turns before it are there: the harness moved or replaced other messages
 quotes_a_summary           the first messages contain a summary that an earlier call wrote
 quotes_an_answer           the first messages quote a long earlier answer, which may be a summary (ambiguous)
 
@@ -43,17 +45,20 @@ a rewind is the call whose answer was taken back, and its base is the turn befor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from polar_proxy.sessions import rules
 from polar_proxy.sessions.call_index import CallIndex, CallNode, QuoteKind
-from polar_proxy.sessions.hashing import AnswerNode, AssistantTurn, HashChain, HashedConversation, ids_digest, text_of
+from polar_proxy.sessions.hashing import AnswerNode, AssistantTurn, HashChain, HashedConversation, call_ids, text_of
 from polar_proxy.sessions.identity import ClientMetadata
 from polar_proxy.sessions.rules import RequestTexts
 from polar_proxy.types import Edge, Message
 
+_MIN_EVIDENCE = 40
+"""Characters below which an assistant turn alone may occur in two unrelated conversations."""
 _OPENING = 20_000
 """Characters of each of the first messages that are searched for quotes."""
 
@@ -98,9 +103,16 @@ class PlacementQuery:
         """Return whether the call may be of the request's thread. False only if the harness named another thread."""
         return node.client_thread is None or self.metadata.thread in (None, node.client_thread)
 
-    def quotes(self, node: CallNode, *kinds: QuoteKind) -> bool:
-        """Return whether the conversation begins with a quote from this call's answer."""
-        return any(quote.text in self.opening for quote in node.quotes if quote.kind in kinds)
+    def quoted(self, nodes: Iterable[CallNode], *kinds: QuoteKind) -> list[CallNode]:
+        """Return the calls whose answers are quoted at the beginning of the conversation."""
+        opening = self.opening
+        found = []
+        for node in nodes:  # loops, because this runs for dozens of calls with every new conversation
+            for quote in node.quotes:
+                if quote.kind in kinds and quote.text in opening:
+                    found.append(node)
+                    break
+        return found
 
     @cached_property
     def opening(self) -> str:
@@ -124,7 +136,7 @@ class Decision:
 
 
 def decide(index: CallIndex, query: PlacementQuery, window: float) -> Decision:
-    """Decide about a request. `window`: number of seconds for which an answer counts as just given."""
+    """Return the edge and parent of a request. `window`: seconds for which an answer counts as just given."""
     repeated = _repeated(index, query, window)
     if repeated is not None:
         return repeated
@@ -179,9 +191,12 @@ def choose_parent(
     position = next((number for number, turn in enumerate(turns) if turn.end == end), None)
     tests: list[Callable[[CallNode, AnswerNode], bool]] = [lambda node, _: query.same_thread(node)]
     if position is not None:
-        own = turns[position].ids
-        before = ids_digest(turn.ids for turn in turns[:position])
-        tests += [lambda _, answer: bool(own) and answer.ids == own, lambda node, _: node.ids == before]
+        own = turns[position]
+        tests += [
+            lambda _, answer: bool(own.ids) and answer.turn.ids == own.ids,
+            lambda _, answer: answer.turn.ids_chain == own.ids_chain,
+            lambda _, answer: answer.turn.spelling == own.spelling,
+        ]
     for test in tests:
         if len({id(node) for node, _ in left}) == 1:
             return left[-1][0], True
@@ -198,15 +213,16 @@ def choose_parent(
 
 
 def _repeated(index: CallIndex, query: PlacementQuery, window: float) -> Decision | None:
-    """Decide about a request with the same messages and tool call ids as an earlier call's.
+    """Return the decision for a request with the same messages and tool call ids as an earlier call's.
 
     The ids distinguish parallel runs that otherwise mean the same.
     """
-    same = [node for node in index.asked.get(query.chain.keys[-1], ()) if query.same_thread(node)]
-    if not same:
-        return None
-    ids = ids_digest(turn.ids for turn in query.chain.turns)
-    same = [node for node in same if node.ids == ids]
+    asked = index.asked.get(query.chain.keys[-1], ())
+    same = [node for node in asked if query.same_thread(node) and node.ids == query.chain.ids_chain()]
+    if query.chain.turns:
+        # The next attempt at a request that failed may keep more reasoning.
+        equal = [node for node in same if node.spelling == query.chain.turns[-1].spelling]
+        same = equal or [node for node in same if node.failed]
     if not same:
         return None
     failed = [node for node in same if node.failed and not node.retried]
@@ -251,31 +267,40 @@ def _answered_in_this_run(
 
 
 def _extended(index: CallIndex, query: PlacementQuery) -> Decision | None:
-    """Decide about a request that contains the messages, or the assistant turns, of an earlier call."""
+    """Return the decision for a request that contains the messages, or the assistant turns, of an earlier call."""
     keys = query.chain.keys
-    end = asked = 0  # how many messages an earlier call's conversation has, with its answer or without it
-    for length in range(len(keys) - 1, 0, -1):
-        if keys[length] in index.ends:
-            end = length
-            break
-        if not asked and length < len(query.messages) and keys[length] in index.asked:
-            asked = length
+    end, asked = _longest_known(index, query)
     asked_before = [node for node in index.asked.get(keys[asked], ()) if query.same_thread(node)] if asked else []
     for turn in reversed(query.chain.turns):
         if turn.end <= max(end, asked if asked_before else 0):
             break
         if turn.assistant_chain in index.assistant_chains:
             return _rewritten(index.assistant_chains[turn.assistant_chain], query, turn, max(end, asked))
-    if asked_before and not _summary_follows(query, asked):
+    parent, sure = choose_parent(index.ends[keys[end]], query, end) if end else (None, True)
+    partial = parent is not None and parent.state not in ("ok", "no_tokens", "running")
+    # A request may end with a part of a failed answer: then both end at the same message.
+    if asked_before and (asked > end or partial) and not _summary_follows(query, asked):
         return _rewound(asked_before, query, asked)
-    if not end:
+    if parent is None:
         return None
-    parent, sure = choose_parent(index.ends[keys[end]], query, end)
-    if parent.state not in ("ok", "no_tokens", "running"):
+    if partial:
         return Decision("rewinds", parent, "partial_answer_kept", not sure)
     several = len({id(node) for node, _ in index.ends[keys[end]]}) > 1
     rule = "twins" if not sure else "by_call_ids" if several else "branches" if parent.continued else "extends"
     return Decision("continues", parent, rule, not sure)
+
+
+def _longest_known(index: CallIndex, query: PlacementQuery) -> tuple[int, int]:
+    """Return how many first messages of the request are an earlier call's messages and answer, and how many are the
+    messages of a call (0 if that is shorter)."""
+    keys = query.chain.keys
+    asked = 0
+    for length in range(len(keys) - 1, 0, -1):
+        if not asked and length < len(query.messages) and keys[length] in index.asked:
+            asked = length
+        if keys[length] in index.ends:
+            return length, asked
+    return 0, asked
 
 
 def _summary_follows(query: PlacementQuery, same: int) -> bool:
@@ -285,26 +310,46 @@ def _summary_follows(query: PlacementQuery, same: int) -> bool:
 
 
 def _rewound(candidates: Sequence[CallNode], query: PlacementQuery, asked: int) -> Decision:
-    """Decide about a request that contains the conversation of earlier calls, but not their answer."""
-    ids = ids_digest(turn.ids for turn in query.chain.turns if turn.end <= asked)
+    """Return the decision for a request that contains the conversation of earlier calls, but not their answer."""
+    ids = query.chain.ids_chain(asked)
     left = [node for node in candidates if node.ids == ids] or list(candidates)
+    rest = query.messages[asked:]
+    kept = [node for node in left if _keeps_part(node, rest)]
+    left = kept or [node for node in left if not node.retried] or left
     left = [node for node in left if node.failed] or [node for node in left if not node.continued] or left
     parent = left[-1]
-    rest = query.messages[asked:]
     rule = rules.match_changed(rules.CONTINUATIONS, [message for message in rest[:3] if message.role == "user"])
     if rule is not None:
         return Decision("rewinds", parent, rule.name, len(left) > 1)
     if rest[0].role != "assistant":
         return Decision("rewinds", parent, "answer_removed", len(left) > 1)
-    kept = text_of(rest[0]).rstrip()
-    cut = bool(kept) and not rest[0].tool_calls and len(kept) < len(parent.text) and parent.text.startswith(kept)
-    return Decision("rewinds", parent, "answer_cut" if cut else "answer_replaced", len(left) > 1)
+    name = "answer_replaced" if not kept else "partial_answer_kept" if parent.failed else "answer_cut"
+    return Decision("rewinds", parent, name, len(left) > 1)
+
+
+def _keeps_part(node: CallNode, rest: Sequence[Message]) -> bool:
+    """Return whether the assistant messages that `rest` begins with are a part of the node's answer.
+
+    Of a broken stream, harnesses keep the items that were complete: reasoning, text, some of the tool calls.
+    """
+    run = list(itertools.takewhile(lambda message: message.role == "assistant", rest))
+    text = _without_space("".join(map(text_of, run)))
+    ids = {ident for message in run for ident in call_ids(message)}
+    if ids:
+        return node.failed and any(ids.issubset(answer.turn.ids) for answer in node.answers)
+    if text:
+        return _without_space(node.text).startswith(text) and not any(message.tool_calls for message in run)
+    return bool(run) and node.failed  # its reasoning, or nothing
+
+
+def _without_space(text: str) -> str:
+    return "".join(text.split())
 
 
 def _rewritten(
     found: Sequence[tuple[CallNode, AnswerNode]], query: PlacementQuery, turn: AssistantTurn, same: int
 ) -> Decision:
-    """Decide about a request with all assistant turns of an earlier call, whose messages differ after `same` ones."""
+    """Return the decision for a request with all assistant turns of a call, whose messages differ after `same` ones."""
     parent, sure = choose_parent(found, query, turn.end)
     changed = query.messages[same : turn.end]
     outputs = [message for message in changed if message.role == "tool"]
@@ -314,7 +359,7 @@ def _rewritten(
     segment = changed[:until]
     if same == 0 or not any(turn.end <= same for turn in query.chain.turns):
         # One short turn may occur in two unrelated conversations.
-        weak = len(query.chain.turns) == 1 and not turn.ids and turn.length < 40
+        weak = len(query.chain.turns) == 1 and not turn.ids and turn.length < _MIN_EVIDENCE
         return Decision("continues", parent, "opening_regenerated", not sure or weak)
     if any(message.role == "tool" for message in segment):
         return Decision("continues", parent, "outputs_changed", True)
@@ -324,7 +369,7 @@ def _rewritten(
 def _inserted_summary(index: CallIndex, query: PlacementQuery) -> CallNode | None:
     """Return the call whose summary replaces turns in the middle of this conversation, if there is one."""
     made = [node for node in index.compactions if query.same_thread(node) and not node.continued]
-    return next((node for node in reversed(made) if query.quotes(node, "summary")), None)
+    return next(iter(query.quoted(reversed(made), "summary")), None)
 
 
 def _forked(index: CallIndex, query: PlacementQuery, extended: Decision) -> Decision:
@@ -339,46 +384,74 @@ def _forked(index: CallIndex, query: PlacementQuery, extended: Decision) -> Deci
 
 
 def _new_conversation(index: CallIndex, query: PlacementQuery, compaction: rules.Rule | None) -> Decision:
-    """Decide about a call that extends nothing. `compaction`: the rule that recognised it as asking for a summary."""
+    """Return the decision for a call that extends nothing. `compaction`: the rule by which it asks for a summary."""
     metadata = query.metadata
     if compaction is not None:
         parent = _thread_parent(index, query)
         if parent is None:
             return Decision("root", None, compaction.name, own_thread=True, compaction=True)
-        sure = metadata.thread in index.threads or query.quotes(parent, "answer", "argument") or _single_thread(index)
+        sure = (
+            metadata.thread in index.threads
+            or bool(query.quoted([parent], "answer", "argument"))
+            or _single_thread(index)
+        )
         return Decision("subagent", parent, compaction.name, not sure, True, True)
     if _is_new_subagent(index, query):
         parent = index.threads.get(metadata.parent_thread or "")
         return Decision("subagent", parent, "harness_says_subagent", own_thread=True)
+    by_turn = _after_sampled_turn(index, query)
+    if by_turn is not None and by_turn.edge == "continues":
+        return by_turn
     compacted = rules.match(rules.COMPACTED, query.texts, metadata)
     summaries = [node for node in index.compactions if query.same_thread(node)]
-    quoted = [node for node in summaries if query.quotes(node, "summary")]
-    if quoted or (compacted is not None and summaries):
-        parent = (quoted or [node for node in summaries if not node.continued] or summaries)[-1]
+    quoting = query.quoted(summaries, "summary")
+    if quoting or (compacted is not None and summaries):
+        parent = (quoting or [node for node in summaries if not node.continued] or summaries)[-1]
         name = compacted.name if compacted is not None else "quotes_a_summary"
-        return Decision("compacts", parent, name, not quoted and len(summaries) > 1)
+        return Decision("compacts", parent, name, not quoting and len(summaries) > 1)
     if compacted is not None:
         return Decision("root", None, compacted.name, True, own_thread=True)
-    if query.chain.turns:
-        last = query.chain.turns[-1]
-        before = index.last_turns.get((last.digest, last.ids))
-        if before is not None and query.same_thread(before):
-            return Decision("compacts", before, "older_turns_dropped")
-    return _root_or_quoted(index, query)
+    return by_turn or _root_or_quoted(index, query)
+
+
+def _after_sampled_turn(index: CallIndex, query: PlacementQuery) -> Decision | None:
+    """Decide by the last assistant turn that is an earlier call's answer, wherever it is in the request.
+
+    Assistant messages that a harness writes itself, such as examples and "Ok.", are no answers, so they do not matter.
+    """
+    for turn in reversed(query.chain.turns):
+        found = index.exchanges.get((turn.digest, turn.ids)) or index.exchanges.get(turn.exchange) or []
+        if found := [node for node in found if query.same_thread(node)]:
+            open_ends = [node for node in found if not node.continued] or found
+            parent, several = open_ends[-1], len(open_ends) > 1
+            if _misses_turns(index, parent, {other.digest for other in query.chain.turns}):
+                return Decision("compacts", parent, "older_turns_dropped", several)
+            return Decision("continues", parent, "turns_moved", several)
+    return None
+
+
+def _misses_turns(index: CallIndex, node: CallNode, turns: Collection[bytes]) -> bool:
+    """Return whether an answer that the call's conversation continues is not among these turns."""
+    parent = index.by_id.get(node.parent_call_id or "")
+    while parent is not None and node.edge in ("continues", "retries", "rewinds"):
+        if node.edge == "continues" and not any(answer.turn.digest in turns for answer in parent.answers):
+            return True
+        node, parent = parent, index.by_id.get(parent.parent_call_id or "")
+    return False
 
 
 def _root_or_quoted(index: CallIndex, query: PlacementQuery) -> Decision:
-    """Decide about a new conversation: a sub-agent if it begins with a prompt from a tool call, else a root.
+    """Return the decision for a new conversation: a sub-agent if it begins with a tool call's prompt, else a root.
 
     The root is ambiguous if its first messages quote an earlier answer.
     """
     if not any(message.role == "assistant" for message in query.messages):
-        if callers := [node for node in index.quotable if query.quotes(node, "agent_prompt")]:
+        if callers := query.quoted(index.quotable, "agent_prompt"):
             idle = [node for node in callers if not node.continued] or callers
             return Decision("subagent", idle[-1], "prompt_from_tool_call", len(idle) > 1, own_thread=True)
-        if any(query.quotes(node, "argument") for node in index.quotable):
+        if query.quoted(index.quotable, "argument"):
             return Decision("root", None, "prompt_from_unknown_tool", True, own_thread=True)
-    if any(query.quotes(node, "answer") for node in index.quotable):
+    if query.quoted(index.quotable, "answer"):
         return Decision("root", None, "quotes_an_answer", True, own_thread=True)
     return Decision("root", own_thread=True)
 

@@ -3,23 +3,36 @@
 A gateway may be one of several on a database (setting `gateway.shared`). A session that it has in memory may then have
 been closed, or have got calls, through another gateway. So before each request such a gateway reads the session's row,
 and the calls that it does not know.
+
+While the store fails, sessions in memory go on, and unknown keys open sessions that are stored later. A session that
+lost a call is marked as incomplete in the store as soon as that can be written (`write_pending`), or, if the process
+ends before, by whoever opens the store next (`store.outage_marks`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from collections import OrderedDict
-from itertools import islice
+from collections.abc import Collection
 from weakref import WeakValueDictionary
 
 from polar_proxy.config import GatewaySettings
-from polar_proxy.errors import RequestError
+from polar_proxy.errors import RequestError, StoreError
+from polar_proxy.rollout_spec import whole_distribution
 from polar_proxy.sessions.hashing import MessageHasher
-from polar_proxy.sessions.identity import hash_key
+from polar_proxy.sessions.identity import hash_key, is_issued_key
 from polar_proxy.sessions.state import ConversationCache, SessionState
 from polar_proxy.store import Store
+from polar_proxy.store.outage_marks import OutageMark
+from polar_proxy.types import Json, new_id
 
-_MAX_SESSIONS = 20_000
+log = logging.getLogger(__name__)
+
+_IN_USE_SECONDS = 30.0
+"""Time after its last request for which a session counts as in use. So no session is read back more often than this,
+even if those in use do not fit."""
 
 
 class SessionClosedError(RequestError):
@@ -34,10 +47,20 @@ class SessionRegistry:
         self._settings = settings
         self.open_to_all = open_to_all
         self._hasher = MessageHasher(settings.normalisers_off)
-        self._cache = ConversationCache()
-        self._by_hash: OrderedDict[bytes, SessionState] = OrderedDict()
-        self._by_id: dict[str, SessionState] = {}
+        self._cache = ConversationCache(settings.cache_mb << 20)
+        self._by_hash: dict[bytes, SessionState] = {}
+        self._by_id: OrderedDict[str, SessionState] = OrderedDict()
+        """The least recently used first."""
+        self._calls = 0
+        """The sum of `counted_calls` of all sessions."""
+        self._pending: dict[str, SessionState] = {}
+        """Sessions by id that are to be stored or marked as incomplete."""
+        self._marks = store.outage_marks()
         self._opening: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
+
+    def __len__(self) -> int:
+        """Return the number of sessions in memory."""
+        return len(self._by_id)
 
     async def find(self, key: str | None, path_key: str | None, *, inside_sandbox: bool = False) -> SessionState:
         """Return the session of a key: of `path_key` (from the URL's path) if given, else of `key` (headers or query).
@@ -45,17 +68,96 @@ class SessionRegistry:
         Raises RequestError 401 for an unknown key if the gateway requires known keys. From inside a sandbox they are
         always required, because an agent has its rollout's key and needs no other.
         """
-        digest = hash_key(path_key if path_key is not None else (key or ""))
-        session = self._by_hash.get(digest)
+        session = self.in_memory(key, path_key)
         if session is not None:
-            self._by_hash.move_to_end(digest)
             if self._settings.shared:
                 await self._catch_up(session)
             return session
+        digest = _digest(key, path_key)
         # Two first requests with one key must not both open a session. Those with other keys need not wait.
         async with self._opening.setdefault(digest, asyncio.Lock()):
             may_open = self.open_to_all and not inside_sandbox
             return self._by_hash.get(digest) or await self._load(digest, path_key, may_open)
+
+    def in_memory(self, key: str | None, path_key: str | None) -> SessionState | None:
+        """Return the session of a key if it is in memory."""
+        digest = _digest(key, path_key)
+        session = self._by_hash.get(digest)
+        if session is not None:
+            self._use(session)
+        return session
+
+    def open_unstored(
+        self, key: str | None, path_key: str | None, *, inside_sandbox: bool = False
+    ) -> SessionState | None:
+        """Open a session for an unknown key while the store fails. It is stored later, if the key turns out to be new.
+
+        Returns None where unknown keys are refused, where calls must be recorded, and for a key that Polar issued or
+        the id of a session, because it may be a rollout's.
+        """
+        given = path_key if path_key is not None else (key or "")
+        if not self.open_to_all or inside_sandbox or self._requires_record(None):
+            return None
+        if is_issued_key(given) or given.startswith("sess_"):
+            return None
+        session = self._new_state(new_id("sess"), None, {})
+        session.unstored_key = _digest(key, path_key)
+        self._by_id[session.session_id] = self._pending[session.session_id] = session
+        self._name(session, session.unstored_key)
+        return session
+
+    def mark_incomplete(self, session: SessionState) -> None:
+        """Remember, until `write_pending` has marked the session, that it lost a call."""
+        self._pending[session.session_id] = session
+        try:
+            self._marks.add(OutageMark(session.session_id, session.unstored_key))
+        except StoreError as error:
+            log.error("%s. Only this process knows that the session lost a call", error)
+
+    @property
+    def pending(self) -> Collection[str]:
+        """The ids of sessions for `write_pending`."""
+        return self._pending.keys()
+
+    async def write_pending(self) -> None:
+        """Store the sessions that were opened while the store failed, and mark those that lost calls.
+
+        Sessions that are added meanwhile wait for the next call of this method, so that it always ends.
+        """
+        taken, self._pending = self._pending, {}
+        try:
+            stored = dict(zip(taken, await asyncio.gather(*map(self._store_late, taken.values())), strict=True))
+            lost = {stored[session_id] for session_id, session in taken.items() if session.lost}
+            await self._store.sessions.mark_incomplete(lost, "unrecorded_calls")
+        except BaseException:
+            self._pending = taken | self._pending
+            raise
+        if not self._pending:
+            self._marks.clear()
+
+    def reserve_marks(self) -> None:
+        """Reserve disk space for marks, while there is some. Blocking."""
+        try:
+            self._marks.reserve()
+        except StoreError as error:
+            log.error("%s. A session that loses a call is not marked if this process is killed", error)
+
+    def close(self) -> None:
+        """Keep the marks that are not in the store in their file, for the next process that opens the store."""
+        self._marks.close()
+
+    async def _store_late(self, session: SessionState) -> str:
+        """Store a session if it was opened without the store. Return the id of the stored session of its key."""
+        if session.unstored_key is None:
+            return session.session_id
+        row = await self._store.sessions.create(
+            key_hash=session.unstored_key, label=None, origin="open", session_id=session.session_id
+        )
+        if row.session_id == session.session_id:
+            session.unstored_key = None
+        else:  # the key was known: its next request finds that session
+            self.forget(session.session_id)
+        return row.session_id
 
     async def _load(self, digest: bytes, path_key: str | None, may_open: bool) -> SessionState:
         row = await self._store.sessions.by_key(digest)
@@ -75,14 +177,35 @@ class SessionRegistry:
         if session is None:
             # Calls from before a restart, or from before the session was evicted.
             lineages = [] if is_new else await self._store.calls.lineages(row.session_id)
-            window = self._settings.retry_window_seconds
-            session = SessionState(row.session_id, row.policy or {}, self._hasher, window=window, cache=self._cache)
+            session = self._new_state(row.session_id, row.rollout_id, row.policy or {})
             session.rebuild(lineages)
             session.recorded = len(lineages)
             session = self._by_id.setdefault(session.session_id, session)  # another name may have added it
-        self._by_hash[digest] = session
-        self._evict()
+        self._name(session, digest)
         return session
+
+    def _name(self, session: SessionState, digest: bytes) -> None:
+        """Let a key find the session."""
+        self._by_hash[digest] = session
+        session.key_hashes.add(digest)
+        self._use(session)
+
+    def _new_state(self, session_id: str, rollout_id: str | None, policy: Json) -> SessionState:
+        if self._settings.temperature is not None:
+            policy = whole_distribution(self._settings.temperature) | policy
+        return SessionState(
+            session_id,
+            policy,
+            self._hasher,
+            window=self._settings.retry_window_seconds,
+            cache=self._cache,
+            record_required=self._requires_record(rollout_id),
+        )
+
+    def _requires_record(self, rollout_id: str | None) -> bool:
+        if self._settings.record is None:
+            return rollout_id is not None
+        return self._settings.record == "required"
 
     async def _catch_up(self, session: SessionState) -> None:
         """Read what other gateways have recorded of this session. Raises SessionClosedError if it was closed.
@@ -108,6 +231,11 @@ class SessionRegistry:
         session = self._by_id.get(session_id)
         return session.lost if session else 0
 
+    def refusal(self, session_id: str) -> str | None:
+        """Return why the last call of this session was refused, if it could not be recorded."""
+        session = self._by_id.get(session_id)
+        return session.refusal if session else None
+
     async def idle(self, session_id: str, timeout: float) -> None:
         """Wait until no call of this session is in flight. Raises TimeoutError after `timeout` seconds."""
         session = self._by_id.get(session_id)
@@ -118,13 +246,33 @@ class SessionRegistry:
     def forget(self, session_id: str) -> None:
         """Drop a finished session from memory. Its next request looks the key up again, and fails if it was closed."""
         session = self._by_id.pop(session_id, None)
-        for digest in [digest for digest, held in self._by_hash.items() if held is session]:
-            del self._by_hash[digest]
+        if session is not None:
+            session.drop_cached()
+            self._calls -= session.counted_calls
+            for digest in session.key_hashes:
+                if self._by_hash.get(digest) is session:
+                    del self._by_hash[digest]
 
-    def _evict(self) -> None:
-        """Drop the least recently used sessions, except those that are busy or have lost calls."""
-        excess = max(0, len(self._by_hash) - _MAX_SESSIONS)
-        for digest, session in list(islice(self._by_hash.items(), excess)):
-            if session.in_flight == 0 and session.lost == 0:
-                del self._by_hash[digest]
-                self._by_id.pop(session.session_id, None)
+    def _use(self, session: SessionState) -> None:
+        """Count a session as just used, and drop unused ones if all their calls do not fit.
+
+        The least recently used are dropped first, except those that are in use or have lost calls. If those in use are
+        more than fit, all of them stay: reading each back for its next call would stop the gateway.
+        """
+        now = session.used_at = time.monotonic()
+        self._by_id.move_to_end(session.session_id)
+        self._calls += session.weight - session.counted_calls
+        session.counted_calls = session.weight
+        while self._calls > self._settings.calls_in_memory:
+            oldest = next(iter(self._by_id.values()))
+            if oldest is session or oldest.used_at > now - _IN_USE_SECONDS:
+                break
+            if oldest.requests or oldest.lost or oldest.session_id in self._pending:
+                oldest.used_at = now
+                self._by_id.move_to_end(oldest.session_id)
+            else:
+                self.forget(oldest.session_id)
+
+
+def _digest(key: str | None, path_key: str | None) -> bytes:
+    return hash_key(path_key if path_key is not None else (key or ""))

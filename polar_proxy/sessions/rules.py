@@ -276,7 +276,7 @@ def match(rules: Iterable[Rule], texts: RequestTexts, metadata: ClientMetadata) 
 
 def match_changed(rules: Iterable[Rule], changed: Iterable[Message]) -> Rule | None:
     """Return the first rule whose `last` pattern is in one of the messages that changed."""
-    texts = [text_of(message) for message in changed]
+    texts = [_ends_of(text_of(message)) for message in changed]
     return next((rule for rule in rules if rule.last and any(_is_in(rule.last, text) for text in texts)), None)
 
 

@@ -4,17 +4,19 @@
 byte. So the next call of the same run always finds this call. The fingerprint that `record_answer` returns is stored
 with the call, and `rebuild` makes the same index from the stored fingerprints after a restart.
 
-Digests of all calls are kept as long as the session is in memory. The session's last request and the tokens of its
-answers are larger. They are held in a `ConversationCache`, which all sessions of a gateway share. The least recently
-used entries are dropped first; when needed, a dropped request is parsed again, and dropped tokens are read from the
-store.
+Digests of all calls are kept as long as the session is in memory. The session's last request and the tokens of the
+answers that no call has continued yet are larger. They are held in a `ConversationCache`, which all sessions of a
+gateway share. The least recently used entries are dropped first; when needed, a dropped request is parsed again, and
+dropped tokens are read from the store.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,12 +25,7 @@ from cachetools import LRUCache
 
 from polar_proxy.dialects.base import ParsedRequest
 from polar_proxy.sessions.call_index import CallIndex, CallNode, fingerprint_of, node_from_store, quotes_of
-from polar_proxy.sessions.hashing import (
-    HashedConversation,
-    MessageHasher,
-    ids_digest,
-    text_of,
-)
+from polar_proxy.sessions.hashing import EMPTY, HashedConversation, MessageHasher, text_of
 from polar_proxy.sessions.identity import NO_METADATA, ClientMetadata
 from polar_proxy.sessions.lineage import Base, Lineage, PlacementQuery, decide, find_base
 from polar_proxy.sessions.rules import RequestTexts
@@ -44,7 +41,8 @@ from polar_proxy.types import (
     TokenIds,
 )
 
-_CACHE_BYTES = 384 << 20
+_REQUEST_BYTES, _MESSAGE_BYTES, _ANSWER_BYTES = 4096, 600, 1024
+"""Memory of a cached request, of each of its messages and of an answer besides texts and tokens, as measured."""
 _REASONING_PREFIX = 80
 """Characters of an answer's reasoning that are searched for in a rendering."""
 _RECENT_TEXTS = 32
@@ -58,6 +56,11 @@ class PromptConfig(NamedTuple):
     options: bytes
 
 
+class HashedRequest(NamedTuple):
+    conversation: HashedConversation
+    texts: RequestTexts
+
+
 @dataclass(frozen=True, slots=True)
 class LastRequest:
     """A parsed request and its hashed conversation. The session's next request usually begins with these messages."""
@@ -65,8 +68,12 @@ class LastRequest:
     dialect: str
     parsed: ParsedRequest
     conversation: HashedConversation
-    size: int
+    text_bytes: int
     """Bytes of its messages. The parsed messages take about the same amount of memory again."""
+
+    @property
+    def size(self) -> int:
+        return _REQUEST_BYTES + 2 * self.text_bytes + _MESSAGE_BYTES * len(self.conversation.messages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,16 +89,27 @@ class AnsweredCall:
 
     @property
     def size(self) -> int:
-        return int(self.ids.nbytes)
+        return _ANSWER_BYTES + int(self.ids.nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class UnrecordedCall:
+    """A call that was answered but not recorded."""
+
+    record: CallRecord
+
+    @property
+    def size(self) -> int:
+        return sum(map(len, self.record.messages))
 
 
 class ConversationCache(LRUCache[Hashable, Any]):
-    """Last requests (by session id) and answered calls (by call id and choice) of all sessions, limited in bytes."""
+    """Last requests (by session id), answered calls (by call id and choice) and unrecorded calls, limited in bytes."""
 
-    def __init__(self, capacity: int = _CACHE_BYTES) -> None:
+    def __init__(self, capacity: int = 1 << 20) -> None:
         super().__init__(capacity, lambda entry: entry.size)
 
-    def put(self, key: Hashable, entry: LastRequest | AnsweredCall) -> None:
+    def put(self, key: Hashable, entry: LastRequest | AnsweredCall | UnrecordedCall) -> None:
         """Insert or replace an entry. An entry larger than the capacity is not kept."""
         self.pop(key, None)
         if entry.size <= self.maxsize:
@@ -109,23 +127,49 @@ class SessionState:
         *,
         window: float = 10.0,
         cache: ConversationCache | None = None,
+        record_required: bool = True,
     ) -> None:
+        """`record_required`: calls that cannot be recorded are refused. Otherwise they are answered, and are lost."""
         self.session_id = session_id
+        self.record_required = record_required
         self.policy = policy
         self._hasher = hasher or MessageHasher()
         self._index = CallIndex()
         self._window = window
         self._cache = ConversationCache() if cache is None else cache
         self._with_text: deque[CallNode] = deque()
+        self.used_at = time.monotonic()
+        """When a request last asked for this session."""
+        self.key_hashes: set[bytes] = set()
+        """The hashes of the keys that find this session in the gateway's memory."""
+        self.counted_calls = 0
+        """`weight` when the registry last looked at it."""
+        self.requests = 0
+        """Requests that are being read or answered; see `in_request`."""
         self.in_flight = 0
         """Calls that are being answered; see `begin` and `end`."""
         self.idle = asyncio.Event()
         """Set while `in_flight` is 0."""
         self.idle.set()
+        self.parsing = asyncio.Lock()
+        """Held while one of the session's larger requests is parsed."""
         self.lost = 0
-        """Calls that were answered but could not be committed. The rollout is then incomplete and not trained on."""
+        """Calls that were answered but could not be committed. The session is then incomplete and not trained on."""
+        self.unstored_key: bytes | None = None
+        """The hash of the key, while the session itself is not stored yet."""
+        self.refusal: str | None = None
+        """Why the last call was refused, if it could not be recorded."""
         self.recorded = 0
         """Number of stored calls that are in this index, from this gateway and from others."""
+
+    @contextmanager
+    def in_request(self) -> Iterator[None]:
+        """Keep the session in memory while a request of it is read and answered."""
+        self.requests += 1
+        try:
+            yield
+        finally:
+            self.requests -= 1
 
     def begin(self, calls: int) -> None:
         self.in_flight += calls
@@ -136,14 +180,33 @@ class SessionState:
         if self.in_flight == 0:
             self.idle.set()
 
-    def place(
-        self, call_id: str, request: EngineRequest, metadata: ClientMetadata = NO_METADATA, *, now: float
-    ) -> Lineage:
-        """Decide the lineage of a call, and add the call to the index. `now`: seconds since the epoch."""
-        messages = _messages(request)
+    @property
+    def last_conversation(self) -> HashedConversation | None:
+        """The conversation of the session's last request, while it is in memory."""
         last: LastRequest | None = self._cache.get(self.session_id)
-        chain = self._hasher.chain(messages, None if last is None else last.conversation)
+        return None if last is None else last.conversation
+
+    def hash(self, request: EngineRequest, last: HashedConversation | None) -> HashedRequest:
+        """Return what `place` compares of a request. `last`: `last_conversation`. May run in any thread."""
+        messages = _messages(request)
         texts = RequestTexts.of(messages, request if isinstance(request, ChatRequest) else None)
+        return HashedRequest(HashedConversation(messages, self._hasher.chain(messages, last)), texts)
+
+    def place(
+        self,
+        call_id: str,
+        request: EngineRequest,
+        metadata: ClientMetadata = NO_METADATA,
+        hashed: HashedRequest | None = None,
+        *,
+        now: float,
+    ) -> Lineage:
+        """Decide the lineage of a call, and add the call to the index. `now`: seconds since the epoch.
+
+        `hashed`: the result of `hash`, if it was called before.
+        """
+        conversation, texts = hashed or self.hash(request, self.last_conversation)
+        messages, chain = conversation.messages, conversation.chain
         query = PlacementQuery(messages, chain, texts, metadata, now)
         decision = decide(self._index, query, self._window)
         base = find_base(self._index, query)
@@ -159,8 +222,8 @@ class SessionState:
             parent_call_id=None if parent is None else parent.call_id,
             rule=decision.rule,
             asked=chain.keys[-1],
-            assistant_chain=chain.assistant_chain,
-            ids=ids_digest(turn.ids for turn in chain.turns),
+            ids=chain.ids_chain(),
+            spelling=chain.turns[-1].spelling if chain.turns else EMPTY,
             at=now,
             compaction=decision.compaction,
         )
@@ -173,7 +236,7 @@ class SessionState:
             ambiguous=decision.ambiguous,
             thread=thread,
             base=base,
-            conversation=HashedConversation(messages, chain),
+            conversation=conversation,
         )
 
     def record_answer(self, lineage: Lineage, answers: Sequence[Message], status: CallStatus, *, now: float) -> Json:
@@ -182,7 +245,7 @@ class SessionState:
         if status not in ("ok", "no_tokens"):  # nothing may have arrived
             answers = [answer for answer in answers if answer.tool_calls or text_of(answer).strip()]
         node.state, node.at = status, now
-        node.answers = tuple(self._hasher.answer_node(node.asked, node.assistant_chain, answer) for answer in answers)
+        node.answers = tuple(self._hasher.answer_node(lineage.conversation, answer) for answer in answers)
         node.quotes = quotes_of(answers, node.compaction)
         node.text = text_of(answers[0]) if answers else ""
         self._with_text.append(node)
@@ -190,6 +253,24 @@ class SessionState:
             self._with_text.popleft().text = ""
         self._index.add_answers(node)
         return fingerprint_of(node)
+
+    def forget(self, record: CallRecord) -> None:
+        """Remove a call that could not be recorded: no later call may be joined to it.
+
+        Its text is kept while there is room, for a client that names the call instead of repeating its messages.
+        """
+        nodes = [node for node in self._index.by_id.values() if node.call_id != record.call_id]
+        self._index = CallIndex()
+        for node in nodes:
+            node.continued, node.retried = 0, False
+            self._index.add(node, self._index.by_id.get(node.parent_call_id or ""))
+            self._index.add_answers(node)
+        self._cache.put(("unrecorded", record.call_id), UnrecordedCall(record))
+
+    def unrecorded(self, call_id: str) -> CallRecord | None:
+        """Return an answered call that could not be recorded, if it is still in memory."""
+        found: UnrecordedCall | None = self._cache.get(("unrecorded", call_id))
+        return None if found is None else found.record
 
     def rebuild(self, calls: Iterable[StoredLineage]) -> None:
         """Add stored calls, in the order in which they started. Calls that are known already are skipped.
@@ -201,6 +282,11 @@ class SessionState:
             if node is not None and node.call_id not in self._index.by_id:
                 self._index.add(node, self._index.by_id.get(node.parent_call_id or ""))
                 self._index.add_answers(node)
+
+    @property
+    def weight(self) -> int:
+        """Memory of this state, in calls."""
+        return 2 + len(self._index.by_id)
 
     @property
     def call_ids(self) -> Collection[str]:
@@ -218,6 +304,13 @@ class SessionState:
         """Keep a request for the next one. `size`: bytes of the request's messages."""
         self._cache.put(self.session_id, LastRequest(dialect, parsed, conversation, size))
 
+    def drop_cached(self) -> None:
+        """Drop what the cache holds of this session, because it gets no more calls."""
+        self._cache.pop(self.session_id, None)
+        for node in self._index.by_id.values():
+            for choice in range(len(node.answers)):
+                self._cache.pop((node.call_id, choice), None)
+
     def answered_call(self, base: Base) -> AnsweredCall | None:
         """Return an answer's tokens; None if they are not in memory."""
         found: AnsweredCall | None = self._cache.get((base.call_id, base.choice))
@@ -225,10 +318,14 @@ class SessionState:
 
     def remember_tokens(self, record: CallRecord, config: PromptConfig | None, base: Base | None) -> None:
         """Keep the tokens of an answered call for the next one. `config`: None for a raw prompt."""
-        if record.status != "ok" or record.prompt_ids is None or config is None:
+        if record.status != "ok" or record.prompt_ids is None or config is None or record.sampling.get("hidden_call"):
             return
         before = self.answered_call(base) if base is not None else None
         reasoning = before.reasoning if before is not None else ()
+        if base is not None and record.edge == "continues":
+            # The next call extends the new answer, which contains these tokens: keeping each answer of a conversation
+            # would take memory that grows with the square of its length.
+            self._cache.pop((base.call_id, base.choice), None)
         for choice in record.choices:
             self.remember_answer(record.call_id, record.prompt_ids, choice, config, reasoning)
 

@@ -16,7 +16,7 @@ from sqlalchemy import insert, select, update
 from polar_proxy.errors import StoreError
 from polar_proxy.store import schema
 from polar_proxy.store.database import Database, Repository, row_columns
-from polar_proxy.store.secrets import log_without_secrets
+from polar_proxy.store.secrets import clean_label, json_without_secrets, log_without_secrets
 from polar_proxy.types import Json, new_id
 
 _w = schema.rewards.c
@@ -66,7 +66,16 @@ class RewardRepository(Repository):
         All rewards are kept. The newest one of a rollout or trace is also in the row of that rollout or trace. `value`
         None: the evaluator returned no value.
         """
-        row = RewardRow(new_id("rew"), rollout_id, trace_id, call_id, source, value, detail, time.time())
+        row = RewardRow(
+            new_id("rew"),
+            rollout_id,
+            trace_id,
+            call_id,
+            clean_label(source) or "",
+            value,
+            json_without_secrets(detail),
+            time.time(),
+        )
         async with self._database.writing() as connection:
             await connection.execute(insert(schema.rewards).values(asdict(row)))
             if trace_id is not None and call_id is None:
@@ -126,17 +135,19 @@ def write_artifact(folder: Path, data: bytes) -> str:
     sha256 = hashlib.sha256(data).hexdigest()
     path = artifact_path(folder, sha256)
     try:
-        os.utime(path)  # makes the file young: `polar db prune` does not remove young files
-        return sha256
-    except FileNotFoundError:
-        pass
-    try:
+        if path.exists():
+            os.utime(path)  # makes the file young: `polar db prune` does not remove young files
+            return sha256
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         # Written to another file and renamed, so that a file with this name is always complete.
         handle, temporary = tempfile.mkstemp(dir=path.parent)
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        Path(temporary).replace(path)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+            Path(temporary).replace(path)
+        except OSError:
+            Path(temporary).unlink()
+            raise
     except OSError as error:
         raise StoreError(f"An artifact cannot be written below {folder}: {error.strerror}") from error
     return sha256

@@ -25,7 +25,7 @@ from polar_proxy.errors import StoreError
 from polar_proxy.store import schema
 from polar_proxy.store.database import Database, Repository, row_columns
 from polar_proxy.store.encoding.loader import fetch
-from polar_proxy.store.group_commit import BatchWriter, GroupCommit
+from polar_proxy.store.group_commit import PATIENCE_SECONDS, BatchWriter, GroupCommit
 from polar_proxy.types import CallRecord, CallStatus, Edge, StoredLineage
 
 _MAX_BOUND_VALUES = 10_000
@@ -87,12 +87,18 @@ class CallRepository(Repository):
         super().__init__(database)
         self._writer = writer
 
-    async def commit(self, record: CallRecord) -> None:
-        """Store a call, and return after its transaction is committed. Raises StoreError if it cannot be stored.
+    def commit(self, record: CallRecord, *, large: bool = False) -> asyncio.Future[None]:
+        """Store a call. Await the result to know that its transaction is committed. Raises StoreError if it cannot be
+        stored.
 
-        In the record, `prompt_ids` and `token_ids` are int32, and `logprobs` float32 with one value per token.
+        `large`: other calls are not to wait until the rows of this one are made. In the record, `prompt_ids` and
+        `token_ids` are int32, and `logprobs` float32 with one value per token.
         """
-        await self._writer.commit(record)
+        return self._writer.add(record, large=large)
+
+    def set_cache(self, size: int) -> None:
+        """Set the bytes of memory with which `commit` avoids work for messages that are stored already."""
+        self._writer.set_cache(size)
 
     async def get(self, call_id: str) -> CallRecord | None:
         async with self._database.reading() as connection:
@@ -170,7 +176,7 @@ class OpenCallRepository(Repository):
         error: StoreError | None = None
         calls = [call for call, _ in batch]
         try:
-            open_sessions = await self._database.write_in_thread(lambda: calls, _insert_announcements)
+            open_sessions = await self._database.write_in_thread(lambda: calls, _insert_announcements, PATIENCE_SECONDS)
         except StoreError as refusal:
             error = refusal
         for call, future in batch:
@@ -190,10 +196,12 @@ class OpenCallRepository(Repository):
                 expires_at = time.time() + seconds
                 await connection.execute(update(schema.open_calls).where(mine).values(lease_expires_at=expires_at))
 
-    async def of_session(self, session_id: str, *, but: str | None = None) -> list[OpenCall]:
-        """Return the calls of a session that are in progress or lost, oldest first, without those of gateway `but`."""
+    async def of_session(self, session_id: str, *, without_gateway: str | None = None) -> list[OpenCall]:
+        """Return the calls of a session that are in progress or lost, oldest first; those of one gateway left out."""
         query = select(*_open_columns).where(_o.session_id == session_id).order_by(_o.started_at, _o.call_id)
-        return await self._rows(OpenCall, query if but is None else query.where(_o.gateway != but))
+        if without_gateway is not None:
+            query = query.where(_o.gateway != without_gateway)
+        return await self._rows(OpenCall, query)
 
     async def take(self, session_id: str) -> list[OpenCall]:
         """Delete and return the remaining announcements of a session that has ended."""

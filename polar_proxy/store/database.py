@@ -6,39 +6,63 @@ Also reads the addresses that users type: a path, `sqlite:///...` or `postgresql
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import sqlite3
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager, nullcontext
+from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from sqlalchemy import ColumnElement, Connection, Engine, Executable, Select, Table, create_engine, event
+from sqlalchemy import ColumnElement, Connection, Engine, Executable, Select, Table, create_engine
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
-from sqlalchemy.pool import ConnectionPoolEntry
 
 from polar_proxy.errors import StoreError, UsageError
 from polar_proxy.store import json_codec
+from polar_proxy.store.sqlite_file import (
+    BUSY_MS,
+    PROBE,
+    RollbackOnClose,
+    check_free_space,
+    is_locked,
+    listen,
+    name_lock_holder,
+    probe_file,
+    write_lock_holders,
+)
 
 P = TypeVar("P")
 T = TypeVar("T")
 
 _SQLITE_DRIVER = "sqlite+aiosqlite"
 _POSTGRES_DRIVER = "postgresql+asyncpg"
-_BUSY_MS = 30_000
-_CHECKPOINT_PAGES = 4_000
 _RECONNECT_SECONDS = 45.0
-"""How long to wait for a PostgreSQL server that was reached before and may be restarting. It is shorter than the
-gateway's time limit for a commit, so that the agent gets the store's error."""
+"""How long to wait for a PostgreSQL server that was reached before and may be restarting, unless the caller has less
+patience."""
+_CONNECT_SECONDS = 3.0
+_PROBE_SECONDS = 1.2
+_RECENT_SECONDS = 1.0
+"""A write that ended within this time shows that the database can be written."""
+_STUCK_SECONDS = 10.0
+"""A SQLite write of this process that takes longer does not count as slow but as stuck."""
+_DISK_FULL = "The disk is full: nothing can be recorded until space is freed"
 _UNAVAILABLE_STATES = {"57P01", "57P02", "57P03"}
 """admin_shutdown, crash_shutdown, cannot_connect_now: https://www.postgresql.org/docs/current/errcodes-appendix.html"""
+
+
+class StoreUnreachableError(StoreError):
+    """No connection was made, so nothing was read or written."""
+
+
+class StoreUncertainError(StoreError):
+    """It is unknown whether an operation took effect: the connection broke, or no answer came in time."""
 
 
 class Database:
@@ -59,12 +83,15 @@ class Database:
         self.dialect: Literal["sqlite", "postgresql"] = "postgresql" if self.path is None else "sqlite"
         self._write_lock = asyncio.Lock()
         self._was_reached = False
+        self._written_at = -math.inf
+        self._writing_since: float | None = None
+        """When the running SQLite write of this process began."""
         self._worker: ThreadPoolExecutor | None = None
         self._worker_engine: Engine | None = None
         common: dict[str, Any] = {"json_serializer": json_codec.dumps_text, "json_deserializer": json_codec.loads}
         try:
             if self.path is not None:
-                own = {"connect_args": {"factory": _RollbackOnClose}}
+                own = {"connect_args": {"factory": RollbackOnClose}}
                 self._writer = create_async_engine(url, pool_size=1, max_overflow=0, pool_timeout=120, **own, **common)
                 self._reader = create_async_engine(url, pool_size=4, max_overflow=4, **own, **common)
                 # aiosqlite changes threads three times per statement. The hot path therefore has its own connection in
@@ -74,15 +101,19 @@ class Database:
                     pool_size=1,
                     max_overflow=0,
                     # Used in one thread, closed in another.
-                    connect_args={"check_same_thread": False, "factory": _RollbackOnClose},
+                    connect_args={"check_same_thread": False, "factory": RollbackOnClose},
                     **common,
                 )
-                _listen(self._writer.sync_engine, writes=True)
-                _listen(self._reader.sync_engine, writes=False)
-                _listen(self._worker_engine, writes=True)
+                listen(self._writer.sync_engine, writes=True)
+                listen(self._reader.sync_engine, writes=False)
+                listen(self._worker_engine, writes=True)
             else:
-                # pre_ping: the server may have been restarted since the connection was pooled.
-                self._writer = create_async_engine(url, pool_size=4, max_overflow=4, pool_pre_ping=True, **common)
+                # pre_ping: the server may have been restarted since the connection was pooled. No overflow: under load
+                # its connections would be made and closed again and again.
+                connect = {"connect_args": {"timeout": _CONNECT_SECONDS}}
+                self._writer = create_async_engine(
+                    url, pool_size=8, max_overflow=0, pool_pre_ping=True, **connect, **common
+                )
                 self._reader = self._writer
         except ModuleNotFoundError as error:
             raise StoreError("PostgreSQL needs the driver asyncpg: pip install 'polar-proxy[postgres]'") from error
@@ -94,60 +125,128 @@ class Database:
         return postgresql.insert(table).on_conflict_do_nothing()
 
     @asynccontextmanager
-    async def writing(self) -> AsyncIterator[AsyncConnection]:
-        """Open a transaction that is committed when the block ends without an error."""
+    async def writing(self, patience: float | None = None) -> AsyncIterator[AsyncConnection]:
+        """Open a transaction that is committed when the block ends without an error.
+
+        `patience`: seconds to wait for a server that is away. Raises StoreUnreachableError after it.
+        """
         with self.translated():
             async with (
-                self._write_lock if self.path is not None else nullcontext(),
-                self._connected(self._writer) as connection,
+                self._turn(),
+                self._connected(self._writer, patience) as connection,
                 connection.begin(),
             ):
                 yield connection
+            self._written_at = time.monotonic()
 
-    async def write_in_thread(self, prepare: Callable[[], P], write: Callable[[Connection, P], T]) -> T:
-        """Run `prepare` in the worker thread, then `write` with its result in a transaction."""
+    async def write_in_thread(
+        self, prepare: Callable[[], P], write: Callable[[Connection, P], T], patience: float | None = None
+    ) -> T:
+        """Run `prepare` in the worker thread, then `write` with its result in a transaction (see `writing`)."""
         loop = asyncio.get_running_loop()
         if self._worker is None:
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="polar-store")
         engine = self._worker_engine
         if engine is None:
             prepared = await loop.run_in_executor(self._worker, prepare)
-            async with self.writing() as connection:
+            async with self.writing(patience) as connection:
                 return await connection.run_sync(write, prepared)
 
         def work() -> T:
             prepared = prepare()
             with engine.begin() as connection:
-                return write(connection, prepared)
+                result = write(connection, prepared)
+            self._written_at = time.monotonic()
+            return result
 
         with self.translated():
-            async with self._write_lock:
+            async with self._turn():
                 return await loop.run_in_executor(self._worker, work)
 
     async def run_exclusive(self, work: Callable[[], T]) -> T:
         """Run `work`, which has its own connection, in a thread while no other writer of this process runs."""
-        async with self._write_lock:
+        async with self._turn():
             return await asyncio.to_thread(work)
 
     @asynccontextmanager
-    async def reading(self) -> AsyncIterator[AsyncConnection]:
-        """Open a connection that sees one snapshot (SQLite) or a snapshot per statement (PostgreSQL)."""
-        with self.translated():
-            async with self._connected(self._reader) as connection:
-                yield connection
+    async def _turn(self) -> AsyncIterator[None]:
+        """Wait until no other SQLite writer of this process runs, and be the one that runs."""
+        if self.path is None:
+            yield
+            return
+        async with self._write_lock:
+            self._writing_since = time.monotonic()
+            try:
+                yield
+            finally:
+                self._writing_since = None
 
     @asynccontextmanager
-    async def _connected(self, engine: AsyncEngine) -> AsyncIterator[AsyncConnection]:
+    async def reading(self, patience: float | None = None) -> AsyncIterator[AsyncConnection]:
+        """Open a connection that sees one snapshot (SQLite) or a snapshot per statement (PostgreSQL)."""
+        with self.translated():
+            async with self._connected(self._reader, patience) as connection:
+                yield connection
+
+    async def probe(self) -> None:
+        """Write a row and commit, on a separate connection. Raises StoreError if nothing can be stored now.
+
+        A write of this process that just ended, or ends meanwhile, proves as much, and one that has the lock is on its
+        way. Many of them have SQLite's lock most of the time, so that the probe does not get it.
+        """
+        began = time.monotonic()
+        try:
+            if self.path is not None:
+                is_recent = self._written_at > began - _RECENT_SECONDS
+                await asyncio.to_thread(check_free_space if is_recent else probe_file, self.path)
+            elif self._written_at <= began - _RECENT_SECONDS:
+                # In a loop of its own: in a busy one, its few round trips take longer than they may.
+                await asyncio.to_thread(asyncio.run, self._probe_server())
+        except (SQLAlchemyError, sqlite3.Error, OSError) as error:
+            may_be_load = isinstance(error, TimeoutError) or (is_locked(error) and self._may_have_lock())
+            if not (may_be_load and (self._written_at > began or self._writing_since is not None)):
+                raise StoreError(self._describe(error)) from error
+
+    def _may_have_lock(self) -> bool:
+        """Return whether a write of this process may have SQLite's lock. Raises StoreError if it takes too long."""
+        assert self.path is not None
+        holders = write_lock_holders(self.path)
+        if holders and os.getpid() not in holders:
+            return False
+        seconds = 0.0 if self._writing_since is None else time.monotonic() - self._writing_since
+        if seconds > _STUCK_SECONDS:
+            raise StoreError(f"A write of this process has not ended for {seconds:.0f} s")
+        return True
+
+    async def _probe_server(self) -> None:
+        import asyncpg
+
+        _, address = self._writer.dialect.create_connect_args(make_url(self.url))
+        limits = {"timeout": _PROBE_SECONDS, "command_timeout": _PROBE_SECONDS}
+        try:
+            connection = await asyncpg.connect(**{**address, **limits})
+            try:
+                await connection.execute(PROBE)
+            finally:
+                connection.terminate()  # does not wait for a server that hangs
+        except (asyncpg.PostgresError, asyncpg.InterfaceError) as error:
+            raise StoreError(f"The database refused the operation: {error}") from error
+
+    @asynccontextmanager
+    async def _connected(self, engine: AsyncEngine, patience: float | None) -> AsyncIterator[AsyncConnection]:
         may_restart = self._was_reached and self.path is None
-        deadline = time.monotonic() + (_RECONNECT_SECONDS if may_restart else 0.0)
+        patience = _RECONNECT_SECONDS if patience is None else patience
+        deadline = time.monotonic() + (patience if may_restart else 0.0)
         async with AsyncExitStack() as stack:
             while True:
                 try:
                     connection = await stack.enter_async_context(engine.connect())
                     break
                 except (SQLAlchemyError, OSError) as error:
-                    if not is_unavailable(error) or time.monotonic() >= deadline:
+                    if not is_unavailable(error):
                         raise
+                    if time.monotonic() >= deadline:
+                        raise StoreUnreachableError(f"{self._describe(error)} ({display_url(self.url)})") from error
                 await asyncio.sleep(0.2)
             self._was_reached = True
             yield connection
@@ -158,7 +257,12 @@ class Database:
         try:
             yield
         except (SQLAlchemyError, sqlite3.Error, OSError) as error:
-            raise StoreError(f"{_describe(error)} ({display_url(self.url)})") from error
+            raise StoreError(f"{self._describe(error)} ({display_url(self.url)})") from error
+
+    def _describe(self, error: SQLAlchemyError | sqlite3.Error | OSError) -> str:
+        if self.path is not None and is_locked(error):
+            return f"{name_lock_holder(self.path)} holds the database's lock for too long"
+        return _describe(error)
 
     async def close(self) -> None:
         # Shielded: a cancelled shutdown must still end the drivers' threads, or the process never exits.
@@ -206,22 +310,32 @@ def row_columns(row: type[Any], table: Table, **computed: ColumnElement[Any]) ->
     return [computed[name] if name in computed else table.c[name] for name in (field.name for field in fields(row))]
 
 
+_REASONS = (
+    ("not a database", "This file is not a Polar database (not even an SQLite file)"),
+    ("malformed", "The database file is damaged. Restore it from a copy, or name another file with --db"),
+    ("disk is full", _DISK_FULL),
+    ("no space left", _DISK_FULL),
+    ("disk quota exceeded", _DISK_FULL),
+)
+"""What a driver's text means, by a part of it."""
+
+
 def _describe(error: SQLAlchemyError | sqlite3.Error | OSError) -> str:
     """Describe the error without the statement and its parameters, which may hold a conversation."""
-    if isinstance(error, OSError):
-        return f"The database cannot be reached: {error}"
     if isinstance(error, PoolTimeout):
         return "The database is too busy: no connection became free in time"
-    if not isinstance(error, DBAPIError):
+    if isinstance(error, DBAPIError) and error.orig is not None:
+        reason = str(error.orig).splitlines()[0]
+    elif isinstance(error, SQLAlchemyError):
         return f"The database refused the operation: {type(error).__name__}"
-    reason = str(error.orig).splitlines()[0] if error.orig is not None else type(error).__name__
+    else:
+        reason = str(error) or type(error).__name__
     lower = reason.lower()
-    if "not a database" in lower:
-        return "This file is not a Polar database (not even an SQLite file)"
-    if "database is locked" in lower:
-        return f"Another process has held the database's lock for {_BUSY_MS // 1000} seconds"
-    if "disk is full" in lower or "no space left" in lower:
-        return "The disk is full: nothing can be recorded until space is freed"
+    for part, meaning in _REASONS:
+        if part in lower:
+            return meaning
+    if isinstance(error, OSError):
+        return f"The database cannot be reached: {reason}"
     if "unable to open database file" in lower or "readonly database" in lower:
         return f"The database file cannot be opened for writing: {reason}"
     if isinstance(error, IntegrityError):
@@ -251,49 +365,10 @@ def create_file(database: Database) -> None:
     except OSError as error:
         raise StoreError(f"The database file {database.path} cannot be created: {error.strerror}") from error
     if empty:
-        with closing(sqlite3.connect(database.path, timeout=_BUSY_MS / 1000)) as connection, database.translated():
+        with closing(sqlite3.connect(database.path, timeout=BUSY_MS / 1000)) as connection, database.translated():
             # Has an effect only on an empty file; `polar db vacuum` can then return space in small steps.
             connection.execute("PRAGMA auto_vacuum=INCREMENTAL")
             connection.execute("PRAGMA journal_mode=WAL")
-
-
-class _RollbackOnClose(sqlite3.Connection):
-    """A connection that rolls back its transaction when it is closed.
-
-    SQLite keeps a closed connection, with its transaction and its locks, as long as one of its statements is
-    referenced, and the traceback of a cancelled task references one until the garbage collector runs.
-    """
-
-    def close(self) -> None:
-        if self.in_transaction:
-            self.rollback()
-        super().close()
-
-
-def _listen(engine: Engine, *, writes: bool) -> None:
-    """Set up the SQLite connections of an engine when they are opened and when a transaction begins."""
-    begin = "BEGIN IMMEDIATE" if writes else "BEGIN"
-
-    def on_connect(connection: Any, _: ConnectionPoolEntry) -> None:
-        connection.isolation_level = None  # the driver must not begin transactions; `on_begin` does
-        cursor = connection.cursor()
-        cursor.execute(f"PRAGMA busy_timeout={_BUSY_MS}")
-        if writes:
-            cursor.execute("PRAGMA journal_mode=WAL")
-            # A commit survives the end of this process. To survive a power failure, it would have to wait for the disk.
-            cursor.execute("PRAGMA synchronous=NORMAL")
-            cursor.execute(f"PRAGMA wal_autocheckpoint={_CHECKPOINT_PAGES}")
-            cursor.execute("PRAGMA foreign_keys=ON")
-        else:
-            cursor.execute("PRAGMA query_only=ON")
-        cursor.execute("PRAGMA cache_size=-32768")
-        cursor.close()
-
-    def on_begin(connection: Connection) -> None:
-        connection.exec_driver_sql(begin)
-
-    event.listen(engine, "connect", on_connect)
-    event.listen(engine, "begin", on_begin)
 
 
 def default_url(home: Path) -> str:

@@ -2,11 +2,13 @@
 
 Promises:
 
-* `GroupCommit.commit` returns after the transaction that holds the call is committed.
+* The future of `GroupCommit.add` is resolved after the transaction that holds the call is committed.
 * A record that cannot be stored fails alone.
 * A record that was handed over is written even if its caller is cancelled (the agent may have disconnected).
 * If the connection breaks during a commit, the database is asked whether the commit happened, so that no stored call is
-  reported as lost and none is written twice.
+  reported as lost and none is written twice. If it cannot be asked, the error is a StoreUncertainError.
+* While the database server is unreachable, a commit fails after a few seconds.
+* A call does not wait for the rows of a large one to be made, only for them to be written.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Generic, TypeVar
 
 from sqlalchemy import BindParameter, Connection, bindparam, case, delete, func, insert, select, update
@@ -21,12 +24,15 @@ from sqlalchemy.exc import DBAPIError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from polar_proxy.errors import StoreError
+from polar_proxy.offload import OffloadThread
 from polar_proxy.store import schema
-from polar_proxy.store.database import Database, is_unavailable
+from polar_proxy.store.database import Database, StoreUncertainError, StoreUnreachableError, is_unavailable
 from polar_proxy.store.encoding.serializer import CallSerializer, SerializedCalls
 from polar_proxy.types import CallRecord
 
 _MAX_BATCH = 256
+PATIENCE_SECONDS = 3.0
+"""How long a commit or an announcement waits for a server that is away."""
 _DEFAULT_BUILDER = "merged"
 """The builder whose traces are made when a rollout ends."""
 LATE_CALL = "a call of another gateway was recorded after the end of the rollout; the rollout must not be trained on"
@@ -71,6 +77,11 @@ class BatchWriter(Generic[ItemT, ResultT]):
             self._task = asyncio.create_task(self._run(), name="polar-store-writer")
         return future
 
+    def take_waiting(self) -> Sequence[tuple[ItemT, asyncio.Future[ResultT]]]:
+        """Return the items that wait, which the caller must resolve."""
+        waiting, self._waiting = self._waiting, []
+        return waiting
+
     async def stop(self) -> None:
         """Wait until everything is written."""
         if self._task is not None:
@@ -83,13 +94,26 @@ class BatchWriter(Generic[ItemT, ResultT]):
             await self._write_batch(batch)
 
 
+class _Lane:
+    """A queue of calls, whose batches are serialized and written one after the other."""
+
+    def __init__(
+        self, commit: Callable[[_Lane, _Commits], Awaitable[None]], thread: OffloadThread | None = None
+    ) -> None:
+        """`thread` serializes the calls; None: the thread that writes them."""
+        self.serializer = CallSerializer()
+        self.thread = thread
+        self.writer = BatchWriter(partial(commit, self))
+
+
 class GroupCommit:
     """The writer of calls."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self._serializer = CallSerializer()
-        self._writer = BatchWriter(self._commit_batch)
+        self._thread = OffloadThread("polar-large-calls")
+        self._lane = _Lane(self._commit_batch)
+        self._large_lane = _Lane(self._commit_batch, self._thread)
         self._stopped = False
         self.shared = False
         """True if several gateways share the database. The commit of a call then deletes its row of `open_calls`."""
@@ -98,49 +122,68 @@ class GroupCommit:
         self._insert_engines = database.insert_new(schema.engines)
         self._insert_settings = database.insert_new(schema.settings)
 
+    def set_cache(self, size: int) -> None:
+        """Set the bytes of memory for what is known to be stored of each session. Call this before the first call."""
+        for lane in (self._lane, self._large_lane):
+            lane.serializer = CallSerializer(size // 2)
+
     async def stop(self) -> None:
         """Write what is still waiting, and refuse more."""
         self._stopped = True
-        await self._writer.stop()
+        for lane in (self._lane, self._large_lane):
+            await lane.writer.stop()
+        self._thread.close()
 
-    async def commit(self, record: CallRecord) -> None:
+    def add(self, record: CallRecord, *, large: bool = False) -> asyncio.Future[None]:
+        """Hand a record over; the future is resolved after its commit."""
         if self._stopped:
             raise StoreError(f"The call {record.call_id} was not recorded: the store is already closed")
-        await self._writer.add(record)
+        return (self._large_lane if large else self._lane).writer.add(record)
 
-    async def _commit_batch(self, batch: _Commits, *, retry: bool = True, unsure: bool = False) -> None:
+    async def _commit_batch(self, lane: _Lane, batch: _Commits, *, retry: bool = True, unsure: bool = False) -> None:
         """Commit the batch and resolve every future of it, whatever happens.
 
         `unsure`: the batch was tried before and may have been committed.
         """
         try:
-            await self._commit_together(batch)
+            await self._commit_together(lane, batch)
         except Exception as error:  # noqa: BLE001 (passed on to each caller)
             # Another process may have deleted nodes, settings or engines that were stored: insert all of them again.
-            self._serializer.forget()
-            if not retry:
-                stored = await self._stored_ids(batch) if unsure else set()
-                for record, future in batch:
-                    _resolve(future, record, None if record.call_id in stored else error)
-            elif len(batch) == 1 or _concerns_any_record(error):
-                await self._commit_batch(batch, retry=False, unsure=is_unavailable(error.__cause__))
+            lane.serializer.forget()
+            if not retry or isinstance(error, StoreUnreachableError):
+                await self._fail(lane, batch, error, unsure=unsure)
+            elif len(batch) == 1 or concerns_any_record(error):
+                await self._commit_batch(lane, batch, retry=False, unsure=is_unavailable(error.__cause__))
             else:
                 for pending in batch:  # so that only the record that cannot be stored fails
-                    await self._commit_batch([pending])
+                    await self._commit_batch(lane, [pending])
 
-    async def _stored_ids(self, batch: _Commits) -> set[str]:
-        """Return the ids of the batch's calls that are stored although their commit was not confirmed."""
-        query = select(_c.call_id).where(_c.call_id.in_([record.call_id for record, _ in batch]))
-        try:
-            async with self._database.reading() as connection:
-                return set(await connection.scalars(query))
-        except StoreError:
-            return set()
+    async def _fail(self, lane: _Lane, batch: _Commits, error: Exception, *, unsure: bool) -> None:
+        """Resolve the futures of a batch that failed. `unsure`: an earlier try may have been committed."""
+        stored: set[str] = set()
+        if isinstance(error, StoreUnreachableError):  # those that came meanwhile need not wait for it too
+            for record, future in lane.writer.take_waiting():
+                _resolve(future, record, error)
+        if unsure:
+            query = select(_c.call_id).where(_c.call_id.in_([record.call_id for record, _ in batch]))
+            try:
+                async with self._database.reading(PATIENCE_SECONDS) as connection:
+                    stored = set(await connection.scalars(query))
+            except StoreError as unknown:
+                error = StoreUncertainError(f"The connection broke during the commit. {unknown}")
+        for record, future in batch:
+            _resolve(future, record, None if record.call_id in stored else error)
 
-    async def _commit_together(self, batch: _Commits) -> None:
+    async def _commit_together(self, lane: _Lane, batch: _Commits) -> None:
         records = [record for record, _ in batch]
-        rows, refused = await self._database.write_in_thread(lambda: self._serializer.serialize(records), self._write)
-        self._serializer.mark_stored(rows)
+        serialize = partial(lane.serializer.serialize, records)
+        if lane.thread is None:
+            rows, refused = await self._database.write_in_thread(serialize, self._write, PATIENCE_SECONDS)
+            lane.serializer.mark_stored(rows)
+        else:
+            made = await lane.thread.run(True, serialize)
+            rows, refused = await self._database.write_in_thread(lambda: made, self._write, PATIENCE_SECONDS)
+            await lane.thread.run(True, lane.serializer.mark_stored, rows)
         for position, (record, future) in enumerate(batch):
             _resolve(future, record, refused.get(position))
 
@@ -189,7 +232,7 @@ class GroupCommit:
         connection.execute(update(schema.rollouts).where(_r.rollout_id.in_(incomplete)).values(changes))
 
 
-def _concerns_any_record(error: Exception) -> bool:
+def concerns_any_record(error: Exception) -> bool:
     """Return whether any other record would fail in the same way: database locked, full or unreachable."""
     cause = error.__cause__
     return isinstance(cause, OperationalError | PoolTimeout | OSError) or (
@@ -204,6 +247,8 @@ def _resolve(future: asyncio.Future[None], record: CallRecord, error: Exception 
     elif error is None:
         future.set_result(None)
     else:
-        reason = StoreError(f"The call {record.call_id} was not stored. {error}")
+        uncertain = isinstance(error, StoreUncertainError)
+        kind, outcome = (StoreUncertainError, "may not be") if uncertain else (StoreError, "was not")
+        reason = kind(f"The call {record.call_id} {outcome} stored. {error}")
         reason.__cause__ = error
         future.set_exception(reason)

@@ -271,7 +271,7 @@ class RolloutRepository(Repository):
             await end_stages(connection, _stages_of(claim), now, outcome, cause)
 
     async def end_open_stage(self, rollout_id: str, outcome: str, cause: str | None = None) -> None:
-        """End the open stage of a rollout whose worker died, whichever its attempt."""
+        """End the open stage of a rollout whose worker died, in whichever attempt it is."""
         async with self._database.writing() as connection:
             await end_stages(connection, _st.rollout_id == rollout_id, time.time(), outcome, cause)
 

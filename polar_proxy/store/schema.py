@@ -128,6 +128,7 @@ sessions = Table(
     _json("policy", nullable=True),
     Column("created_at", Double, nullable=False),
     Column("closed_at", Double),
+    Column("incomplete", Text),  # machine-readable reason why it must not be trained on; null: all calls are recorded
     # Updated in the transaction that adds the calls, so that listings need not count calls.
     _counter("calls"),
     _counter("failed_calls"),

@@ -3,8 +3,11 @@
 Headers are never recorded, but bodies, addresses and error texts can contain keys as well. Removed are
 
 * the string values of JSON fields with the name of a secret (`FIELDS`) and of all fields in `headers`;
-* in every other string, anything that looks like a provider's key, a bearer token, a private key, a password in a URL
-  or a key among its query parameters (`PATTERNS`), and Polar's own session keys.
+* in every other string that is a parameter or a name (`model`, `user`, metadata, labels, consumers, sources), anything
+  that looks like a provider's key, a bearer token, a private key, a password in a URL or a key among its query
+  parameters (`PATTERNS`), and Polar's own session keys.
+
+A secret without such a form, such as a password of plain words, is not recognised.
 
 Promises: a value without secrets is returned unchanged (JSON bytes: byte for byte), and removing twice has the effect
 of removing once. Messages and answers are not changed by this module: they are what the model read and wrote, token by
@@ -14,6 +17,7 @@ token.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 from polar_proxy.store import json_codec
@@ -31,10 +35,15 @@ FIELDS = frozenset(
 """Field names in lower case, without `-` and `_`."""
 _MAPS = frozenset({"headers", "extraheaders", "httpheaders"})
 
-_KEY = r"(?=[\w-]*\d)[\w-]"
-"""The first character of a key. The key must contain a digit, otherwise many hyphenated words would match."""
-PATTERNS: tuple[tuple[str, re.Pattern[str], str], ...] = (
-    ("provider key (OpenAI, Anthropic, Stripe, Polar)", re.compile(rf"\b[spr]k-{_KEY}[\w-]{{15,}}"), REMOVED),
+
+def _if_it_has_a_digit(found: re.Match[str]) -> str:
+    """Remove a key only if it contains a digit. Otherwise many hyphenated words would be removed."""
+    return REMOVED if _DIGIT.search(found[0]) else found[0]
+
+
+_DIGIT = re.compile(r"\d")
+PATTERNS: tuple[tuple[str, re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = (
+    ("provider key (OpenAI, Anthropic, Stripe, Polar)", re.compile(r"\b[spr]k-[\w-]{16,}"), _if_it_has_a_digit),
     ("key of Polar's API", re.compile(r"\b(?:polar-(?:admin|trainer)-|whsec_)[\w+/=-]{16,}"), REMOVED),
     ("Google API key", re.compile(r"\bAIza[\w-]{30,}"), REMOVED),
     ("GitHub token", re.compile(r"\b(?:gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,})"), REMOVED),
@@ -42,7 +51,11 @@ PATTERNS: tuple[tuple[str, re.Pattern[str], str], ...] = (
     ("Hugging Face token", re.compile(r"\bhf_[A-Za-z0-9]{20,}"), REMOVED),
     ("Slack token", re.compile(r"\bxox[abeoprs]-[\w-]{10,}"), REMOVED),
     ("AWS access key", re.compile(r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b"), REMOVED),
-    ("JSON web token", re.compile(r"\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]{8,}"), REMOVED),
+    (
+        "JSON web token",
+        re.compile(r"\beyJ[\w-]{8,}+(?P<rest>\.[\w-]{8,}+\.[\w-]{8,})?"),
+        lambda found: REMOVED if found["rest"] else found[0],
+    ),
     (
         "Authorization value",
         re.compile(r"\b(Bearer|Basic)\s+(?=[\w.~+/=-]*\d)[\w.~+/=-]{12,}", re.IGNORECASE),
@@ -64,7 +77,8 @@ PATTERNS: tuple[tuple[str, re.Pattern[str], str], ...] = (
     ),
     ("session key in a path", re.compile(r"^(/s/)(?!\[secret removed\])[^/?]+"), rf"\1{REMOVED}"),
 )
-"""(name, pattern, replacement)"""
+"""(name, pattern, replacement). A pattern takes time linear in the text, whatever the text is: a text that it scans in
+vain is consumed by a match that replaces nothing."""
 _QUICK_CHECK = re.compile(
     r"[spr]k-|polar-(?:adm|tra)|whsec_|AIza|gh[pousr]_|github_pat_|glpat-|hf_|xox|A[KS]IA|eyJ|earer|asic|BEGIN|://|[?&;]|^/s/",
     re.I,
@@ -73,10 +87,18 @@ _QUICK_CHECK = re.compile(
 
 
 def without_secrets(text: str) -> str:
-    if _QUICK_CHECK.search(text):
-        for _, pattern, replacement in PATTERNS:
-            text = pattern.sub(replacement, text)
-    return text
+    """Return the text without secrets; the same object if it has none."""
+    if not _QUICK_CHECK.search(text):
+        return text
+    clean = text
+    for _, pattern, replacement in PATTERNS:
+        clean = pattern.sub(replacement, clean)
+    return text if clean == text else clean
+
+
+def clean_label(text: str | None) -> str | None:
+    """Return a label or name given by a user, without secrets and without characters that databases refuse."""
+    return None if text is None else json_codec.clean_text(without_secrets(text))
 
 
 def json_without_secrets(value: Any) -> Any:
@@ -110,6 +132,8 @@ def log_without_secrets(content: bytes) -> bytes:
 
 
 def _clean_field(name: Any, value: Any) -> Any:
+    if not isinstance(value, str | list | dict):
+        return value
     known = name.lower().replace("-", "").replace("_", "") if isinstance(name, str) else ""
     if known in FIELDS:
         if isinstance(value, str) and value:

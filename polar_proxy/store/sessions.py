@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
-from sqlalchemy import select, update
+from sqlalchemy import ColumnElement, Connection, bindparam, select, update
 
-from polar_proxy.errors import UsageError
-from polar_proxy.store import json_codec, schema
-from polar_proxy.store.database import Repository, row_columns
+from polar_proxy.errors import StoreError, UsageError
+from polar_proxy.store import schema
+from polar_proxy.store.database import Database, Repository, row_columns
+from polar_proxy.store.group_commit import BatchWriter, concerns_any_record
+from polar_proxy.store.outage_marks import OutageMark
+from polar_proxy.store.secrets import clean_label
 from polar_proxy.types import Json, new_id
 
 SessionOrigin = Literal["key", "open", "rollout"]
 """Created by `polar session new`, by an unknown key on the loopback interface, or for a rollout."""
+IncompleteReason = Literal["unrecorded_calls"]
+"""Why a session must not be trained on: calls were answered that could not be recorded."""
 ApiRole = Literal["admin", "trainer"]
 
 _s = schema.sessions.c
@@ -30,6 +37,7 @@ class SessionRow:
     policy: Json | None
     created_at: float
     closed_at: float | None
+    incomplete: IncompleteReason | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +50,7 @@ class SessionSummary:
     rollout_id: str | None
     created_at: float
     closed_at: float | None
+    incomplete: IncompleteReason | None
     calls: int
     failed_calls: int
     """Calls whose status is not `ok`."""
@@ -50,12 +59,34 @@ class SessionSummary:
     last_call_at: float | None
 
 
+@dataclass(frozen=True, slots=True)
+class _NewSession:
+    row: SessionRow
+    key_hash: bytes | None
+
+    @property
+    def found_by(self) -> ColumnElement[bool]:
+        """The condition of the stored row: the session of the key, which may be an earlier one."""
+        return _s.session_id == self.row.session_id if self.key_hash is None else _s.key_hash == self.key_hash
+
+
 _select_sessions = select(*row_columns(SessionRow, schema.sessions))
 _select_summaries = select(*row_columns(SessionSummary, schema.sessions))
 
 
 class SessionRepository(Repository):
-    """Sessions. A session is everything that came in under one API key."""
+    """Sessions. A session is everything that came in under one API key.
+
+    Those that are created at the same time are written together in one transaction.
+    """
+
+    def __init__(self, database: Database) -> None:
+        super().__init__(database)
+        self._creations: BatchWriter[_NewSession, SessionRow] = BatchWriter(self._write_new)
+
+    async def stop(self) -> None:
+        """Wait until all new sessions are written to the database."""
+        await self._creations.stop()
 
     async def create(
         self,
@@ -65,19 +96,40 @@ class SessionRepository(Repository):
         rollout_id: str | None = None,
         policy: Json | None = None,
         origin: SessionOrigin,
+        session_id: str | None = None,
     ) -> SessionRow:
         """Create a session, or return the one that has this key (the first two calls of an unknown key may race).
 
-        `key_hash`: the SHA-256 of the key.
+        `key_hash`: the SHA-256 of the key. `session_id`: an id that was given out before the session could be stored.
         """
         if key_hash is not None and len(key_hash) != 32:
             raise UsageError("A session key is stored as its SHA-256: 32 bytes")
-        row = SessionRow(new_id("sess"), json_codec.clean_text(label), origin, rollout_id, policy, time.time(), None)
-        new = self._database.insert_new(schema.sessions).values(key_hash=key_hash, **asdict(row))
-        mine = _s.session_id == row.session_id if key_hash is None else _s.key_hash == key_hash
-        async with self._database.writing() as connection:
-            await connection.execute(new)
-            return SessionRow(*(await connection.execute(_select_sessions.where(mine))).one())
+        session_id = session_id or new_id("sess")
+        row = SessionRow(session_id, clean_label(label), origin, rollout_id, policy, time.time(), None, None)
+        return await self._creations.add(_NewSession(row, key_hash))
+
+    async def _write_new(self, batch: Sequence[tuple[_NewSession, asyncio.Future[SessionRow]]]) -> None:
+        try:
+            rows = await self._database.write_in_thread(lambda: [new for new, _ in batch], self._insert)
+        except StoreError as error:
+            if len(batch) > 1 and not concerns_any_record(error):
+                for one in batch:  # so that only the session that cannot be stored fails
+                    await self._write_new([one])
+                return
+            for _, future in batch:
+                if not future.done():
+                    future.set_exception(error)
+            return
+        for (_, future), row in zip(batch, rows, strict=True):
+            if not future.done():
+                future.set_result(row)
+
+    def _insert(self, connection: Connection, batch: Sequence[_NewSession]) -> list[SessionRow]:
+        # Sorted, so that two gateways that open the same sessions cannot deadlock on PostgreSQL.
+        values = [{"key_hash": new.key_hash, **asdict(new.row)} for new in batch]
+        values.sort(key=lambda row: (row["key_hash"] or b"", row["session_id"]))
+        connection.execute(self._database.insert_new(schema.sessions), values)
+        return [SessionRow(*connection.execute(_select_sessions.where(new.found_by)).one()) for new in batch]
 
     async def by_key(self, key_hash: bytes) -> SessionRow | None:
         return await self._row(SessionRow, _select_sessions.where(_s.key_hash == key_hash))
@@ -89,6 +141,36 @@ class SessionRepository(Repository):
         """Close the session. The time of the first closing stays."""
         still_open = (_s.session_id == session_id, _s.closed_at.is_(None))
         await self._write(update(schema.sessions).where(*still_open).values(closed_at=time.time()))
+
+    async def mark_incomplete(self, session_ids: Collection[str], reason: IncompleteReason) -> None:
+        """Exclude the sessions, and the rollouts that they record, from training. The first reason stays."""
+        ids = [{"id_": session_id} for session_id in sorted(session_ids)]
+        mine = _s.session_id == bindparam("id_")
+        marked = update(schema.sessions).where(mine, _s.incomplete.is_(None)).values(incomplete=reason)
+        of_mine = schema.rollouts.c.session_id == bindparam("id_")
+        rollouts = update(schema.rollouts).where(of_mine).values(incomplete=True)
+
+        def write(connection: Connection, _: None) -> None:
+            connection.execute(marked, ids)
+            connection.execute(rollouts, ids)
+
+        if ids:
+            await self._database.write_in_thread(lambda: None, write)
+
+    async def mark_unrecorded(self, mark: OutageMark) -> str:
+        """Mark a session that lost a call, and store it first if it was opened while it could not be stored. Return its
+        id, which is another one if its key was known."""
+        session_id = mark.session_id
+        if mark.key_hash is not None:
+            row = await self.create(key_hash=mark.key_hash, label=None, origin="open", session_id=session_id)
+            session_id = row.session_id
+        await self.mark_incomplete([session_id], "unrecorded_calls")
+        return session_id
+
+    async def is_incomplete(self, session_id: str) -> bool:
+        return bool(
+            await self._scalars(select(_s.session_id).where(_s.session_id == session_id, _s.incomplete.is_not(None)))
+        )
 
     async def recent(self, limit: int = 50, before: str | None = None) -> list[SessionSummary]:
         """Return a page of sessions, newest first. `before`: the last session id of the previous page."""
@@ -134,7 +216,7 @@ class ApiKeyRepository(Repository):
             raise UsageError(f"The role of an API key is {' or '.join(get_args(ApiRole))}, not {role!r}.")
         if len(key_hash) != 32:
             raise UsageError("An API key is stored as its SHA-256: 32 bytes")
-        values = {"role": role, "label": json_codec.clean_text(label), "created_at": time.time()}
+        values = {"role": role, "label": clean_label(label), "created_at": time.time()}
         await self._write(self._database.insert_new(schema.api_keys).values(key_hash=key_hash, **values))
         found = await self.get(key_hash)
         assert found is not None

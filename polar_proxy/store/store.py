@@ -13,6 +13,7 @@ from polar_proxy.store.database import Database, display_url
 from polar_proxy.store.group_commit import GroupCommit
 from polar_proxy.store.maintenance.archive import ArchiveRepository
 from polar_proxy.store.maintenance.repository import MaintenanceRepository
+from polar_proxy.store.outage_marks import OutageMarks
 from polar_proxy.store.rescores import RescoreRepository
 from polar_proxy.store.rollouts import RolloutRepository, TaskRepository
 from polar_proxy.store.service.feed import FeedRepository
@@ -35,6 +36,7 @@ class Store:
     def __init__(self, database: Database, artifacts: Path) -> None:
         self.database = database
         self.display_url = display_url(database.url)
+        self._marks_folder = artifacts.parent / "unrecorded"
         self._writer = GroupCommit(database)
         # One conversation
         self.sessions = SessionRepository(database)
@@ -66,8 +68,19 @@ class Store:
         async with self.database.reading() as connection:
             return await migrate.revision(connection) or ""
 
+    def outage_marks(self) -> OutageMarks:
+        """Return the place where a gateway keeps marks while the database cannot be written."""
+        return OutageMarks(self._marks_folder, self.display_url)
+
+    async def write_outage_marks(self) -> None:
+        """Write the marks that dead processes of this machine left into the database."""
+        for marks in self.outage_marks().of_dead_processes():
+            for mark in marks:
+                await self.sessions.mark_unrecorded(mark)
+
     async def flush(self) -> None:
         """Write the calls that wait for their commit, and refuse more."""
+        await self.sessions.stop()
         await self.open_calls.stop()
         await self._writer.stop()
 
@@ -83,6 +96,7 @@ async def open_store(url: str, *, create: bool = True, artifacts: Path | None = 
         home = database.path.parent if database.path else Path.cwd()
         store = Store(database, (artifacts or home / "artifacts").absolute())
         try:
+            await store.write_outage_marks()
             yield store
         finally:
             await store.flush()

@@ -17,7 +17,7 @@ from sqlalchemy import ColumnElement, delete, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from polar_proxy.errors import StoreError, UsageError
-from polar_proxy.sequences import SpanError, assemble, find_problem
+from polar_proxy.sequences import SpanError, assemble, find_problem, samplings_of
 from polar_proxy.store import schema
 from polar_proxy.store.database import Repository
 from polar_proxy.store.encoding.cells import CellCodec
@@ -234,6 +234,7 @@ def _rebuild(rows: Sequence[Any], spans: Mapping[str, Sequence[Span]], calls: Se
                 spans=own,
                 call_ids=tuple(row.call_ids),
                 rescored=row.logprobs is not None,
+                sampling=samplings_of(own, by_id),
             )
         )
     return found

@@ -43,7 +43,7 @@ class TrainingRunRow:
     updated_at: float | None
     """The time of the last line."""
     step: int
-    """Completed steps."""
+    """Number of completed steps."""
     lines: int
 
 

@@ -1,11 +1,12 @@
 """Tasks, and the sources that they come from."""
 
-from polar_proxy.tasks.sources import TaskList, TaskRefusal, get_source, load_tasks, tasks_from_rows
+from polar_proxy.tasks.sources import TaskList, TaskRefusal, get_source, is_family, load_tasks, tasks_from_rows
 from polar_proxy.tasks.task import (
     Environment,
     GitRepository,
     Task,
     TaskSource,
+    check_task,
     task_from_json,
     task_to_json,
 )
@@ -17,7 +18,9 @@ __all__ = [
     "TaskList",
     "TaskRefusal",
     "TaskSource",
+    "check_task",
     "get_source",
+    "is_family",
     "load_tasks",
     "task_from_json",
     "task_to_json",

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from polar_proxy.errors import BadTaskError
+from polar_proxy.tasks.task_folder import check_inside, read_text
 
 _IGNORED_INSTRUCTIONS = {"FROM", "RUN", "CMD", "ENTRYPOINT", "EXPOSE", "LABEL", "MAINTAINER", "SHELL", "STOPSIGNAL"}
 _ENV = re.compile(r"(?P<name>[A-Za-z_][A-Za-z0-9_]*)=(?P<value>.*)", re.DOTALL)
@@ -37,7 +38,7 @@ def read_dockerfile(context: Path, workdir: str | None = None) -> DockerfileWork
     current, stages = "/", 0
     copies: list[tuple[int, Path, str]] = []
     env: dict[str, str] = {}
-    for number, word, rest in _instructions((context / "Dockerfile").read_text(encoding="utf-8")):
+    for number, word, rest in _instructions(read_text(context, "Dockerfile")):
         if word == "WORKDIR":
             current = posixpath.normpath(posixpath.join(current, rest))
         elif word == "COPY":
@@ -98,7 +99,7 @@ def _copied_files(context: Path, current: str, rest: str, number: int) -> list[t
 
     COPY copies the contents of a folder, not the folder: https://docs.docker.com/reference/dockerfile/#copy
     """
-    words = json.loads(rest) if rest.startswith("[") else shlex.split(rest)
+    words = _words(rest, number)
     words = [word for word in words if not word.startswith("--chown=")]
     if len(words) < 2 or any(word.startswith("--") or set("*?[$") & set(word) for word in words):
         raise _needs_image(number, f"COPY {rest}")
@@ -108,18 +109,31 @@ def _copied_files(context: Path, current: str, rest: str, number: int) -> list[t
     found: list[tuple[Path, str]] = []
     for name in sources:
         source = (context / name.lstrip("/")).resolve()
-        if not source.is_relative_to(context.resolve()) or not source.exists():
+        if not source.is_relative_to(context.resolve()) or not (source.is_file() or source.is_dir()):
             raise BadTaskError(f"environment/Dockerfile:{number}: COPY {name}: there is no such file in environment/")
         if source.is_dir():
             inside = [path for path in sorted(source.rglob("*")) if path.is_file() and "__pycache__" not in path.parts]
+            for path in inside:
+                check_inside(context.resolve(), path)
             found += [(path, posixpath.join(goal, path.relative_to(source).as_posix())) for path in inside]
         else:
             found.append((source, posixpath.join(goal, source.name) if into else goal))
     return found
 
 
+def _words(rest: str, number: int) -> list[str]:
+    """Split the arguments of COPY or ENV, which are words or a JSON list of them."""
+    try:
+        words = json.loads(rest) if rest.startswith("[") else shlex.split(rest)
+    except ValueError:
+        words = None
+    if not isinstance(words, list) or not all(isinstance(word, str) and "\0" not in word for word in words):
+        raise _needs_image(number, f"the malformed line {rest[:80]!r}")
+    return words
+
+
 def _variables(rest: str, number: int) -> dict[str, str]:
-    words = shlex.split(rest)
+    words = _words(rest, number)
     if words and "=" not in words[0]:  # the old form: ENV NAME value
         name, _, value = rest.partition(" ")
         words = [f"{name}={value.strip()}"]

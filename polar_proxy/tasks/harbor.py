@@ -29,8 +29,10 @@ from polar_proxy.rewards import HarborEvaluator
 from polar_proxy.rewards.harbor import LOGS, TESTS, folder_digest
 from polar_proxy.tasks.dockerfile import read_dockerfile
 from polar_proxy.tasks.task import Environment, Task
+from polar_proxy.tasks.task_folder import check_inside, read_text
 
 _DEFAULT_SECONDS = 600.0
+_LARGEST_NUMBER = 1e9
 _SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)(?P<unit>[KMGT])i?B?", re.IGNORECASE)
 _MEGABYTES = {"K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0 * 1024}
 _UNSUPPORTED_FILES = {
@@ -67,6 +69,7 @@ def harbor_task(folder: Path, position: int) -> Task:
     if _at(config, "verifier", "environment_mode") == "separate":
         raise BadTaskError("task.toml: verifier.environment_mode: separate is not supported")
     tests = folder / "tests"
+    check_inside(folder, tests / "test.sh")
     if not (tests / "test.sh").is_file():
         raise BadTaskError("tests/test.sh: there is no such file")
     environment, files = _environment(folder, config)
@@ -74,7 +77,7 @@ def harbor_task(folder: Path, position: int) -> Task:
         task_id=str(_at(config, "task", "name") or folder.name),
         family="harbor",
         seed=position,
-        instruction=_read(folder / "instruction.md"),
+        instruction=read_text(folder, "instruction.md"),
         files=files,
         timeout_seconds=_seconds(config, "verifier"),
         agent_seconds=_seconds(config, "agent") if _at(config, "agent", "timeout_sec") is not None else None,
@@ -89,9 +92,13 @@ def _environment(folder: Path, config: dict[str, Any]) -> tuple[Environment, dic
     context = folder / "environment"
     image = _at(config, "environment", "docker_image")
     workdir = _at(config, "environment", "workdir")
-    memory = _at(config, "environment", "memory_mb") or _megabytes(_at(config, "environment", "memory"))
-    cpus = _at(config, "environment", "cpus")
+    memory = _number(config, "environment", "memory_mb") or _megabytes(_at(config, "environment", "memory"))
+    storage = _number(config, "environment", "storage_mb") or _megabytes(_at(config, "environment", "storage"))
+    cpus = _number(config, "environment", "cpus")
+    if workdir is not None and not isinstance(workdir, str):
+        raise BadTaskError("task.toml: environment.workdir: must be text")
     env = _variables(config, "environment")
+    check_inside(folder, context / "Dockerfile")
     built = (context / "Dockerfile").is_file()
     if not image and not built:
         raise BadTaskError("environment/Dockerfile: is missing, and task.toml has no environment.docker_image")
@@ -103,7 +110,9 @@ def _environment(folder: Path, config: dict[str, Any]) -> tuple[Environment, dic
         snapshot=True,
         env=env,
         memory_mb=int(memory) if memory else None,
-        cpus=float(cpus) if cpus else None,
+        cpus=cpus,
+        disk_mb=int(storage) if storage else None,
+        build_network=_at(config, "environment", "allow_internet") is True,
     )
     if _at(config, "metadata", "polar", "without_image") is not True:
         return environment, {}
@@ -117,18 +126,12 @@ def _environment(folder: Path, config: dict[str, Any]) -> tuple[Environment, dic
 
 def _config(folder: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(_read(folder / "task.toml"))
+        config = tomllib.loads(read_text(folder, "task.toml"))
     except tomllib.TOMLDecodeError as error:
         raise BadTaskError(f"task.toml: {error}") from None
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise BadTaskError(f"{path.name}: there is no such file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadTaskError(f"{path.name}: cannot be read: {error}") from None
+    for name in ("task", "agent", "verifier", "environment", "metadata"):
+        _table(config, name)
+    return config
 
 
 def _at(config: dict[str, Any], *keys: str) -> Any:
@@ -146,16 +149,23 @@ def _table(config: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _seconds(config: dict[str, Any], section: str) -> float:
-    value = _at(config, section, "timeout_sec")
+    value = _number(config, section, "timeout_sec")
+    return _DEFAULT_SECONDS if value is None else value
+
+
+def _number(config: dict[str, Any], section: str, name: str) -> float | None:
+    value = _at(config, section, name)
     if value is None:
-        return _DEFAULT_SECONDS
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise BadTaskError(f"task.toml: {section}.timeout_sec: must be a number")
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < _LARGEST_NUMBER:
+        raise BadTaskError(f"task.toml: {section}.{name}: must be a number above 0 and below {_LARGEST_NUMBER:g}")
     return float(value)
 
 
 def _variables(config: dict[str, Any], section: str) -> dict[str, str]:
     variables = _at(config, section, "env") or {}
+    if not isinstance(variables, dict):
+        raise BadTaskError(f"task.toml: {section}.env: must be a table")
     for name, value in variables.items():
         if not isinstance(value, str):
             raise BadTaskError(f"task.toml: {section}.env.{name}: must be text")

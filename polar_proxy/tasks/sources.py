@@ -6,7 +6,6 @@ A bad task never stops the others: every row or folder becomes a task or a `Task
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,13 +14,16 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
+from polar_proxy.allowed_code import NO_CODE, AllowedCode, is_code
 from polar_proxy.errors import BadTaskError, UsageError, first_problem
 from polar_proxy.rewards import EVALUATORS, AnyEvaluator
 from polar_proxy.tasks.harbor import harbor_task
+from polar_proxy.tasks.swe_task import SweTaskSource
 from polar_proxy.tasks.swebench import is_swebench_row, swebench_task
 from polar_proxy.tasks.task import Environment, Row, Task, TaskSource, check_task, resolve_path
+from polar_proxy.tasks.task_folder import check_inside
 
-_BUILT_IN: Mapping[str, str] = {"swe-task": "polar_proxy.tasks.swe_task:SweTaskSource"}
+_BUILT_IN: Mapping[str, Callable[[], TaskSource]] = {"swe-task": SweTaskSource}
 _SUFFIXES = (".jsonl", ".json", ".ndjson")
 _T = TypeVar("_T")
 
@@ -29,26 +31,33 @@ _T = TypeVar("_T")
 # ---------------------------------------------------------------- by name
 
 
-def get_source(name: str) -> TaskSource:
+def is_family(name: str) -> bool:
+    """Return whether `name` is a family of tasks that Polar brings along."""
+    return name in _BUILT_IN
+
+
+def get_source(name: str, code: AllowedCode = NO_CODE) -> TaskSource:
     """Return the task source that `name` denotes:
 
     * a built-in family, such as ``swe-task``;
     * the path of a JSONL or JSON file: rows of tasks, or rows in SWE-bench's form;
     * the path of a Harbor task folder, or of a folder that holds such folders;
-    * ``module:Class``, a `TaskSource` of your own, or ``module:function`` that returns tasks (or rows).
+    * ``module:Class``, a `TaskSource` of your own, or ``module:function`` that returns tasks (or rows), if `code`
+      allows it.
 
-    Raises `UsageError` if nothing has this name, or it is not a source, or cannot be read. Single tasks that cannot be
-    used are listed in the source's `refused`.
+    Raises `UsageError` if nothing has this name, or it is not a source, or cannot be read. `code` also has the
+    functions that rows may name; tasks that your own code makes may name any. Single tasks that cannot be used are
+    listed in the source's `refused`.
     """
     if name in _BUILT_IN:
-        return _from_python(_BUILT_IN[name])
+        return _BUILT_IN[name]()
     path = Path(name).expanduser()
     if path.is_dir():
-        return _from_folder(path)
+        return _from_folder(path, code)
     if path.is_file():
-        return make_task_list(path.name, _read_rows(path), path.parent)
-    if ":" in name and "/" not in name:
-        return _from_python(name)
+        return make_task_list(path.name, _read_rows(path), path.parent, code)
+    if is_code(name):
+        return _from_python(name, code)
     if "/" in name or name.endswith(_SUFFIXES):
         raise UsageError(f"there is no task file or folder {name}")
     known = ", ".join(sorted(_BUILT_IN))
@@ -57,7 +66,9 @@ def get_source(name: str) -> TaskSource:
     )
 
 
-def load_tasks(name: str, seed: int | None, instances: int | None) -> tuple[list[Task], tuple[TaskRefusal, ...] | None]:
+def load_tasks(
+    name: str, seed: int | None, instances: int | None, code: AllowedCode = NO_CODE
+) -> tuple[list[Task], tuple[TaskRefusal, ...] | None]:
     """Return the tasks that a user asked for, and the refused ones of a file or folder (None if the source is a
     family).
 
@@ -66,7 +77,7 @@ def load_tasks(name: str, seed: int | None, instances: int | None) -> tuple[list
     """
     if seed is not None and instances is not None:
         raise UsageError("Give --seed (one instance) or --instances (many), not both.")
-    source = get_source(name)
+    source = get_source(name, code)
     seeds: Iterable[int] = range(instances or 1)
     refused = None
     if isinstance(source, TaskList):
@@ -77,31 +88,27 @@ def load_tasks(name: str, seed: int | None, instances: int | None) -> tuple[list
 
 
 def tasks_from_rows(
-    name: str, rows: Sequence[Mapping[str, Any]], instances: int | None = None
+    name: str, rows: Sequence[Mapping[str, Any]], instances: int | None = None, code: AllowedCode = NO_CODE
 ) -> tuple[list[Task], tuple[TaskRefusal, ...]]:
     """Like `load_tasks`, for the rows of a task file; paths in them are relative to the working directory."""
-    source = _from_items(name, rows)
+    source = _from_items(name, rows, code)
     return [source.task(position) for position in source.seeds[:instances]], source.refused
 
 
-def _from_python(target: str) -> TaskSource:
-    module_name, _, attribute = target.partition(":")
-    try:
-        source = getattr(importlib.import_module(module_name), attribute)()
-    except (ImportError, AttributeError) as error:
-        raise UsageError(f"cannot load task source {target!r}: {error}") from error
+def _from_python(target: str, code: AllowedCode) -> TaskSource:
+    source = code.load(target)()
     if isinstance(source, TaskSource):
         return source
     if isinstance(source, Iterable) and not isinstance(source, str | bytes | Mapping):
-        return _from_items(target, source)
+        return _from_items(target, source, code)
     raise UsageError(f"{target} is not a task source: it needs `name` and `task(seed)`, or must return tasks")
 
 
-def _from_items(name: str, items: Iterable[object]) -> TaskList:
-    return make_task_list(name, ((f"{name}[{number}]", item) for number, item in enumerate(items)), Path.cwd())
+def _from_items(name: str, items: Iterable[object], code: AllowedCode) -> TaskList:
+    return make_task_list(name, ((f"{name}[{number}]", item) for number, item in enumerate(items)), Path.cwd(), code)
 
 
-def _from_folder(path: Path) -> TaskList:
+def _from_folder(path: Path, code: AllowedCode) -> TaskList:
     """Read the Harbor task in this folder, or the tasks in the folders directly below it."""
     if (path / "task.toml").is_file():
         found = [path]
@@ -110,7 +117,15 @@ def _from_folder(path: Path) -> TaskList:
         found = [child for child in folders if (child / "task.toml").is_file() or (child / "instruction.md").is_file()]
     if not found:
         raise UsageError(f"{path} has no task: there is no task.toml in it or in a folder directly below it.")
-    return make_task_list(path.name, ((folder.name, folder.absolute()) for folder in found), path)
+    return make_task_list(path.name, ((folder.name, _inside(path, folder)) for folder in found), path, code)
+
+
+def _inside(path: Path, folder: Path) -> Path | BadTaskError:
+    try:
+        check_inside(path, folder)
+    except BadTaskError as error:
+        return error
+    return folder.absolute()
 
 
 def _read_rows(path: Path) -> Iterator[tuple[str, object]]:
@@ -200,7 +215,9 @@ class TaskList:
         return entry
 
 
-def make_task_list(name: str, items: Iterable[tuple[str, object]], folder: Path) -> TaskList:
+def make_task_list(
+    name: str, items: Iterable[tuple[str, object]], folder: Path, code: AllowedCode = NO_CODE
+) -> TaskList:
     """Read and check every (place, item). An item that raises `BadTaskError`, or repeats an earlier id, is refused.
 
     An item is a task, a row with paths relative to `folder`, the path of a Harbor folder, or the error of reading it.
@@ -210,7 +227,8 @@ def make_task_list(name: str, items: Iterable[tuple[str, object]], folder: Path)
     for position, (where, item) in enumerate(items):
         try:
             task = _make_task(item, position, folder)
-            check_task(task)
+            # The code that made a `Task` may name functions; a row may not.
+            check_task(task, code.including(*task.code_names) if isinstance(item, Task) else code)
             if task.task_id in seen:
                 raise BadTaskError(f"task_id {task.task_id!r} is also that of {seen[task.task_id]}")
             seen[task.task_id] = where
@@ -253,8 +271,8 @@ def row_task(row: Row, position: int, folder: Path) -> Task:
         if evaluators is not None:
             raise BadTaskError("give either evaluator (one) or evaluators (a list), not both")
         evaluators = [one]
-    environment = dict(row.pop("environment", None) or {})
-    if repository := environment.get("repository"):
+    environment = dict(_object(row.pop("environment", None), "environment"))
+    if repository := _object(environment.get("repository"), "environment.repository"):
         environment["repository"] = {**repository, "source": resolve_path(str(repository.get("source")), folder)}
     if environment.get("build"):
         environment["build"] = resolve_path(str(environment["build"]), folder)
@@ -268,10 +286,18 @@ def row_task(row: Row, position: int, folder: Path) -> Task:
     return _build(Task, {"family": "jsonl", **row, "seed": position, **made})
 
 
+def _object(value: object, where: str) -> Mapping[str, Any]:
+    """Return a JSON object, which is empty if the row leaves it out. Raises `BadTaskError` for other values."""
+    if value is not None and not isinstance(value, Mapping):
+        raise BadTaskError(f"{where}: must be a JSON object")
+    return value or {}
+
+
 def _make_evaluator(item: object, where: str) -> AnyEvaluator:
-    if not isinstance(item, dict) or item.get("kind") not in EVALUATORS:
+    kind = item.get("kind") if isinstance(item, dict) else None
+    if not isinstance(item, dict) or not isinstance(kind, str) or kind not in EVALUATORS:
         raise BadTaskError(f"{where}: kind must be one of {', '.join(sorted(EVALUATORS))}")
-    return _build(EVALUATORS[item["kind"]], item, where)
+    return _build(EVALUATORS[kind], item, where)
 
 
 def _build(kind: type[_T], data: Mapping[str, Any], where: str = "") -> _T:

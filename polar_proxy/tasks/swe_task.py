@@ -14,6 +14,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from polar_proxy.rewards import HiddenTestsEvaluator
 from polar_proxy.tasks.task import Task
 
 EVAL_SEEDS = range(100_000)
@@ -66,7 +67,7 @@ class GeneratedFunction:
 
 
 def _names(rng: random.Random) -> Iterator[tuple[str, str]]:
-    """Yield endless (three-syllable, two-syllable) names, all different within one instance."""
+    """Yield pairs of names without end, of three and two syllables, all different within one instance."""
     seen = set(_RESERVED)
     while True:
         syllables = [rng.choice(SYLLABLES) for _ in range(5)]
@@ -90,7 +91,7 @@ def _broken(rng: random.Random, right: Formula) -> Formula:
 
 
 def _cases(rng: random.Random, right: Formula, wrong: Formula, count: int) -> list[tuple[int, int]]:
-    """Return argument pairs (first, second) for which the two formulas differ."""
+    """Return `count` pairs of arguments, all different, for which `right` and `wrong` have different results."""
     cases: list[tuple[int, int]] = []
     while len(cases) < count:
         pair = (rng.randrange(2, 60), rng.randrange(2, 60))
@@ -200,6 +201,7 @@ class SweTaskSource:
             fail_to_pass=(ids[instance.target],),
             pass_to_pass=tuple(test for index, test in enumerate(ids) if index != instance.target),
             timeout_seconds=60.0,
+            evaluators=(HiddenTestsEvaluator(by_value=True),),
             metadata={
                 "path": instance.path,
                 "function": functions[instance.target].name,

@@ -7,20 +7,29 @@ promises that the same seed gives the same task, byte for byte, on every machine
 from __future__ import annotations
 
 import math
+import os
 import posixpath
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
+from urllib.parse import unquote, urlsplit
 
 from pydantic import TypeAdapter, ValidationError
 
+from polar_proxy.allowed_code import NO_CODE, AllowedCode
 from polar_proxy.errors import BadTaskError, first_problem
 from polar_proxy.rewards import AnyEvaluator, HiddenTestsEvaluator, check_relative_path
 from polar_proxy.types import Json
 
-_GIT_URL = re.compile(r"(https?|ssh|git|file)://")
+_GIT_URL = re.compile(r"(https?|ssh|git|file)://(?!-)[^\s\0]+")
+_COMMIT = re.compile(r"[A-Za-z0-9_][\w./@{}^~+-]{0,255}", re.ASCII)
+_IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*([/:@][A-Za-z0-9][A-Za-z0-9_.-]*)*")
+"""https://pkg.go.dev/github.com/distribution/reference; no part may begin like an option or leave a path."""
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_CONTROL = re.compile(r"[\0-\x1f\x7f-\x9f]")
+_NAME_LENGTH = 512
 
 Row = dict[str, Any]
 """A row of a task file."""
@@ -66,6 +75,10 @@ class Environment:
     env: Mapping[str, str] = field(default_factory=dict)
     memory_mb: int | None = None
     cpus: float | None = None
+    disk_mb: int | None = None
+    """MiB that the files in home, workspace and folders may take; None: the setting `sandboxes.disk_mb`."""
+    build_network: bool = False
+    """The commands of the Dockerfile in `build` have a network."""
 
     @property
     def needs_image(self) -> bool:
@@ -111,6 +124,21 @@ class Task:
         repository = self.environment.repository
         return repository.commit if repository else self.environment.base_commit
 
+    @property
+    def code_names(self) -> tuple[str, ...]:
+        """The functions of this machine, as ``module:function``, that its evaluators call."""
+        return tuple(name for evaluator in self.evaluators for name in evaluator.code_names)
+
+    @property
+    def host_paths(self) -> tuple[str, ...]:
+        """The files and folders of this machine that the task uses."""
+        repository = self.environment.repository
+        found = [path for evaluator in self.evaluators for path in evaluator.host_paths]
+        found += [self.environment.build] if self.environment.build else []
+        if repository is not None and (path := local_path(repository.source)) is not None:
+            found.append(path)
+        return tuple(found)
+
 
 @runtime_checkable
 class TaskSource(Protocol):
@@ -136,10 +164,13 @@ def task_from_json(value: Json) -> Task:
         raise BadTaskError(first_problem(error)) from None
 
 
-def check_task(task: Task) -> None:
-    """Raise `BadTaskError`, naming the field, for a task that would fail later or be judged wrongly."""
+def check_task(task: Task, code: AllowedCode = NO_CODE) -> None:
+    """Raise `BadTaskError`, naming the field, for a task that would fail later or be judged wrongly, or that names
+    something of this machine that data must not name. Imports nothing; `code` has the functions that it may name."""
     if not task.task_id or any(letter.isspace() for letter in task.task_id):
         raise BadTaskError("task_id: must be text without spaces")
+    if len(task.task_id) > _NAME_LENGTH or _CONTROL.search(task.task_id):
+        raise BadTaskError(f"task_id: must have at most {_NAME_LENGTH} characters, and no control characters")
     if not task.instruction.strip():
         raise BadTaskError("instruction: is empty")
     _check_positive("timeout_seconds", task.timeout_seconds)
@@ -154,6 +185,8 @@ def check_task(task: Task) -> None:
     for evaluator in task.evaluators:
         _check_positive(f"{evaluator.kind}: weight", evaluator.weight)
         evaluator.check(task)
+        for name in evaluator.code_names:
+            code.check(name)
     _check_environment(task.environment, task)
 
 
@@ -165,25 +198,51 @@ def _check_positive(field_name: str, value: float) -> None:
 def _check_environment(environment: Environment, task: Task) -> None:
     paths = (*environment.folders, *environment.hide, *([environment.workdir] if environment.workdir else []))
     for path in paths:
-        if not posixpath.isabs(path) or posixpath.normpath(path) == "/":
-            raise BadTaskError(f"environment: {path!r} must be absolute and not /")
+        if not posixpath.isabs(path) or posixpath.normpath(path) == "/" or ".." in path.split("/") or "\0" in path:
+            raise BadTaskError(f"environment: {path!r} must be absolute, without .. and not /")
+    if environment.image is not None and not _IMAGE.fullmatch(environment.image):
+        raise BadTaskError(f"environment.image: {environment.image!r} is not the name of an image")
+    if environment.base_commit is not None:
+        _check_commit("environment.base_commit", environment.base_commit)
+    for name, value in environment.env.items():
+        if not _VARIABLE.fullmatch(name) or "\0" in value:
+            raise BadTaskError(f"environment.env: {name!r} is not the name of a variable, or its value has a NUL byte")
+    if unknown := set(environment.executable) - set(task.files):
+        raise BadTaskError(f"environment.executable: {min(unknown)!r} is not among the files")
+    for field_name, number in (("memory_mb", environment.memory_mb), ("cpus", environment.cpus)):
+        if number is not None:
+            _check_positive(f"environment.{field_name}", number)
     if environment.repository is not None:
         _check_repository(environment.repository)
         if task.files:
             raise BadTaskError("files: the repository is the workspace already; give files or repository, not both")
-    if environment.build is not None and not (Path(environment.build) / "Dockerfile").is_file():
+    if environment.build is not None and not os.path.isfile(os.path.join(environment.build, "Dockerfile")):
         raise BadTaskError(f"environment.build: {environment.build} has no Dockerfile")
 
 
 def _check_repository(repository: GitRepository) -> None:
     """Refuse what git on this machine would take for an option or for a command, because rows are not trusted."""
     source = repository.source
-    if "://" in source and not _GIT_URL.match(source):
+    if "://" in source and not _GIT_URL.fullmatch(source):
         raise BadTaskError(f"environment.repository: {source!r} is no URL with https, http, ssh, git or file")
-    if "://" not in source and (source.startswith("-") or not Path(source).exists()):
-        raise BadTaskError(f"environment.repository: {source} does not exist")
-    if repository.commit.startswith("-"):
-        raise BadTaskError(f"environment.repository: {repository.commit!r} is not the name of a commit")
+    path = local_path(source)
+    if path is not None and (path.startswith("-") or "\0" in path or not os.path.exists(path)):
+        raise BadTaskError(f"environment.repository: {path} does not exist")
+    _check_commit("environment.repository", repository.commit)
+
+
+def _check_commit(field_name: str, commit: str) -> None:
+    """Refuse what git would take for an option, a range or a refspec."""
+    if not _COMMIT.fullmatch(commit) or ".." in commit:
+        raise BadTaskError(f"{field_name}: {commit!r} is not the name of a commit")
+
+
+def local_path(source: str) -> str | None:
+    """Return the path of a repository on this machine, None for one that git fetches from elsewhere."""
+    if source.startswith("file://"):
+        parts = urlsplit(source)
+        return unquote(parts.path) if parts.netloc in ("", "localhost") else source
+    return None if "://" in source else source
 
 
 def resolve_path(source: str, folder: Path) -> str:

@@ -10,9 +10,9 @@ Promises, each with a test:
 * A sequence that is the beginning of a longer one is not scored separately.
 
 Reasons for which a token is not compared: `policy_version` (sampled by other weights than the engine has loaded),
-`processed_sampling` (recorded of a distribution that temperature, top_p, ... changed, whereas a fresh pass gives the
-model's own), `beyond_context` (after the end of the engine's context), `no_fresh_logprob` (the engine returned no
-value), `unknown_engine` (the record does not name the engine).
+`processed_sampling` (recorded of a distribution that top_p, a penalty, ... changed, whereas a fresh pass gives
+softmax(logits / temperature)), `beyond_context` (after the end of the engine's context), `no_fresh_logprob` (the engine
+returned no value), `unknown_engine` (the record does not name the engine).
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from polar_proxy.errors import StoreError, UsageError
-from polar_proxy.sequences import trace_path
-from polar_proxy.traces.grades import REJECTED, TRAINABLE, is_off_distribution, policy_versions
+from polar_proxy.sequences import answer_sampling, trace_path
+from polar_proxy.traces.grades import REJECTED, TRAINABLE
 from polar_proxy.traces.scoring import Scorer
-from polar_proxy.types import CallRecord, EngineInfo, Json, LogprobMode, Logprobs, TokenIds, Trace
+from polar_proxy.types import AnswerSampling, CallRecord, EngineInfo, Json, LogprobMode, Logprobs, TokenIds, Trace
 
 TOLERANCE = 1e-2
 """Nats. In fp32 a batched decode and a prefill of the same tokens differ by 1e-5 to 1e-3; an importance ratio that is
@@ -145,7 +145,7 @@ class AuditReport:
         del self.worst[_WORST_IN_REPORT:]
 
     def to_json(self, texts: Sequence[tuple[str, str]]) -> Json:
-        """`texts`: for each of `worst` the text of the token and of the tokens before it."""
+        """Return the report as JSON. `texts`: for each of `worst` the text of the token and of the tokens before it."""
 
         def described(stats: DifferenceStats) -> Json:
             return {"traces": stats.traces, **stats.to_json()}
@@ -201,7 +201,13 @@ async def audit(
         paths = [trace_path(trace, by_trace).token_ids for trace in traces]
     except ValueError as error:
         raise StoreError(str(error)) from error
-    fresh = await scorer.score_all(paths)
+    fresh: list[dict[float, _Values]] = [{1.0: values} for values in await scorer.score_all(paths)]
+    temperatures = [{scored_temperature(trace, sampling) for sampling in trace.sampling} for trace in traces]
+    for temperature in sorted(set().union(*temperatures) - {1.0}):
+        needed = [index for index, own in enumerate(temperatures) if temperature in own]
+        scored = await scorer.score_all([paths[index] for index in needed], temperature)
+        for index, values in zip(needed, scored, strict=True):
+            fresh[index][temperature] = values
 
     def compare() -> list[TraceAudit]:
         found = []
@@ -216,6 +222,13 @@ async def audit(
         return found
 
     return await asyncio.to_thread(compare)
+
+
+def scored_temperature(trace: Trace, sampling: AnswerSampling) -> float:
+    """Return the temperature at which the recorded log-probabilities of an answer can be compared with fresh ones."""
+    if trace.rescored or sampling.logprob_mode == "raw" or sampling.changes:
+        return 1.0
+    return sampling.temperature or 1.0
 
 
 def _require_same_model(
@@ -256,6 +269,7 @@ class SampledRun:
     start: int
     end: int
     version: str | None
+    sampling: AnswerSampling
 
 
 def _sampled_runs(trace: Trace, calls: Mapping[str, CallRecord], rescored_by: Json | None) -> Iterator[SampledRun]:
@@ -264,10 +278,11 @@ def _sampled_runs(trace: Trace, calls: Mapping[str, CallRecord], rescored_by: Js
         if span.kind == "sampled":
             call = calls[span.call_id]
             choice = next(choice for choice in call.choices if choice.index == span.choice)
-            changes = policy_versions(call, choice) if rescored_by is None else ((0, rescored_by["weight_version"]),)
-            ends = [start for start, _ in changes[1:]] + [span.end]
-            for (start, version), end in zip(changes, ends, strict=True):
-                yield SampledRun(call, span.choice, start, position + start, position + end, version)
+            sampling = answer_sampling(call, choice)
+            versions = sampling.versions if rescored_by is None else ((0, rescored_by["weight_version"]),)
+            ends = [start for start, _ in versions[1:]] + [span.end]
+            for (start, version), end in zip(versions, ends, strict=True):
+                yield SampledRun(call, span.choice, start, position + start, position + end, version, sampling)
         position += span.end - span.start
 
 
@@ -275,9 +290,15 @@ class TraceAudit:
     """The comparison of one trace with fresh log-probabilities: `add` each run, then `conclude`."""
 
     def __init__(
-        self, trace: Trace, path: TokenIds, fresh: _Values, reference: AuditReference, built_grade: str
+        self,
+        trace: Trace,
+        path: TokenIds,
+        fresh: Mapping[float, _Values],
+        reference: AuditReference,
+        built_grade: str,
     ) -> None:
-        """`path`: the trace's tokens after those of its parents; `fresh` (float64 [n]): log-probabilities of `path`."""
+        """`path`: the trace's tokens after those of its parents; `fresh`: temperature -> log-probabilities of `path`
+        (float64 [n]), for temperature 1 and every `scored_temperature` of the trace."""
         self.trace_id = trace.trace_id
         self.built_grade = self.grade = built_grade
         self.differences: dict[str | None, Logprobs] = {}
@@ -289,7 +310,7 @@ class TraceAudit:
         self.worst: list[LogprobDifference] = []
         self._trace, self._path, self._fresh, self._reference = trace, path, fresh, reference
         self._pairs: dict[tuple[LogprobMode, float], list[_Values]] = {}
-        """(mode, temperature) -> recorded and fresh values, each [2, n]"""
+        """(mode, temperature) -> recorded values and fresh ones at temperature 1, each [2, n]"""
 
     @property
     def tokens(self) -> int:
@@ -298,52 +319,58 @@ class TraceAudit:
     def add(self, run: SampledRun) -> None:
         begin = self._trace.branch_at + run.start
         recorded = self._trace.logprobs[run.start : run.end].astype(np.float64)
-        fresh = self._fresh[begin : begin + len(recorded)]
-        mode: LogprobMode = "raw" if self._trace.rescored else run.call.logprob_mode
-        own_distribution = self._trace.rescored or not is_off_distribution(replace(run.call, logprob_mode="raw"))
+        here = slice(begin, begin + len(recorded))
+        raw, fresh = self._fresh[1.0][here], self._fresh[scored_temperature(self._trace, run.sampling)][here]
+        mode: LogprobMode = "raw" if self._trace.rescored else run.sampling.logprob_mode
+        temperature = run.sampling.temperature
+        own_distribution = self._trace.rescored or (temperature == 1.0 and not run.sampling.changes)
         if mode == "raw" and not own_distribution:
             self.findings["not_policy_samples"] = "raw log-probabilities under a temperature or a cut distribution"
         if (reason := _incomparable(run, self._reference)) is not None:
             self.skipped[reason] += len(recorded)
             return
+        if not own_distribution and temperature:
+            both = np.isfinite(raw) & np.isfinite(recorded)
+            self._pairs.setdefault((mode, float(temperature)), []).append(np.stack([recorded[both], raw[both]]))
         known = np.isfinite(fresh) & np.isfinite(recorded)
         for missing in np.flatnonzero(~known):
             beyond = begin + int(missing) >= self._reference.info.context_length - 1
             self.skipped["beyond_context" if beyond else "no_fresh_logprob"] += 1
-        temperature = run.call.sampling.get("temperature")
-        if not own_distribution and temperature:
-            pair = np.stack([recorded[known], fresh[known]])
-            self._pairs.setdefault((mode, float(temperature)), []).append(pair)
-        if mode == "processed" and not own_distribution:
+        if mode == "processed" and (run.sampling.changes or not temperature):
             self.skipped["processed_sampling"] += int(np.count_nonzero(known))
             return
         sizes = np.abs(recorded - fresh)[known].astype(np.float32)
         earlier = self.differences.get(run.version)
         self.differences[run.version] = sizes if earlier is None else np.concatenate([earlier, sizes])
-        for index in np.flatnonzero(known)[np.argsort(-sizes, kind="stable")[:_WORST_PER_TRACE]].tolist():
-            position = begin + index
-            difference = LogprobDifference(
-                trace_id=self.trace_id,
-                call_id=run.call.call_id,
-                choice=run.choice,
-                position=run.first + index,
-                token_id=int(self._path[position]),
-                recorded=float(recorded[index]),
-                fresh=float(fresh[index]),
-                policy_version=run.version,
-                before=tuple(self._path[max(0, position - CONTEXT_TOKENS) : position].tolist()),
-            )
-            self.worst.append(difference)
+        largest = np.flatnonzero(known)[np.argsort(-sizes, kind="stable")[:_WORST_PER_TRACE]].tolist()
+        self.worst += [self._difference(run, index, recorded[index], fresh[index]) for index in largest]
         self.worst.sort(key=lambda difference: -difference.size)
         del self.worst[_WORST_PER_TRACE:]
 
+    def _difference(self, run: SampledRun, index: int, recorded: np.float64, fresh: np.float64) -> LogprobDifference:
+        """Describe the difference at token `index` of the run."""
+        position = self._trace.branch_at + run.start + index
+        return LogprobDifference(
+            trace_id=self.trace_id,
+            call_id=run.call.call_id,
+            choice=run.choice,
+            position=run.first + index,
+            token_id=int(self._path[position]),
+            recorded=float(recorded),
+            fresh=float(fresh),
+            policy_version=run.version,
+            before=tuple(self._path[max(0, position - CONTEXT_TOKENS) : position].tolist()),
+        )
+
     def conclude(self) -> None:
         tolerance = self._reference.tolerance
+        wrong = []
         for (mode, temperature), pairs in self._pairs.items():
             recorded, fresh = np.concatenate(pairs, axis=1)
             if (actual := wrong_mode(recorded, fresh, mode, temperature, tolerance)) is not None:
-                text = f"recorded as {mode}, but at temperature {temperature:g} the numbers are {actual}"
-                self.findings["wrong_mode"] = text
+                wrong.append(f"recorded as {mode}, but at temperature {temperature:g} the numbers are {actual}")
+        if wrong:
+            self.findings["wrong_mode"] = "; ".join(wrong)
         if self.worst and self.worst[0].size > tolerance:
             text = f"largest difference {self.worst[0].size:.3g}, tolerance {tolerance:g}"
             self.findings["beyond_tolerance"] = text

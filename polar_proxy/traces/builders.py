@@ -18,12 +18,12 @@ from typing import get_args
 import numpy as np
 
 from polar_proxy.errors import UsageError
-from polar_proxy.sequences import begins_with, common_prefix_length, shared_length
+from polar_proxy.sequences import answer_sampling, begins_with, common_prefix_length, shared_length
 from polar_proxy.traces.certificate import ScorerIdentity
 from polar_proxy.traces.drift import DriftEvent, DriftPolicy, drift_events, find_context_start
 from polar_proxy.traces.grades import excluded_calls, grade_of, grade_reasons, in_start_order
 from polar_proxy.traces.validation import validate
-from polar_proxy.types import CallRecord, Choice, Span, TokenIds, Trace, new_id
+from polar_proxy.types import AnswerSampling, CallRecord, Choice, Span, TokenIds, Trace, new_id
 
 BUILDERS = ("per_call", "merged", "tree")
 ON_DRIFT: tuple[DriftPolicy, ...] = get_args(DriftPolicy)
@@ -222,6 +222,7 @@ class TraceBuilder:
         self._size = 0
         self._session_id = ""
         self._answers: list[tuple[int, Choice]] = []
+        self._sampling: list[AnswerSampling] = []
         if parent is not None:
             parent.children.append(self)
 
@@ -277,11 +278,13 @@ class TraceBuilder:
             self._session_id = call.session_id
         self._last_prompt = None if self.has_drift else prompt
         self._answers.append((self._size, choice))
+        sampling = answer_sampling(call, choice)
+        self._sampling.append(sampling)
         self.spans.append(Span("sampled", call.call_id, 0, len(choice.token_ids), choice.index))
         self._append(choice.token_ids)
         self.calls[call.call_id] = None
         self.last = (call.call_id, choice.index)
-        self.reasons |= grade_reasons(call, choice)
+        self.reasons |= grade_reasons(call, sampling)
 
     def _append(self, piece: TokenIds) -> None:
         size = self._size + len(piece)
@@ -315,4 +318,5 @@ class TraceBuilder:
             grade=grade_of(self.reasons),
             parent_trace_id=None if self.parent is None else self.parent.trace_id,
             branch_at=self.branch_at,
+            sampling=tuple(self._sampling),
         )

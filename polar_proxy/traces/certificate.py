@@ -1,7 +1,7 @@
 """The certificate of a trace: the origin of its tokens, in a form that a machine checks with the exported row alone.
 
-`Certificate` is the model; its JSON Schema is `Certificate.model_json_schema()`. The hash chain makes each span's hash
-cover everything before it:
+`Certificate` is the model; its JSON Schema is `Certificate.model_json_schema()`. Certificates are made as JSON, and the
+model reads those that came from elsewhere. The hash chain makes each span's hash cover everything before it:
 
     seed   = H("", header)                                header: the fields that `header_of` names
     hash_k = H(hash_{k-1}, span_k, tokens_k, logprobs_k)  hash_0 = seed, head = the last hash
@@ -17,26 +17,26 @@ that a call or trace that was changed in the database is detected when a row is 
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 import orjson
 from pydantic import BaseModel, ConfigDict, Field
 
 from polar_proxy.errors import PolarError
-from polar_proxy.sequences import trace_path
+from polar_proxy.sequences import answer_sampling, trace_path
 from polar_proxy.traces.drift import DriftEvent, DriftPolicy
-from polar_proxy.traces.grades import Grade, Reason, grade_of, is_off_distribution, policy_versions, sampling_overrides
+from polar_proxy.traces.grades import Grade, Reason, grade_of
 from polar_proxy.types import CallRecord, EngineInfo, Json, LogprobMode, Logprobs, PromptMode, Span, TokenIds, Trace
 
 if TYPE_CHECKING:
     from polar_proxy.traces.builders import BuildResult
 
-SCHEMA = 1
-"""Increased when a field changes its meaning; a checker refuses newer certificates."""
+SCHEMA = 2
+"""Increased when a field changes its meaning; a checker refuses other certificates."""
 
 Hash = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
 Count = Annotated[int, Field(strict=True, ge=0)]
@@ -44,7 +44,6 @@ Count = Annotated[int, Field(strict=True, ge=0)]
 IDENTITY_FIELDS = ("trace_id", "session_id", "rollout_id", "builder", "parent_trace_id", "branch_at", "prompt_length")
 """The fields of a trace that its certificate repeats."""
 _NOT_IN_SEED = {"grade", "audit", "spans", "seed", "head"}
-_STORED = {"schema_version", "on_drift", "grade", "grade_reasons", "drift", "rescored", "audit", "head"}
 _PERSON = b"polar trace"
 
 
@@ -66,6 +65,7 @@ class EngineIdentity(CertificateModel):
     version: str | None
     model: str | None
     template_hash: str | None
+    precision: str | None
     logprob_mode: LogprobMode
 
 
@@ -110,56 +110,55 @@ class SampledSpan(CallSpan):
     """(first position within the answer, policy version) of each run of tokens."""
     past_reasoning: Literal["keep", "strip"] | None
     """The setting under which the prompt was continued; None if it had no effect."""
-    sampling: Json | None
-    """The settings that changed the distribution, if raw log-probabilities were recorded."""
+    temperature: float | None
+    changes: Json
+    """Settings besides the temperature that changed the distribution, such as top_p or a penalty."""
 
 
 CertificateSpan = Annotated[ContextSpan | SampledSpan, Field(discriminator="kind")]
 
 
-class Certificate(CertificateModel):
-    """The origin of each token of a trace, and the reasons for its grade."""
-
-    model_config = ConfigDict(title="Certificate of a Polar trace")
+class StoredCertificate(CertificateModel):
+    """The fields of a certificate that do not follow from the trace and its calls, and its last hash."""
 
     schema_version: Annotated[int, Field(alias="schema", strict=True, ge=SCHEMA, le=SCHEMA)]
-    trace_id: str
-    session_id: str
-    rollout_id: str | None
-    builder: Literal["per_call", "merged", "tree", "rescored"]
     on_drift: DriftPolicy | None
     grade: Grade
     grade_reasons: list[Reason]
     """Why the grade is not `exact`."""
+    drift: list[DriftEvent]
+    rescored: ScorerIdentity | None
+    audit: Json | None
+    head: Hash
+
+
+class Certificate(StoredCertificate):
+    """The origin of each token of a trace, and the reasons for its grade."""
+
+    model_config = ConfigDict(title="Certificate of a Polar trace")
+
+    trace_id: str
+    session_id: str
+    rollout_id: str | None
+    builder: Literal["per_call", "merged", "tree", "rescored"]
     parent_trace_id: str | None
     branch_at: Count
     branch_hash: Hash | None
     """Hash of the first `branch_at` tokens of the parent's whole path."""
     prompt_length: Count
     engines: list[EngineIdentity]
-    rescored: ScorerIdentity | None
-    drift: list[DriftEvent]
-    audit: Json | None
     seed: Hash
     spans: Annotated[list[CertificateSpan], Field(min_length=1)]
-    head: Hash
 
     def header(self) -> Json:
         """Return the fields that the seed covers: all except the spans and those that an audit may change."""
         return self.model_dump(by_alias=True, exclude=_NOT_IN_SEED)
 
-    def to_json(self) -> Json:
-        return self.model_dump(by_alias=True)
-
-    def stored(self) -> Json:
-        """Return the fields that are stored. The others are derived again from the trace and its calls."""
-        return self.model_dump(by_alias=True, include=_STORED)
-
 
 # ---------------------------------------------------------------- making certificates
 
 
-def certify(calls: Sequence[CallRecord], build: BuildResult) -> dict[str, Certificate]:
+def certify(calls: Sequence[CallRecord], build: BuildResult) -> dict[str, Json]:
     """Return trace id -> certificate for the traces of a build."""
     by_id = {call.call_id: call for call in calls}
     traces = {trace.trace_id: trace for trace in build.traces}
@@ -175,9 +174,13 @@ def certify(calls: Sequence[CallRecord], build: BuildResult) -> dict[str, Certif
     return found
 
 
-def restore(
-    stored: Mapping[str, Json | None], traces: Sequence[Trace], calls: Sequence[CallRecord]
-) -> dict[str, Certificate]:
+def stored_form(certificate: Json) -> Json:
+    """Return the fields that are stored. The others are derived again from the trace and its calls."""
+    names = (field.alias or name for name, field in StoredCertificate.model_fields.items())
+    return {name: certificate[name] for name in names}
+
+
+def restore(stored: Mapping[str, Json | None], traces: Sequence[Trace], calls: Sequence[CallRecord]) -> dict[str, Json]:
     """Return trace id -> certificate for stored traces.
 
     `stored`: trace id -> certificate in its stored form. `traces`: all traces of one build. `calls`: all calls of their
@@ -186,22 +189,25 @@ def restore(
     """
     by_id = {call.call_id: call for call in calls}
     by_trace = {trace.trace_id: trace for trace in traces}
-    found: dict[str, Certificate] = {}
+    found: dict[str, Json] = {}
     for trace in traces:
         kept = stored.get(trace.trace_id)
+        if kept is not None and kept["schema"] != SCHEMA:
+            raise CertificateError(
+                f"The certificate of the trace {trace.trace_id} was written by another version of Polar: build the "
+                f"trace again with `polar build {trace.session_id}`."
+            )
         derived = None if kept is None else _certificate(trace, by_trace, by_id, kept)
-        if kept is None or derived is None or derived.head != kept["head"]:
+        if kept is None or derived is None or derived["head"] != kept["head"]:
             raise CertificateError(
                 f"The trace {trace.trace_id} does not match its certificate: the trace or a call was changed in "
                 f"the database. If that was intended, build it again with `polar build {trace.session_id}`."
             )
-        found[trace.trace_id] = derived.model_copy(update={"grade": kept["grade"], "audit": kept["audit"]})
+        found[trace.trace_id] = {**derived, "grade": kept["grade"], "audit": kept["audit"]}
     return found
 
 
-def _certificate(
-    trace: Trace, traces: Mapping[str, Trace], calls: Mapping[str, CallRecord], origin: Json
-) -> Certificate:
+def _certificate(trace: Trace, traces: Mapping[str, Trace], calls: Mapping[str, CallRecord], origin: Json) -> Json:
     """Make the certificate of `trace`.
 
     `origin`: the fields that do not follow from trace and calls: on_drift, grade_reasons, drift, rescored.
@@ -223,10 +229,10 @@ def _certificate(
     }
     seed = hash_json(b"", header)
     hashes = [link.hex() for link in hash_spans(seed, spans, trace.token_ids, trace.logprobs)]
-    sealed = [{**span, "hash": link} for span, link in zip(spans, hashes, strict=True)]
+    for span, link in zip(spans, hashes, strict=True):
+        span["hash"] = link
     grade = grade_of(origin["grade_reasons"])
-    proof = {"grade": grade, "audit": None, "seed": seed.hex(), "spans": sealed, "head": hashes[-1]}
-    return Certificate.model_validate({**header, **proof})
+    return {**header, "grade": grade, "audit": None, "seed": seed.hex(), "spans": spans, "head": hashes[-1]}
 
 
 def _span(span: Span, call: CallRecord, engines: list[Json]) -> Json:
@@ -245,12 +251,13 @@ def _span(span: Span, call: CallRecord, engines: list[Json]) -> Json:
         engine = _engine(call)
         if engine not in engines:
             engines.append(engine)
-        choice = next(choice for choice in call.choices if choice.index == span.choice)
+        sampling = answer_sampling(call, next(choice for choice in call.choices if choice.index == span.choice))
         described |= {
             "engine": engines.index(engine),
-            "versions": [list(run) for run in policy_versions(call, choice)],
+            "versions": [list(run) for run in sampling.versions],
             "past_reasoning": call.sampling.get("past_reasoning"),
-            "sampling": sampling_overrides(call) if is_off_distribution(call) else None,
+            "temperature": sampling.temperature,
+            "changes": sampling.changes,
         }
     return described
 
@@ -263,6 +270,7 @@ def _engine(call: CallRecord) -> Json:
         "version": None if info is None else info.version,
         "model": call.model if info is None else info.model,
         "template_hash": None if info is None else info.template_hash,
+        "precision": None if info is None else info.precision,
         "logprob_mode": call.logprob_mode,
     }
 
@@ -283,19 +291,22 @@ def _events_in(trace: Trace, calls: Mapping[str, CallRecord], events: Sequence[D
 
 def hash_spans(seed: bytes, spans: Iterable[Json], token_ids: TokenIds, logprobs: Logprobs) -> list[bytes]:
     """Return the hash of each span. The spans, in order, tile `token_ids` (int32 [n]) and `logprobs` (float32 [n])."""
-    ids, values = np.ascontiguousarray(token_ids, "<i4"), np.ascontiguousarray(logprobs, "<f4")
+    ids, values = _bytes_of(token_ids, "<i4"), _bytes_of(logprobs, "<f4")
     hashes: list[bytes] = []
     link, position = seed, 0
     for span in spans:
-        here = slice(position, position + span["n"])
-        sampled = values[here].tobytes() if span["kind"] == "sampled" else b""
-        link = hash_json(link, span, ids[here].tobytes(), sampled)
+        here = slice(position, position + 4 * span["n"])
+        link = hash_json(link, span, ids[here], values[here] if span["kind"] == "sampled" else b"")
         hashes.append(link)
         position = here.stop
     return hashes
 
 
-def hash_json(before: bytes, value: Any, *data: bytes) -> bytes:
+def _bytes_of(array: npt.NDArray[Any], form: str) -> memoryview:
+    return memoryview(np.ascontiguousarray(array, form).tobytes())
+
+
+def hash_json(before: bytes, value: Any, *data: bytes | memoryview) -> bytes:
     return _digest(before, orjson.dumps(value, option=orjson.OPT_SORT_KEYS), *data)
 
 
@@ -304,10 +315,6 @@ def hash_tokens(token_ids: TokenIds) -> str:
     return _digest(b"", np.ascontiguousarray(token_ids, "<i4").tobytes()).hex()
 
 
-def _digest(before: bytes, framed: bytes, *data: bytes) -> bytes:
-    digest = blake2b(before, digest_size=16, person=_PERSON)
-    digest.update(struct.pack("<I", len(framed)))
-    digest.update(framed)
-    for piece in data:
-        digest.update(piece)
-    return digest.digest()
+def _digest(before: bytes, framed: bytes, *data: bytes | memoryview) -> bytes:
+    whole = b"".join((before, len(framed).to_bytes(4, "little"), framed, *data))
+    return blake2b(whole, digest_size=16, person=_PERSON).digest()

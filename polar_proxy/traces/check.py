@@ -18,6 +18,7 @@ import orjson
 from pydantic import ValidationError
 
 from polar_proxy.sequences import trace_path
+from polar_proxy.terminal import escape_json_controls, one_line
 from polar_proxy.traces import grades
 from polar_proxy.traces.certificate import (
     IDENTITY_FIELDS,
@@ -29,7 +30,7 @@ from polar_proxy.traces.certificate import (
     hash_tokens,
 )
 from polar_proxy.traces.rows import RowError, describe_errors, read_row
-from polar_proxy.types import Json, Span, Trace
+from polar_proxy.types import AnswerSampling, Json, Span, Trace
 
 _PROBLEMS_SHOWN = 3
 """Number of a row's problems that are printed."""
@@ -88,6 +89,8 @@ def check_row(row: Any) -> RowCheck:
     if not isinstance(fields, dict):
         return RowCheck(["there is no certificate"])
     schema = fields.get("schema")
+    if isinstance(schema, int) and schema < SCHEMA:
+        return RowCheck([f"the certificate has schema {schema}, and this Polar reads {SCHEMA}: export the row again"])
     if isinstance(schema, int) and schema > SCHEMA:
         return RowCheck([f"the certificate has schema {schema}, and this Polar knows {SCHEMA}: update Polar"])
     try:
@@ -115,8 +118,19 @@ def _identity_problems(trace: Trace, certificate: Certificate) -> Iterator[str]:
     spans = [Span(span.kind, span.call_id, span.start, span.end, span.choice) for span in certificate.spans]
     if spans != list(trace.spans):
         yield "the row has other spans than its certificate"
+    certified = tuple(_samplings(certificate))
+    if len(certified) == len(trace.sampling) and certified != trace.sampling:
+        yield "the row's answers were sampled in another way than its certificate says"
     if any(span.n != span.end - span.start for span in certificate.spans):
         yield "a span's n is not end - start"
+
+
+def _samplings(certificate: Certificate) -> Iterator[AnswerSampling]:
+    """Yield how each answer was sampled. Answers whose engine is not described are left to `_span_problems`."""
+    for span in certificate.spans:
+        if isinstance(span, SampledSpan) and span.engine < len(certificate.engines):
+            mode = certificate.engines[span.engine].logprob_mode
+            yield AnswerSampling(span.temperature, span.changes, mode, tuple(span.versions))
 
 
 def _hash_problems(trace: Trace, certificate: Certificate) -> Iterator[str]:
@@ -174,7 +188,7 @@ def _reason_problems(certificate: Certificate) -> Iterator[str]:
     joined = any(event.outcome == "canonical" for event in certificate.drift)
     expected = {
         "continued": any(span.prompt_mode == "continue" for span in sampled),
-        "off_distribution": any(span.sampling is not None for span in sampled),
+        "off_distribution": any(map(grades.is_off_distribution, _samplings(certificate))),
         "weights_changed": any(grades.weights_changed(span.versions) for span in sampled),
         "rescored": certificate.rescored is not None,
         "canonical": joined,
@@ -249,11 +263,12 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: cannot read {options.file}: {error.strerror}", file=sys.stderr)
         return 2
     if options.json:
-        print(orjson.dumps(checked.to_json(), option=orjson.OPT_INDENT_2).decode())
+        print(escape_json_controls(orjson.dumps(checked.to_json(), option=orjson.OPT_INDENT_2).decode()))
     else:
         for line, trace_id, problems in checked.bad:
             more = f" (and {len(problems) - _PROBLEMS_SHOWN} more)" if len(problems) > _PROBLEMS_SHOWN else ""
-            print(f"{options.file}:{line}: {trace_id or 'row'}: {'; '.join(problems[:_PROBLEMS_SHOWN])}{more}")
+            shown = "; ".join(problems[:_PROBLEMS_SHOWN])
+            print(one_line(f"{options.file}:{line}: {trace_id or 'row'}: {shown}{more}", limit=4000))
         print(f"{checked.rows} rows, {len(checked.bad)} bad", file=sys.stderr)
     return 1 if checked.bad else 0
 

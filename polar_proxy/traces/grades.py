@@ -8,7 +8,9 @@ rejected     an audit found the log-probabilities wrong. No builder gives this g
 Reasons, each with the best grade that it allows:
 
 continued         continued    Polar made a prompt from the earlier call's exact tokens and the new messages
-off_distribution  approximate  raw log-probabilities were recorded, and sampling was from another distribution
+off_distribution  approximate  the log-probabilities are not those of softmax(logits / temperature), which a trainer
+                               computes: top_p, a penalty, ... changed the distribution, or raw log-probabilities were
+                               recorded at another temperature than 1
 weights_changed   approximate  the weights changed during an answer, and the engine did not report at which token
 canonical         approximate  the context before sampled tokens differs from the recorded prompt
 rescored          approximate  an engine computed the log-probabilities later
@@ -16,11 +18,11 @@ rescored          approximate  an engine computed the log-probabilities later
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, get_args
 
-from polar_proxy.sequences import all_reported
-from polar_proxy.types import CallRecord, Choice, Json
+from polar_proxy.sequences import all_reported, answer_sampling
+from polar_proxy.types import AnswerSampling, CallRecord
 
 Grade = Literal["exact", "continued", "approximate", "rejected"]
 GRADES: tuple[Grade, ...] = get_args(Grade)
@@ -37,7 +39,9 @@ _GRADE_BY_REASON: Mapping[str, Grade] = {
     "rescored": "approximate",
 }
 
-_OFF_AT_ZERO = ("top_k", "min_p", "presence_penalty", "frequency_penalty", "logit_bias")
+
+_NOTES = 20
+"""Different notes that are passed on: a client may ask for any number of values."""
 
 
 def grade_of(reasons: Iterable[str]) -> Grade:
@@ -45,28 +49,61 @@ def grade_of(reasons: Iterable[str]) -> Grade:
     return max((_GRADE_BY_REASON[reason] for reason in reasons), key=GRADES.index, default="exact")
 
 
-def grade_reasons(call: CallRecord, choice: Choice) -> set[Reason]:
-    """Return why one answer by itself is not `exact`."""
+def grade_reasons(call: CallRecord, sampling: AnswerSampling) -> set[Reason]:
+    """Return why one answer of a call, sampled like this, is not `exact` by itself."""
     found: set[Reason] = set()
     if call.prompt_mode == "continue":
         found.add("continued")
-    if is_off_distribution(call):
+    if is_off_distribution(sampling):
         found.add("off_distribution")
-    if weights_changed(policy_versions(call, choice)):
+    if weights_changed(sampling.versions):
         found.add("weights_changed")
     return found
 
 
-def is_off_distribution(call: CallRecord) -> bool:
-    """Return whether the recorded log-probabilities are of another distribution than the sampled one."""
-    return call.logprob_mode == "raw" and bool(sampling_overrides(call))
+def is_off_distribution(sampling: AnswerSampling) -> bool:
+    """Return whether the recorded log-probabilities are not those of softmax(logits / temperature), or of an unknown
+    temperature."""
+    if sampling.temperature is None or sampling.changes:
+        return True
+    return sampling.logprob_mode == "raw" and sampling.temperature != 1.0
 
 
-def sampling_overrides(call: CallRecord) -> Json:
-    """Return the sampling settings that change the model's own distribution."""
-    sampling = call.sampling
-    found: Json = {name: value for name in ("temperature", "top_p") if (value := sampling.get(name)) not in (None, 1.0)}
-    return found | {name: value for name in _OFF_AT_ZERO if (value := sampling.get(name))}
+def off_distribution_note(call: CallRecord) -> str | None:
+    """Return why a call's traces are only approximate, if its distribution is the reason, and how to change that."""
+    for choice in call.choices:
+        sampling = answer_sampling(call, choice)
+        if not choice.token_ids.size or not is_off_distribution(sampling):
+            continue
+        changes = dict(sampling.changes)
+        if sampling.temperature is not None and sampling.logprob_mode == "raw" and sampling.temperature != 1.0:
+            changes = {"temperature": sampling.temperature, **changes}
+        named = (
+            ", ".join(
+                f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
+                for name, value in changes.items()
+            )
+            or "no known temperature"
+        )
+        return (
+            f"the agent asks for {named}, so its traces are approximate, and polar export leaves them out. With "
+            "--temperature 1, polar serve, run and session new sample from the model's own distribution instead."
+        )
+    return None
+
+
+class DistributionNotes:
+    """Passes each `off_distribution_note` on once."""
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self._note = note
+        self._noted: set[str] = set()
+
+    def __call__(self, call: CallRecord) -> None:
+        text = off_distribution_note(call)
+        if text is not None and text not in self._noted and len(self._noted) < _NOTES:
+            self._noted.add(text)
+            self._note(text)
 
 
 def weights_changed(versions: Sequence[tuple[int, str | None]]) -> bool:
@@ -75,15 +112,6 @@ def weights_changed(versions: Sequence[tuple[int, str | None]]) -> bool:
     The version is then "A..B": A was loaded before the answer and B after it.
     """
     return len(versions) == 1 and ".." in (versions[0][1] or "")
-
-
-def policy_versions(call: CallRecord, choice: Choice) -> tuple[tuple[int, str | None], ...]:
-    """Return (first position within the answer, policy version) of each run of its tokens, from position 0 on."""
-    if not choice.versions:
-        return ((0, call.weight_version),)
-    if choice.versions[0][0] > 0:
-        return ((0, call.weight_version), *choice.versions)
-    return choice.versions
 
 
 # ---------------------------------------------------------------- calls that are not trained
@@ -110,6 +138,8 @@ def exclusion_reason(call: CallRecord) -> str | None:
         return "no_logprobs"
     if call.sampling.get("constrained"):
         return "constrained"  # a grammar limited the sampling: the tokens were not the policy's own choice
+    if call.sampling.get("hidden_call"):
+        return "hidden_call"  # its tokens have a second tool call, which the agent was not shown
     return None
 
 

@@ -17,7 +17,7 @@ from polar_proxy.store import Store
 from polar_proxy.store.rescores import apply_rescores
 from polar_proxy.traces.audit import UNKNOWN, AuditReference, AuditReport, audit
 from polar_proxy.traces.builders import BuildResult, build
-from polar_proxy.traces.certificate import certify
+from polar_proxy.traces.certificate import certify, stored_form
 from polar_proxy.traces.grades import REJECTED
 from polar_proxy.traces.scoring import RescoreReport, Scorer, build_rescored, rescore, rescore_calls
 from polar_proxy.traces.validation import count_calls
@@ -56,7 +56,7 @@ async def find_targets(
     condition, an unknown session, and for both arguments at once.
     """
     if where is not None and session_ids:
-        raise UsageError("Conditions choose rollouts: give either --where or --session.")
+        raise UsageError("Give either --where, which selects rollouts, or --session.")
     if session_ids:
         return [await _target_of(store, session_id) for session_id in session_ids][:limit]
     targets: list[SessionTarget] = []
@@ -99,6 +99,7 @@ async def build_traces(
     store: Store, session_id: str, rollout_id: str | None, *, reward: float | None, incomplete: bool
 ) -> None:
     """Build and store the traces of a session that has ended. `incomplete`: a call was lost, so no call is trained."""
+    incomplete = incomplete or await store.sessions.is_incomplete(session_id)
     calls = await store.calls.of_session(session_id, text=False)
     result = await asyncio.to_thread(build, calls, STORED_BUILDER, rollout_id=rollout_id, reward=reward)
     await _save(store, session_id, rollout_id, calls, _without_traces(result, calls) if incomplete else result)
@@ -146,7 +147,7 @@ async def rebuild(
         result = await asyncio.to_thread(
             build, calls, builder, on_drift=on_drift, rollout_id=target.rollout_id, reward=target.reward
         )
-        if row is not None and row.incomplete:
+        if await _is_incomplete(store, target):
             result = _without_traces(result, calls)
         elif on_drift == "rescore" and engine is not None:
             result = await rescore(result, engine)
@@ -155,8 +156,14 @@ async def rebuild(
     return report
 
 
+async def _is_incomplete(store: Store, target: SessionTarget) -> bool:
+    """Return whether a call of the session or of its rollout was lost."""
+    row = None if target.rollout_id is None else await store.rollouts.get(target.rollout_id)
+    return (row is not None and row.incomplete) or await store.sessions.is_incomplete(target.session_id)
+
+
 def _without_traces(result: BuildResult, calls: Sequence[CallRecord]) -> BuildResult:
-    """Exclude all calls: a rollout in which a call was lost is not trained."""
+    """Exclude all calls: a session in which a call was lost is not trained."""
     excluded = {call.call_id: result.excluded.get(call.call_id, "incomplete") for call in calls}
     return BuildResult(result.builder, (), excluded, result.on_drift)
 
@@ -171,7 +178,7 @@ async def _save(
         result.builder,
         session_id,
         rollout_id,
-        {trace_id: certificate.stored() for trace_id, certificate in certificates.items()},
+        {trace_id: stored_form(certificate) for trace_id, certificate in certificates.items()},
         # The builder has validated its traces; only rescoring changes them afterwards.
         validated=result.rescored_by is None,
     )
@@ -249,6 +256,8 @@ async def rescore_session(store: Store, scorer: Scorer, target: SessionTarget, r
         report.add(len(calls), rescores, skipped, 0)
         return
     result = build_rescored(calls, rescores, skipped=skipped, rollout_id=target.rollout_id, reward=target.reward)
+    if await _is_incomplete(store, target):
+        result = _without_traces(result, calls)
     await store.rescores.put(target.session_id, rescores)
     await _save(store, target.session_id, target.rollout_id, apply_rescores(calls, rescores), result)
     report.add(len(calls), rescores, skipped, len(result.traces))

@@ -6,7 +6,8 @@ A row has fields of its rollout (rollout_id, group_id, task_id, status, reward, 
     response_ids  all other tokens [m]
     loss_mask     [m], 1 where a token was sampled
     logprobs      [m], nats, as reported at sampling; null where the mask is 0
-    spans         where each run of tokens came from: kind, call_id, choice, start, end
+    spans         where each run of tokens came from: kind, call_id, choice, start, end; and for sampled tokens the
+                  distribution (temperature, changes, logprob_mode) and the policy versions (`AnswerSampling`)
     certificate   the proof of all other fields (`certificate.Certificate`)
 
 A row of builder `tree` holds its own tokens only: they follow the first `branch_at` tokens of the whole path of
@@ -16,8 +17,9 @@ A row of builder `tree` holds its own tokens only: they follow the first `branch
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import orjson
@@ -25,8 +27,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from polar_proxy.errors import PolarError
 from polar_proxy.sequences import find_layout_problem
-from polar_proxy.traces.certificate import Certificate
-from polar_proxy.types import Json, Logprobs, Span, SpanKind, Trace
+from polar_proxy.types import AnswerSampling, Json, LogprobMode, Logprobs, Span, Trace
 
 SCHEMA = 1
 """Version of the row format; raised when a field changes its meaning."""
@@ -53,7 +54,7 @@ def trace_identity(trace: Trace, rollout: Json) -> Json:
     }
 
 
-def write_row(trace: Trace, rollout: Json, certificate: Certificate | None = None) -> Json:
+def write_row(trace: Trace, rollout: Json, certificate: Json | None = None) -> Json:
     """Return the row of a trace. `rollout`: the fields of its rollout."""
     start = trace.prompt_length
     mask = trace.loss_mask[start:].tolist()
@@ -66,12 +67,23 @@ def write_row(trace: Trace, rollout: Json, certificate: Certificate | None = Non
         "response_ids": trace.token_ids[start:].tolist(),
         "loss_mask": mask,
         "logprobs": [value if sampled else None for value, sampled in zip(logprobs, mask, strict=True)],
-        "spans": [
-            {"kind": span.kind, "call_id": span.call_id, "choice": span.choice, "start": span.start, "end": span.end}
-            for span in trace.spans
-        ],
-        "certificate": None if certificate is None else certificate.to_json(),
+        "spans": list(_write_spans(trace)),
+        "certificate": certificate,
     }
+
+
+def _write_spans(trace: Trace) -> Iterator[Json]:
+    samplings = iter(trace.sampling)
+    for span in trace.spans:
+        sampled = asdict(next(samplings)) if span.kind == "sampled" else {}
+        yield {
+            "kind": span.kind,
+            "call_id": span.call_id,
+            "choice": span.choice,
+            "start": span.start,
+            "end": span.end,
+            **sampled,
+        }
 
 
 def read_row(row: Any) -> Trace:
@@ -113,6 +125,11 @@ def read_row(row: Any) -> Trace:
         parent_trace_id=read.parent_trace_id,
         branch_at=read.branch_at,
         rescored=read.certificate is not None and read.certificate.get("rescored") is not None,
+        sampling=tuple(
+            AnswerSampling(span.temperature, span.changes, span.logprob_mode, tuple(span.versions))
+            for span in read.spans
+            if isinstance(span, _SampledFields)
+        ),
     )
     if (problem := find_layout_problem(trace)) is not None:
         raise RowError("malformed", f"the parts of {name} contradict each other: {problem}")
@@ -140,12 +157,20 @@ _TokenId = Annotated[int, Field(strict=True, ge=0, lt=1 << 31)]
 _Count = Annotated[int, Field(strict=True, ge=0)]
 
 
-class _SpanFields(BaseModel):
-    kind: SpanKind
+class _ContextFields(BaseModel):
+    kind: Literal["context"]
     call_id: str
     choice: _Count
     start: _Count
     end: _Count
+
+
+class _SampledFields(_ContextFields):
+    kind: Literal["sampled"]  # type: ignore[assignment]
+    temperature: float | None
+    changes: Json
+    logprob_mode: LogprobMode
+    versions: Annotated[list[tuple[_Count, str | None]], Field(min_length=1)]
 
 
 class _RowFields(BaseModel):
@@ -164,5 +189,5 @@ class _RowFields(BaseModel):
     response_ids: list[_TokenId]
     loss_mask: list[Annotated[int, Field(strict=True, ge=0, le=1)]]
     logprobs: list[Annotated[float, Field(strict=True, allow_inf_nan=False)] | None]
-    spans: list[_SpanFields]
+    spans: list[Annotated[_ContextFields | _SampledFields, Field(discriminator="kind")]]
     certificate: Json | None = None

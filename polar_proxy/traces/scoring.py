@@ -56,7 +56,7 @@ class Scorer:
         self.tokens = 0
         self._gate = asyncio.Semaphore(at_once)
 
-    async def score_all(self, sequences: Sequence[TokenIds]) -> list[npt.NDArray[np.float64]]:
+    async def score_all(self, sequences: Sequence[TokenIds], temperature: float = 1.0) -> list[npt.NDArray[np.float64]]:
         """Return `score_sequence` of each sequence (int32 [n]).
 
         A sequence that is the beginning of another takes its values from that one: the causal mask makes them equal.
@@ -64,19 +64,22 @@ class Scorer:
         containing = find_containing(sequences)
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = {index: group.create_task(self._score(sequences[index])) for index in sorted(set(containing))}
+                tasks = {
+                    index: group.create_task(self._score(sequences[index], temperature))
+                    for index in sorted(set(containing))
+                }
         except ExceptionGroup as failed:  # the first error is enough: the other tasks were cancelled or failed alike
             raise failed.exceptions[0] from failed
         return [tasks[index].result()[: len(ids)] for ids, index in zip(sequences, containing, strict=True)]
 
-    async def _score(self, ids: TokenIds) -> npt.NDArray[np.float64]:
+    async def _score(self, ids: TokenIds, temperature: float) -> npt.NDArray[np.float64]:
         async with self._gate:
-            values = await score_sequence(self.engine, ids)
+            values = await score_sequence(self.engine, ids, temperature)
         self.tokens += len(ids)
         return values
 
 
-async def score_sequence(engine: Engine, ids: TokenIds) -> npt.NDArray[np.float64]:
+async def score_sequence(engine: Engine, ids: TokenIds, temperature: float = 1.0) -> npt.NDArray[np.float64]:
     """Return the log-probability of each token after all before it, float64 [n].
 
     NaN for the first token, for tokens without a value from the engine, and after the end of its context.
@@ -86,13 +89,13 @@ async def score_sequence(engine: Engine, ids: TokenIds) -> npt.NDArray[np.float6
         return out
     taken = ids
     try:
-        values = await engine.score(taken.tolist())
+        values = await engine.score(taken.tolist(), temperature)
     except RequestError as error:
         limit = engine.info.context_length
         if error.code != "context_length_exceeded" or not 2 < limit <= len(ids):
             raise
         taken = ids[: limit - 1]
-        values = await engine.score(taken.tolist())
+        values = await engine.score(taken.tolist(), temperature)
     out[1 : len(taken)] = values
     return out
 

@@ -3,8 +3,10 @@
 Promises:
 
 * A rollout counts once in its group's baseline, however many traces it has; all its traces get its advantage.
-* A trace is trained only if its grade is `TRAINABLE` (traces/grades.py) and its rollout was recorded completely. Each
-  sampled token is trained at most once.
+* A trace is trained only if its grade is `TRAINABLE` (traces/grades.py) and its rollout was recorded completely. The
+  other traces of its rollout are trained all the same. Each sampled token is trained at most once.
+* With ECHO the observed tokens of every rollout are trained, also where the sampled ones are skipped. (Not those of
+  rejected traces, whose tokens may be wrong.)
 * A rollout that is masked (timed out) or incomplete is not trained; its reward stays in the baseline.
 * Everything skipped is counted by reason: trained and skipped sampled tokens add up to all sampled tokens.
 """
@@ -12,8 +14,8 @@ Promises:
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +24,7 @@ from polar_proxy.api_models import Rollout
 from polar_proxy.errors import TrainingError
 from polar_proxy.sequences import trace_path
 from polar_proxy.store import RolloutRow
-from polar_proxy.traces.grades import TRAINABLE
+from polar_proxy.traces.grades import REJECTED, TRAINABLE
 from polar_proxy.training.advantages import ADVANTAGES, Floats, focal_weight, variance_weight
 from polar_proxy.training.config import GrpoConfig
 from polar_proxy.types import Json, Trace
@@ -72,6 +74,12 @@ class TrainingSequence:
     observed: npt.NDArray[np.bool_]
     """[n]: whether the token comes after a sampled token and was not sampled (tool output and the template around it).
     False for the tokens of the prefix."""
+    temperatures: npt.NDArray[np.float64]
+    """[n]: temperature at which a trained token was sampled; 1 where `trained` is False."""
+    versions: npt.NDArray[np.object_]
+    """[n]: policy version that sampled a trained token; None where it is unknown, and where `trained` is False."""
+    group_size: int
+    """All rollouts of its group, trained or not."""
 
 
 @dataclass(slots=True)
@@ -81,7 +89,7 @@ class SkippedCounts:
     rollouts: int = 0
     traces: int = 0
     tokens: int = 0
-    """Sampled tokens."""
+    """Number of sampled tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +114,7 @@ class TrainingBatch:
 
     @property
     def trained_rollouts(self) -> int:
-        return len({sequence.rollout for sequence in self.sequences})
+        return len({sequence.rollout for sequence in self.sequences if sequence.trained.any()})
 
     def minibatches(self, count: int, seed: str) -> list[list[TrainingSequence]]:
         """Split into `count` parts of whole groups, shuffled by `seed`; fewer parts when there are fewer groups."""
@@ -123,8 +131,8 @@ class TrainingBatch:
         return {reason: asdict(counts) for reason, counts in sorted(self.skipped.items())}
 
 
-def make_batch(groups: Sequence[TrainingGroup], config: GrpoConfig) -> TrainingBatch:
-    """Compute advantages and collect the sequences to train.
+def make_batch(groups: Sequence[TrainingGroup], config: GrpoConfig, step: int = 0) -> TrainingBatch:
+    """Compute advantages and collect the sequences to train. `step` and the run's seed choose how rewards are shuffled.
 
     Raises TrainingError for a token that would be trained twice, which means that the traces are wrong.
     """
@@ -132,7 +140,7 @@ def make_batch(groups: Sequence[TrainingGroup], config: GrpoConfig) -> TrainingB
     skipped: dict[str, SkippedCounts] = {}
     rewards = [group.rewards for group in groups]
     if config.shuffle_rewards:
-        rewards = _shuffle_rewards(rewards, f"{config.seed}/{' '.join(group.group_id for group in groups)}")
+        rewards = _shuffle_rewards(rewards, f"{config.seed}/{step}")
     rollout_index = 0
     for group, group_rewards in zip(groups, rewards, strict=True):
         advantages = group_advantages(group_rewards, config)
@@ -141,12 +149,14 @@ def make_batch(groups: Sequence[TrainingGroup], config: GrpoConfig) -> TrainingB
             reason = _skip_rollout(member, advantage) or ("no_spread" if no_signal else None)
             if reason is not None:
                 _count_skipped(skipped, reason, member.traces, rollouts=1)
-            else:
-                sequences += _make_sequences(group.group_id, member, rollout_index, advantage, config, skipped)
+            if reason is None or config.echo_coef:
+                counts = skipped if reason is None else {}
+                for one in _make_sequences(group, member, rollout_index, advantage, config, counts):
+                    sequences.append(one if reason is None else _observed_only(one))
             rollout_index += 1
     members = [member for group in groups for member in group.members]
     return TrainingBatch(
-        sequences=tuple(sequences),
+        sequences=tuple(one for one in sequences if one.trained.any() or one.observed.any()),
         group_ids=tuple(group.group_id for group in groups),
         rewards=tuple(float(member.rollout.reward) for member in members if member.rollout.reward is not None),
         rollouts=len(members),
@@ -199,42 +209,80 @@ def _skip_rollout(member: GroupRollout, advantage: float) -> str | None:
 
 
 def _make_sequences(
-    group_id: str,
+    group: TrainingGroup,
     member: GroupRollout,
     rollout_index: int,
     advantage: float,
     config: GrpoConfig,
     skipped: dict[str, SkippedCounts],
-) -> list[TrainingSequence]:
-    sequences: list[TrainingSequence] = []
+) -> Iterator[TrainingSequence]:
+    """Yield the sequences of a rollout, and count its traces that are not trained. With ECHO yield those too, without
+    their sampled tokens."""
     seen: set[tuple[str, int, int]] = set()
     by_id = {trace.trace_id: trace for trace in member.traces}
     for trace in member.traces:
         if (reason := _skip_trace(trace, config)) is not None:
             _count_skipped(skipped, reason, (trace,))
-            continue
-        for span in trace.spans:
-            for position in range(span.start, span.end) if span.kind == "sampled" else ():
-                if (sample := (span.call_id, span.choice, position)) in seen:
-                    raise TrainingError(f"token {position} of call {span.call_id} is marked as sampled in two traces")
-                seen.add(sample)
+            if not config.echo_coef or reason == "too_long" or trace.grade == REJECTED:
+                continue
+        _check_sampled_once(trace, seen)
         whole = trace_path(trace, by_id)
         trained = whole.loss_mask.astype(bool)
         observed = ~trained & (np.cumsum(trained) > 0)
         trained[: whole.own] = observed[: whole.own] = False  # the prefix is trained with the trace it belongs to
-        sequences.append(
-            TrainingSequence(
-                trace_id=trace.trace_id,
-                group_id=group_id,
-                rollout=rollout_index,
-                token_ids=whole.token_ids.astype(np.int64),
-                trained=trained,
-                old_logprobs=np.where(trained, whole.logprobs.astype(np.float64), np.nan),
-                advantage=advantage,
-                observed=observed,
-            )
+        temperatures, versions = _sampling_of_tokens(trace, len(trained))
+        sequence = TrainingSequence(
+            trace_id=trace.trace_id,
+            group_id=group.group_id,
+            rollout=rollout_index,
+            token_ids=whole.token_ids.astype(np.int64),
+            trained=trained,
+            old_logprobs=np.where(trained, whole.logprobs.astype(np.float64), np.nan),
+            advantage=advantage,
+            observed=observed,
+            temperatures=temperatures,
+            versions=versions,
+            group_size=len(group.members),
         )
-    return sequences
+        yield sequence if reason is None else _observed_only(sequence)
+
+
+def _check_sampled_once(trace: Trace, seen: set[tuple[str, int, int]]) -> None:
+    """Add the trace's sampled tokens (call, choice, position) to `seen`. Raises TrainingError if one is there."""
+    for span in trace.spans:
+        for position in range(span.start, span.end) if span.kind == "sampled" else ():
+            if (sample := (span.call_id, span.choice, position)) in seen:
+                raise TrainingError(f"token {position} of call {span.call_id} is marked as sampled in two traces")
+            seen.add(sample)
+
+
+def _sampling_of_tokens(trace: Trace, length: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.object_]]:
+    """Return temperature and policy version of each token of a trace's path, as `TrainingSequence` holds them."""
+    temperatures = np.ones(length)
+    versions = np.full(length, None, dtype=object)
+    samplings = iter(trace.sampling)
+    position = trace.branch_at
+    for span in trace.spans:
+        end = position + span.end - span.start
+        if span.kind == "sampled" and (sampling := next(samplings, None)) is not None:
+            temperatures[position:end] = sampling.temperature or 1.0
+            for first, version in sampling.versions:
+                versions[position + first : end] = version
+        position = end
+    return temperatures, versions
+
+
+def _observed_only(sequence: TrainingSequence) -> TrainingSequence:
+    """Return the sequence with all sampled tokens excluded from training, so that only observed ones are trained."""
+    n = len(sequence.token_ids)
+    return replace(
+        sequence,
+        trained=np.zeros(n, dtype=bool),
+        old_logprobs=np.full(n, np.nan),
+        advantage=0.0,
+        temperatures=np.ones(n),
+        versions=np.full(n, None, dtype=object),
+    )
 
 
 def _skip_trace(trace: Trace, config: GrpoConfig) -> str | None:
@@ -247,6 +295,8 @@ def _skip_trace(trace: Trace, config: GrpoConfig) -> str | None:
         return "too_long"
     if not np.isfinite(trace.logprobs[trace.loss_mask == 1]).all():
         return "no_logprobs"
+    if len(trace.sampling) != sum(span.kind == "sampled" for span in trace.spans):
+        return "no_temperature"
     return None
 
 

@@ -31,16 +31,16 @@ class TrainerState:
     """State of a run besides weights and optimiser."""
 
     step: int
-    """Steps done."""
+    """Number of completed steps."""
     updates: int
-    """Steps that changed the weights."""
+    """Number of steps that changed the weights."""
     version: str
     """Policy version of these weights."""
     trained: tuple[str, ...]
     """Groups on which these weights were trained (or that had no signal) and whose leases may still be open. Such
     a group is acknowledged if it is offered again, and never trained again."""
     rounds: int = 0
-    """Rounds of rollouts started."""
+    """Number of rounds of rollouts that were started."""
     minutes: float = 0.0
     """Time spent training, over all restarts."""
     format: int = FORMAT
@@ -117,6 +117,33 @@ def load(folder: Path) -> Checkpoint:
         load_file(folder / "model.safetensors"),
         torch.load(folder / "optimiser.pt", weights_only=True),
     )
+
+
+def weights_after(run: Path, step: int, model: Any, *, initial: Path, adapter: bool) -> dict[str, Tensor]:
+    """Return the parameters of `model` after a step, by name; with `adapter` only those of the adapter.
+
+    `initial`: folder of the weights before the first step. Raises TrainingError if there is no checkpoint of the step.
+    """
+    from safetensors.torch import load_file
+
+    folder = run / "checkpoints" / f"step-{step:06d}"
+    if step and not folder.is_dir():
+        raise TrainingError(
+            f"tokens that the weights after step {step} sampled are trained, and there is no checkpoint of that step: "
+            "raise keep_checkpoints, lower max_async_steps, or set `proximal` to another value than sampler"
+        )
+    own = dict(model.named_parameters())
+    if adapter and not step:  # a new adapter changes nothing, because its matrix B is 0
+        import torch
+
+        return {name: torch.zeros_like(tensor) for name, tensor in own.items() if ".lora_B." in name}
+    if adapter:
+        return dict(load(folder).optimiser["adapter"])
+    files = sorted((folder if step else initial).glob("*.safetensors"))
+    weights = {name: tensor for file in files for name, tensor in load_file(file).items() if name in own}
+    if weights.keys() != own.keys():
+        raise TrainingError(f"{folder if step else initial} holds the weights of another model")
+    return weights
 
 
 def write_file(path: Path, data: bytes) -> None:

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from polar_proxy.errors import UsageError
 from polar_proxy.training.advantages import ADVANTAGES
-from polar_proxy.training.losses import LOSSES, LossAggregation
+from polar_proxy.training.losses import LOSSES, PROXIMAL_LOSSES, LossAggregation
 from polar_proxy.types import Json
 
 MAY_CHANGE = frozenset(
@@ -44,7 +44,7 @@ BuilderName = Literal["merged", "per_call", "tree"]
 class LoraSettings(BaseModel):
     """`lora = {rank = 16}` in `[grpo]`: train an adapter and keep the model's weights (training/lora.py)."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     rank: int = Field(16, ge=1)
     scale: float = Field(2.0, gt=0)
@@ -57,9 +57,9 @@ class LoraSettings(BaseModel):
 
 
 class GrpoConfig(BaseModel):
-    """All settings of the `[grpo]` table."""
+    """Settings of a training run, in the file that `polar train grpo --config` names, or by `--set NAME=VALUE`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     # Rollouts
     feed: str | None = None
@@ -98,7 +98,7 @@ class GrpoConfig(BaseModel):
     builder: BuilderName = "merged"
     """Builder that makes training sequences from calls."""
     train_timed_out: bool = False
-    """Train rollouts that timed out. Otherwise they are masked, and count only in the baseline."""
+    """Train on rollouts that timed out. Otherwise they are masked, and count only in the baseline."""
     keep_zero_variance_groups: bool = False
     """Also train groups whose advantages are all 0. They add no gradient of the policy loss, but their tokens count in
     the normalisation of the loss."""
@@ -116,20 +116,30 @@ class GrpoConfig(BaseModel):
     """Name of the policy loss (docs/reference/algorithms.md)."""
     loss_settings: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the loss, such as {clip_low = 0.2, clip_high = 0.28}."""
-    loss_aggregation: LossAggregation = "token"
-    """Unit that has equal weight in the loss: token, sequence or rollout. constant: every token has the same weight,
-    which depends on max_rollout_tokens and not on the number of tokens."""
+    loss_aggregation: LossAggregation = "rollout"
+    """rollout: every rollout has equal weight, and within it every token. sequence: every rollout has equal weight, and
+    within it every trace. token: every token has equal weight. constant: every token has the same weight, which depends
+    on max_rollout_tokens and not on the number of tokens. No effect on gspo, which has its own."""
     max_rollout_tokens: int | None = Field(None, ge=1)
     """The constant of loss_aggregation = "constant": tokens that one rollout may sample."""
     temperature: float = Field(1.0, gt=0)
-    """Temperature of the rollouts and of the trainer's log-probabilities."""
+    """Temperature of the rollouts that this run starts. The loss uses the temperature that was recorded for each
+    token."""
+    proximal: Literal["sampler", "start", "recorded", "interpolated"] = "sampler"
+    """The proximal policy of decoupled, tis and icepop for tokens that older weights sampled. sampler: the trainer's
+    log-probabilities with those weights, read from the run's checkpoints (one more forward pass for each older
+    version). start: those with the weights before the step. recorded: the engine's. interpolated: a mean of recorded
+    and start, with more of start for staler tokens (A-3PO, arXiv 2512.06547)."""
     kl_coef: float = Field(0.0, ge=0)
     """Coefficient of the KL divergence from the reference model. 0: no reference model is loaded."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    kl_max_ratio: float = Field(5.0, gt=0)
+    """Upper bound of the importance ratio in the KL term."""
     reference: str | None = None
     """Folder of the reference model. None: the initial weights."""
     echo_coef: float = Field(0.0, ge=0)
-    """Coefficient of ECHO, which learns to predict the environment's answers (0.05 in its paper). 0: off."""
+    """Coefficient of ECHO, which learns to predict the environment's answers (0.05 in its paper), in all rollouts,
+    also those whose own tokens are not trained. 0: off."""
 
     # Optimiser
     ppo_epochs: int = Field(1, ge=1)
@@ -155,7 +165,7 @@ class GrpoConfig(BaseModel):
     device: str = "cpu"
     processes: int = Field(1, ge=1)
     """Processes over which weights, gradients and optimiser are sharded (FSDP2, training/fsdp.py). With
-    `device = "cuda"`, each process uses a GPU of its own: the first n GPUs of this machine."""
+    `device = "cuda"`, each process uses its own GPU: the first n GPUs of this machine."""
 
     # The run
     steps: int = Field(100, ge=1)
@@ -176,6 +186,7 @@ class GrpoConfig(BaseModel):
     """Save a checkpoint every n steps. Groups are acknowledged after the checkpoint that contains them; their leases
     stay open until then."""
     keep_checkpoints: int = Field(2, ge=1)
+    """Newest checkpoints to keep. More are kept if `proximal` needs them."""
     lease_seconds: float = Field(120.0, gt=0)
     """A killed trainer's groups are offered again after this time. A living trainer extends its leases."""
     wait_seconds: float = Field(3600.0, gt=0)
@@ -207,6 +218,20 @@ class GrpoConfig(BaseModel):
             )
         if self.weight_transfer == "nccl" and self.lora is not None and self.lora.adapter_name is not None:
             raise ValueError("an adapter is reloaded from disk: leave out `lora.adapter_name`, or `weight_transfer`")
+        if self.echo_coef and self.builder == "per_call":
+            raise ValueError(
+                "ECHO trains the tokens between two answers of a trace, and the traces of per_call have one answer: "
+                'leave out `echo_coef`, or set builder = "merged" or "tree"'
+            )
+        if self.recomputes_proximal and self.processes > 1:
+            raise ValueError(
+                'several processes keep no older weights: set `proximal` to "start", "recorded" or "interpolated"'
+            )
+        if self.recomputes_proximal and self.sync_every % self.checkpoint_every:
+            raise ValueError(
+                'proximal = "sampler" needs a checkpoint of every version that samples: `sync_every` must be a '
+                "multiple of `checkpoint_every`"
+            )
         if self.loss_aggregation == "constant" and self.max_rollout_tokens is None:
             raise ValueError('loss_aggregation = "constant" needs `max_rollout_tokens`')
         if self.max_sequence_length > self.max_tokens_per_microbatch:
@@ -220,6 +245,20 @@ class GrpoConfig(BaseModel):
         """Largest staleness, in steps, of a group that is started or trained; None: no limit. When rollouts start, the
         engine's weights are up to `sync_every - 1` steps old."""
         return self.max_async_steps + self.sync_every - 1 if self.max_async_steps else None
+
+    @property
+    def recomputes_proximal(self) -> bool:
+        """True if tokens that older weights sampled need a forward pass with those weights."""
+        stale = self.max_async_steps > 0 or self.sync_every > 1 or self.feed is not None
+        return stale and self.loss in PROXIMAL_LOSSES and self.proximal == "sampler"
+
+    @property
+    def checkpoints_kept(self) -> int:
+        """Number of checkpoints to keep: with `recomputes_proximal`, one of every version that may be trained."""
+        if not self.recomputes_proximal:
+            return self.keep_checkpoints
+        oldest = self.max_staleness or self.sync_every - 1
+        return max(self.keep_checkpoints, -(-oldest // self.checkpoint_every) + 1)
 
     def learning_rate_at(self, step: int) -> float:
         """Return the learning rate of a step, counted from 0."""

@@ -38,7 +38,7 @@ from torch import Tensor
 from polar_proxy.errors import TrainingError
 from polar_proxy.training.batch import TrainingBatch, TrainingSequence
 from polar_proxy.training.config import GrpoConfig
-from polar_proxy.training.model import Learner, StepAccumulator, StepStats, load_model
+from polar_proxy.training.model import KeptWeights, Learner, StepAccumulator, StepStats, load_model
 from polar_proxy.training.tree import Ids, Microbatch, Pack, assign_to_processes, build_tree, pack_for_processes
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
@@ -161,7 +161,8 @@ class ShardedCoordinator(ShardedLearner):
         self._pipes = pipes
         super().__init__(spec)
 
-    def update(self, batch: TrainingBatch, step: int) -> StepStats:
+    def update(self, batch: TrainingBatch, step: int, kept: KeptWeights | None = None) -> StepStats:
+        assert kept is None, "the configuration refuses it"
         return self._run_in_all(super().update, batch, step)
 
     def logprobs(self, token_ids: Sequence[int]) -> list[float]:

@@ -24,6 +24,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -110,7 +111,7 @@ class GrpoTrainer:
             with self._metrics:
                 await self._leases.settle_previous(self.state.trained)
                 async with self._leases.kept_alive():
-                    self._metrics.write("start", self.state.step, {"steps_lost": steps_lost})
+                    self._metrics.write("start", self.state.step, {"steps_lost": steps_lost, **self._precisions()})
                     await self._sync_weights()
                     timer = StepTimer(self._engine_busy_seconds)
                     if self.state.step == 0:
@@ -120,6 +121,13 @@ class GrpoTrainer:
                         await self._step(timer)
         return self.state
 
+    def _precisions(self) -> Json:
+        """Return the precision of engine and trainer, and report it if they differ."""
+        engine, trainer = self._engine.info.precision, self._config.dtype
+        if engine not in (None, trainer):
+            self._report(f"the engine samples in {engine} and the trainer computes in {trainer}: expect a mismatch")
+        return {"engine_precision": engine, "trainer_precision": trainer}
+
     async def _step(self, timer: StepTimer) -> None:
         """One training step."""
         config, started = self._config, time.perf_counter()
@@ -128,9 +136,9 @@ class GrpoTrainer:
         leased = time.perf_counter()
         self._on_point("leased")
         # 2. Compute advantages; collect the sequences to train and count what is skipped.
-        batch = make_batch(groups, config)
+        batch = make_batch(groups, config, self.state.step)
         # 3. Split into microbatches, compute the loss, update the weights.
-        stats = await asyncio.to_thread(self._learner.update, batch, self.state.step) if batch.sequences else None
+        stats = await asyncio.to_thread(self._update, batch) if batch.sequences else None
         self._on_point("trained")
         self._unsaved += batch.group_ids
         self._count_step(updated=stats is not None)
@@ -150,6 +158,10 @@ class GrpoTrainer:
         if last or (config.eval_every and self.state.step % config.eval_every == 0):
             await self._evaluate(timer)
         await self._metrics.publish()
+
+    def _update(self, batch: TrainingBatch) -> StepStats:
+        kept = partial(checkpoint.weights_after, self._run, initial=self._model, adapter=self._config.lora is not None)
+        return self._learner.update(batch, self.state.step, kept if self._config.recomputes_proximal else None)
 
     # Groups
 
@@ -234,7 +246,7 @@ class GrpoTrainer:
         # In threads: gathering the weights of several processes takes long, and the gateway serves agents meanwhile.
         weights = await asyncio.to_thread(self._learner.weights)
         optimiser = await asyncio.to_thread(self._learner.state)
-        keep = self._config.keep_checkpoints
+        keep = self._config.checkpoints_kept
         await asyncio.to_thread(
             checkpoint.save, self._run, self.state, weights, optimiser, model=self._model, keep=keep
         )
@@ -306,7 +318,7 @@ class GrpoTrainer:
         self._report(f"held-out reward after {self.state.step} steps: {values['reward']}")
 
     def _log_step(self, batch: TrainingBatch, stats: StepStats | None, stale: int, times: Json) -> None:
-        lengths = [int(sequence.trained.sum()) for sequence in batch.sequences]
+        lengths = [int(sequence.trained.sum()) for sequence in batch.sequences if sequence.trained.any()]
         seconds = times["waiting_seconds"] + times["training_seconds"]
         values: Json = {
             **mean_reward(batch.rewards),

@@ -2,8 +2,9 @@
 
 A policy loss takes `LossInputs` and returns a scalar to minimise (differentiable) and `LossStats`.
 
-Notation: mu is the policy that sampled (its log-probabilities were recorded by the engine), pi_prox the trainer's own
-weights at the start of the step, pi_theta the weights in training. r_t = pi_theta(t) / mu(t) is the importance ratio.
+Notation: mu is the policy that sampled (its log-probabilities were recorded by the engine), pi_prox the proximal policy
+(`proximal` in `[grpo]`: what the trainer computes with the weights that sampled, or an approximation of it), pi_theta
+the weights in training. r_t = pi_theta(t) / mu(t) is the importance ratio.
 k_t = pi_prox(t) / mu(t) corrects for staleness and for the mismatch of trainer and engine; the losses with k_t clip
 u_t = pi_theta(t) / pi_prox(t). A_t is the advantage, w_t the weight of the token (`token_weights`), sg stops the
 gradient.
@@ -15,7 +16,7 @@ must not cut a sequence (`pack_trees` never does).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -105,8 +106,9 @@ def gspo(batch: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4) 
 
     s_i = exp(mean_t log r_it);  L = -mean_i min(s_i A_i, clip(s_i, 1 - clip_low, 1 + clip_high) A_i).
 
-    `aggregation="sequence"` gives the mean over sequences; it equals the formula when all tokens of a sequence have
-    the same advantage. Here a sequence has the sampled tokens of one trace, over all its turns.
+    The mean over sequences is part of the formula, so `loss_aggregation` has no effect on this loss
+    (`OWN_AGGREGATION`). Here a sequence has the sampled tokens of one trace, over all its turns; the traces of a
+    rollout share the weight of one sequence.
     Source: Zheng et al., GSPO, arXiv 2507.18071; the clips from its section 5.1.
     """
     log_ratios = log_ratio(batch.logprobs, batch.old_logprobs)
@@ -260,34 +262,60 @@ LOSSES: dict[str, Callable[..., tuple[Tensor, LossStats]]] = {
 }
 """Losses by the name that a configuration uses. Each takes `LossInputs`, and its settings as keyword arguments."""
 
+OWN_AGGREGATION: Mapping[str, LossAggregation] = {"gspo": "sequence"}
+"""The aggregation of losses whose formula leaves no choice."""
+
+PROXIMAL_LOSSES = frozenset({"decoupled", "tis", "icepop"})
+"""Losses that use pi_prox."""
+
 
 # Weights and added terms
 
 
 def token_weights(
-    sequences: Tensor, rollouts: Tensor, *, aggregation: LossAggregation, length: int | None = None
+    sequences: Tensor,
+    rollouts: Tensor,
+    *,
+    aggregation: LossAggregation,
+    constants: Tensor | None = None,
 ) -> Tensor:
     """Return the weight of each trained token in the loss, float64 [n].
 
-    `sequences` and `rollouts`, int64 [n]: the sequence and the rollout of each token, of S sequences and R rollouts.
-    The weight by `aggregation`:
+    `sequences` and `rollouts`, int64 [n]: the sequence and the rollout of each token, of R rollouts. A rollout weighs
+    the same into however many sequences it is cut. The weight by `aggregation`:
 
     * token:    w_t = 1 / n. Every token weighs the same (DAPO, arXiv 2503.14476).
-    * sequence: w_t = 1 / (S * tokens of its sequence). Every sequence weighs the same (GRPO, arXiv 2402.03300).
-    * rollout:  w_t = 1 / (R * tokens of its rollout). Every rollout weighs the same, however many traces it has.
-    * constant: w_t = 1 / (R * length). The length of an answer has no influence (Dr. GRPO, arXiv 2503.20783, whose code
-                divides by the largest length allowed).
+    * sequence: w_t = 1 / (R * sequences of its rollout * tokens of its sequence). Every rollout weighs the same, and
+                within it every sequence. With one sequence per rollout: GRPO, arXiv 2402.03300.
+    * rollout:  w_t = 1 / (R * tokens of its rollout). Every rollout weighs the same, and within it every token.
+    * constant: w_t = 1 / `constants` [n]: groups * rollouts of its group (G) * length. The length of an answer has no
+                influence (Dr. GRPO, arXiv 2503.20783, whose code divides by the largest length allowed).
     """
-    owners = rollouts if aggregation in ("rollout", "constant") else sequences
-    _, owner, counts = torch.unique(owners, return_inverse=True, return_counts=True)
+    if aggregation == "constant":
+        assert constants is not None, "the caller has the groups"
+        return 1.0 / constants.to(torch.float64)
     if aggregation == "token":
-        divisor = torch.full_like(owner, len(owner))
-    elif aggregation == "constant":
-        assert length is not None, "the configuration demands it"
-        divisor = torch.full_like(owner, len(counts) * length)
+        return torch.full((len(sequences),), 1.0 / max(1, len(sequences)), dtype=torch.float64)
+    _, rollout, rollout_tokens = torch.unique(rollouts, return_inverse=True, return_counts=True)
+    if aggregation == "rollout":
+        share = rollout_tokens[rollout]
     else:
-        divisor = len(counts) * counts[owner]
-    return 1.0 / divisor.to(torch.float64)
+        _, sequence, sequence_tokens = torch.unique(sequences, return_inverse=True, return_counts=True)
+        owner = torch.zeros_like(sequence_tokens).scatter_(0, sequence, rollout)
+        share = torch.bincount(owner)[rollout] * sequence_tokens[sequence]
+    return 1.0 / (len(rollout_tokens) * share).to(torch.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class KlStats:
+    """Statistics of the KL term over the trained tokens."""
+
+    mean: float
+    """Mean of the estimates, each with its importance ratio as in the loss, unweighted."""
+    ratio_max: float
+    """Largest importance ratio before it is bounded."""
+    bounded_share: float
+    """Share of tokens whose ratio was bounded."""
 
 
 def kl_to_reference(
@@ -297,16 +325,21 @@ def kl_to_reference(
     *,
     estimator: Literal["k1", "k2", "k3"] = "k3",
     old_logprobs: Tensor | None = None,
-) -> tuple[Tensor, float]:
+    max_ratio: float = 5.0,
+) -> tuple[Tensor, KlStats]:
     """Estimate KL(pi_theta || pi_ref) at the trained tokens. Return the loss, which is the sum of the estimates
-    weighted by w_t, and their unweighted mean. All tensors [n].
+    weighted by w_t, and statistics. All tensors [n].
 
     With d = log pi_theta - log pi_ref, the estimate of a token is k1 = d, k2 = d^2 / 2 or k3 = exp(-d) - 1 + d.
 
     On policy (pi_theta sampled the tokens) the values of k1 and k3 are unbiased, but their gradients are not that of
     the KL: the gradient of k1 is 0 on average. Only that of k2 is. With `old_logprobs` (log mu) each estimate is
-    multiplied by r = pi_theta / mu, with gradient; value and gradient of k1 and k3 are then unbiased off policy too
-    (k3: DeepSeek-V3.2, arXiv 2512.02556, as TRL's paper index gives it).
+    multiplied by r = pi_theta / mu. For k1 and k3, r has a gradient, and value and gradient are then unbiased off
+    policy too (k3: DeepSeek-V3.2, arXiv 2512.02556, as TRL's paper index gives it). For k2 it has none,
+    sg(r) d^2 / 2, so that its gradient r d grad log pi_theta is that of the KL.
+
+    Value and gradient are those of r, multiplied by min(1, max_ratio / r): one token that pi_theta finds much likelier
+    than mu would otherwise outweigh all others.
 
     Source: Schulman, Approximating KL Divergence (joschu.net/blog/kl-approx.html).
     """
@@ -317,10 +350,16 @@ def kl_to_reference(
         estimate = 0.5 * distance**2
     else:
         estimate = torch.expm1(-distance) + distance
-    mean = float(estimate.detach().mean())
-    if old_logprobs is not None:
-        estimate = log_ratio(logprobs, old_logprobs).exp() * estimate
-    return (weights.to(estimate.dtype) * estimate).sum(), mean
+    ratio = torch.ones_like(estimate) if old_logprobs is None else log_ratio(logprobs, old_logprobs).exp()
+    if estimator == "k2":
+        ratio = ratio.detach()
+    estimate = ratio * (max_ratio / ratio.detach()).clamp(max=1.0) * estimate
+    stats = KlStats(
+        mean=float(estimate.detach().mean()),
+        ratio_max=float(ratio.detach().max()),
+        bounded_share=float((ratio.detach() > max_ratio).double().mean()),
+    )
+    return (weights.to(estimate.dtype) * estimate).sum(), stats
 
 
 def observation_loss(logprobs: Tensor, total: int) -> Tensor:

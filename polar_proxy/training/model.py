@@ -2,8 +2,9 @@
 
 Promises:
 
-* The loss uses the log-probabilities that the engine recorded. The proximal ones are the trainer's own before the step;
-  the difference of the two is reported as the mismatch of trainer and engine.
+* The loss uses the log-probabilities that the engine recorded, and computes its own at the temperature at which each
+  token was sampled. The difference of recorded and proximal ones (`proximal` in `[grpo]`) is reported as the mismatch
+  of trainer and engine.
 * The weight of each token is decided once for the whole update, so the gradients of any number of microbatches add up
   to the same update.
 * A gradient that is not finite raises TrainingError and is not applied.
@@ -14,8 +15,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +29,33 @@ from polar_proxy.errors import TrainingError
 from polar_proxy.training import lora
 from polar_proxy.training.batch import TrainingBatch, TrainingSequence
 from polar_proxy.training.config import GrpoConfig
-from polar_proxy.training.losses import LOSSES, LossInputs, LossStats, kl_to_reference, observation_loss
+from polar_proxy.training.losses import (
+    LOSSES,
+    OWN_AGGREGATION,
+    PROXIMAL_LOSSES,
+    KlStats,
+    LossInputs,
+    LossStats,
+    kl_to_reference,
+    observation_loss,
+)
 from polar_proxy.training.tree import (
     Ids,
     Microbatch,
     Pack,
     PrefixTree,
-    Targets,
     build_tree,
+    by_temperature,
     make_microbatches,
     pack_trees,
     register_tree_attention,
     split_into_segments,
+    target_logprobs,
 )
+
+KeptWeights = Callable[[int, Any], Mapping[str, Tensor]]
+"""Returns the parameters that a model had after a step, by name; those that training does not change may be missing.
+Raises TrainingError if they are not kept."""
 
 
 def load_model(path: Path | str, device: str = "cpu") -> Any:
@@ -61,7 +77,7 @@ class StepStats:
 
     loss: float
     tokens: int
-    """Trained tokens."""
+    """Number of trained tokens."""
     computed_tokens: int
     """Tokens put through the model, forward and backward, in one epoch; a shared prefix counts once."""
     flat_tokens: int
@@ -69,7 +85,7 @@ class StepStats:
     microbatches: int
     learning_rate: float
     grad_norm: float
-    """Before clipping."""
+    """Norm of the gradient before clipping."""
     ratio_mean: float
     ratio_max: float
     clipped_share: float
@@ -77,11 +93,18 @@ class StepStats:
     approx_kl: float
     entropy: float
     mismatch_mean: float
-    """Mean of |trainer's log-probability before the step - recorded one|, nats."""
+    """Mean of |proximal log-probability - recorded one|, nats."""
     mismatch_max: float
     kl_reference: float | None
+    """Mean of the KL estimates, as the loss has them; None without a reference."""
+    kl_ratio_max: float | None
+    """Largest importance ratio of the KL term, before it is bounded."""
+    kl_bounded_share: float | None
+    """Share of tokens whose importance ratio was bounded in the KL term."""
     observation_loss: float | None
     """Cross-entropy of the observed tokens, nats per token; None without ECHO."""
+    proximal_seconds: float
+    """Time for passes with older weights (`proximal = "sampler"`)."""
     seconds: float
 
 
@@ -91,12 +114,13 @@ class StepAccumulator:
 
     loss: float = 0.0
     losses: list[LossStats] = field(default_factory=list)
-    kl_sums: list[float] = field(default_factory=list)
-    """For each microbatch the KL to the reference, summed over tokens; empty without a reference."""
+    kl: list[tuple[int, KlStats]] = field(default_factory=list)
+    """For each microbatch the number of its tokens, and their KL to the reference; empty without a reference."""
     observation_sum: float = 0.0
     """Cross-entropy of the observed tokens, summed."""
     observed: int = 0
     computed_tokens: int = 0
+    microbatches: int = 0
 
 
 def step_stats(
@@ -105,11 +129,12 @@ def step_stats(
     flat_tokens: int,
     learning_rate: float,
     grad_norm: float,
+    proximal_seconds: float,
     seconds: float,
 ) -> StepStats:
-    """Return the statistics of a step from the accumulators of all processes."""
+    """Return the statistics of a step from the accumulators of all processes. Means over no tokens are 0."""
     losses = [stats for each in accumulators for stats in each.losses]
-    kl_sums = [kl_sum for each in accumulators for kl_sum in each.kl_sums]
+    kl = [stats for each in accumulators for stats in each.kl]
     tokens = sum(stats.tokens for stats in losses)
     observed = sum(each.observed for each in accumulators)
     means = ("ratio_mean", "clipped_share", "dropped_share", "approx_kl", "entropy", "mismatch_mean")
@@ -118,15 +143,18 @@ def step_stats(
         tokens=tokens,
         computed_tokens=sum(each.computed_tokens for each in accumulators),
         flat_tokens=flat_tokens,
-        microbatches=len(losses),
+        microbatches=sum(each.microbatches for each in accumulators),
         learning_rate=learning_rate,
         grad_norm=grad_norm,
-        ratio_max=max(stats.ratio_max for stats in losses),
-        mismatch_max=max(stats.mismatch_max for stats in losses),
-        kl_reference=sum(kl_sums) / tokens if kl_sums else None,
+        ratio_max=max((stats.ratio_max for stats in losses), default=0.0),
+        mismatch_max=max((stats.mismatch_max for stats in losses), default=0.0),
+        kl_reference=sum(n * stats.mean for n, stats in kl) / tokens if kl else None,
+        kl_ratio_max=max((stats.ratio_max for _, stats in kl), default=None),
+        kl_bounded_share=sum(n * stats.bounded_share for n, stats in kl) / tokens if kl else None,
         observation_loss=sum(each.observation_sum for each in accumulators) / observed if observed else None,
+        proximal_seconds=proximal_seconds,
         seconds=seconds,
-        **{name: sum(getattr(stats, name) * stats.tokens for stats in losses) / tokens for name in means},
+        **{name: sum(getattr(stats, name) * stats.tokens for stats in losses) / max(1, tokens) for name in means},
     )
 
 
@@ -145,8 +173,9 @@ class Learner:
             trained, lr=config.learning_rate, betas=config.adam_betas, weight_decay=config.weight_decay
         )
 
-    def update(self, batch: TrainingBatch, step: int) -> StepStats:
-        """Train on a batch of at least one sequence. `step`, counted from 0, sets the learning rate."""
+    def update(self, batch: TrainingBatch, step: int, kept: KeptWeights | None = None) -> StepStats:
+        """Train on a batch of at least one sequence. `step`, counted from 0, sets the learning rate, and is the policy
+        version of the weights before the update. `kept` is needed for tokens of older versions."""
         started = time.perf_counter()
         config = self._config
         minibatches = [
@@ -166,19 +195,26 @@ class Learner:
             for microbatch in microbatches:
                 microbatch.reference_logprobs = self._logprobs_without_grad(self._reference, microbatch)
             self._join_other_processes(self._reference)
+        proximal_started = time.perf_counter()
+        if config.recomputes_proximal:
+            self._recompute_older(microbatches, step, kept)
+        proximal_seconds = time.perf_counter() - proximal_started
         if len(minibatches) > 1:  # with a single minibatch they come from its own forward pass
             for microbatch in microbatches:
-                microbatch.proximal_logprobs = self._logprobs_without_grad(self.model, microbatch)
+                start = self._logprobs_without_grad(self.model, microbatch)
+                microbatch.proximal_logprobs = self._proximal(microbatch, start, step)
         for _ in range(config.ppo_epochs):
             totals = StepAccumulator()
             for minibatch in minibatches:
                 grad_norm = self._optimise(minibatch, totals, share=1 / len(minibatches), step=step)
         totals.computed_tokens = sum(len(microbatch.tree) for microbatch in microbatches)
+        totals.microbatches = len(microbatches)
         return step_stats(
             self._gather(totals),
             flat_tokens=sum(len(sequence.token_ids) for sequence in batch.sequences),
             learning_rate=learning_rate,
             grad_norm=grad_norm,
+            proximal_seconds=proximal_seconds,
             seconds=time.perf_counter() - started,
         )
 
@@ -189,7 +225,7 @@ class Learner:
         """
         self.optimiser.zero_grad(set_to_none=True)
         for microbatch in minibatch:
-            loss = self._loss(microbatch, totals)
+            loss = self._loss(microbatch, totals, step)
             (loss * self._processes).backward()  # type: ignore[no-untyped-call, unused-ignore]
             totals.loss += float(loss.detach()) * share
         self._join_other_processes(self.model)
@@ -202,34 +238,14 @@ class Learner:
         self.optimiser.step()
         return grad_norm
 
-    def _loss(self, microbatch: Microbatch, totals: StepAccumulator) -> Tensor:
+    def _loss(self, microbatch: Microbatch, totals: StepAccumulator, step: int) -> Tensor:
         """Return policy loss + KL term + observation loss of a microbatch; add their statistics to `totals`."""
         config = self._config
         target_logprobs, target_entropy = self._logprobs_and_entropy(microbatch)
-        logprobs = target_logprobs[microbatch.sampled]
-        if microbatch.proximal_logprobs is None:
-            microbatch.proximal_logprobs = logprobs.detach()
-        inputs = LossInputs(
-            logprobs=logprobs,
-            old_logprobs=microbatch.old_logprobs,
-            proximal_logprobs=microbatch.proximal_logprobs,
-            advantages=microbatch.advantages,
-            weights=microbatch.weights,
-            sequences=microbatch.sequences,
-            entropy=target_entropy[microbatch.sampled],
-        )
-        loss, stats = LOSSES[config.loss](inputs, **config.loss_settings)
-        totals.losses.append(stats)
-        if microbatch.reference_logprobs is not None:
-            kl, kl_mean = kl_to_reference(
-                logprobs,
-                microbatch.reference_logprobs,
-                microbatch.weights,
-                estimator=config.kl_estimator,
-                old_logprobs=microbatch.old_logprobs,
-            )
-            loss = loss + config.kl_coef * kl
-            totals.kl_sums.append(kl_mean * stats.tokens)
+        loss = target_logprobs.sum() * 0.0
+        if bool(microbatch.sampled.any()):
+            entropy = target_entropy[microbatch.sampled]
+            loss = self._policy_loss(microbatch, target_logprobs[microbatch.sampled], entropy, totals, step)
         if config.echo_coef > 0:
             observed = target_logprobs[~microbatch.sampled]
             loss = loss + config.echo_coef * observation_loss(observed, microbatch.observations)
@@ -237,13 +253,100 @@ class Learner:
             totals.observed += len(observed)
         return loss
 
+    def _policy_loss(
+        self, microbatch: Microbatch, logprobs: Tensor, entropy: Tensor, totals: StepAccumulator, step: int
+    ) -> Tensor:
+        """Return policy loss + KL term of the sampled tokens [s]; add their statistics to `totals`."""
+        config = self._config
+        if microbatch.proximal_logprobs is None:
+            microbatch.proximal_logprobs = self._proximal(microbatch, logprobs.detach(), step)
+        inputs = LossInputs(
+            logprobs=logprobs,
+            old_logprobs=microbatch.old_logprobs,
+            proximal_logprobs=microbatch.proximal_logprobs,
+            advantages=microbatch.advantages,
+            weights=microbatch.weights,
+            sequences=microbatch.sequences,
+            entropy=entropy,
+        )
+        loss, stats = LOSSES[config.loss](inputs, **config.loss_settings)
+        totals.losses.append(stats)
+        if microbatch.reference_logprobs is not None:
+            kl, kl_stats = kl_to_reference(
+                logprobs,
+                microbatch.reference_logprobs,
+                microbatch.weights,
+                estimator=config.kl_estimator,
+                old_logprobs=microbatch.old_logprobs,
+                max_ratio=config.kl_max_ratio,
+            )
+            loss = loss + config.kl_coef * kl
+            totals.kl.append((stats.tokens, kl_stats))
+        return loss
+
+    # The proximal policy
+
+    def _proximal(self, microbatch: Microbatch, start: Tensor, step: int) -> Tensor:
+        """Return log pi_prox of the sampled tokens [s]. `start`: log-probabilities by the weights before the step."""
+        config = self._config
+        if config.loss not in PROXIMAL_LOSSES or config.proximal == "start":
+            return start
+        if config.proximal == "recorded":
+            return microbatch.old_logprobs
+        if config.proximal == "interpolated":
+            staleness = [step - number for number in self._version_numbers(microbatch, step)]
+            recorded = torch.tensor([0.0 if age <= 0 else 1.0 / age for age in staleness], device=start.device)
+            return recorded * microbatch.old_logprobs + (1.0 - recorded) * start
+        if microbatch.older_logprobs is None:
+            return start
+        return torch.where(torch.isnan(microbatch.older_logprobs), start, microbatch.older_logprobs)
+
+    def _recompute_older(self, microbatches: Sequence[Microbatch], step: int, kept: KeptWeights | None) -> None:
+        """Set `older_logprobs` of the microbatches: those of tokens that an older version sampled, by its weights.
+
+        Raises TrainingError if the weights of a version are not kept.
+        """
+        numbers = [np.array(self._version_numbers(microbatch, step)) for microbatch in microbatches]
+        for number in sorted({int(number) for each in numbers for number in each} - {step}):
+            if kept is None:
+                raise TrainingError(f"tokens of policy version {number} are trained, and older weights are not kept")
+            weights = {name: tensor.to(self._device) for name, tensor in kept(number, self.model).items()}
+            older = partial(_call_with, self.model, weights)
+            for microbatch, own in zip(microbatches, numbers, strict=True):
+                here = torch.from_numpy(own == number).to(self._device)
+                if not bool(here.any()):
+                    continue
+                if microbatch.older_logprobs is None:
+                    microbatch.older_logprobs = torch.full_like(microbatch.old_logprobs, torch.nan)
+                values = self._logprobs_without_grad(older, microbatch)
+                microbatch.older_logprobs = torch.where(here, values, microbatch.older_logprobs)
+
+    def _version_numbers(self, microbatch: Microbatch, step: int) -> list[int]:
+        """Return the step after which the policy of each sampled token was current [s].
+
+        A token of an unknown version counts as current in a synchronous run. Raises TrainingError for other versions
+        that are not of this run.
+        """
+        numbers = []
+        for version in microbatch.versions:
+            if version is None and not self._config.max_staleness and self._config.sync_every == 1:
+                numbers.append(step)
+            elif version is not None and version.isdecimal() and int(version) <= step:
+                numbers.append(int(version))
+            else:
+                raise TrainingError(
+                    f"a token was sampled by policy version {version!r}, which is none of this run up to step {step}: "
+                    'let only this trainer update the engine, or set proximal = "start" or "recorded"'
+                )
+        return numbers
+
     # Forward passes
 
     def _make_microbatches(self, sequences: Sequence[TrainingSequence]) -> list[Microbatch]:
         return make_microbatches(
             self._pack([sequence.token_ids for sequence in sequences]),
             sequences,
-            aggregation=self._config.loss_aggregation,
+            aggregation=OWN_AGGREGATION.get(self._config.loss, self._config.loss_aggregation),
             length=self._config.max_rollout_tokens,
             with_observations=self._config.echo_coef > 0,
             device=self._device,
@@ -272,15 +375,17 @@ class Learner:
         """Return logits [r, V] of the rows of the targets, and log-probabilities of all targets [m]."""
         rows = torch.from_numpy(microbatch.targets.rows).to(self._device)
         logits = self._forward(model, microbatch.tree, rows)
-        return logits, target_logprobs(logits, microbatch.targets, temperature=self._config.temperature)
+        return logits, target_logprobs(logits, microbatch.targets, microbatch.temperatures)
 
     def _logprobs_and_entropy(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
         """Return log-probabilities (with gradient) and entropies (without) of all targets [m]."""
         logits, logprobs = self._logits_and_logprobs(self.model, microbatch)
+        entropy = torch.zeros_like(logprobs, requires_grad=False)
         with torch.no_grad():
-            log_softmax = torch.log_softmax(logits.detach().float() / self._config.temperature, dim=-1)
-            row_entropy = -(log_softmax.exp() * log_softmax).sum(dim=-1)
-            entropy = row_entropy[torch.from_numpy(microbatch.targets.row_of).to(self._device)]
+            for part in by_temperature(logits.detach(), microbatch.targets, microbatch.temperatures):
+                log_softmax = torch.log_softmax(part.scores, dim=-1)
+                row_entropy = -(log_softmax.exp() * log_softmax).sum(dim=-1)
+                entropy[part.targets] = row_entropy[part.row_of]
         return logprobs, entropy
 
     def _logprobs_without_grad(self, model: Any, microbatch: Microbatch) -> Tensor:
@@ -359,15 +464,6 @@ class Learner:
         self.optimiser.load_state_dict(state)
 
 
-def target_logprobs(logits: Tensor, targets: Targets, *, temperature: float = 1.0) -> Tensor:
-    """Return log softmax(logits / temperature) at each target [m], at least float32, with gradient.
-
-    `logits` [r, V] are those at `targets.rows`, as a Transformers model returns for `logits_to_keep=rows`. Each row is
-    normalised once, however many targets it has.
-    """
-    if logits.shape[0] != len(targets.rows):
-        raise ValueError(f"{logits.shape[0]} rows of logits for {len(targets.rows)} rows of targets")
-    scores = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
-    row_of = torch.from_numpy(targets.row_of).to(logits.device)
-    token_ids = torch.from_numpy(targets.token_ids).to(logits.device)
-    return scores[row_of, token_ids] - torch.logsumexp(scores, dim=-1)[row_of]
+def _call_with(model: Any, weights: Mapping[str, Tensor], **inputs: Any) -> Any:
+    """Call the model with other weights."""
+    return torch.func.functional_call(model, dict(weights), (), inputs)

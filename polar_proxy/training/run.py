@@ -10,6 +10,7 @@ import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
+from polar_proxy.allowed_code import NO_CODE, AllowedCode
 from polar_proxy.api_models import JobRequest, SubmittedJob
 from polar_proxy.client import AsyncClient, UnreachableError
 from polar_proxy.config import Settings
@@ -42,7 +43,8 @@ async def train_locally(
     settings: Settings, config: GrpoConfig, run: Path, store: Store, report: Callable[[str], None]
 ) -> TrainerState:
     """Start or resume the run in the folder `run`. `report` takes progress lines for people."""
-    source = get_source(config.task)
+    code = settings.code(config.task)
+    source = get_source(config.task, code)
     weights = initial_weights(settings, config)
     sandbox = choose(settings.run.sandbox)
     report(f"sandbox: {sandbox.reason}")
@@ -56,7 +58,7 @@ async def train_locally(
         async with make_engine(settings.engine) as engine, local_gateway(settings, engine, store) as gateway:
             report(f"engine: {engine.info.engine} {engine.info.version}, model {engine.info.model}")
             cache = settings.harness_cache
-            async with RolloutService(store, gateway, engine, cache, limits=limits, note=report) as service:
+            async with RolloutService(store, gateway, engine, cache, limits=limits, note=report, code=code) as service:
                 return await GrpoTrainer(
                     run,
                     config,
@@ -115,7 +117,8 @@ async def train_with_engine(
         own_id = run_id(run)
         rollouts: RolloutSource = ExternalRollouts()
         if config.submit_jobs:
-            rollouts = SubmittedRollouts(client, config, _job_spec(settings, config, own_id), own_id)
+            spec = _job_spec(settings, config, own_id)
+            rollouts = SubmittedRollouts(client, config, spec, own_id, settings.code(config.task))
         return await GrpoTrainer(
             run,
             config,
@@ -149,6 +152,7 @@ class ServiceRollouts:
         await self._submit(self._sampler.batch(number), _round_options(self._config), f"round-{number}")
 
     async def pending_groups(self) -> int:
+        self._service.require_working()
         return (await self._store.feed.depth()).get("open", 0)
 
     async def evaluate(self, step: int) -> list[float | None]:
@@ -183,9 +187,12 @@ class SubmittedRollouts:
     The server's feed should have no groups of other jobs.
     """
 
-    def __init__(self, client: AsyncClient, config: GrpoConfig, spec: JobSpec, run_id: str) -> None:
+    def __init__(
+        self, client: AsyncClient, config: GrpoConfig, spec: JobSpec, run_id: str, code: AllowedCode = NO_CODE
+    ) -> None:
+        """`code` is what the task source and its rows may name here; the server has its own list."""
         self._client, self._config, self._spec, self._run_id = client, config, spec, run_id
-        self._sampler = TaskSampler(get_source(config.task), config)
+        self._sampler = TaskSampler(get_source(config.task, code), config)
 
     async def start_round(self, number: int) -> None:
         await self._submit(self._sampler.batch(number), _round_options(self._config), f"round-{number}")

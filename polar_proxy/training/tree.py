@@ -12,7 +12,7 @@ attention: a sliding window or a recurrent layer would read neighbours in the pa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -214,8 +214,14 @@ class Microbatch:
     """int64 [s]: index of the sequence within the update."""
     weights: Tensor
     """float64 [s]"""
+    temperatures: Tensor
+    """float64 [m]: temperature at which the target was sampled; 1 for observations. On the CPU."""
+    versions: npt.NDArray[np.object_]
+    """[s]: policy version that sampled the token; None if it is unknown."""
     proximal_logprobs: Tensor | None = None
-    """[s]: the trainer's log-probabilities before the step, once they are computed."""
+    """[s]: log-probabilities of the proximal policy, once they are computed."""
+    older_logprobs: Tensor | None = None
+    """[s]: log-probabilities by the older weights that sampled the token; NaN for tokens of the current weights."""
     reference_logprobs: Tensor | None = None
     """[s]: the reference model's log-probabilities, if there is a reference."""
 
@@ -239,7 +245,11 @@ def make_microbatches(
     owners = [np.repeat(pack.members, [sampled_tokens[index] for index in pack.members]) for pack in packs]
     all_owners = torch.from_numpy(np.concatenate(owners))
     rollouts = torch.tensor([sequence.rollout for sequence in sequences])[all_owners]
-    all_weights = token_weights(all_owners, rollouts, aggregation=aggregation, length=length)
+    constants = None
+    if length is not None:
+        groups = len({sequence.group_id for sequence in sequences if sequence.trained.any()})
+        constants = groups * length * torch.tensor([sequence.group_size for sequence in sequences])[all_owners]
+    all_weights = token_weights(all_owners, rollouts, aggregation=aggregation, constants=constants)
     advantages = torch.tensor([sequence.advantage for sequence in sequences], dtype=torch.float32)
     observations = sum(int(sequence.observed.sum()) for sequence in sequences)
     microbatches = []
@@ -248,6 +258,7 @@ def make_microbatches(
         masks = [one.trained | one.observed if with_observations else one.trained for one in members]
         sampled = np.concatenate([one.trained[mask] for one, mask in zip(members, masks, strict=True)])
         old_logprobs = np.concatenate([one.old_logprobs[one.trained] for one in members])
+        temperatures = np.concatenate([one.temperatures[mask] for one, mask in zip(members, masks, strict=True)])
         microbatches.append(
             Microbatch(
                 pack.tree,
@@ -258,9 +269,55 @@ def make_microbatches(
                 advantages=advantages[owner].to(device),
                 sequences=torch.from_numpy(owner).to(device),
                 weights=weights.to(device),
+                temperatures=torch.from_numpy(temperatures),
+                versions=np.concatenate([one.versions[one.trained] for one in members]),
             )
         )
     return microbatches
+
+
+# Log-probabilities
+
+
+@dataclass(frozen=True, slots=True)
+class TemperatureScores:
+    """Scaled logits of the targets with one temperature."""
+
+    targets: Tensor
+    """int64 [k]: indices of the targets."""
+    scores: Tensor
+    """[r', V]: logits / temperature, at least float32, of the rows of these targets."""
+    row_of: Tensor
+    """int64 [k]: the row in `scores` of each target."""
+
+
+def by_temperature(logits: Tensor, targets: Targets, temperatures: Tensor) -> Iterator[TemperatureScores]:
+    """Yield the scaled logits for each temperature of the targets. Usually all targets have the same one."""
+    row_of = torch.from_numpy(targets.row_of)
+    for temperature in torch.unique(temperatures).tolist():
+        here = torch.nonzero(temperatures == temperature).squeeze(1)
+        rows, own_row_of = torch.unique(row_of[here], return_inverse=True)
+        scores = logits if len(rows) == len(logits) else logits[rows.to(logits.device)]
+        scores = scores.to(torch.promote_types(logits.dtype, torch.float32))
+        if temperature != 1.0:
+            scores = scores / temperature
+        yield TemperatureScores(here.to(logits.device), scores, own_row_of.to(logits.device))
+
+
+def target_logprobs(logits: Tensor, targets: Targets, temperatures: Tensor) -> Tensor:
+    """Return log softmax(logits / temperature) at each target [m], at least float32, with gradient.
+
+    `logits` [r, V] are those at `targets.rows`, as a Transformers model returns for `logits_to_keep=rows`;
+    `temperatures` [m]. Each row is normalised once for each of its temperatures, however many targets it has.
+    """
+    if logits.shape[0] != len(targets.rows):
+        raise ValueError(f"{logits.shape[0]} rows of logits for {len(targets.rows)} rows of targets")
+    token_ids = torch.from_numpy(targets.token_ids).to(logits.device)
+    logprobs = torch.zeros(len(targets), dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
+    for part in by_temperature(logits, targets, temperatures):
+        values = part.scores[part.row_of, token_ids[part.targets]] - torch.logsumexp(part.scores, dim=-1)[part.row_of]
+        logprobs = logprobs.index_add(0, part.targets, values)
+    return logprobs
 
 
 # Attention

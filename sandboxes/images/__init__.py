@@ -16,6 +16,6 @@ def packages() -> list[str]:
 
 
 def tag() -> str:
-    """Return the tag of the default image. It changes with the recipe, so this tag names an image of this recipe."""
+    """Return the tag of the default image: it has a hash of the recipe, so an image with this tag was built from it."""
     recipe = DOCKERFILE.read_bytes() + b"\0" + PACKAGES.read_bytes()
     return f"polar-sandbox:{hashlib.sha256(recipe).hexdigest()[:12]}"

@@ -93,7 +93,6 @@ async def prune_prebuilt(
     of it. `base` limits the removal to images on that base. A process that was started with an image since removed
     cannot open sandboxes of the image until the process restarts. Raise SandboxError if an image cannot be removed.
     """
-    library = docker_engine.require_aiodocker()
     found: list[StoredPrebuiltImage] = []
     current: dict[str, tuple[set[str], int]] = {}
     label = BASE_LABEL if base is None else f"{BASE_LABEL}={base}"
@@ -108,16 +107,23 @@ async def prune_prebuilt(
             current[below] = await _current(engine, below, [] if everything else agents)
         names, size = current[below]
         entry = StoredPrebuiltImage(name, below, int(image["Size"]) - size, False, "an installed agent's")
-        if name not in names:
-            try:
-                await engine.images.delete(name)
-                entry = replace(entry, removed=True, why="requested" if everything else "out of date")
-            except library.DockerError as error:
-                if error.status != 409:
-                    raise SandboxError(f"the image {name} could not be removed: {error.message}") from error
-                entry = replace(entry, why="a container is made of it")
+        if name not in names and await _remove_unless_used(engine, name):
+            entry = replace(entry, removed=True, why="requested" if everything else "out of date")
+        elif name not in names:
+            entry = replace(entry, why="a container uses it")
         found.append(entry)
     return found
+
+
+async def _remove_unless_used(engine: aiodocker.Docker, name: str) -> bool:
+    """Remove an image. Return False if a container uses it."""
+    try:
+        await engine.images.delete(name)
+    except docker_engine.require_aiodocker().DockerError as error:
+        if error.status == 409:
+            return False
+        raise SandboxError(f"the image {name} could not be removed: {error.message}") from error
+    return True
 
 
 async def _current(engine: aiodocker.Docker, base: str, agents: Sequence[Sequence[Path]]) -> tuple[set[str], int]:
@@ -179,7 +185,7 @@ def _below(path: Path) -> Iterator[Path]:
 
 
 def _of_root(entry: tarfile.TarInfo) -> tarfile.TarInfo:
-    """Make an entry belong to root, readable by every user of the image, with time 0."""
+    """Return the archive entry owned by root, readable by every user of the image, with modification time 0."""
     entry.uid = entry.gid = 0
     entry.uname = entry.gname = "root"
     entry.mtime = 0

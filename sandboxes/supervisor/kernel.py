@@ -18,6 +18,10 @@ PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL = 47, 4
 NS_GET_USERNS = 0xB701
 CLONE_NEWUSER = 0x10000000
 PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 22, 2
+CLONE_NEWNS = 0x00020000
+MS_NOSUID, MS_NODEV, MS_NOATIME, MS_REC, MS_PRIVATE = 2, 4, 1024, 0x4000, 1 << 18
+LOOP_CONFIGURE, LOOP_CTL_GET_FREE = 0x4C0A, 0x4C82
+LO_FLAGS_AUTOCLEAR, LO_FLAGS_DIRECT_IO = 4, 16
 CAP_KILL, CAP_SETGID, CAP_SETUID, CAP_SETPCAP = 5, 6, 7, 8
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -64,6 +68,46 @@ def enter_namespaces(pid: int) -> None:
     for fd in (*fds.values(), inner, outer):
         os.close(fd)
     os.chdir("/")
+
+
+def mount_image(image: str, folder: str) -> None:
+    """Mount the file system in a file, in a new mount namespace of this process. Raises OSError.
+
+    Nothing has to be unmounted: the file is released when the last process of the namespace ends.
+    """
+    check(libc.unshare(CLONE_NEWNS), "unshare(mnt)")
+    check(libc.mount(None, b"/", None, ctypes.c_ulong(MS_REC | MS_PRIVATE), None), "mount(private)")
+    device, loop = _attach_loop_device(image)
+    try:
+        flags = ctypes.c_ulong(MS_NOSUID | MS_NODEV | MS_NOATIME)
+        arguments = (device.encode(), folder.encode(), b"ext4", flags, b"discard,nobarrier")
+        check(libc.mount(*arguments), f"mount({device})")
+    finally:
+        os.close(loop)
+
+
+def _attach_loop_device(image: str) -> tuple[str, int]:
+    """Return the name and descriptor of a loop device of this file, which is detached with the last use of it."""
+    control = os.open("/dev/loop-control", os.O_RDWR)
+    backing = os.open(image, os.O_RDWR | os.O_DIRECT)
+    try:
+        while True:
+            device = f"/dev/loop{fcntl.ioctl(control, LOOP_CTL_GET_FREE)}"
+            loop = os.open(device, os.O_RDWR)
+            # struct loop_config: fd, block size, struct loop_info64 (flags at offset 52 of 232 bytes), reserved
+            flags = LO_FLAGS_AUTOCLEAR | LO_FLAGS_DIRECT_IO
+            config = struct.pack("II52xI176x64x", backing, 4096, flags)
+            try:
+                fcntl.ioctl(loop, LOOP_CONFIGURE, config)
+            except OSError as error:
+                os.close(loop)
+                if error.errno != errno.EBUSY:  # EBUSY: another process was faster
+                    raise
+            else:
+                return device, loop
+    finally:
+        os.close(backing)
+        os.close(control)
 
 
 def drop_privileges(keep: Sequence[int] = ()) -> None:

@@ -33,6 +33,15 @@ class Supervisor:
     def start(self, config: dict[str, Any]) -> None:
         """Open the control groups, start bwrap if requested, and enter its namespaces."""
         self.cgroups = [os.open(path, os.O_WRONLY) for path in config["cgroup_procs"]]
+        out = []
+        if config["disk"]:
+            image, folder = config["disk"]
+            try:
+                kernel.mount_image(image, folder)
+            except OSError as error:  # no loop devices in this container: the owner watches the folders instead
+                os.write(2, f"no file system for the sandbox: {error}\n".encode())
+            else:
+                out.append(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
         if config["bwrap"]:
             inner = self.start_bwrap(config["bwrap"])
             kernel.enter_namespaces(inner)
@@ -40,7 +49,9 @@ class Supervisor:
             if self.identity.uid is not None:
                 os.setgroups([])
             kernel.drop_privileges(self.identity.supervisor_capabilities)
-        self.control.send({"id": config["id"], "init": self.init})
+        self.control.send({"id": config["id"], "init": self.init}, out)
+        for fd in out:
+            os.close(fd)
 
     def start_bwrap(self, argv: list[str]) -> int:
         """Start bwrap around `cat`, the sandbox's init, and return the pid of its first process inside.
@@ -188,19 +199,20 @@ class Supervisor:
 def open_file(message: dict[str, Any]) -> int:
     """Open a regular file for the owner. Paths are resolved here, inside the sandbox."""
     path = message["path"]
-    if not message["write"]:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-        mode = os.fstat(fd).st_mode
-        if not stat.S_ISREG(mode):
-            os.close(fd)
-            code = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
-            raise OSError(code, "not a regular file", path)
-        return fd
-    os.umask(0o022)
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    # O_NONBLOCK: a FIFO without a reader fails instead of blocking the supervisor.
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK, 0o600)
-    os.fchmod(fd, message["mode"])
+    writing = message["write"]
+    if writing:
+        os.umask(0o022)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+    # O_NONBLOCK: a FIFO without another end must not block the supervisor.
+    fd = os.open(path, (os.O_WRONLY | os.O_CREAT if writing else os.O_RDONLY) | os.O_NONBLOCK, 0o600)
+    mode = os.fstat(fd).st_mode
+    if not stat.S_ISREG(mode):  # a link of the agent's may lead to a device, and devices are the host's own
+        os.close(fd)
+        code = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
+        raise OSError(code, "not a regular file", path)
+    if writing:
+        os.ftruncate(fd, 0)
+        os.fchmod(fd, message["mode"])
     return fd
 
 

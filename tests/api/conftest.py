@@ -22,6 +22,7 @@ from polar_proxy.rollouts import RolloutService, ServiceLimits
 from polar_proxy.sessions.identity import hash_key
 from polar_proxy.store import Store
 from tests.fakes.player import PlayerEngine
+from tests.fakes.tiny_agent import TINY_AGENTS
 
 LIMITS = ServiceLimits(
     in_flight=4,
@@ -84,15 +85,24 @@ def serve_api(store: Store, tmp_path: Path) -> ServeApi:
         engine: Engine | None = None,
         limits: ServiceLimits = LIMITS,
         grace: float = 5.0,
+        gateway_limits: dict[str, Any] | None = None,
         **api: Any,
     ) -> AsyncIterator[RunningServer]:
-        settings = Settings(home=tmp_path / "home", api=api, gateway={"port": 0})
+        settings = Settings(
+            home=tmp_path / "home",
+            allowed_code=TINY_AGENTS,
+            api={"private_callbacks": True, **api},
+            gateway={"port": 0, "limits": gateway_limits or {}},
+            run={"sandbox": "process"},
+        )
         async with contextlib.AsyncExitStack() as stack:
             opened = await stack.enter_async_context(engine or PlayerEngine())
             gateway = await stack.enter_async_context(Gateway(opened, store, settings.gateway, grace=grace))
             service = None
             if work:
-                made = RolloutService(store, gateway, opened, tmp_path / "harnesses", limits=limits)
+                made = RolloutService(
+                    store, gateway, opened, tmp_path / "harnesses", limits=limits, code=settings.code()
+                )
                 service = await stack.enter_async_context(made)
             parts = ApiContext(store, settings, service, opened)
             keeping = await stack.enter_async_context(BackgroundLoops(parts))

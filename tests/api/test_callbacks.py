@@ -114,3 +114,36 @@ async def test_rejects_invalid_secrets(serve_api: ServeApi, secret: Any) -> None
         async with serve_api(callback_secret=secret):
             pass
     assert secret not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("http://127.0.0.1/x", "http://localhost:1/x", "http://a.localhost/x", "http://[::1]/x", "http://10.0.0.1/x"),
+        *("http://169.254.169.254/latest/meta-data", "http://[fe80::1]/x", "http://0.0.0.0/x", "http://224.0.0.1/x"),
+        *("http://[::ffff:127.0.0.1]/x", "http://[64:ff9b::7f00:1]/x", "http://[2002:7f00:1::]/x"),
+    ],
+)
+async def test_callbacks_to_private_addresses_need_a_setting(serve_api: ServeApi, url: str) -> None:
+    async with serve_api(private_callbacks=False) as running:
+        error = await running.post("/jobs", job_request(callback_url=url), status=400)
+        assert "is not a public address" in error["error"]["message"]
+
+
+async def test_a_name_that_leads_to_a_private_address_is_not_called(
+    serve_api: ServeApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The address is checked when the connection is made, whatever the name led to before."""
+    loop = asyncio.get_running_loop()
+    resolve = loop.getaddrinfo
+
+    async def getaddrinfo(host: str, port: int, **how: Any) -> Any:
+        return await resolve("127.0.0.1" if host == "receiver.example" else host, port, **how)
+
+    monkeypatch.setattr(loop, "getaddrinfo", getaddrinfo)
+    async with callback_receiver() as receiver:
+        url = receiver.url.replace("127.0.0.1", "receiver.example")
+        async with serve_api(private_callbacks=False, callback_attempts=1, **FAST) as running:
+            (row,) = await until_delivered(running, await cancelled_job(running, url))
+        assert "has the address 127.0.0.1, which is not public" in str(row.error)
+        assert receiver.got == []

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from polar_proxy.api import training
+from polar_proxy.rollout_spec import whole_distribution
 from polar_proxy.store import Store
 from tests.api.conftest import RunningServer, ServeApi, job_request
 from tests.api.test_jobs import until_ended
@@ -166,6 +167,8 @@ async def test_session_settings_override_the_agent(serve_api: ServeApi, policy: 
         assert made["key"].startswith("sk-polar-")
         row = await running.store.sessions.get(made["session_id"])
         assert row is not None
-        assert (row.label, row.origin, row.policy) == ("laptop", "key", policy or None)
+        # A temperature also switches off what would cut or change the distribution.
+        whole = whole_distribution(policy["temperature"]) if policy else {}
+        assert (row.label, row.origin, row.policy) == ("laptop", "key", {**whole, **policy} or None)
         refused = await running.admin.get("/jobs", headers={"authorization": f"Bearer {made['key']}"})
         assert (refused.status_code, refused.json()["error"]["code"]) == (403, "forbidden")

@@ -90,7 +90,7 @@ async def test_bad_tasks_are_refused_by_name_and_the_good_ones_run(serve_api: Se
     file = tmp_path / "tasks.jsonl"
     file.write_bytes(b"\n".join(orjson.dumps(row) for row in (bad, good)))
     request_body = {**job_request(), "task": None, "seed": None}
-    async with serve_api() as running:
+    async with serve_api(folders=[tmp_path]) as running:
         for request, where in (({"task_specs": [bad, good]}, "task_specs[0]"), ({"task": str(file)}, "tasks.jsonl:1")):
             job = await running.post("/jobs", {**request_body, **request}, status=201)
             assert job["groups"] == 1

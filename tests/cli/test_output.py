@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import io
 import json
+import logging
+import sys
 
 import pytest
 from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
 
-from polar_proxy.cli.output import SafeConsole, make_table, print_json
+from polar_proxy.cli.output import SafeConsole, make_table, print_json, styled
+from polar_proxy.terminal import SafeLogFormatter, one_line
 
 HOSTILE = "\x1b]0;title\x07 \x1b[2J \x1b]52;c;AAAA\x1b\\ \x9b31m \x08 \u202eabc\u2066 \x7f"
+
+CONTROLS = set("\x1b\x07\x9b\x08\u202e\u2066\x7f")
 
 
 def printed(*things: object) -> str:
     file = io.StringIO()
-    console = SafeConsole(file=file, force_terminal=True, width=200, highlight=False)
+    console = SafeConsole(file=file, force_terminal=True, width=200)
     for thing in things:
         console.print(thing)
     return file.getvalue()
@@ -34,7 +39,33 @@ def test_control_characters_are_shown_as_escapes(thing: object) -> None:
 
 
 def test_own_styles_and_line_breaks_stay() -> None:
-    assert printed("[bold]a[/]\n\tb") == "\x1b[1ma\x1b[0m\n        b\n"
+    assert printed(styled("[bold]a[/]\n\tb")) == "\x1b[1ma\x1b[0m\n        b\n"
+
+
+def test_markup_from_outside_is_text() -> None:
+    """Otherwise `[link=...]` would make a link and `[/]` end the program."""
+    word = "[link=https://evil.example]click[/link] [/] {} [conceal]x"
+    assert printed(word) == f"{word}\n"
+    assert printed(styled("[bold]{}[/] {}", word, "b")) == f"\x1b[1m{word}\x1b[0m b\n"
+    assert word in printed(make_table(("a",), [(word,)]))
+
+
+def test_a_field_is_one_line_of_bounded_length() -> None:
+    assert printed(styled("reason {}", "a\nsolved 1\tof 1")) == "reason a\\nsolved 1\\tof 1\n"
+    assert len(one_line("x" * 10_000)) < 600
+
+
+def test_log_lines_and_tracebacks_are_safe(capsys: pytest.CaptureFixture[str]) -> None:
+    formatter = SafeLogFormatter("%(message)s")
+    try:
+        raise ValueError(HOSTILE)
+    except ValueError:
+        record = logging.LogRecord(
+            "x", logging.ERROR, "f", 1, "failed: %s", (f"{HOSTILE}\nerror: forged",), sys.exc_info()
+        )
+    shown = formatter.format(record)
+    assert not set(shown) & CONTROLS
+    assert [line for line in shown.splitlines() if not line.startswith("  ")] == [shown.splitlines()[0]]
 
 
 def test_a_live_view_still_moves_the_cursor() -> None:
@@ -50,4 +81,4 @@ def test_json_keeps_its_value(capsys: pytest.CaptureFixture[str]) -> None:
     print_json({"text": HOSTILE})
     shown = capsys.readouterr().out
     assert json.loads(shown) == {"text": HOSTILE}
-    assert not set(shown) & set("\x1b\x07\x9b\x08\u202e\u2066\x7f")
+    assert not set(shown) & CONTROLS

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +13,7 @@ from pathlib import Path
 import orjson
 
 from tests.cli.process import POLAR, environment
+from tests.fakes.tiny_agent import TINY_AGENTS
 
 ENGINE = "tests.fakes.player:PlayerEngine"
 
@@ -28,6 +31,8 @@ class PolarServer:
 def polar_serve(home: Path, *arguments: str) -> Iterator[PolarServer]:
     """`home`: the folder that POLAR_HOME and POLAR_DB name already."""
     env = environment() | {"POLAR_RUN__HARNESS": "tests.fakes.tiny_agent:TinyAgent", "POLAR_RUN__SANDBOX": "process"}
+    env["POLAR_ALLOWED_CODE"] = json.dumps(sorted(TINY_AGENTS))
+    env["POLAR_API__FOLDERS"] = json.dumps([tempfile.gettempdir()])  # where tests keep their files
     command = [POLAR, "serve", "--rollout-workers", "2", "--engine", ENGINE, "--port", "0", "--json", *arguments]
     home.mkdir(parents=True, exist_ok=True)
     log = home / "serve.log"

@@ -31,7 +31,7 @@ def replace_commit(store: Store, commit: Commit) -> None:
     save = store.calls.commit
     numbers = count(1)
 
-    async def replaced(record: CallRecord) -> None:
+    async def replaced(record: CallRecord, *, large: bool) -> None:
         await commit(save, record, next(numbers))
 
     store.calls.commit = replaced  # type: ignore[method-assign]

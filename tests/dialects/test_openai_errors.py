@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from polar_proxy.dialects import OpenAIChat, OpenAICompletions
+from polar_proxy.dialects import OpenAIChat, OpenAICompletions, get_dialect
 from polar_proxy.dialects.base import Dialect
 from polar_proxy.errors import RequestError
 from polar_proxy.types import Json
@@ -33,6 +33,21 @@ def test_error_body(dialect: Dialect, status: int, kind: str) -> None:
     assert json.loads(dialect.error_body(error)) == {
         "error": {"message": "it is wrong", "type": kind, "param": "stop", "code": "wrong"}
     }
+
+
+LONG = "n" * 10_000
+QUOTING: dict[str, Json] = {
+    "openai_chat": {"tool_choice": {"type": "function", "function": {"name": LONG}}},
+    "anthropic_messages": {"tool_choice": {"type": "tool", "name": LONG}, "max_tokens": 1},
+    "openai_responses": {"input": [{"role": "assistant", "content": [{"type": "file", "file": {}, LONG: LONG}]}]},
+}
+
+
+@pytest.mark.parametrize("name", QUOTING)
+def test_an_error_quotes_only_the_beginning_of_a_long_value(name: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        get_dialect(name).parse({**BODY, **QUOTING[name]})
+    assert len(str(refused.value)) < 300
 
 
 @both

@@ -8,12 +8,9 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from tokenizers import Tokenizer, models, pre_tokenizers
 
-SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-TAGS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
+from polar_proxy.conformance.forced_vllm import save_random_qwen3
 
 TEMPLATE = """\
 {%- if tools %}
@@ -62,37 +59,18 @@ def make_random_model(folder: Path, *, context_length: int = 4096, vocab_size: i
     """Write a small Qwen3 with random weights (sharp enough that its tokens have different probabilities)."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size - len(SPECIAL + TAGS),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator([inspect.getsource(argparse), inspect.getsource(json), "Zürich 漢字 🙂"], trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
-    fast.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
-    fast.add_tokens(TAGS)
-    fast.chat_template = TEMPLATE
-    fast.save_pretrained(folder)
-
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=len(fast),
-        hidden_size=64,
+    texts = [inspect.getsource(argparse), inspect.getsource(json), "Zürich 漢字 🙂"]
+    return save_random_qwen3(
+        folder,
+        tokenizer,
+        texts,
+        TEMPLATE,
+        vocab_size=vocab_size,
+        context_length=context_length,
         intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,  # the smallest size that vLLM's CPU attention supports
-        max_position_embeddings=context_length,
-        tie_word_embeddings=True,
-        initializer_range=0.3,
-        eos_token_id=fast.convert_tokens_to_ids("<|im_end|>"),
-        pad_token_id=fast.convert_tokens_to_ids("<|endoftext|>"),
-        bos_token_id=None,
+        layers=2,
+        heads=4,
     )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="session")

@@ -205,12 +205,14 @@ async def test_retries_once_if_an_idle_connection_was_closed(
     monkeypatch.setattr(openai_client, "RETRY_WITHIN_SECONDS", 3600.0)
     async with serving([OK], [CLOSE], [OK]) as (server, _):
         http = OpenAIClient(server.url)
+        http.opened = True
         for _ in range(2):
             assert await http.read(await http.send("GET", "/health")) == b"hi"
         http.close()
         assert server.connections == 2
     async with serving([CLOSE], [CLOSE]) as (server, _):
         http = OpenAIClient(server.url)
+        http.opened = True
         with pytest.raises(EngineError, match="broke off"):
             await http.send("GET", "/health")
         http.close()
@@ -225,3 +227,18 @@ def test_rejects_unusable_urls(url: str) -> None:
 def test_rejects_api_key_with_a_line_break() -> None:
     with pytest.raises(RequestError):
         OpenAIClient("http://h", "key\r\nx-other: 1")
+
+
+async def test_a_hanging_server_fails_a_question_about_itself_and_not_a_model_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(openai_client, "ANSWER_SECONDS", 0.1)
+    async with serving([], []) as (server, _):
+        client = OpenAIClient(server.url)
+        client.opened = True
+        with pytest.raises(EngineError, match="cannot be reached: TimeoutError"):
+            await client.send("GET", "/health")
+        call = asyncio.create_task(client.post("/v1/completions", {}))
+        assert not (await asyncio.wait([call], timeout=0.5))[0]
+        call.cancel()
+        client.close()

@@ -116,3 +116,12 @@ def test_sampled_token_has_a_probability(
     drawn = sample(logits, SequenceSampler(params, seed, len(logits)))
     assert drawn.logprob > -200
     assert drawn.logprob <= 1e-6
+
+
+def test_repetition_penalty_lowers_tokens_of_prompt_and_answer() -> None:
+    """As in vLLM: positive logits are divided by it, negative ones multiplied."""
+    row = SequenceSampler(P(temperature=1.0, repetition_penalty=2.0), 0, 4, prompt=[1])
+    logits = torch.tensor([1.0, 1.0, -1.0, -1.0])
+    assert row.adjust(logits).tolist() == [1.0, 0.5, -1.0, -1.0]
+    row.accept(2)
+    assert row.adjust(logits).tolist() == [1.0, 0.5, -2.0, -1.0]

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from polar_proxy.engines.local.tokenizer import ChatTokenizer, TextStream, TokenDecoder, flat_text, template_message
+from polar_proxy.engines.chat_template import flat_text, template_message
+from polar_proxy.engines.local.tokenizer import ChatTokenizer, TextStream, TokenDecoder
 from polar_proxy.errors import RequestError
 from polar_proxy.types import ChatRequest, Message, ToolCall
 

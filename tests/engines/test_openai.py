@@ -7,16 +7,19 @@ from dataclasses import replace
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from polar_proxy.config import EngineSettings
 from polar_proxy.dialects.base import Answer as Gathered
 from polar_proxy.engines.factory import make_engine
 from polar_proxy.engines.openai import CONTEXT_LENGTH, OpenAIEngine
+from polar_proxy.engines.openai_client import ServerEngine
+from polar_proxy.engines.vllm.engine import VllmEngine
 from polar_proxy.errors import EngineError, RequestError, UsageError
 from polar_proxy.store import Store
 from polar_proxy.traces.builders import build
-from polar_proxy.types import EngineRequest, Json, Message, Sampling, TextRequest, ToolCall
+from polar_proxy.types import ChatRequest, EngineRequest, Json, Message, Sampling, TextRequest, ToolCall
 from tests.conftest import Serve
 from tests.engines.engine_contract import WEATHER, chat
 from tests.fakes.strict_api import StrictApi
@@ -215,3 +218,21 @@ def test_make_engine_from_settings() -> None:
     assert isinstance(make_engine(EngineSettings(kind="openai", url="https://api.example.com/v1")), OpenAIEngine)
     with pytest.raises(UsageError, match="--engine-url"):
         make_engine(EngineSettings(kind="openai"))
+    with pytest.raises(UsageError, match=r"no folder /none .*engine\.model_folder"):
+        make_engine(EngineSettings(kind="vllm", url="http://127.0.0.1:9", model_folder="/none"))
+
+
+@pytest.mark.parametrize("make", [OpenAIEngine, VllmEngine])
+async def test_an_engine_that_was_not_entered_says_so(make: type[ServerEngine]) -> None:
+    """Not that its server cannot be reached."""
+    engine = make("http://127.0.0.1:9", model="m")  # type: ignore[call-arg]
+    request = ChatRequest(model="m", messages=(), sampling=Sampling())
+    assert "not open" in str(await engine.health())
+    with pytest.raises(EngineError, match="not open"):
+        async for _ in engine.sample(request):
+            pass
+    if isinstance(engine, VllmEngine):
+        accepted = engine.accept_prompt(request, np.array([1], dtype=np.int32))
+        for use in (engine.render(request), engine.decode([1]), engine.load(), accepted):
+            with pytest.raises(EngineError, match="not open"):
+                await use

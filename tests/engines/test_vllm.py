@@ -12,9 +12,9 @@ import pytest
 from polar_proxy.engines import openai_client
 from polar_proxy.engines.base import EngineLoad
 from polar_proxy.engines.vllm import VllmEngine
-from polar_proxy.engines.vllm.client import parse_load
-from polar_proxy.engines.vllm.probe import logprob_mode
-from polar_proxy.errors import EngineError, PolarError, RequestError
+from polar_proxy.engines.vllm.client import at_temperature, parse_load
+from polar_proxy.engines.vllm.probe import logprob_mode, read_precision
+from polar_proxy.errors import EngineDroppedError, EngineError, PolarError, RequestError
 from polar_proxy.types import SampleEvent, Sampling
 from tests.engines.engine_contract import WEATHER, chat, gather, run
 from tests.fakes.vllm_server import END, Answer, FakeVllm, Fault, ids, text_of
@@ -201,14 +201,16 @@ async def test_broken_stream_yields_its_events_before_the_error(answer: Answer, 
         assert events[0].prompt_ids is not None
 
 
-async def test_reopens_a_connection_that_was_closed_while_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_does_not_sample_again_when_a_connection_drops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server may have sampled an answer. Requests that do not sample are sent again."""
     monkeypatch.setattr(openai_client, "RETRY_WITHIN_SECONDS", 3600.0)
     async with FakeVllm() as fake, VllmEngine(fake.url) as engine:
         fake.script(Fault(status=None))
-        assert (await run(engine, chat())).choices[0].text == "Hello."
-        fake.script(Fault(status=None), Fault(status=None))
-        with pytest.raises(EngineError, match="broke off"):
+        fake.bodies.clear()
+        with pytest.raises(EngineDroppedError, match="broke off"):
             await run(engine, chat())
+        assert len(fake.bodies) == 1
+        assert (await run(engine, chat())).choices[0].text == "Hello."
 
 
 async def test_streams_text_and_waits_for_a_slow_start() -> None:
@@ -356,3 +358,35 @@ async def test_engine_reports_its_load() -> None:
         assert await engine.load() == EngineLoad(0.59375, 5, 7, 2)
         fake.metrics = None
         assert await engine.load() is None
+
+
+@pytest.mark.parametrize(
+    ("description", "expected"),
+    [
+        ("model='m', dtype=torch.bfloat16, max_seq_len=9, quantization=None, kv_cache_dtype=auto, ", "bfloat16"),
+        ("dtype=torch.bfloat16, quantization=fp8, kv_cache_dtype=fp8_e4m3,", "bfloat16, fp8 weights, fp8_e4m3 cache"),
+        ("something else", None),
+    ],
+)
+def test_precision_is_read_from_the_servers_configuration(description: str, expected: str | None) -> None:
+    assert read_precision(description) == expected
+
+
+@pytest.mark.parametrize("temperature", [0.3, 0.6, 0.9])
+def test_logprob_at_a_temperature_from_the_most_likely_tokens(temperature: float) -> None:
+    """Of 200 tokens the 20 most likely are known, and the token itself."""
+    logits = [-0.35 * rank for rank in range(200)]
+    total = math.log(sum(map(math.exp, logits)))
+    values = [value - total for value in logits]
+    hot = math.log(sum(math.exp(value / temperature) for value in logits))
+    for token in (0, 3, 40):
+        known = [*values[:20], *([values[token]] if token >= 20 else [])]
+        assert at_temperature(values[token], known, temperature) == pytest.approx(
+            logits[token] / temperature - hot, abs=1e-3
+        )
+
+
+def test_logprob_at_a_temperature_is_unknown_if_the_rest_could_change_it() -> None:
+    flat = [math.log(1 / 1000)] * 20
+    assert math.isnan(at_temperature(flat[0], flat, 0.7))
+    assert math.isnan(at_temperature(math.log(0.5), [math.log(0.5), math.log(0.2)], 1.5))

@@ -12,10 +12,11 @@ import pytest
 
 from polar_proxy.dialects.base import Answer as EncodedAnswer
 from polar_proxy.engines.base import ExactPrompt
+from polar_proxy.engines.factory import POLAR_TINY
 from polar_proxy.engines.openai_stream import version_runs
 from polar_proxy.engines.vllm import VllmEngine
 from polar_proxy.engines.vllm.client import DERENDER, render_body
-from polar_proxy.engines.vllm.parser_proof import ForcedAnswer, ParsedAnswer, matching_reasoning_mode
+from polar_proxy.engines.vllm.forced_answers import ForcedAnswer, ParsedAnswer, matching_reasoning_mode
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.types import ChatRequest, Message, SampleEvent, Sampling
 from tests.engines.engine_contract import WEATHER, chat, read, run
@@ -112,7 +113,7 @@ async def test_derenderer_is_called_at_growing_distances() -> None:
     calls: list[int] = []
     fake = FakeVllm(limits=frozenset({"other_form"}), derenders=True)
     derender = fake.derender
-    fake.derender = lambda body: (calls.append(len(body["stream_state"] or ())), derender(body))[1]  # type: ignore[method-assign]
+    fake.derender = lambda body: (calls.append(len(body.get("stream_state") or ())), derender(body))[1]  # type: ignore[method-assign]
     async with fake, VllmEngine(fake.url) as engine:
         calls.clear()
         fake.script(Answer("x" * 600))
@@ -121,11 +122,47 @@ async def test_derenderer_is_called_at_growing_distances() -> None:
         assert len(calls) < 60
 
 
-async def test_drops_parallel_calls_that_are_off() -> None:
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_derenderer_that_loses_streamed_calls_parses_whole_answers(stream: bool) -> None:
+    """As vLLM's parser deepseek_v31 does with a call that arrives in one piece."""
+    fake = FakeVllm(limits=frozenset({"other_form"}), derenders=True)
+    derender = fake.derender
+
+    def lossy(body: dict[str, Any]) -> dict[str, Any]:
+        answer = derender(body)
+        for choice in answer["chunk"]["choices"] if body["stream"] else ():
+            choice["delta"].pop("tool_calls", None)
+        return answer
+
+    fake.derender = lossy  # type: ignore[method-assign]
+    answer = Answer("Looking. ", tool_calls=(PARIS,))
+    answer = replace(answer, token_ids=_other_form(answer))
+    async with fake, VllmEngine(fake.url) as engine:
+        assert engine.continue_problem is None
+        fake.script(answer, answer)
+        request = chat(sampling=LONG, **TOOLS)
+        rendered = (await run(engine, request)).choices[0]
+        exact = (await run(engine, request, prompt=await engine.render(request), stream=stream)).choices[0]
+        assert read(exact) == read(rendered)
+        assert exact.names == {0: "get_weather"}
+
+
+async def test_rejects_a_server_that_reads_no_call_in_the_form_of_its_template() -> None:
+    """Its parser for Hermes calls was started with a template that writes others; `/derender` agrees with it."""
+    fake = FakeVllm(limits=frozenset({"other_form"}), derenders=True)
+    fake.read = lambda tokens, body: ("", text_of([token for token in tokens if token != END]), ())  # type: ignore[method-assign]
+    async with fake, VllmEngine(fake.url) as engine:
+        assert "read no tool call in the form of its template" in str(engine.continue_problem)
+
+
+async def test_shows_parallel_calls_that_are_off() -> None:
+    """The gateway ends the answer at the second call (`one_call.py`): the server must neither hide nor forbid it."""
     async with FakeVllm() as fake, VllmEngine(fake.url) as engine:
-        fake.script(Answer("", tool_calls=(PARIS, PARIS)))
-        request = chat(sampling=LONG, parallel_tool_calls=False, **TOOLS)
-        assert (await run(engine, request, prompt=PROMPT)).choices[0].names == {0: "get_weather"}
+        for prompt in (PROMPT, None):
+            fake.script(Answer("", tool_calls=(PARIS, PARIS)))
+            request = chat(sampling=LONG, parallel_tool_calls=False, **TOOLS)
+            names = (await run(engine, request, prompt=prompt)).choices[0].names
+            assert names == {0: "get_weather", 1: "get_weather"}
 
 
 @pytest.mark.parametrize(("thinks", "reasoning", "text"), [(True, "hm", "Yes."), (False, "", "<think>hm</think>Yes.")])
@@ -219,7 +256,7 @@ async def test_renders_without_the_opening_only_with_tokenize() -> None:
         whole, closed = await engine.render(chat()), await engine.render(chat(), generation=False)
         assert text_of(whole[len(closed) :]) == "<|im_start|>assistant\n"
     async with FakeVllm(limits=frozenset({"no_tokenize"})) as fake, VllmEngine(fake.url) as engine:
-        with pytest.raises(RequestError, match="only with the tokens that open the answer"):
+        with pytest.raises(RequestError, match="without the tokens that open the answer"):
             await engine.render(chat(), generation=False)
 
 
@@ -383,3 +420,14 @@ async def test_does_not_parse_calls_if_tools_are_off() -> None:
         answer = (await run(engine, chat(sampling=LONG, tool_choice="none", **TOOLS), prompt=PROMPT)).choices[0]
         assert (answer.names, answer.finish_reason) == ({}, "stop")
         assert PARIS[1] in answer.text
+
+
+async def test_says_that_the_models_folder_is_missing(caplog: pytest.LogCaptureFixture) -> None:
+    """Without it the server renders every conversation."""
+    async with FakeVllm() as fake:
+        async with VllmEngine(fake.url):
+            assert "engine.model_folder" in caplog.text
+        caplog.clear()
+        async with VllmEngine(fake.url, model_folder=str(POLAR_TINY)) as engine:
+            assert engine.continue_problem is None
+        assert "engine.model_folder" not in caplog.text

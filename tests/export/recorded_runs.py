@@ -9,10 +9,11 @@ import orjson
 
 from polar_proxy.store import RolloutStatus, Store
 from polar_proxy.store.service.jobs import NewGroup, NewRollout
+from polar_proxy.tasks import task_to_json
 from polar_proxy.traces.builders import BUILDERS, build
-from polar_proxy.traces.certificate import certify
+from polar_proxy.traces.certificate import certify, stored_form
 from polar_proxy.types import CallRecord, Json, new_id
-from tests.factories import call
+from tests.factories import TASK, call
 
 TOOLS: list[Json] = [{"type": "function", "function": {"name": "bash"}}]
 
@@ -61,7 +62,7 @@ async def rollout(
 
     The other rollouts of its group of `samples` stay queued.
     """
-    await store.tasks.put("task-1", "swe-task", 11, "Fix the bug.", {})
+    await store.tasks.put("task-1", "swe-task", 11, TASK.instruction, task_to_json(TASK))
     new = NewRollout("mini-swe-agent", "process", "scripted", "m", 11, {})
     job, _ = await store.jobs.submit({}, [NewGroup("task-1", samples, {}, (new,) * samples)], owned=True)
     (claim,) = await store.queue.claim("worker", 1, 60, job_id=job.job_id)
@@ -75,7 +76,7 @@ async def rollout(
     for name in BUILDERS:
         if built:
             made = build(calls, name, rollout_id=rollout_id, reward=reward)
-            certificates = {trace_id: one.stored() for trace_id, one in certify(calls, made).items()}
+            certificates = {trace_id: stored_form(one) for trace_id, one in certify(calls, made).items()}
             await store.traces.put(made.traces, made.excluded, name, row.session_id, rollout_id, certificates)
     return rollout_id, calls
 

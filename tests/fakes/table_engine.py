@@ -34,12 +34,12 @@ class TableEngine(ScriptedEngine):
         self.scored: list[int] = []
         """Length of every sequence that was scored."""
 
-    async def score(self, token_ids: Sequence[int]) -> list[float]:
+    async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]:
         if len(token_ids) >= self.info.context_length:
             raise RequestError("maximum context length", code="context_length_exceeded")
         self.scored.append(len(token_ids))
         return [
-            math.nan if position in self._silent else logprob(previous, token) + self._shift
+            math.nan if position in self._silent else logprob(previous, token, temperature) + self._shift
             for position, (previous, token) in enumerate(pairwise(token_ids), 1)
         ]
 

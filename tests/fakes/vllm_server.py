@@ -288,16 +288,25 @@ class FakeVllm:
         return self.default
 
     def held(self, body: Json, answer: Answer) -> Answer:
-        """Return the answer under `structured_outputs`, which is exactly the requested text."""
-        choices = (body.get("structured_outputs") or {}).get("choice")
-        if not choices or "no_choice" in self.limits:
+        """Return the answer under `structured_outputs`, which is exactly the requested text or sequence of tokens."""
+        form = body.get("structured_outputs")
+        if not form or "no_choice" in self.limits:
             return answer
-        tokens = [*tokenized(choices[0]), END]
+        if "choice" in form:
+            tokens = [*tokenized(form["choice"][0]), END]
+        else:
+            tokens = [each["token"] for each in json.loads(form["structural_tag"])["format"]["elements"]] + [END]
         reasoning, text, calls = self.read(tokens, body)
         return Answer(text, reasoning, calls, token_ids=tokens)
 
     def derender(self, body: Json) -> Json:
-        """Return one step of the streamed parsing of given tokens; the client carries the state."""
+        """Return the parsed answer, or one step of its streamed parsing; the client carries the state."""
+        if not body["stream"]:
+            sampled = body["generate_response"]["choices"][0]
+            reasoning, text, calls = self.read(sampled["token_ids"], body["chat_request"])
+            tool_calls = [tool_call(place, *call) for place, call in enumerate(calls)]
+            message = {"reasoning": reasoning, "content": text, "tool_calls": tool_calls}
+            return {"choices": [{"index": 0, "message": message, "finish_reason": sampled["finish_reason"]}]}
         chunk = body["generate_chunk"]["choices"][0]
         old = (body["stream_state"] or {}).get("output_token_ids", [])
         new = [*old, *chunk["token_ids"]]

@@ -3,18 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
 
 import httpx
+from openai import AsyncOpenAI
 
+from polar_proxy.engines.base import Engine
 from polar_proxy.sessions.identity import hash_key
 from polar_proxy.store import Store
 from polar_proxy.types import CallRecord
+from tests.conftest import Serve
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
 
 def client(url: str, key: str = "k1") -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=url + "/v1", headers={"authorization": f"Bearer {key}"}, timeout=120)
+
+
+@contextlib.asynccontextmanager
+async def connected_sdk(serve: Serve, engine: Engine, **settings: Any) -> AsyncIterator[AsyncOpenAI]:
+    """Serve the engine, and yield the official SDK's client of the gateway."""
+    async with (
+        serve(engine, **settings) as gateway,
+        AsyncOpenAI(base_url=gateway.url + "/v1", api_key="sk-test", max_retries=0, timeout=120) as sdk,
+    ):
+        yield sdk
 
 
 async def new_session(store: Store, key: str, policy: dict[str, object] | None = None) -> str:

@@ -434,7 +434,7 @@ async def send_random_bodies(gateway: Gateway, store: Store, count: int, seed: i
                 report.wrong.append(f"{name}: no answer to a plain body afterwards: {answer.text[:500]}")
             elif route.recorded:
                 called.add(answer.headers["x-polar-call-id"])
-        health = await http.get("/healthz")
+        health = await http.get("/readyz")
         if health.status_code != 200:
             report.wrong.append(f"unhealthy afterwards: {health.text[:500]}")
     kept: set[str] = set()

@@ -47,12 +47,14 @@ def run_slow_gateway(url: str, wait: float) -> contextlib.AbstractAsyncContextMa
 
 
 @contextlib.asynccontextmanager
-async def run_killable_gateway(url: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, int]]:
+async def run_killable_gateway(
+    url: str, *arguments: str, program: str = "killable_gateway"
+) -> AsyncIterator[tuple[asyncio.subprocess.Process, int]]:
     """Run a gateway in another process. Yields the process and its port."""
     root = Path(__file__).parents[2]
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        *("-m", "tests.gateway.killable_gateway", url),
+        *("-m", f"tests.gateway.{program}", url, *arguments),
         cwd=root,
         env={**os.environ, "PYTHONPATH": str(root)},
         stdout=asyncio.subprocess.PIPE,

@@ -214,7 +214,8 @@ async def picture(conversation: Conversation) -> None:
 async def test_does_not_continue_a_changed_request(
     serve: Serve, store: Store, act: Any, mode: str, reason: str | None
 ) -> None:
-    async with serve(ScriptedEngine(script)) as gateway, client(gateway.url) as http:
+    info = replace(INFO, capabilities=INFO.capabilities | {"tool_choice_required"})
+    async with serve(ScriptedEngine(script, info=info)) as gateway, client(gateway.url) as http:
         conversation = Conversation(http, tools=[TOOL])
         conversation.echo((await conversation.say(user("hello")))["message"])
         await act(conversation)
@@ -277,7 +278,7 @@ async def test_rejects_a_suffix_that_the_engine_does_not_render(serve: Serve, st
         for text in ("one", "two", "three"):
             conversation.echo((await conversation.say(user(text)))["message"])
     _, second, third = await recorded_calls(store)
-    assert {call.prompt_reason for call in (second, third)} == {"suffix_unproven"}
+    assert {call.prompt_reason for call in (second, third)} == {"history_changed"}
     assert second.prompt_ids is not None
     assert second.prompt_ids.tolist()[-2:] == encode("3:"), "the engine rendered it"
 
@@ -286,7 +287,7 @@ async def test_rejects_a_suffix_that_the_engine_does_not_render(serve: Serve, st
     ("info", "reason"),
     [
         ({"capabilities": INFO.capabilities - {"continue"}}, "engine_cannot"),
-        ({"eos_token_ids": (4_000,)}, "stop_sequence"),
+        ({"eos_token_ids": (250,)}, "stop_sequence"),
         ({"context_length": 40}, "context_full"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import socket
 from collections.abc import AsyncGenerator
@@ -13,9 +14,10 @@ import pytest
 
 from polar_proxy.config import GatewaySettings
 from polar_proxy.engines.base import ExactPrompt
-from polar_proxy.engines.scripted import END, ScriptedEngine, encode, logprob
-from polar_proxy.errors import EngineError, RequestError
+from polar_proxy.engines.scripted import END, ScriptedEngine, ScriptedReply, encode, logprob
+from polar_proxy.errors import EngineError, RequestError, StoreError
 from polar_proxy.gateway import Gateway
+from polar_proxy.gateway.recording import RequestContext
 from polar_proxy.store import Store
 from polar_proxy.types import CallRecord, EngineRequest, SampleEvent, ToolCall
 from tests.conftest import Serve
@@ -60,7 +62,7 @@ async def test_sends_the_last_byte_after_the_commit(serve: Serve, store: Store, 
     reached = asyncio.Event()
     commit = store.calls.commit
 
-    async def slow_commit(record: CallRecord) -> None:
+    async def slow_commit(record: CallRecord, **options: bool) -> None:
         reached.set()
         await release.wait()
         await commit(record)
@@ -78,8 +80,8 @@ async def test_sends_the_last_byte_after_the_commit(serve: Serve, store: Store, 
 
 
 async def test_answers_if_the_store_fails_and_counts_a_lost_call(serve: Serve, store: Store) -> None:
-    async def broken(record: CallRecord) -> None:
-        raise OSError("disk full")
+    async def broken(record: CallRecord, **options: bool) -> None:
+        raise StoreError("disk full")
 
     store.calls.commit = broken  # type: ignore[method-assign]
     async with serve(ScriptedEngine()) as gateway, client(gateway.url) as http:
@@ -281,3 +283,52 @@ async def test_a_socket_inside_a_sandbox_takes_only_known_keys(serve: Serve, sto
         with pytest.raises(httpx.HTTPError):
             async with client(f"http://127.0.0.1:{port}") as late:
                 await late.post("/chat/completions", json=CHAT)
+
+
+async def test_a_heartbeat_is_sent_one_interval_after_the_last_event(serve: Serve) -> None:
+    """Not at the next multiple of the interval since the headers, up to twice as late."""
+    silent = asyncio.Event()
+
+    class Thinking(ScriptedEngine):
+        async def sample(
+            self, request: EngineRequest, *, stream: bool = True, prompt: ExactPrompt | None = None
+        ) -> AsyncGenerator[SampleEvent, None]:
+            await asyncio.sleep(0.2)
+            async for event in super().sample(request, stream=stream, prompt=prompt):
+                yield event
+                await silent.wait()
+
+    engine = Thinking(lambda request: "ab", tokens_per_event=1)
+    settings = {"headers_after_seconds": 0.0, "heartbeat_seconds": 2.0}
+    async with (
+        serve(engine, **settings) as gateway,
+        client(gateway.url) as http,
+        http.stream("POST", "/chat/completions", json={**CHAT, "stream": True}) as answer,
+    ):
+        loop, last = asyncio.get_running_loop(), 0.0
+        async for chunk in answer.aiter_text():
+            if ": keepalive" in chunk and not silent.is_set():
+                assert loop.time() - last < 3.0
+                silent.set()
+            last = loop.time()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("fault", [False, True])
+async def test_an_answered_request_is_freed_without_a_garbage_collection(
+    serve: Serve, stream: bool, fault: bool
+) -> None:
+    """The collector seldom looks at old objects. Cycles of long requests would take any amount of memory until then."""
+    # A reply of its own for each call, because an exception that is raised again keeps its earlier traceback.
+    engine = ScriptedEngine(lambda _: ScriptedReply("he", error=EngineError("broken") if fault else None))
+    settings = {"retry_window_seconds": 0.0, "headers_after_seconds": 0.0}
+    async with serve(engine, **settings) as gateway, client(gateway.url) as http:
+        gc.collect()
+        gc.disable()
+        try:
+            for number in range(4):
+                await http.post("/chat/completions", json={**CHAT, "stream": stream, "user": str(number)})
+            # The connection keeps its last request, and the retry cache the last answer.
+            await until(lambda: sum(isinstance(found, RequestContext) for found in gc.get_objects()) <= 1)
+        finally:
+            gc.enable()

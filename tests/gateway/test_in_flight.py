@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from polar_proxy.errors import StoreError
 from polar_proxy.gateway import in_flight
 from polar_proxy.rollouts import recover
 from polar_proxy.sessions.registry import SessionRegistry
@@ -122,11 +123,10 @@ async def test_reports_a_call_that_another_gateway_could_not_record(file: str, m
     async with run_gateway(file) as (here, store), run_slow_gateway(file, 0.0) as (there, theirs):
         session_id = await new_session(store, "k")
 
-        async def refuse(record: CallRecord) -> None:
-            raise OSError("no room")
+        async def refuse(record: CallRecord, **options: bool) -> None:
+            raise StoreError("no room")
 
         monkeypatch.setattr(theirs.calls, "commit", refuse)
-        monkeypatch.setattr("logging.Logger.exception", lambda *args: None)
         assert (await ask(there, "k", HELLO)).status_code == 200
         await store.sessions.close(session_id)
         lost = await here.forget_session(session_id, 60)

@@ -10,11 +10,10 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from polar_proxy.config import GatewaySettings
 from polar_proxy.engines.scripted import ScriptedEngine
 from polar_proxy.errors import RequestError
 from polar_proxy.gateway import Gateway
-from polar_proxy.gateway.asgi import parse_json_object
+from polar_proxy.gateway.asgi import count_values
 from polar_proxy.gateway.limits import BodyBudget
 from tests.conftest import Serve
 from tests.gateway.agents import CHAT, client
@@ -93,17 +92,61 @@ async def test_refuses_slow_headers(serve: Serve) -> None:
         assert (status, "0.2 seconds" in ERROR_TEXT["/v1/messages"](body)) == (408, True)
 
 
+@pytest.mark.parametrize("path", [*ERROR_TEXT, "/api/v1/jobs"])
+async def test_refuses_a_body_that_comes_too_slowly(serve: Serve, path: str) -> None:
+    limits = {"body_window_seconds": 0.4, "body_rate_kb": 1}
+    async with serve(ScriptedEngine(), limits=limits) as gateway, connection(gateway) as (reader, writer):
+        writer.write((HEAD.format(path=path) + "content-length: 100000\r\n\r\n{").encode())
+        trickle = asyncio.create_task(send_slowly(writer))
+        status, body = await read_answer(reader)
+        trickle.cancel()
+    if path in ERROR_TEXT:
+        assert (status, "1 KiB/s for 0.4 seconds" in ERROR_TEXT[path](body)) == (408, True)
+    else:  # this gateway has no such route, and needs no body to say so
+        assert status == 404
+
+
+async def send_slowly(writer: asyncio.StreamWriter) -> None:
+    while True:
+        writer.write(b" ")
+        await asyncio.sleep(0.05)
+
+
+async def test_refuses_a_body_that_takes_too_long(serve: Serve) -> None:
+    limits = {"body_window_seconds": 0.2, "body_rate_kb": 0, "body_seconds": 0.4}
+    async with serve(ScriptedEngine(), limits=limits) as gateway, connection(gateway) as (reader, writer):
+        writer.write((HEAD.format(path="/v1/messages") + "content-length: 100000\r\n\r\n{").encode())
+        trickle = asyncio.create_task(send_slowly(writer))
+        status, body = await read_answer(reader)
+        trickle.cancel()
+    assert (status, "longer than 0.4 seconds" in ERROR_TEXT["/v1/messages"](body)) == (408, True)
+
+
 @pytest.mark.parametrize("path", ERROR_TEXT)
-async def test_refuses_a_body_that_pauses(serve: Serve, path: str) -> None:
-    async with serve(ScriptedEngine(), limits={"body_pause_seconds": 0.2}) as gateway:
+async def test_refuses_a_large_body_by_its_announced_length(serve: Serve, path: str) -> None:
+    async with serve(ScriptedEngine()) as gateway:
+        status, body = await send(gateway, HEAD.format(path=path) + f"content-length: {1 << 40}\r\n\r\n")
+        assert (status, "larger than 33554432 bytes" in ERROR_TEXT[path](body)) == (413, True)
+
+
+@pytest.mark.parametrize("junk", ["1;" + "e" * 300_000, "0\r\nx-trailer: " + "t" * 300_000, "0" * 300_000])
+async def test_refuses_what_is_no_content_of_a_chunked_body(serve: Serve, junk: str) -> None:
+    async with serve(ScriptedEngine()) as gateway:
+        status, _ = await send(gateway, HEAD.format(path="/v1/messages") + "transfer-encoding: chunked\r\n\r\n", junk)
+        assert status in (400, 431)
+        await assert_others_are_served(gateway)
+
+
+async def test_refuses_connect_and_too_many_pipelined_requests(serve: Serve) -> None:
+    async with serve(ScriptedEngine()) as gateway:
+        status, _ = await send(gateway, "CONNECT evil.example:443 HTTP/1.1\r\nhost: evil.example\r\n\r\n")
+        assert status == 405
         async with connection(gateway) as (reader, writer):
-            writer.write((HEAD.format(path=path) + "content-length: 100\r\n\r\n{").encode())
-            async with asyncio.timeout(30):
-                head = await reader.readuntil(b"\r\n\r\n")
-                length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
-                body = json.loads(await reader.readexactly(length))
-        assert int(head.split()[1]) == 408
-        assert "0.2 seconds" in ERROR_TEXT[path](body)
+            writer.write(b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n" * 1000)
+            async with asyncio.timeout(10):
+                with contextlib.suppress(ConnectionResetError):
+                    assert await reader.read() == b""
+        await assert_others_are_served(gateway)
 
 
 async def test_unfinished_connections_keep_nobody_out(serve: Serve) -> None:
@@ -118,14 +161,16 @@ async def test_a_connection_that_is_answered_is_not_closed_for_a_new_one(serve: 
     release = asyncio.Event()
 
     class WaitingEngine(ScriptedEngine):
-        async def health(self) -> str | None:
+        async def weight_version(self) -> str | None:
             await release.wait()
             return None
 
+    body = json.dumps(CHAT)
+    chat = HEAD.format(path="/v1/chat/completions") + f"connection: close\r\ncontent-length: {len(body)}\r\n\r\n{body}"
     async with serve(WaitingEngine(), limits={"connections": 2}) as gateway, contextlib.AsyncExitStack() as stack:
         answered = [await stack.enter_async_context(connection(gateway)) for _ in range(2)]
         for _, writer in answered:
-            writer.write(b"GET /healthz HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+            writer.write(chat.encode())
         await asyncio.sleep(0.2)
         status, _ = await send(gateway, "")
         assert status == 429
@@ -148,21 +193,52 @@ async def test_refuses_too_many_values_before_parsing_them(serve: Serve) -> None
         assert (await http.post("/chat/completions", json=CHAT)).status_code == 200
 
 
+async def test_refuses_too_many_messages_and_tools(serve: Serve) -> None:
+    limits = {"messages": 100, "tools": 10}
+    async with serve(ScriptedEngine(), limits=limits) as gateway, client(gateway.url) as http:
+        many = await http.post("/chat/completions", json={**CHAT, "messages": CHAT["messages"] * 101})
+        tools = await http.post("/messages", json={**CHAT, "max_tokens": 1, "tools": [{"name": "t"}] * 11})
+        prompts = await http.post("/completions", json={"model": "m", "prompt": ["a"] * 101})
+        ids = await http.post("/completions", json={"model": "m", "prompt": [104] * 200, "max_tokens": 1})
+    assert [answer.status_code for answer in (many, tools, prompts, ids)] == [413, 413, 413, 200]
+    assert "'messages' has 101 items" in many.json()["error"]["message"]
+
+
 def test_a_long_text_is_not_many_values() -> None:
-    limit = GatewaySettings().limits.body_values
-    text = "a, b; " * limit
-    assert parse_json_object(json.dumps({"text": "x" * 3 * limit}).encode(), limit)["text"]
-    with pytest.raises(RequestError) as error:
-        parse_json_object(json.dumps({"text": text[: 3 * limit].replace(" ", ",")}).encode(), limit // 2)
-    assert error.value.status == 413
+    text = json.dumps({"text": r"a, b; [{\"\" " * 1000})
+    assert count_values(text.encode(), 100) == 2
+    assert count_values(json.dumps({"list": [1] * 1000, "text": text}).encode(), 100) == 1003
+    assert count_values(b'",' * 1000, 100) > 100
 
 
-def test_bodies_share_a_budget() -> None:
+async def test_bodies_share_a_budget() -> None:
     budget = BodyBudget(100)
-    with budget.reserve() as first:
-        first(90)
-        with budget.reserve() as second, pytest.raises(RequestError) as error:
-            second(20)
+    with budget.reserve("one") as first:
+        first.reading = False
+        first.take(90)
+        with budget.reserve("other") as second, pytest.raises(RequestError) as error:
+            second.take(20)
         assert error.value.status == 429
-        first(50)  # it is alone again
+        with budget.reserve("one") as third, pytest.raises(RequestError):
+            third.take(1)  # a session may hold a quarter
+        first.take(50)  # it is alone again
+    assert budget.held == 0
+
+
+async def test_the_largest_unfinished_body_makes_room_for_smaller_ones() -> None:
+    budget = BodyBudget(100)
+
+    async def read_forever() -> None:
+        with budget.reserve("large") as large:
+            large.take(90)
+            await asyncio.sleep(60)
+
+    reading = asyncio.create_task(read_forever())
+    await asyncio.sleep(0)
+    with budget.reserve("small") as small:
+        small.take(20)
+        with pytest.raises(RequestError) as error:
+            await reading
+    assert error.value.status == 429
+    assert not reading.cancelled()
     assert budget.held == 0

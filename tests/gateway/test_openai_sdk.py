@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import openai
@@ -18,7 +16,7 @@ from polar_proxy.store import Store
 from polar_proxy.types import EngineRequest, ToolCall
 from tests.conftest import Serve
 from tests.fakes.player import BrokenEngine
-from tests.gateway.agents import recorded_calls
+from tests.gateway.agents import connected_sdk, recorded_calls
 
 pytestmark = pytest.mark.slow
 
@@ -30,21 +28,12 @@ CALLS = (
 )
 
 
-@contextlib.asynccontextmanager
-async def connected(serve: Serve, engine: ScriptedEngine, **settings: Any) -> AsyncIterator[AsyncOpenAI]:
-    async with (
-        serve(engine, **settings) as gateway,
-        AsyncOpenAI(base_url=gateway.url + "/v1", api_key="sk-test", max_retries=0, timeout=120) as client,
-    ):
-        yield client
-
-
 def failing(error: Exception) -> ScriptedEngine:
     return ScriptedEngine(lambda request: error)
 
 
 async def test_answer(serve: Serve) -> None:
-    async with connected(serve, ScriptedEngine()) as client:
+    async with connected_sdk(serve, ScriptedEngine()) as client:
         answer = await client.chat.completions.create(model="m", messages=USER)
     assert answer.choices[0].message.content == "hello"
     assert answer.choices[0].message.role == "assistant"
@@ -55,7 +44,7 @@ async def test_answer(serve: Serve) -> None:
 
 
 async def test_stream(serve: Serve) -> None:
-    async with connected(serve, ScriptedEngine()) as client:
+    async with connected_sdk(serve, ScriptedEngine()) as client:
         stream = await client.chat.completions.create(
             model="m", messages=USER, stream=True, stream_options={"include_usage": True}
         )
@@ -87,7 +76,7 @@ async def test_parallel_tool_calls_round_trip_and_continue(serve: Serve, store: 
         return "done" if len(engine.requests) > 1 else CALLS
 
     engine = ScriptedEngine(script)
-    async with connected(serve, engine) as client:
+    async with connected_sdk(serve, engine) as client:
         if stream:
             async with client.chat.completions.stream(model="m", messages=USER, tools=TOOLS) as events:
                 answer: Any = await events.get_final_completion()
@@ -110,7 +99,7 @@ async def test_parallel_tool_calls_round_trip_and_continue(serve: Serve, store: 
 
 async def test_the_stream_helper_of_the_sdk(serve: Serve) -> None:
     async with (
-        connected(serve, ScriptedEngine()) as client,
+        connected_sdk(serve, ScriptedEngine()) as client,
         client.chat.completions.stream(
             model="m", messages=USER, logprobs=True, stream_options={"include_usage": True}
         ) as events,
@@ -131,7 +120,7 @@ async def test_the_stream_helper_of_the_sdk(serve: Serve) -> None:
 async def test_several_choices(serve: Serve, stream: bool) -> None:
     replies = iter(["one", "two", "three"])
     engine = ScriptedEngine(lambda request: next(replies))
-    async with connected(serve, engine) as client:
+    async with connected_sdk(serve, engine) as client:
         if stream:
             texts = ["", "", ""]
             async for chunk in await client.chat.completions.create(model="m", messages=USER, n=3, stream=True):
@@ -143,7 +132,7 @@ async def test_several_choices(serve: Serve, stream: bool) -> None:
 
 
 async def test_logprobs_and_token_ids(serve: Serve) -> None:
-    async with connected(serve, ScriptedEngine()) as client:
+    async with connected_sdk(serve, ScriptedEngine()) as client:
         answer = await client.chat.completions.create(
             model="m", messages=USER, logprobs=True, extra_body={"return_token_ids": True}
         )
@@ -162,7 +151,7 @@ async def test_response_format(serve: Serve, store: Store) -> None:
     """Supported formats reach the engine; an unknown one is rejected by name."""
     engine = ScriptedEngine(lambda request: "{}")
     schema: Any = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "object"}}}
-    async with connected(serve, engine) as client:
+    async with connected_sdk(serve, engine) as client:
         for form in ({"type": "text"}, {"type": "json_object"}, schema):
             await client.chat.completions.create(model="m", messages=USER, response_format=form)  # type: ignore[call-overload]
         with pytest.raises(openai.BadRequestError) as caught:
@@ -176,7 +165,7 @@ async def test_response_format(serve: Serve, store: Store) -> None:
 
 
 async def test_completions(serve: Serve) -> None:
-    async with connected(serve, ScriptedEngine()) as client:
+    async with connected_sdk(serve, ScriptedEngine()) as client:
         answer = await client.completions.create(model="m", prompt=["a", "b"], max_tokens=3, logprobs=0)
         assert [choice.text for choice in answer.choices] == ["hel", "hel"]
         assert answer.choices[0].finish_reason == "length"
@@ -190,20 +179,20 @@ async def test_completions(serve: Serve) -> None:
 
 
 async def test_models(serve: Serve) -> None:
-    async with connected(serve, ScriptedEngine()) as client:
+    async with connected_sdk(serve, ScriptedEngine()) as client:
         assert [model.id async for model in client.models.list()] == ["scripted-model"]
         assert (await client.models.retrieve("any/name")).id == "any/name"
 
 
 async def test_rejects_an_unknown_key(serve: Serve) -> None:
-    async with connected(serve, ScriptedEngine(), require_known_keys=True) as client:
+    async with connected_sdk(serve, ScriptedEngine(), require_known_keys=True) as client:
         with pytest.raises(openai.AuthenticationError) as caught:
             await client.chat.completions.create(model="m", messages=USER)
     assert caught.value.code == "invalid_api_key"
 
 
 async def test_rejects_a_bad_request(serve: Serve, store: Store) -> None:
-    async with connected(serve, ScriptedEngine()) as client:
+    async with connected_sdk(serve, ScriptedEngine()) as client:
         with pytest.raises(openai.BadRequestError) as caught:
             await client.chat.completions.create(model="m", messages=USER, temperature=9)
     assert (caught.value.param, caught.value.code) == ("temperature", "invalid_value")
@@ -212,7 +201,7 @@ async def test_rejects_a_bad_request(serve: Serve, store: Store) -> None:
 
 
 async def test_not_found(serve: Serve) -> None:
-    async with connected(serve, ScriptedEngine()) as client:
+    async with connected_sdk(serve, ScriptedEngine()) as client:
         with pytest.raises(openai.NotFoundError):
             await client.embeddings.create(model="m", input="hi")
 
@@ -227,7 +216,7 @@ async def test_not_found(serve: Serve) -> None:
 )
 @pytest.mark.parametrize("stream", [False, True])
 async def test_engine_errors(serve: Serve, error: Exception, kind: type[openai.APIStatusError], stream: bool) -> None:
-    async with connected(serve, failing(error)) as client:
+    async with connected_sdk(serve, failing(error)) as client:
         with pytest.raises(kind, match=str(error)):
             await client.chat.completions.create(model="m", messages=USER, stream=stream)
 
@@ -239,7 +228,7 @@ async def test_an_error_in_the_middle_of_a_stream_is_raised(serve: Serve) -> Non
         async for chunk in await client.chat.completions.create(model="m", messages=USER, stream=True):
             heard.append(chunk.choices[0].delta.content or "")
 
-    async with connected(serve, BrokenEngine()) as client:
+    async with connected_sdk(serve, BrokenEngine()) as client:
         with pytest.raises(openai.APIError, match="The scripted engine broke"):
             await listen(client)
     assert "".join(heard) == "he"

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import threading
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +21,7 @@ from polar_proxy.store import Store
 from polar_proxy.types import ChatRequest, EngineRequest, Json, Message, ToolCall
 from tests.conftest import Serve
 from tests.fakes.player import BrokenEngine
-from tests.gateway.agents import recorded_calls
+from tests.gateway.agents import connected_sdk, recorded_calls
 
 pytestmark = pytest.mark.slow
 
@@ -37,15 +35,6 @@ CALLS = (
     ToolCall("call_2", "apply_patch", json.dumps({"input": "*** Begin Patch\né"})),
     ToolCall("call_3", "ns__exec", '{"input": "1+1"}'),
 )
-
-
-@contextlib.asynccontextmanager
-async def connected(serve: Serve, engine: ScriptedEngine, **settings: Any) -> AsyncIterator[AsyncOpenAI]:
-    async with (
-        serve(engine, **settings) as gateway,
-        AsyncOpenAI(base_url=gateway.url + "/v1", api_key="sk-test", max_retries=0, timeout=120) as client,
-    ):
-        yield client
 
 
 def thinking(script: Script) -> ScriptedEngine:
@@ -74,7 +63,7 @@ both = pytest.mark.parametrize("stream", [False, True])
 
 @both
 async def test_answer(serve: Serve, stream: bool) -> None:
-    async with connected(serve, ScriptedEngine()) as client:
+    async with connected_sdk(serve, ScriptedEngine()) as client:
         answer = await ask(client, stream, input="hi", instructions="be exact", metadata={"a": "b"})
     assert answer.output_text == "hello"
     assert (answer.status, answer.incomplete_details, answer.error) == ("completed", None, None)
@@ -85,7 +74,7 @@ async def test_answer(serve: Serve, stream: bool) -> None:
 
 
 async def test_stream_events(serve: Serve) -> None:
-    async with connected(serve, thinking(lambda request: "hello")) as client:
+    async with connected_sdk(serve, thinking(lambda request: "hello")) as client:
         stream = await client.responses.create(model="m", input="hi", stream=True)
         events = [event async for event in stream]
     kinds = [event.type for event in events]
@@ -105,7 +94,7 @@ async def test_parallel_tool_calls_round_trip_and_continue(serve: Serve, store: 
 
     engine = thinking(script)
     question = {"role": "user", "content": "hi"}
-    async with connected(serve, engine) as client:
+    async with connected_sdk(serve, engine) as client:
         answer = await ask(client, stream, input=[question], tools=TOOLS, store=False)
         items = [item.model_dump(exclude_none=True) for item in answer.output]
         kinds = ["reasoning", "function_call", "custom_tool_call", "custom_tool_call"]
@@ -137,10 +126,10 @@ async def test_continues_a_previous_response(serve: Serve, store: Store, stream:
     """Only new items are sent. The model sees all items and the call records all. Instructions are not inherited."""
     replies: list[ScriptedAnswer] = [CALLS, "second", "third"]
     engine = thinking(lambda request: replies[len(engine.requests) - 1])
-    async with connected(serve, engine) as client:
+    async with connected_sdk(serve, engine) as client:
         one = await ask(client, stream, input="one", instructions="first rule", tools=TOOLS)
     results: Any = [{"type": "function_call_output", "call_id": call.id, "output": "ok"} for call in CALLS]
-    async with connected(serve, engine) as client:  # a gateway that has just started
+    async with connected_sdk(serve, engine) as client:  # a gateway that has just started
         two = await ask(client, stream, input=results, previous_response_id=one.id, instructions="second rule")
         three = await ask(client, stream, input="three", previous_response_id=two.id)
     assert (two.previous_response_id, three.previous_response_id) == (one.id, two.id)
@@ -157,7 +146,7 @@ async def test_continues_a_previous_response(serve: Serve, store: Store, stream:
 
 @pytest.mark.parametrize("identity", ["resp_0", "resp_01hv0000000000000000", "msg_1", "nonsense", ""])
 async def test_rejects_an_unknown_previous_response(serve: Serve, identity: str) -> None:
-    async with connected(serve, ScriptedEngine()) as client:
+    async with connected_sdk(serve, ScriptedEngine()) as client:
         with pytest.raises(openai.BadRequestError) as caught:
             await client.responses.create(model="m", input="hi", previous_response_id=identity)
     assert (caught.value.param, caught.value.code) == ("previous_response_id", "previous_response_not_found")
@@ -165,15 +154,15 @@ async def test_rejects_an_unknown_previous_response(serve: Serve, identity: str)
 
 async def test_continues_only_complete_responses(serve: Serve, store: Store) -> None:
     engine = ScriptedEngine()
-    async with connected(serve, engine) as client:
+    async with connected_sdk(serve, engine) as client:
         completion = await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
-    async with connected(serve, BrokenEngine()) as client:
+    async with connected_sdk(serve, BrokenEngine()) as client:
         with pytest.raises(openai.APIError):
             await client.responses.create(model="m", input="hi")
     chatted, broken = await recorded_calls(store)
     assert chatted.call_id in completion.id
     assert (broken.status, broken.choices[0].message.content) == ("upstream_error", "he")
-    async with connected(serve, engine) as client:
+    async with connected_sdk(serve, engine) as client:
         for call, message in ((chatted, "not found"), (broken, "ended early")):
             identity = "resp_" + call.call_id.removeprefix("call_")
             with pytest.raises(openai.BadRequestError, match=message) as caught:
@@ -193,7 +182,7 @@ async def test_a_short_body_that_continues_a_long_conversation_keeps_the_loop_fr
         return prepend(self, body, earlier)
 
     monkeypatch.setattr(OpenAIResponses, "prepend_previous", noted)
-    async with connected(serve, ScriptedEngine()) as client:
+    async with connected_sdk(serve, ScriptedEngine()) as client:
         for text in ("hi", "x" * (1 << 20)):
             one = await client.responses.create(model="m", input=text)
             await client.responses.create(model="m", input="go on", previous_response_id=one.id)
@@ -206,7 +195,7 @@ async def test_structured_output(serve: Serve, stream: bool) -> None:
         x: int
 
     engine = ScriptedEngine(lambda request: '{"x": 3}')
-    async with connected(serve, engine) as client:
+    async with connected_sdk(serve, engine) as client:
         if stream:
             async with client.responses.stream(model="m", input="hi", text_format=Point) as events:
                 parsed = (await events.get_final_response()).output_parsed
@@ -219,7 +208,7 @@ async def test_structured_output(serve: Serve, stream: bool) -> None:
 
 
 async def test_length(serve: Serve) -> None:
-    async with connected(serve, ScriptedEngine()) as client:
+    async with connected_sdk(serve, ScriptedEngine()) as client:
         answer = await client.responses.create(model="m", input="hi", max_output_tokens=3)
         stream = await client.responses.create(model="m", input="hi", max_output_tokens=3, stream=True)
         last = [event async for event in stream][-1]
@@ -233,7 +222,7 @@ async def test_length(serve: Serve) -> None:
 
 @both
 async def test_logprobs(serve: Serve, stream: bool) -> None:
-    async with connected(serve, ScriptedEngine()) as client:
+    async with connected_sdk(serve, ScriptedEngine()) as client:
         answer = await ask(client, stream, input="hi", include=["message.output_text.logprobs"])
     content: Any = answer.output[0].content  # type: ignore[union-attr]
     assert [item.logprob for item in content[0].logprobs] == [logprob(token) for token in encode("hello")]
@@ -242,7 +231,7 @@ async def test_logprobs(serve: Serve, stream: bool) -> None:
 
 async def test_token_count(serve: Serve) -> None:
     engine = ScriptedEngine()
-    async with connected(serve, engine) as client:
+    async with connected_sdk(serve, engine) as client:
         counted = await client.responses.input_tokens.count(model="m", input="hi", instructions="be exact")
         answer = await client.responses.create(model="m", input="hi", instructions="be exact")
     assert answer.usage is not None
@@ -252,7 +241,7 @@ async def test_token_count(serve: Serve) -> None:
 
 async def test_rejects_a_bad_request(serve: Serve, store: Store) -> None:
     bad: Json = {"type": "hologram", "content": "x"}
-    async with connected(serve, ScriptedEngine()) as client:
+    async with connected_sdk(serve, ScriptedEngine()) as client:
         with pytest.raises(openai.BadRequestError) as caught:
             await client.responses.create(model="m", input=[bad])  # type: ignore[list-item]
         with pytest.raises(openai.BadRequestError, match="background"):
@@ -262,7 +251,7 @@ async def test_rejects_a_bad_request(serve: Serve, store: Store) -> None:
 
 
 async def test_rejects_an_unknown_key(serve: Serve) -> None:
-    async with connected(serve, ScriptedEngine(), require_known_keys=True) as client:
+    async with connected_sdk(serve, ScriptedEngine(), require_known_keys=True) as client:
         with pytest.raises(openai.AuthenticationError) as caught:
             await client.responses.create(model="m", input="hi")
     assert caught.value.code == "invalid_api_key"
@@ -278,13 +267,13 @@ async def test_rejects_an_unknown_key(serve: Serve) -> None:
 )
 @both
 async def test_engine_errors(serve: Serve, error: Exception, kind: type[openai.APIStatusError], stream: bool) -> None:
-    async with connected(serve, ScriptedEngine(lambda request: error)) as client:
+    async with connected_sdk(serve, ScriptedEngine(lambda request: error)) as client:
         with pytest.raises(kind, match=str(error)):
             await client.responses.create(model="m", input="hi", stream=stream)
 
 
 async def test_an_error_in_the_middle_of_a_stream_is_reported(serve: Serve) -> None:
-    async with connected(serve, BrokenEngine()) as client:
+    async with connected_sdk(serve, BrokenEngine()) as client:
         stream = await client.responses.create(model="m", input="hi", stream=True)
         events = [event async for event in stream]
     assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == "he"

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
 
 from polar_proxy.config import GatewaySettings
-from polar_proxy.engines.scripted import ScriptedEngine
+from polar_proxy.engines.scripted import INFO, ScriptedEngine
+from polar_proxy.engines.vllm.client import chat_body
 from polar_proxy.gateway import is_loopback
-from polar_proxy.gateway.recording import apply_policy
+from polar_proxy.gateway.recording import apply_policy, recorded_sampling
 from polar_proxy.rollouts import JobSpec, submit
+from polar_proxy.sessions import registry
 from polar_proxy.sessions.identity import hash_key, new_key
 from polar_proxy.sessions.registry import SessionRegistry
 from polar_proxy.store import SessionRow, Store
 from polar_proxy.tasks import get_source
-from polar_proxy.types import Sampling, TextRequest
+from polar_proxy.types import ChatRequest, Message, Sampling, TextRequest
 from tests.conftest import Serve
 from tests.gateway.agents import CHAT, new_session
+from tests.until import GUARD_SECONDS
 
 pytestmark = pytest.mark.slow
 
@@ -170,3 +175,93 @@ async def test_a_slow_session_lookup_delays_no_other_key(store: Store, monkeypat
     assert (await first).session_id != other.session_id
     assert len(await store.sessions.recent()) == 2
     assert (await sessions.find(None, other.session_id)) is other
+
+
+def test_every_default_of_a_generation_config_is_sent() -> None:
+    """Otherwise a server's `generation_config` would change the distribution, and the record would not show it."""
+    request = apply_policy(ChatRequest("m", (Message("user", "hi"),)), {})
+    body = chat_body(request, stream=False)
+    neutral = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+    assert {name: body.get(name) for name in neutral} == neutral
+    assert recorded_sampling(request, INFO).items() >= neutral.items()
+    own = replace(request, sampling=replace(request.sampling, repetition_penalty=1.2))
+    assert chat_body(apply_policy(own, {}), stream=False)["repetition_penalty"] == 1.2
+
+
+async def test_sessions_in_use_stay_in_memory_and_others_are_dropped_under_all_their_names(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dropping sessions in use made the gateway read each back for its next call, which stopped it."""
+    async with serve(ScriptedEngine(), calls_in_memory=1) as gateway:
+        first = (await ask(gateway.url, authorization="Bearer a")).headers["x-polar-session-id"]
+        assert (await ask(gateway.url, f"/s/{first}/v1")).headers["x-polar-session-id"] == first
+        await ask(gateway.url, authorization="Bearer b")
+        kept = gateway.sessions.in_memory("a", None)
+        assert kept is not None
+        assert gateway.sessions.in_memory(None, first) is kept
+        monkeypatch.setattr(registry, "_IN_USE_SECONDS", 0.0)
+        await ask(gateway.url, authorization="Bearer c")
+        assert gateway.sessions.in_memory("a", None) is None
+        assert gateway.sessions.in_memory(None, first) is None
+        monkeypatch.setattr(registry, "_IN_USE_SECONDS", 60.0)
+        again = await ask(gateway.url, authorization="Bearer a")
+        assert again.headers["x-polar-session-id"] == first
+        reloaded = gateway.sessions.in_memory("a", None)
+        assert reloaded is not None
+        assert len(reloaded.call_ids) == 3
+
+
+async def test_a_session_that_grows_makes_others_leave(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a few long sessions take any amount of memory, because no new session comes."""
+    monkeypatch.setattr(registry, "_IN_USE_SECONDS", 0.0)
+    async with serve(ScriptedEngine(), calls_in_memory=7) as gateway:
+        for key in ("unused", "long"):
+            await ask(gateway.url, authorization=f"Bearer {key}")
+        assert len(gateway.sessions) == 2
+        for _ in range(4):
+            await ask(gateway.url, authorization="Bearer long")
+        assert len(gateway.sessions) == 1
+        assert gateway.sessions.in_memory("long", None) is not None
+
+
+async def test_a_session_stays_in_memory_while_a_request_is_read(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another state of it would not know the call, and the end of its rollout would not wait for it."""
+    monkeypatch.setattr(registry, "_IN_USE_SECONDS", 0.0)
+    async with serve(ScriptedEngine(), calls_in_memory=1) as gateway:
+        reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+        body = json.dumps(CHAT).encode()
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n"
+        writer.write(f"{head}authorization: Bearer slow\r\n\r\n".encode() + body[:5])
+        async with asyncio.timeout(GUARD_SECONDS):
+            while not len(gateway.sessions):
+                await asyncio.sleep(0.01)
+        slow = gateway.sessions.in_memory("slow", None)
+        assert slow is not None
+        for key in ("a", "b"):
+            await ask(gateway.url, authorization=f"Bearer {key}")
+        writer.write(body[5:])
+        assert b" 200 " in await reader.readline()
+        assert gateway.sessions.in_memory("slow", None) is slow
+        assert len(slow.call_ids) == 1
+        writer.close()
+
+
+async def test_marking_sessions_ends_although_calls_keep_being_lost(
+    serve: Serve, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a busy gateway would never record again after an outage."""
+    async with serve(ScriptedEngine()) as gateway:
+        await ask(gateway.url, authorization="Bearer a")
+        session = gateway.sessions.in_memory("a", None)
+        assert session is not None
+        session.lost = 1
+        gateway.sessions.mark_incomplete(session)
+
+        async def mark(session_id: str, reason: str) -> None:
+            gateway.sessions.mark_incomplete(session)
+
+        monkeypatch.setattr(store.sessions, "mark_incomplete", mark)
+        async with asyncio.timeout(20):
+            await gateway.sessions.write_pending()
+        assert list(gateway.sessions.pending) == [session.session_id]
+        monkeypatch.undo()

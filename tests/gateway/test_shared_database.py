@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from polar_proxy.errors import StoreError
 from polar_proxy.gateway import Gateway
 from polar_proxy.store import Store
 from polar_proxy.store.calls import CallRepository
@@ -118,11 +119,10 @@ async def test_a_lost_call_does_not_hide_a_new_one(url: str, monkeypatch: pytest
         here = gateways[0]
         with monkeypatch.context() as patch:
 
-            async def refuse(record: CallRecord) -> None:
-                raise OSError("no room")
+            async def refuse(record: CallRecord, **options: bool) -> None:
+                raise StoreError("no room")
 
             patch.setattr(store.calls, "commit", refuse)
-            patch.setattr("logging.Logger.exception", lambda *args: None)
             assert (await ask(here, "k", [{"role": "user", "content": "lost"}])).status_code == 200
         assert here.sessions.lost(session_id) == 1
         await talk(gateways[::-1], "k", 6, "another task")

@@ -1,4 +1,4 @@
-"""Fake installers: the steps of an installation are recorded, and the network is not used."""
+"""Fake installers, which record the steps of an installation and use no network, and one real installation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from harness_adapters.base import Installation
 from harness_adapters.toolkit import cache
+from tests.harness_adapters import real_runs
 
 
 @pytest.fixture
@@ -55,3 +57,9 @@ def _write_program(path: Path) -> None:
     path.parent.mkdir(parents=True)
     path.write_text(f"#!{sys.executable}\nprint('1.2.3')\n")
     path.chmod(0o755)
+
+
+@pytest.fixture(scope="module")
+def installed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Installation:
+    """The module's ADAPTER, really installed."""
+    return real_runs.install(request.module.ADAPTER, tmp_path_factory)

@@ -64,11 +64,6 @@ def test_interpret(code: int | None, tail: str, outcome: str, message: str) -> N
     assert message in found_message
 
 
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Installation:
-    return real_runs.install(ADAPTER, tmp_path_factory)
-
-
 def edit_then_message(request: EngineRequest) -> str:
     assert isinstance(request, ChatRequest)
     asks_for_message = "commit message" in str(request.messages[0].content).lower()

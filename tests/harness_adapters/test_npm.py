@@ -23,7 +23,7 @@ from harness_adapters.base import (
 from harness_adapters.codex import Codex
 from harness_adapters.qwen_code import QwenCode
 from harness_adapters.toolkit import cache, npm
-from harness_adapters.toolkit.adapter import mcp_table, skill_files, toml_text
+from harness_adapters.toolkit.adapter import skill_files, toml_text
 from harness_adapters.toolkit.npm import NodeRuntime, NpmHarness
 
 
@@ -119,6 +119,11 @@ def test_failed_step_quotes_the_end_of_its_output(tmp_path: Path) -> None:
         cache.run_step("start it", [str(tmp_path / "nothing")], advice="Try again.")
 
 
+def test_a_step_that_hangs_is_killed() -> None:
+    with pytest.raises(InstallError, match=r"could not fetch it: it did not end within 0\.2 s\.\nTry again"):
+        cache.run_step("fetch it", ["sleep", "60"], advice="Try again.", seconds=0.2)
+
+
 def test_recipe_change_gives_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folders = [TINY.folder(tmp_path, "1.2.3"), TINY.folder(tmp_path, "2")]
     folders += [tiny(info=replace(Codex.info, package="npm:tiny")).folder(tmp_path, "1.2.3")]
@@ -165,4 +170,4 @@ def test_skill_files_reject_names_that_leave_the_folder(name: str) -> None:
 
 def test_an_mcp_server_needs_a_command_or_a_url() -> None:
     with pytest.raises(HarnessError, match="neither a command nor a url"):
-        mcp_table([McpServer("empty")])
+        McpServer("empty")

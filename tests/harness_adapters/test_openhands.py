@@ -78,11 +78,6 @@ def test_interpret(code: int | None, tail: str, outcome: str, message: str) -> N
     assert message in found_message
 
 
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Installation:
-    return real_runs.install(ADAPTER, tmp_path_factory)
-
-
 @pytest.mark.by_command
 async def test_real_program_and_a_second_turn(
     installed: Installation, serve: Serve, store: Store, tmp_path: Path

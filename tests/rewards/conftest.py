@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 
-from polar_proxy.rewards import EvaluationInput, Score, evaluate
+from polar_proxy.allowed_code import NO_CODE
+from polar_proxy.rewards import EvaluationInput, Score
+from polar_proxy.rollouts.agent_patch import read_patch, save_base
+from polar_proxy.rollouts.scoring import score_work
 from polar_proxy.rollouts.task_sandboxes import TaskSandboxes
-from polar_proxy.rollouts.workspace import prepare_workspace, read_patch
+from polar_proxy.rollouts.workspace import prepare_workspace
 from polar_proxy.tasks import Task
 from sandboxes import images
 from sandboxes.base import Mount, SandboxKind
@@ -55,11 +58,14 @@ def run_script() -> ScriptRunner:
         mounts = (Mount(mount, str(mount)),) if mount else ()
         spec = await task_sandboxes.spec(task, memory_mb=1024, labels={}, mounts=mounts)
         async with await open_sandbox(kind, spec) as sandbox:
-            base = await prepare_workspace(task, sandbox, await task_sandboxes.bundle(task))
+            await prepare_workspace(task, sandbox, await task_sandboxes.bundle(task))
+            base = await save_base(sandbox, snapshot=task.environment.snapshot)
             done = await sandbox.exec(("sh", "-c", script), timeout=60)
             assert done.exit_code == 0, done.stderr
-            await sandbox.kill_all()
-            patch, _ = await read_patch(sandbox, base, snapshot=task.environment.snapshot)
-        return await evaluate(EvaluationInput(task, patch, 0), lambda: task_sandboxes.fresh(task, {}))
+            patch, _ = await read_patch(sandbox, base)
+        return await score_work(
+            EvaluationInput(task, patch, 0, code=NO_CODE.including(*task.code_names)),
+            lambda: task_sandboxes.fresh(task, {}),
+        )
 
     return run

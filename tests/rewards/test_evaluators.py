@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from polar_proxy.allowed_code import NO_CODE
 from polar_proxy.rewards import (
     CommandEvaluator,
     EvaluationInput,
@@ -26,7 +27,7 @@ from tests.rewards.conftest import EXAMPLES, ScriptRunner, needs
 
 pytestmark = pytest.mark.slow
 
-SOURCE = get_source(str(EXAMPLES / "jsonl" / "tasks.jsonl"))
+SOURCE = get_source(str(EXAMPLES / "jsonl" / "tasks.jsonl"), NO_CODE.including("examples.tasks.judges:shortness"))
 GREET, SORTED, SHORT = (SOURCE.task(number) for number in range(3))
 FIX = "printf 'import sys\\nprint(f\"Hello, {sys.argv[1]}!\")\\n' >greet.py"
 
@@ -104,7 +105,10 @@ async def test_a_patch_that_does_not_apply_scores_0(number: int) -> None:
         b"diff --git a/.git/config b/.git/config\nnew file mode 100644\n"
         b"--- /dev/null\n+++ b/.git/config\n@@ -0,0 +1 @@\n+x\n",
     ):
-        score = await evaluate(EvaluationInput(task, patch, 0), lambda: task_sandboxes.fresh(task, {}))
+        score = await evaluate(
+            EvaluationInput(task, patch, 0, code=NO_CODE.including(*task.code_names)),
+            lambda: task_sandboxes.fresh(task, {}),
+        )
         assert (score.reward, score.detail["patch_applied"]) == (0.0, False)
 
 
@@ -157,7 +161,7 @@ async def test_scores_by_python_function(run_script: ScriptRunner) -> None:
 async def test_rewards_single_calls() -> None:
     calls = [SimpleNamespace(call_id=name) for name in ("call-1", "call-2")]
     task = task_with_function("by_call")
-    work = EvaluationInput(task, b"", 0, calls)  # type: ignore[arg-type]
+    work = EvaluationInput(task, b"", 0, calls, code=NO_CODE.including(*task.code_names))  # type: ignore[arg-type]
     score = await task.evaluators[0].score(work, lambda: pytest.fail("no sandbox is needed"))
     assert (score.reward, score.calls) == (None, {"call-1": 0.5, "call-2": 0.5})
     both = combine_scores(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from polar_proxy.allowed_code import NO_CODE
 from polar_proxy.errors import BadTaskError
 from polar_proxy.rewards.log_parsers import PARSERS, get_parser, parse_unittest
 
@@ -107,11 +108,14 @@ def custom_parser(log: str) -> dict[str, str]:
 
 
 def test_a_custom_parser_must_return_known_verdicts() -> None:
-    parse = get_parser(f"{__name__}:custom_parser")
+    code = NO_CODE.including(f"{__name__}:custom_parser", "no.such:parser")
+    parse = get_parser(f"{__name__}:custom_parser", code)
     assert parse("a b") == {"a": "passed", "b": "passed"}
     with pytest.raises(BadTaskError, match=r"returned \['perhaps'\]"):
         parse("odd")
     with pytest.raises(BadTaskError, match="cannot load"):
+        get_parser("no.such:parser", code)
+    with pytest.raises(BadTaskError, match="is not allowed here"):
         get_parser("no.such:parser")
 
 

@@ -101,7 +101,9 @@ def test_stores_rewards_of_single_calls(polar_home: Path, tmp_path: Path) -> Non
     row["evaluators"] = [{"kind": "tests", "weight": 3}, judge]
     (tmp_path / "one.jsonl").write_text(json.dumps(row))
     agent = ("--harness", "tests.fakes.tiny_agent:TinyAgent")
-    (rollout,) = run_tasks(str(tmp_path / "one.jsonl"), "--sandbox", "process", *agent)["rollouts"]
+    (rollout,) = run_tasks(
+        str(tmp_path / "one.jsonl"), "--sandbox", "process", *agent, "--allow-code", judge["function"]
+    )["rollouts"]
     assert (rollout["status"], rollout["reward"]) == ("done", 1.0)
     rewards = rewards_of(polar_home, rollout["rollout_id"])
     recorded = from_store(polar_home, lambda store: store.calls.of_session(rollout["session_id"]))

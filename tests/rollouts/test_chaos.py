@@ -1,9 +1,10 @@
-"""`benchmarks/chaos.py`: one round of kills, and the reconciliation that finds lost or doubled calls."""
+"""`benchmarks/chaos.py`: ten rounds, and the reconciliation that finds lost or doubled calls."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks._stacks.reconcile import left_behind, logged_answers, reconcile
+from benchmarks.chaos import BAD
 from polar_proxy.rollouts import JobSpec, submit
 from polar_proxy.store import Store
 from polar_proxy.tasks import get_source
@@ -25,23 +27,26 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.full
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize(
-    ("db", "targets"),
-    [("sqlite", "service,sandbox,engine"), ("postgresql", "service,sandbox,engine,postgresql")],
+    ("db", "targets", "rounds"),
+    [
+        ("sqlite", "service,sandbox,engine,disk", 4),
+        ("postgresql", "service,sandbox,engine,postgresql,away", 6),
+    ],
 )
-def test_one_round_loses_nothing(db: str, targets: str) -> None:
-    command = [sys.executable, "benchmarks/chaos.py", "--rounds", "1", "--db", db, "--targets", targets, "--json"]
-    small = ["--samples", "2", "--turns", "4", "--concurrency", "2", "--seed", "3"]
+def test_ten_rounds_lose_nothing(db: str, targets: str, rounds: int) -> None:
+    if os.geteuid() != 0:  # a small disk needs the right to mount
+        targets = targets.removesuffix(",disk")
+    command = [sys.executable, "benchmarks/chaos.py", "--rounds", str(rounds), "--db", db, "--targets", targets]
+    small = ["--samples", "2", "--turns", "4", "--concurrency", "2", "--seed", "3", "--away", "10", "--json"]
     done = subprocess.run([*command, *small], cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
     if "server programs are not installed" in done.stderr:
         pytest.skip(done.stderr.strip())
     assert done.stdout, done.stderr
     found = json.loads(done.stdout)
-    bad = ("lost", "doubled", "unfinished", "left_behind", "wrong", "unaccounted")
-    assert {name: found[name] for name in bad} == dict.fromkeys(bad, 0), (found["cases"], done.stderr)
-    rollouts = 2 * (1 + len(targets.split(",")))
-    assert sum(found["rollouts"]["statuses"].values()) == rollouts
+    assert {name: found[name] for name in BAD} == dict.fromkeys(BAD, 0), (found["cases"], done.stderr)
+    assert sum(found["rollouts"]["statuses"].values()) >= 2 * rounds
     assert found["acknowledged"] >= 4 * found["rollouts"]["statuses"]["done"]
-    assert all(found["killed"][name]["kills"] == 1 for name in targets.split(","))
+    assert sum(found["killed"][name]["kills"] for name in targets.split(",")) == rounds
     assert done.returncode == 0
 
 

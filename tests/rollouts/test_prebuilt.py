@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from harness_adapters.base import Installation, LaunchPlan
+from polar_proxy.allowed_code import AllowedCode
 from polar_proxy.config import Settings
 from polar_proxy.rollouts import JobSpec, RolloutService, ServiceLimits, local_gateway
 from polar_proxy.rollouts.harnesses import PrebuiltImageCache
@@ -75,11 +76,13 @@ async def test_runs_an_agent_from_its_image(store: Store, tmp_path: Path, monkey
 
     engine, limits = PlayerEngine(), replace(ServiceLimits(prebuild=True), refill=False)
     harness = "tests.rollouts.test_prebuilt:PrebuiltAgent"
-    spec = JobSpec(harness=harness, sandbox="docker", timeout=120.0, samples=2)
+    spec, code = JobSpec(harness=harness, sandbox="docker", timeout=120.0, samples=2), AllowedCode(frozenset({harness}))
     async with (
         engine,
         local_gateway(Settings(), engine, store) as gateway,
-        RolloutService(store, gateway, engine, tmp_path / "harnesses", limits=limits, opener=opener) as service,
+        RolloutService(
+            store, gateway, engine, tmp_path / "harnesses", limits=limits, opener=opener, code=code
+        ) as service,
     ):
         job, _ = await service.submit([get_source("swe-task").task(3)], spec)
         await asyncio.wait_for(service.until_done(job.job_id), 600)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
@@ -16,6 +18,7 @@ from polar_proxy.rollouts.cluster import Cluster
 from polar_proxy.rollouts.recovery import describe_removed
 from polar_proxy.store import Store
 from polar_proxy.tasks import get_source
+from polar_proxy.temporary import temporary_folder
 from polar_proxy.traces.operations import SUPERSEDED
 from sandboxes.orphans import RemovedItem
 from tests.factories import call_record
@@ -101,3 +104,21 @@ async def test_a_clusters_head_counts_what_is_queued_again(store: Store, dead: i
     head = SimpleNamespace(_store=store, _note=notes.append, _plans={})
     await Cluster._reclaim_from(cast(Cluster, head), worker)
     assert notes == ["rollouts of a dead node: 1 are queued again, 1 have ended"]
+
+
+async def test_temporary_folders_of_killed_processes_are_removed(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    ended = await asyncio.create_subprocess_exec("true")
+    await ended.wait()
+    left, link, foreign = (tmp_path / f"polar-tmp-{ended.pid}-{name}" for name in ("a", "b", "c"))
+    (left / "inner").mkdir(parents=True)
+    link.symlink_to(tmp_path)
+    foreign.write_text("a file")
+    with temporary_folder() as own:
+        await recover(store)
+        assert not left.exists()
+        assert own.exists()
+        assert link.is_symlink()
+        assert foreign.exists()

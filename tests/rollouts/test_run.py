@@ -18,6 +18,7 @@ import pytest
 
 from polar_proxy.store import RewardRow, Store, open_store
 from polar_proxy.traces.builders import build
+from sandboxes import self_test
 from sandboxes.choice import available
 from tests.cli.runner import polar_error, polar_json
 
@@ -108,12 +109,49 @@ def test_records_agents_that_fail(polar_home: Path) -> None:
     (cheat,) = run_rollouts("--seed", "3", "--sandbox", "process", agent="CheatingAgent")
     assert (cheat["status"], cheat["reward"]) == ("done", 0.0)
     (reward,) = asyncio.run(read_rewards(polar_home, vandal["rollout_id"]))
-    assert "no_patch" in reward.detail
+    assert "longer than" in reward.detail["no_patch"]
+
+
+@pytest.mark.parametrize("kind", [sandbox("process"), sandbox("bubblewrap"), sandbox("docker")])
+@pytest.mark.parametrize("agent", ["FillingAgent", "HoardingAgent"])
+def test_an_agent_that_fills_its_disk_has_failed(
+    polar_home: Path, kind: str, agent: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It scores 0 at its first attempt: a full disk inside is no fault of the machine, and null would pay."""
+    monkeypatch.setenv("POLAR_SANDBOXES__DISK_MB", "64")
+    (row,) = run_rollouts("--seed", "3", "--sandbox", kind, agent=agent)
+    assert (row["reward"], row["attempt"]) == (0.0, 1)
+    (reward,) = asyncio.run(read_rewards(polar_home, row["rollout_id"]))
+    if row["status"] == "failed":  # stopped by the watcher, where the sandbox has no file system of its own
+        assert row["cause"] == "agent"
+        assert "more than the 64 MiB that it may use" in row["error"]
+    else:
+        assert row["status"] == "done"
+        assert kind == "bubblewrap"
+        assert os.geteuid() == 0
+    assert reward.detail["solved"] is False
+    assert not strays(polar_home)
 
 
 async def read_rewards(home: Path, rollout_id: str) -> Sequence[RewardRow]:
     async with await open_recorded(home) as store:
         return await store.rewards.of_rollout(rollout_id)
+
+
+@pytest.mark.parametrize("kind", [sandbox("bubblewrap")])
+def test_a_sandbox_that_leaks_ends_the_run(polar_home: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def find_leaks(*given: object) -> list[str]:
+        return ["/proc/sys can be written"]
+
+    monkeypatch.setattr(self_test, "find_leaks", find_leaks)
+    error = polar_error("run", "swe-task", *PLAYER, *AGENT, "--sandbox", kind)
+    assert "The bubblewrap sandbox fails its self-test on this machine: /proc/sys can be written" in error
+    assert asyncio.run(read_statuses(polar_home)) == [("cancelled", 1, 0)]
+
+
+async def read_statuses(home: Path) -> list[tuple[str, int, int]]:
+    async with await open_recorded(home) as store:
+        return [(row.status, row.attempt, row.calls) for row in await store.rollouts.find()]
 
 
 def test_a_run_that_times_out_keeps_its_calls(polar_home: Path) -> None:

@@ -15,17 +15,23 @@ from typing import Any
 
 import pytest
 
+from polar_proxy.allowed_code import AllowedCode
 from polar_proxy.config import AdmissionSettings, Settings
 from polar_proxy.engines.scripted import ScriptedEngine
 from polar_proxy.errors import EngineError, RequestError
+from polar_proxy.rewards import PythonEvaluator
 from polar_proxy.rollouts import JobSpec, RolloutService, ServiceLimits, attempt, local_gateway
+from polar_proxy.rollouts.infrastructure import UnsafeSandboxError
 from polar_proxy.store import RolloutRow, Store
 from polar_proxy.store.rollouts import StageRow
-from polar_proxy.tasks import get_source
+from polar_proxy.store.service.jobs import NewGroup, NewRollout
+from polar_proxy.tasks import get_source, task_to_json
+from sandboxes import self_test
 from sandboxes.base import ExecResult, Sandbox, SandboxEnded, SandboxError, SandboxKind, SandboxSpec
 from sandboxes.choice import open_sandbox
 from sandboxes.orphans import default_state_dir
 from tests.fakes.player import PlayerEngine, play
+from tests.fakes.tiny_agent import TINY_AGENTS
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_sandbox_register")]
 
@@ -49,11 +55,14 @@ async def service(
     async with (
         engine,
         local_gateway(Settings(), engine, store) as gateway,
-        RolloutService(store, gateway, engine, tmp_path / "harnesses", limits=LIMITS, opener=opener) as made,
+        RolloutService(
+            store, gateway, engine, tmp_path / "harnesses", limits=LIMITS, opener=opener, code=AGENTS
+        ) as made,
     ):
         yield made
 
 
+AGENTS = AllowedCode(TINY_AGENTS)
 TASKS = [get_source("swe-task").task(3)]
 
 
@@ -362,3 +371,54 @@ async def test_drops_a_group_that_becomes_too_stale(store: Store, tmp_path: Path
     assert await store.feed.depth() == {"dropped": 1}
     assert await store.feed.drop_reasons() == {"more than 1 policy versions old": 1}
     assert left_behind() == []
+
+
+async def test_a_stored_task_or_rollout_names_no_code(store: Store, tmp_path: Path) -> None:
+    """Rows of the queue are data too: the worker checks them again, whoever wrote them."""
+    task = replace(TASKS[0], evaluators=(PythonEvaluator("os:system"),))
+    async with service(store, tmp_path) as running:
+        named, _ = await running.submit([task], job())
+        await asyncio.wait_for(running.until_done(named.job_id), 60)
+        new = NewRollout("x", "process", "", "", 0, job().rollout().model_dump(mode="json") | {"harness": "os:system"})
+        other, _ = await store.jobs.submit({}, [NewGroup(task.task_id, 1, {}, (new,))])
+        await store.tasks.put(task.task_id, task.family, 0, "Fix it.", task_to_json(TASKS[0]))
+        running.worker.wake()
+        await asyncio.wait_for(running.until_done(other.job_id), 60)
+    first, second = await store.rollouts.find()
+    assert (first.status, first.cause) == ("failed", "task")
+    assert (second.status, second.cause) == ("failed", "harness")
+    for row in (first, second):
+        assert "the code os:system is not allowed here" in str(row.error)
+
+
+async def test_a_sandbox_that_leaks_stops_the_worker_and_costs_no_attempt(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No agent is started, and another worker, whose sandboxes hold, takes all rollouts as they were."""
+    leaks = ["/proc/sys can be written"]
+
+    async def find_leaks(*given: object) -> list[str]:
+        return leaks
+
+    async def opener(kind: SandboxKind, spec: SandboxSpec) -> Sandbox:
+        return await open_sandbox("process", spec)
+
+    monkeypatch.setattr(self_test, "find_leaks", find_leaks)
+    async with service(store, tmp_path, opener) as first:
+        made, _ = await first.submit(TASKS, job(sandbox="bubblewrap", samples=3, for_training=True))
+        with pytest.raises(UnsafeSandboxError, match="/proc/sys can be written"):
+            await asyncio.wait_for(first.until_done(made.job_id), 60)
+        async with asyncio.timeout(60):
+            while first.worker.in_flight:
+                await asyncio.sleep(0.02)
+        assert not first.worker.accepting
+        for row in await store.rollouts.find():
+            assert (row.status, row.attempt, row.calls) == ("queued", 1, 0)
+            assert await store.rollouts.stages(row.rollout_id) == []
+    assert left_behind() == []
+    leaks = []
+    async with service(store, tmp_path, opener) as second:
+        await asyncio.wait_for(second.until_done(made.job_id), 120)
+    for row in await store.rollouts.find():
+        assert (row.status, row.attempt, row.reward) == ("done", 1, 1.0)
+        assert {stage.attempt for stage in await store.rollouts.stages(row.rollout_id)} == {1}

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 import pytest
 
 from polar_proxy.errors import EngineError
 from polar_proxy.rollouts.admission import AdmissionCheck, AdmissionRequest, ServiceLimits, StageLimits
-from polar_proxy.rollouts.attempt import InfrastructureError
+from polar_proxy.rollouts.infrastructure import InfrastructureError
 from polar_proxy.rollouts.worker import Worker
 from polar_proxy.store import Store
 from polar_proxy.store.rollouts import Claim
 from polar_proxy.store.service.groups import KEEP_OVERFLOW
 from polar_proxy.store.service.jobs import NewGroup, NewRollout
+from tests.fakes.store_faults import failing_writes
+from tests.until import until
 
 pytestmark = pytest.mark.slow
 
@@ -118,6 +122,29 @@ async def test_runs_all_rollouts_within_the_limits(store: Store) -> None:
     job = await store.jobs.get(job_id)
     assert job is not None
     assert job.status == "done"
+
+
+async def test_a_failed_attempt_waits_for_the_store(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    """Its worker keeps the claim and queues it again as soon as the store can be written, without a traceback."""
+    failing = contextlib.ExitStack()
+
+    async def body(claim: Claim) -> float | None:
+        if claim.attempt == 1:
+            failing.enter_context(failing_writes(store))
+            raise InfrastructureError("store", "the disk is full")
+        return 1.0
+
+    job_id = await submit(store, 1, 1)
+    attempt = ScriptedAttempt(store, body)
+    async with Worker(store, attempt, replace(QUICK, retry_seconds=0.0)) as worker:
+        await until(lambda: "cannot be written" in caplog.text)
+        await asyncio.sleep(0.3)
+        failing.close()
+        async with asyncio.timeout(QUICK.lease_seconds / 2):
+            await until_ended(store, worker, job_id)
+    (row,) = await store.rollouts.find()
+    assert (row.status, row.attempt) == ("done", 2)
+    assert [record for record in caplog.records if record.exc_info] == []
 
 
 async def test_retries_infrastructure_failures_only(store: Store) -> None:

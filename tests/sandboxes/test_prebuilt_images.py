@@ -120,7 +120,7 @@ async def test_prune_removes_unused_images(tmp_path: Path, reasons: dict[str, st
             assert ends == {
                 changed: (True, "out of date"),
                 installed: (False, "an installed agent's"),
-                used: (False, "a container is made of it"),
+                used: (False, "a container uses it"),
             }
             assert 0 < found[changed].bytes < 1_000_000  # the base's own are shared
             here = {name for image in await engine.images.list() for name in image["RepoTags"] or []}

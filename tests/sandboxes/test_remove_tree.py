@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -79,3 +81,29 @@ def test_removes_special_files_and_strange_names(tmp_path: Path) -> None:
 
 def test_a_missing_folder_is_no_error(tmp_path: Path) -> None:
     remove_tree(tmp_path / "missing")
+
+
+def test_removes_immutable_files_and_folders(tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("run as root: nobody else can make files immutable")
+    folder = tmp_path / "left"
+    (folder / "a" / "b").mkdir(parents=True)
+    (folder / "a" / "b" / "file").write_text("x")
+    (folder / "file").write_text("x")
+    for flag, name in (("+i", "a/b/file"), ("+a", "file"), ("+i", "a/b"), ("+a", "a"), ("+a", ".")):
+        if subprocess.run(["chattr", flag, str(folder / name)], check=False).returncode:
+            pytest.skip("this file system or machine has no immutable files")
+    remove_tree(folder)
+    assert not folder.exists()
+
+
+@pytest.mark.slow
+def test_removes_a_hundred_thousand_files_in_seconds(tmp_path: Path) -> None:
+    folder = tmp_path / "left"
+    folder.mkdir()
+    for number in range(100_000):
+        os.close(os.open(folder / str(number), os.O_CREAT | os.O_WRONLY))
+    began = time.monotonic()
+    remove_tree(folder)
+    assert not folder.exists()
+    assert time.monotonic() - began < 30

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 
-from polar_proxy.types import Json
+from polar_proxy.sessions.hashing import MessageHasher
+from polar_proxy.types import Json, Message
 from tests.sessions.conversations import SessionDriver, edge_parent_rule, system, user
 
 SYSTEM = system("be exact")
@@ -128,3 +130,36 @@ def test_content_parts_never_equal_a_text(session: SessionDriver) -> None:
     called = session.call([user('[{"image_url":{"url":"x"},"type":"image_url"}]')], ANSWER)
     found = session.ask({"role": "user", "content": [IMAGE]}, ANSWER, RESULT)
     assert called.call_id != found.parent_call_id or found.rule == "opening_regenerated"
+
+
+@pytest.mark.parametrize("size", [2, 16, 17, 40])
+def test_a_turn_in_many_messages_counts_as_one(session: SessionDriver, size: int) -> None:
+    word = {"role": "assistant", "content": "so "}
+    whole = {"role": "assistant", "content": "so " * size}
+    called = session.call([SYSTEM, user("and now?")], whole)
+    asked = session.ask(SYSTEM, user("and now?"), *[word] * size, user("on"))
+    assert (asked.edge, asked.parent_call_id) == ("continues", called.call_id)
+
+
+HOSTILE_TEXTS = {
+    "unclosed contexts": "<session_context>" * 6_000,
+    "white space": " " * 100_000 + "# *SEARCH/REPLACE block* Rules:",
+    "reminders": " \n# *SEARCH/REPLACE block* Rules: " * 3_000,
+    "unclosed billing line": "x-anthropic-billing-header:" + "cch=" * 25_000,
+    "billing lines": "x-anthropic-billing-header:" * 4_000,
+    "dates": "Today's date is The current date and time is: " * 2_000,
+}
+
+
+@pytest.mark.parametrize("text", HOSTILE_TEXTS.values(), ids=HOSTILE_TEXTS)
+@pytest.mark.parametrize("role", ["system", "user"])
+def test_normalising_takes_time_linear_in_the_text(role: str, text: str) -> None:
+    started = time.thread_time()
+    MessageHasher().digest(Message(role, text))
+    assert time.thread_time() - started < 1
+
+
+def test_hashing_takes_time_linear_in_the_messages_of_a_turn() -> None:
+    started = time.thread_time()
+    MessageHasher().chain([Message("assistant", "word " * 200)] * 4_000)
+    assert time.thread_time() - started < 2

@@ -53,7 +53,7 @@ def test_edges_are_the_same_after_a_restart() -> None:
 def test_other_normalisers_after_a_restart_find_no_wrong_parent() -> None:
     session = SessionDriver()
     place = session.call([SYSTEM, USER], says("done"))
-    session.state = SessionDriver("trailing_space").state
+    session.state = SessionDriver("white_space").state
     session.state.rebuild(session.stored)
     assert session.ask(SYSTEM, USER, says("done"), USER).parent_call_id in (None, place.call_id)
 
@@ -64,7 +64,7 @@ def test_rejects_an_unknown_normaliser() -> None:
 
 
 def test_a_disabled_normaliser_does_not_apply() -> None:
-    session = SessionDriver("trailing_space")
+    session = SessionDriver("white_space")
     session.call([SYSTEM, USER], says("done \n"))
     assert session.ask(SYSTEM, USER, says("done"), USER).edge == "rewinds"
     session = SessionDriver()

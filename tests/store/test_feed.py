@@ -106,7 +106,7 @@ async def test_own_staleness_limit_of_a_group(store: Store) -> None:
         ("queued", "cancel_requested"),
         ("cancelled", "cancelled"),
     ]
-    await store.queue.release(running.rollout_id, cause="cancelled")
+    await store.queue.release(running, cause="cancelled")
     settled = await store.groups.settle(first.group_id)
     assert settled is not None
     assert (settled[0].status, settled[0].delivery, settled[0].reason) == (
@@ -140,5 +140,5 @@ async def test_groups_that_would_be_delivered_too_late_do_not_start(store: Store
     await store.feed.lease("t", 2, 60, policy_version="3")
     assert not await store.feed.any_waiting()
     assert {one.group_id for one in await store.queue.claim("w", 99, 60, policy_version="3")} == {others[3]}
-    await store.queue.release(held[0].rollout_id, cause="sandbox")  # its group has started, so it continues
+    await store.queue.release(held[0], cause="sandbox")  # its group has started, so it continues
     assert [one.rollout_id for one in await store.queue.claim("w", 99, 60)] == [held[0].rollout_id]

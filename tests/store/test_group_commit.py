@@ -80,7 +80,7 @@ async def test_rows_deleted_by_another_process_are_stored_again(store: Store) ->
 async def test_call_of_a_cancelled_caller_is_stored(url: str) -> None:
     async with open_store(url) as store:
         call = call_record(await new_session(store))
-        task = asyncio.create_task(store.calls.commit(call))
+        task = asyncio.ensure_future(store.calls.commit(call))
         await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -92,7 +92,7 @@ async def test_call_of_a_cancelled_caller_is_stored(url: str) -> None:
 async def test_closing_writes_waiting_calls_and_refuses_more(url: str) -> None:
     async with open_store(url) as store:
         calls = [call_record(await new_session(store)) for _ in range(10)]
-        tasks = [asyncio.create_task(store.calls.commit(call)) for call in calls]
+        tasks = [asyncio.ensure_future(store.calls.commit(call)) for call in calls]
         await asyncio.sleep(0)
     await asyncio.gather(*tasks)
     with pytest.raises(StoreError, match="closed"):

@@ -8,6 +8,7 @@ import pytest
 
 from polar_proxy.errors import UsageError
 from polar_proxy.store import Store, open_store
+from polar_proxy.store.rollouts import ClaimLostError
 from polar_proxy.store.service.jobs import NewGroup, NewRollout
 
 pytestmark = pytest.mark.slow
@@ -104,11 +105,23 @@ async def test_worker_without_heartbeat_loses_its_rollouts(store: Store) -> None
     assert await store.queue.heartbeat("living", [living.rollout_id], 60) == (set(), set())
 
 
+async def test_cancelled_rollout_of_a_dead_worker_ends_as_cancelled(store: Store) -> None:
+    """Also in its last attempt, in which any other rollout would fail."""
+    await submit(store, size=1)
+    (claim,) = await store.queue.claim("silent", 1, -1)
+    await store.rollouts.update(claim.rollout_id, status="running")
+    assert await store.queue.cancel(claim.rollout_id) is False
+    assert await store.queue.reclaim_expired(attempts=1) == {claim.rollout_id: 0}
+    row = await store.rollouts.get(claim.rollout_id)
+    assert row is not None
+    assert (row.status, row.cause) == ("cancelled", "cancelled")
+
+
 async def test_released_rollout_gets_another_attempt(store: Store) -> None:
     await submit(store, size=1)
     (claim,) = await store.queue.claim("w", 1, 60)
     await store.rollouts.enter_stage(claim, "preparing")
-    assert await store.queue.release(claim.rollout_id, cause="sandbox") == 2
+    assert await store.queue.release(claim, cause="sandbox") == 2
     (claim,) = await store.queue.claim("w", 1, 60)
     assert claim.attempt == 2
     await store.rollouts.enter_stage(claim, "preparing")
@@ -118,8 +131,8 @@ async def test_released_rollout_gets_another_attempt(store: Store) -> None:
         (2, None, None),
     ]
     await store.rollouts.update(claim.rollout_id, status="done")
-    with pytest.raises(UsageError, match="has ended"):
-        await store.queue.release(claim.rollout_id, cause="sandbox")
+    with pytest.raises(ClaimLostError, match="has ended"):
+        await store.queue.release(claim, cause="sandbox")
 
 
 @pytest.mark.parametrize("what", ["job", "group", "rollout"])

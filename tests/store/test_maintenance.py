@@ -80,6 +80,30 @@ async def test_verify_finds_no_fault_in_a_sound_database(store: Store) -> None:
     assert "calls 5/5" in reported
 
 
+async def test_verify_sees_one_snapshot(store: Store, url: str) -> None:
+    """Calls that a gateway commits and a prune deletes during the check are no faults."""
+    for number in range(3):
+        await _finished(store, number)
+    async with open_store(url) as other:
+        tasks: list[asyncio.Task[Any]] = []
+
+        async def disturb() -> None:
+            session_id = await new_session(other)
+            await other.calls.commit(_turn(session_id, 9))
+            await other.maintenance.prune(time.time() + 1)
+            await other.maintenance.vacuum()
+
+        def progress(what: str, done: int, total: int) -> None:
+            if not tasks:
+                tasks.append(asyncio.create_task(disturb()))
+
+        check = asyncio.create_task(store.maintenance.verify(progress))
+        while not tasks and not check.done():
+            await asyncio.sleep(0)
+        assert [fault for fault in await check if not fault.what.startswith("artifacts")] == []
+        await asyncio.gather(*tasks)
+
+
 async def test_verify_reports_every_kind_of_damage(store: Store) -> None:
     await _finished(store)
     n, codec = schema.nodes.c, CellCodec()
@@ -131,10 +155,10 @@ async def test_prune_deletes_only_old_finished_rollouts(store: Store) -> None:
         os.utime(path, (long_ago, long_ago))
     before = await _rows(store)
     would = await store.maintenance.prune(time.time() - 30 * 86400, dry_run=True)
-    assert (would.rollouts, would.sessions, would.calls) == ([old], [], 1)
+    assert (would.rollouts, would.sessions, would.calls, would.files) == ([old], [old_session], 1, 1)
     assert await _rows(store) == before
     done = await store.maintenance.prune(time.time() - 30 * 86400)
-    assert (done.rollouts, done.sessions, done.calls, done.files) == ([old], [old_session], 1, 1)
+    assert done == would
     assert not files["patch.diff"].exists()
     assert files["same.diff"].exists()  # the young rollout has the same artifact
     assert {row.rollout_id for row in await store.rollouts.find()} == {young, running}

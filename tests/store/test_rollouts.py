@@ -57,7 +57,7 @@ async def test_lost_claim_changes_nothing(store: Store) -> None:
     row = await store.rollouts.get(rollout_id)
     assert row is not None
     (claim,) = await store.queue.claim("worker", 1, 60, job_id=row.job_id)
-    await store.queue.release(rollout_id, cause="sandbox")
+    await store.queue.release(claim, cause="sandbox")
     with pytest.raises(ClaimLostError, match="another worker claimed it"):
         await store.rollouts.enter_stage(claim, "preparing")
     with pytest.raises(ClaimLostError):

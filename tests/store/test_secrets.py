@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,39 @@ def test_removes_secrets_from_text(text: str, clean: str) -> None:
 )
 def test_keeps_text_without_secrets(text: str) -> None:
     assert without_secrets(text) is text
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        *(
+            "sk-",
+            "sk-1-pk-",
+            "eyJaaaaaaaa-",
+            "eyJaaaaaaaa.",
+            "polar-admin-",
+            "whsec_",
+            "AIza",
+            "ghp_",
+            "glpat-",
+            "xoxb-",
+        ),
+        *(
+            "Bearer ",
+            "basic\t",
+            "Basic a",
+            "-----BEGIN A",
+            "-----BEGIN PRIVATE KEY-----",
+            "-----END A",
+            "://a:",
+            "?key=",
+        ),
+    ],
+)
+def test_removing_secrets_takes_time_linear_in_the_text(piece: str) -> None:
+    started = time.thread_time()
+    without_secrets(piece * (200_000 // len(piece)))
+    assert time.thread_time() - started < 2
 
 
 def test_removes_secret_fields() -> None:
@@ -158,11 +192,16 @@ async def test_no_planted_secret_is_stored(store: Store, tmp_path: Path) -> None
         tools=json.dumps(tools).encode(),
         params=params,
         sampling={"api_key": _PLANTED["field"], "temperature": 1.0},
+        model=f"org/{_PLANTED['openai']}",
+        thread=_PLANTED["openai"],
+        fingerprint={"thread": _PLANTED["openai"]},
         path=f"/v1beta/models/m:generateContent?key={_PLANTED['query']}",
         error=f"401: invalid key {keys}",
         status="upstream_error",
     )
     await store.calls.commit(call)
+    await new_session(store, label=keys)
+    await store.rewards.add(rollout_id, 1.0, keys, {"note": keys})
     await store.rollouts.update(rollout_id, error=f"failed with {keys}")
     await store.artifacts.add(rollout_id, "agent.log", f"POST x-api-key: {keys}".encode())
     stored = await _everything(store, tmp_path / "artifacts")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -12,34 +12,26 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from benchmarks._stacks.kill_targets import Postgres
-from benchmarks._stacks.stacks import StackError
 from polar_proxy.errors import StoreError
-from polar_proxy.store import Store, open_store
+from polar_proxy.store import Store, group_commit, open_store
 from polar_proxy.store import database as database_module
 from tests.factories import assert_same, call_record, new_session
 
 pytestmark = pytest.mark.full
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Postgres]:
-    try:
-        made = Postgres()
-    except StackError as error:
-        pytest.skip(str(error))
-    yield made
-    made.stop()
-
-
 @pytest.fixture
-async def store(server: Postgres, tmp_path: Path) -> AsyncIterator[Store]:
-    async with open_store(server.url, artifacts=tmp_path / "artifacts") as opened:
+async def store(postgres_process: Postgres, tmp_path: Path) -> AsyncIterator[Store]:
+    async with open_store(postgres_process.url, artifacts=tmp_path / "artifacts") as opened:
         yield opened
 
 
-async def test_calls_wait_for_the_server(server: Postgres, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_calls_wait_for_the_server(
+    postgres_process: Postgres, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Calls in the middle of a commit, and calls and queries that arrive while the server is down."""
     monkeypatch.setattr(database_module, "_RECONNECT_SECONDS", 240.0)
+    monkeypatch.setattr(group_commit, "PATIENCE_SECONDS", 240.0)
     session_id = await new_session(store)
     calls = [call_record(session_id, messages=(b"%d" % number,), started_at=float(number)) for number in range(60)]
 
@@ -49,13 +41,13 @@ async def test_calls_wait_for_the_server(server: Postgres, store: Store, monkeyp
 
     telling = [asyncio.create_task(one(number)) for number in range(len(calls))]
     await asyncio.sleep(0.3)
-    server.kill()
+    postgres_process.kill()
     reading = asyncio.create_task(store.sessions.get(session_id))
     opening = asyncio.create_task(new_session(store))
     await asyncio.sleep(1.0)
     assert not reading.done()
     assert not opening.done()
-    await asyncio.to_thread(server.start)
+    await asyncio.to_thread(postgres_process.start)
     async with asyncio.timeout(240):
         await asyncio.gather(*telling)
         assert await reading is not None
@@ -74,8 +66,8 @@ async def test_unconfirmed_commit_is_not_reported_as_lost(store: Store, monkeypa
     cut = [True]
 
     @asynccontextmanager
-    async def unconfirmed() -> AsyncIterator[AsyncConnection]:
-        async with writing() as connection:
+    async def unconfirmed(*patience: float) -> AsyncIterator[AsyncConnection]:
+        async with writing(*patience) as connection:
             yield connection
         if cut.pop() if cut else False:
             broken = DBAPIError("COMMIT", None, Exception("the connection was closed"), connection_invalidated=True)
@@ -87,16 +79,36 @@ async def test_unconfirmed_commit_is_not_reported_as_lost(store: Store, monkeypa
     assert_same(await store.calls.of_session(session_id), [call])
 
 
-async def test_unavailable_server_is_reported(server: Postgres, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unavailable_server_is_reported(
+    postgres_process: Postgres, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     session_id = await new_session(store)
-    server.kill()
+    postgres_process.kill()
     try:
         with monkeypatch.context() as patch:
-            patch.setattr(database_module, "_RECONNECT_SECONDS", 0.5)
+            patch.setattr(group_commit, "PATIENCE_SECONDS", 0.5)
             with pytest.raises(StoreError, match="cannot be reached"):
                 await asyncio.wait_for(store.calls.commit(call_record(session_id)), 120)
     finally:
-        await asyncio.to_thread(server.start)
+        await asyncio.to_thread(postgres_process.start)
     after = call_record(session_id)
     await store.calls.commit(after)  # the writer still works
     assert_same(await store.calls.of_session(session_id), [after])
+
+
+async def test_a_server_that_is_away_costs_all_waiting_calls_seconds_together(
+    postgres_process: Postgres, store: Store
+) -> None:
+    """Calls that arrive while another one waits for the server fail with it, and are known not to be stored."""
+    session_id = await new_session(store)
+    postgres_process.kill()
+    try:
+        first = store.calls.commit(call_record(session_id))
+        await asyncio.sleep(1.0)
+        later = [store.calls.commit(call_record(session_id)) for _ in range(300)]
+        async with asyncio.timeout(8.0):
+            results = await asyncio.gather(first, *later, return_exceptions=True)
+    finally:
+        await asyncio.to_thread(postgres_process.start)
+    assert all(isinstance(result, StoreError) and "was not stored" in str(result) for result in results)
+    assert await store.calls.of_session(session_id) == []

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from polar_proxy.allowed_code import NO_CODE
 from polar_proxy.errors import UsageError
 from polar_proxy.rewards.log_parsers import parse_unittest
 from polar_proxy.tasks import Task, TaskSource, get_source
@@ -109,10 +110,18 @@ def test_refuses_a_negative_seed() -> None:
 
 def test_finds_sources_by_name_and_by_class() -> None:
     assert isinstance(get_source("swe-task"), TaskSource)
-    assert isinstance(get_source("polar_proxy.tasks.swe_task:SweTaskSource"), SweTaskSource)
+    own, missing, other = (
+        "polar_proxy.tasks.swe_task:SweTaskSource",
+        "polar_proxy.tasks:Nothing",
+        "collections:OrderedDict",
+    )
+    code = NO_CODE.including(own, missing, other)
+    assert isinstance(get_source(own, code), SweTaskSource)
+    with pytest.raises(UsageError, match="is not allowed here"):
+        get_source(own)
     with pytest.raises(UsageError, match="give swe-task"):
         get_source("nothing")
     with pytest.raises(UsageError, match="cannot load"):
-        get_source("polar_proxy.tasks.swe_task:Nothing")
+        get_source(missing, code)
     with pytest.raises(UsageError, match="is not a task source"):
-        get_source("collections:OrderedDict")
+        get_source(other, code)

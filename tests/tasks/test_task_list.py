@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from polar_proxy.allowed_code import NO_CODE
 from polar_proxy.errors import BadTaskError, UsageError
 from polar_proxy.rewards import CommandEvaluator, HiddenTestsEvaluator, PythonEvaluator
 from polar_proxy.tasks import Task, TaskList, get_source, task_from_json, task_to_json
@@ -17,8 +18,13 @@ GOOD: dict[str, Any] = {"task_id": "t", "instruction": "Do it.", "evaluator": {"
 TESTS = {"test_command": ["python3"], "fail_to_pass": ["x"]}
 
 
+CODE = NO_CODE.including(
+    "examples.tasks.judges:shortness", "examples.tasks.arithmetic:tasks", f"{__name__}:tasks", f"{__name__}:no_tasks"
+)
+
+
 def source(path: Path | str) -> TaskList:
-    found = get_source(str(path))
+    found = get_source(str(path), CODE)
     assert isinstance(found, TaskList)
     return found
 
@@ -60,7 +66,7 @@ def test_reads_every_example() -> None:
         ({"evaluator": {"kind": "command", "argv": []}}, "argv is empty"),
         ({"evaluator": {"kind": "command", "argv": ["x"], "weight": -1}}, "weight: must be above 0"),
         ({"evaluator": {"kind": "command", "argv": ["x"], "rewrd": 1}}, "evaluators[0].rewrd: there is no such field"),
-        ({"evaluator": {"kind": "python", "function": "no.such:thing"}}, "cannot load no.such:thing"),
+        ({"evaluator": {"kind": "python", "function": "no.such:thing"}}, "the code no.such:thing is not allowed here"),
         ({"evaluator": {"kind": "tests"}}, "test_command: required by the evaluator `tests`"),
         ({"evaluator": {"kind": "tests"}, "test_command": ["x"]}, "any result passes"),
         ({"evaluator": {"kind": "tests", "parser": "nunit"}, **TESTS}, "no log parser 'nunit'"),
@@ -125,7 +131,7 @@ def test_tasks_round_trip_through_json() -> None:
         "swe-task",
         *(str(EXAMPLES / name) for name in ("jsonl/tasks.jsonl", "swebench/rows.jsonl", "harbor")),
     ):
-        found = get_source(name)
+        found = get_source(name, CODE)
         for seed in found.seeds if isinstance(found, TaskList) else (0, 1):
             task = found.task(seed)
             assert task_from_json(json.loads(json.dumps(task_to_json(task)))) == task
@@ -153,4 +159,4 @@ def test_reads_tasks_and_rows_from_a_function() -> None:
     assert [refusal.where.rpartition(":")[2] for refusal in found.refused] == ["tasks[2]", "tasks[3]"]
     assert source("examples.tasks.arithmetic:tasks").seeds == (0, 1, 2)
     with pytest.raises(UsageError, match="is not a task source"):
-        get_source(f"{__name__}:no_tasks")
+        get_source(f"{__name__}:no_tasks", CODE)

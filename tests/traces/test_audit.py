@@ -156,15 +156,26 @@ async def test_skips_tokens_of_other_weights() -> None:
     assert (first.tokens, sorted(map(str, first.differences)), first.grade) == (6, ["1", "2"], "rejected")
 
 
-@pytest.mark.parametrize("changes", [{"temperature": 0.7}, {"top_p": 0.9}, {"top_k": 5}, {"logit_bias": {"1": 2}}])
+@pytest.mark.parametrize("changes", [{"top_p": 0.9}, {"top_k": 5}, {"logit_bias": {"1": 2}}])
 async def test_changed_distribution_is_skipped_or_approximate(changes: dict[str, Any]) -> None:
-    processed = replace(table_call("a", 0.0, [3], [5, 6, 2]), sampling=changes, logprob_mode="processed")
+    sampling = {"temperature": 1.0, **changes}
+    processed = replace(table_call("a", 0.0, [3], [5, 6, 2]), sampling=sampling, logprob_mode="processed")
     found = await single([processed])
-    assert (found.tokens, dict(found.skipped), found.grade) == (0, {"processed_sampling": 3}, "exact")
+    assert (found.tokens, dict(found.skipped), found.grade) == (0, {"processed_sampling": 3}, "approximate")
     found = await single([replace(processed, logprob_mode="raw")])
     assert (found.tokens, found.grade, list(found.findings)) == (3, "approximate", ["not_policy_samples"])
     found = await single([with_changed_logprob(replace(processed, logprob_mode="raw"), 1, 1.0)])
     assert found.grade == "rejected"
+
+
+async def test_compares_processed_logprobs_at_their_temperature() -> None:
+    hot = table_call("a", 0.0, [3], [5, 6, 2], temperature=0.7, recorded_at=0.7, logprob_mode="processed")
+    plain = table_call("b", 1.0, [3, 5, 6, 2, 9], [8, 2], logprob_mode="processed")
+    (found,) = await audited([hot, plain])
+    assert (found.tokens, dict(found.skipped), found.grade) == (5, {}, "exact")
+    assert max(float(values.max()) for values in found.differences.values()) < 1e-6
+    found = await single([with_changed_logprob(hot, 1, 0.1), plain])
+    assert (found.grade, found.worst[0].position) == ("rejected", 1)
 
 
 LONG = [token for _ in range(3) for token in range(3, VOCABULARY)]
@@ -180,6 +191,16 @@ async def test_wrong_mode_is_found_in_the_numbers(temperature: float, mode: Logp
     assert actual in found.findings["wrong_mode"]
     correct = table_call("a", 0.0, [3], LONG, temperature=temperature, recorded_at=recorded_at, logprob_mode=actual)
     assert "wrong_mode" not in (await single([correct])).findings
+
+
+async def test_names_the_wrong_mode_at_each_temperature() -> None:
+    calls = [
+        table_call("a", 0.0, [3], LONG, temperature=0.5, recorded_at=0.5, logprob_mode="raw"),
+        table_call("b", 1.0, [3, *LONG, 3], LONG, temperature=2.0, recorded_at=2.0, logprob_mode="raw"),
+    ]
+    found = await single(calls)
+    assert "temperature 0.5" in found.findings["wrong_mode"]
+    assert "temperature 2" in found.findings["wrong_mode"]
 
 
 def test_wrong_mode_needs_enough_informative_tokens() -> None:

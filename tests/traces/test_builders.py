@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polar_proxy.traces.builders import build
+from polar_proxy.traces.builders import BUILDERS, build
 from polar_proxy.traces.grades import exclusion_reason
-from polar_proxy.types import Json, Span, Trace
+from polar_proxy.types import AnswerSampling, Json, Span, Trace
 from tests.factories import call
 from tests.traces.random_sessions import DEFECTS, HARMLESS_CHANGES, CallDefect, with_defect
 
@@ -130,34 +130,45 @@ def test_one_defective_choice_excludes_the_call() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sampling", "off_distribution"),
+    ("sampling", "raw", "processed"),
     [
-        ({}, False),
-        ({"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "presence_penalty": 0.0}, False),
-        ({"max_tokens": 9, "stop": ["x"], "seed": 1, "logit_bias": {}}, False),
-        *(
-            (sampling, True)
-            for sampling in (
-                {"temperature": 0.7},
-                {"temperature": 0.0},
-                {"top_p": 0.9},
-                {"top_k": 20},
-                {"min_p": 0.1},
-                {"presence_penalty": 0.5},
-                {"frequency_penalty": -0.5},
-                {"logit_bias": {"5": 10}},
-            )
+        ({}, "exact", "exact"),
+        (
+            {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0},
+            "exact",
+            "exact",
         ),
+        ({"max_tokens": 9, "stop": ["x"], "seed": 1, "logit_bias": {}}, "exact", "exact"),
+        ({"temperature": 0.7}, "approximate", "exact"),
+        ({"temperature": None}, "approximate", "approximate"),
+        ({"top_p": 0.9}, "approximate", "approximate"),
+        ({"top_k": 20}, "approximate", "approximate"),
+        ({"min_p": 0.1}, "approximate", "approximate"),
+        ({"presence_penalty": 0.5}, "approximate", "approximate"),
+        ({"frequency_penalty": -0.5}, "approximate", "approximate"),
+        ({"repetition_penalty": 1.1}, "approximate", "approximate"),
+        ({"logit_bias": {"5": 10}}, "approximate", "approximate"),
     ],
 )
-def test_raw_logprobs_of_another_distribution_are_approximate(sampling: Json, off_distribution: bool) -> None:
-    """Raw log-probabilities are the model's own; processed ones are of the distribution that was sampled from."""
+def test_grades_logprobs_of_another_distribution(sampling: Json, raw: str, processed: str) -> None:
+    """A trainer computes log softmax(logits / temperature) over the whole vocabulary."""
 
     def grade(mode: Any) -> str:
-        return build([call("a", 0, [1], [2], sampling=sampling, logprob_mode=mode)]).traces[0].grade
+        sampled = {"temperature": 1.0, **sampling}
+        return build([call("a", 0, [1], [2], sampling=sampled, logprob_mode=mode)]).traces[0].grade
 
-    assert grade("raw") == ("approximate" if off_distribution else "exact")
-    assert grade("processed") == "exact"
+    assert (grade("raw"), grade("processed")) == (raw, processed)
+
+
+@pytest.mark.parametrize("builder", BUILDERS)
+def test_a_trace_says_how_each_answer_was_sampled(builder: str) -> None:
+    first = call("a", 0, [1], [2], sampling={"temperature": 0.7, "top_k": 5}, weight_version="3")
+    second = call("b", 1, [1, 2, 3], [4], sampling={"temperature": 0.2}, weight_version="4")
+    samplings = [sampling for trace in build([first, second], builder).traces for sampling in trace.sampling]
+    assert samplings == [
+        AnswerSampling(0.7, {"top_k": 5}, "processed", ((0, "3"),)),
+        AnswerSampling(0.2, {}, "processed", ((0, "4"),)),
+    ]
 
 
 def test_off_distribution_call_lowers_only_its_own_trace() -> None:

@@ -14,7 +14,7 @@ import pytest
 from pydantic import ValidationError
 
 from polar_proxy.traces.builders import build
-from polar_proxy.traces.certificate import Certificate, CertificateError, certify, restore
+from polar_proxy.traces.certificate import Certificate, CertificateError, certify, restore, stored_form
 from polar_proxy.traces.rows import describe_errors
 from polar_proxy.traces.scoring import rescore
 from polar_proxy.types import CallRecord, Json
@@ -25,7 +25,7 @@ from tests.traces.test_canonical import DRIFTED, FIRST, PositionScorer
 
 def one(*calls: CallRecord, on_drift: str = "split") -> Json:
     (certificate,) = certify(calls, build(calls, on_drift=on_drift)).values()
-    return certificate.to_json()
+    return certificate
 
 
 SECOND = call(
@@ -45,7 +45,7 @@ SECOND = call(
 def test_certificate_of_two_turns() -> None:
     fields = one(FIRST, SECOND)
     assert (fields["schema"], fields["builder"], fields["on_drift"], fields["session_id"]) == (
-        1,
+        2,
         "merged",
         "split",
         "sess_1",
@@ -58,7 +58,14 @@ def test_certificate_of_two_turns() -> None:
         3,
     )
     assert fields["engines"] == [
-        {"engine": "scripted", "version": "1", "model": "m", "template_hash": "t", "logprob_mode": "processed"}
+        {
+            "engine": "scripted",
+            "version": "1",
+            "model": "m",
+            "template_hash": "t",
+            "logprob_mode": "processed",
+            "precision": None,
+        }
     ]
     assert (fields["rescored"], fields["drift"], fields["audit"]) == (None, [], None)
     kinds = [(span["kind"], span["call_id"], span["start"], span["end"], span["n"]) for span in fields["spans"]]
@@ -70,8 +77,8 @@ def test_certificate_of_two_turns() -> None:
     ]
     assert [span["prompt_mode"] for span in fields["spans"]] == ["render"] * 2 + ["continue"] * 2
     first, last = fields["spans"][1], fields["spans"][3]
-    assert (first["versions"], first["past_reasoning"], first["sampling"]) == ([(0, None)], None, None)
-    assert (last["versions"], last["past_reasoning"], last["engine"]) == ([(0, "3")], "keep", 0)
+    assert (first["versions"], first["past_reasoning"], first["temperature"]) == ([[0, None]], None, 1.0)
+    assert (last["versions"], last["past_reasoning"], last["engine"]) == ([[0, "3"]], "keep", 0)
     assert fields["head"] == last["hash"]
     assert len({span["hash"] for span in fields["spans"]} | {fields["seed"]}) == 5
 
@@ -86,7 +93,7 @@ def test_hash_chain_is_as_documented() -> None:
 
     made = build([FIRST, SECOND])
     (trace,) = made.traces
-    (fields,) = (one.to_json() for one in certify([FIRST, SECOND], made).values())
+    (fields,) = certify([FIRST, SECOND], made).values()
     uncovered = ("grade", "audit", "seed", "spans", "head")
     link = chained(b"", {name: value for name, value in fields.items() if name not in uncovered})
     assert link.hex() == fields["seed"]
@@ -100,7 +107,7 @@ def test_hash_chain_is_as_documented() -> None:
         assert link.hex() == span["hash"]
     assert link.hex() == fields["head"]
     calls = [call("a", 0, [1, 2], [3]), call("b", 1, [1, 2, 4], [5])]
-    branch = list(certify(calls, build(calls, "tree")).values())[1].to_json()
+    branch = list(certify(calls, build(calls, "tree")).values())[1]
     assert chained(b"", struct.pack("<2i", 1, 2)).hex() == branch["branch_hash"]
 
 
@@ -108,22 +115,22 @@ def test_policy_versions_of_an_answer() -> None:
     changed = replace(FIRST, weight_version="4")
     choice = replace(changed.choices[0], versions=((0, "3"), (2, "4")))
     fields = one(replace(changed, choices=(choice,)))
-    assert fields["spans"][1]["versions"] == [(0, "3"), (2, "4")]
+    assert fields["spans"][1]["versions"] == [[0, "3"], [2, "4"]]
     assert fields["grade"] == "exact"
     late = replace(changed.choices[0], versions=((2, "5"),))
-    assert one(replace(changed, choices=(late,)))["spans"][1]["versions"] == [(0, "4"), (2, "5")]
+    assert one(replace(changed, choices=(late,)))["spans"][1]["versions"] == [[0, "4"], [2, "5"]]
 
 
 def test_weights_changed_at_an_unknown_token() -> None:
     fields = one(replace(FIRST, weight_version="3..4"))
-    assert fields["spans"][1]["versions"] == [(0, "3..4")]
+    assert fields["spans"][1]["versions"] == [[0, "3..4"]]
     assert (fields["grade"], fields["grade_reasons"]) == ("approximate", ["weights_changed"])
 
 
-def test_sampling_is_recorded_if_it_changed_the_distribution() -> None:
+def test_distribution_is_certified() -> None:
     sampling = {"temperature": 0.5, "top_p": 1.0, "top_k": 20, "min_p": 0.0, "seed": 1 << 70, "stop": ["\ud83d"]}
     fields = one(replace(FIRST, logprob_mode="raw", sampling=sampling))
-    assert fields["spans"][1]["sampling"] == {"temperature": 0.5, "top_k": 20}
+    assert (fields["spans"][1]["temperature"], fields["spans"][1]["changes"]) == (0.5, {"top_k": 20})
     assert (fields["grade"], fields["grade_reasons"]) == ("approximate", ["off_distribution"])
 
 
@@ -136,7 +143,7 @@ def test_spans_name_their_engine() -> None:
 
 def test_drift_is_in_the_trace_of_the_drifted_call() -> None:
     split = certify([FIRST, DRIFTED], build([FIRST, DRIFTED]))
-    assert [[event.call_id for event in certificate.drift] for certificate in split.values()] == [[], ["b"]]
+    assert [[event["call_id"] for event in certificate["drift"]] for certificate in split.values()] == [[], ["b"]]
     joined = one(FIRST, DRIFTED, on_drift="canonical")
     (found,) = joined["drift"]
     assert found == {
@@ -155,7 +162,7 @@ def test_drift_is_in_the_trace_of_the_drifted_call() -> None:
 
 async def test_rescored_trace_names_its_scorer() -> None:
     built = await rescore(build([FIRST, DRIFTED], on_drift="rescore"), PositionScorer())
-    (fields,) = (one.to_json() for one in certify([FIRST, DRIFTED], built).values())
+    (fields,) = certify([FIRST, DRIFTED], built).values()
     assert fields["rescored"] == {"engine": "scripted", "version": "1", "model": "m", "weight_version": "5"}
     assert fields["grade_reasons"] == ["canonical", "rescored"]
 
@@ -163,12 +170,12 @@ async def test_rescored_trace_names_its_scorer() -> None:
 def test_branch_has_the_hash_of_the_tokens_before_it() -> None:
     calls = [call("a", 0, [1, 2], [3]), call("b", 1, [1, 2, 4], [5]), call("c", 2, [1, 2, 6], [7])]
     built = build(calls, "tree")
-    root, one, other = (certificate.to_json() for certificate in certify(calls, built).values())
+    root, one, other = certify(calls, built).values()
     assert root["branch_hash"] is None
     assert one["parent_trace_id"] == other["parent_trace_id"] == root["trace_id"]
     assert one["branch_hash"] == other["branch_hash"] != None  # noqa: E711
     deeper = [*calls[:1], call("b", 1, [1, 2, 3, 4], [5], edge="subagent")]
-    assert list(certify(deeper, build(deeper, "tree")).values())[1].branch_hash != one["branch_hash"]
+    assert list(certify(deeper, build(deeper, "tree")).values())[1]["branch_hash"] != one["branch_hash"]
 
 
 CASES = {
@@ -184,8 +191,9 @@ CASES = {
 def test_every_certificate_is_valid_by_its_json_schema(name: str) -> None:
     calls, builder, on_drift = CASES[name]
     for certificate in certify(calls, build(calls, builder, on_drift=on_drift)).values():
-        read = orjson.loads(orjson.dumps(certificate.to_json()))
-        assert Certificate.model_validate(read) == certificate
+        read = orjson.loads(orjson.dumps(certificate))
+        assert read == certificate
+        assert orjson.loads(Certificate.model_validate(read).model_dump_json(by_alias=True)) == certificate
         try:
             import jsonschema
         except ImportError:
@@ -226,17 +234,17 @@ def test_stored_form_is_restored_whole(name: str) -> None:
     calls, builder, on_drift = CASES[name]
     built = build(calls, builder, on_drift=on_drift)
     whole = certify(calls, built)
-    short = {trace_id: orjson.dumps(certificate.stored()) for trace_id, certificate in whole.items()}
-    assert all(len(text) < len(orjson.dumps(whole[trace_id].to_json())) for trace_id, text in short.items())
+    short = {trace_id: orjson.dumps(stored_form(certificate)) for trace_id, certificate in whole.items()}
+    assert all(len(text) < len(orjson.dumps(whole[trace_id])) for trace_id, text in short.items())
     assert restore({trace_id: orjson.loads(text) for trace_id, text in short.items()}, built.traces, calls) == whole
 
 
 def test_audit_is_restored() -> None:
     built = build([FIRST, SECOND])
     (trace_id,) = built.grade_reasons
-    short = {**certify([FIRST, SECOND], built)[trace_id].stored(), "grade": "rejected", "audit": {"tokens": 4}}
+    short = {**stored_form(certify([FIRST, SECOND], built)[trace_id]), "grade": "rejected", "audit": {"tokens": 4}}
     whole = restore({trace_id: short}, built.traces, [FIRST, SECOND])[trace_id]
-    assert (whole.grade, whole.audit) == ("rejected", {"tokens": 4})
+    assert (whole["grade"], whole["audit"]) == ("rejected", {"tokens": 4})
 
 
 def test_trace_without_a_certificate_is_not_restored() -> None:
@@ -257,14 +265,14 @@ def test_trace_without_a_certificate_is_not_restored() -> None:
 )
 def test_detects_a_call_changed_since_the_build(changed: dict[str, Any]) -> None:
     built = build([FIRST, SECOND])
-    short = {trace_id: one.stored() for trace_id, one in certify([FIRST, SECOND], built).items()}
+    short = {trace_id: stored_form(one) for trace_id, one in certify([FIRST, SECOND], built).items()}
     with pytest.raises(CertificateError, match="polar build sess_1"):
         restore(short, built.traces, [FIRST, replace(SECOND, **changed)])
 
 
 def test_detects_a_trace_changed_since_the_build() -> None:
     built = build([FIRST, SECOND])
-    short = {trace_id: one.stored() for trace_id, one in certify([FIRST, SECOND], built).items()}
+    short = {trace_id: stored_form(one) for trace_id, one in certify([FIRST, SECOND], built).items()}
     changed = built.traces[0].logprobs.copy()
     changed[3] = np.nextafter(changed[3], np.float32(0))
     with pytest.raises(CertificateError):

@@ -98,7 +98,7 @@ SCORER = {"engine": "vllm", "version": "1", "model": "m", "weight_version": None
             lambda fields: fields.update(grade_reasons=["off_distribution"], grade="approximate"),
             "off_distribution is given without cause",
         ),
-        (lambda fields: fields["spans"][3].update(sampling={"temperature": 0.5}), "off_distribution is missing"),
+        (lambda fields: fields["spans"][3].update(changes={"top_k": 5}), "off_distribution is missing"),
         (lambda fields: fields["spans"][3].update(versions=[[0, "3..4"]]), "weights_changed is missing"),
         (lambda fields: fields["spans"][3].update(versions=[[1, "3"]]), "do not tile"),
         (lambda fields: fields["spans"][3].update(versions=[[0, "3"], [2, "4"]]), "do not tile"),
@@ -115,7 +115,10 @@ SCORER = {"engine": "vllm", "version": "1", "model": "m", "weight_version": None
 def test_detects_contradictions_with_correct_hashes(change: Callable[[Json], object], expected: str) -> None:
     row = _forged(ROW, change)
     row["grade"] = row["certificate"]["grade"]
-    row["spans"] = [{name: span[name] for name in row["spans"][0]} for span in row["certificate"]["spans"]]
+    row["spans"] = [
+        {name: certified.get(name, own.get(name)) for name in own}
+        for own, certified in zip(row["spans"], row["certificate"]["spans"], strict=True)
+    ]
     assert any(expected in problem for problem in check_row(row).problems), check_row(row).problems
 
 
@@ -144,7 +147,8 @@ def test_reward_and_task_are_not_covered() -> None:
         (b'{"logprobs": [NaN]}', "not JSON"),
         (b"[]", "not a row"),
         (b"{}", "no certificate"),
-        (b'{"certificate": {"schema": 2}}', "update Polar"),
+        (b'{"certificate": {"schema": 3}}', "update Polar"),
+        (b'{"certificate": {"schema": 1}}', "export the row again"),
     ],
 )
 def test_rejects_lines_that_are_not_rows(line: bytes, expected: str) -> None:

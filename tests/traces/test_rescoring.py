@@ -129,7 +129,7 @@ async def test_certificates_name_both_engines(store: Store) -> None:
     kept = (await store.traces.of_session(session_id, builder=RESCORED_BUILDER)).certificates
     traces = await store.traces.find(session_id=session_id, builder=RESCORED_BUILDER)
     calls = apply_rescores(await store.calls.of_session(session_id), await store.rescores.of_session(session_id))
-    (whole,) = (one.to_json() for one in restore(kept, traces, calls).values())
+    (whole,) = restore(kept, traces, calls).values()
     assert (whole["builder"], whole["grade"], whole["grade_reasons"]) == ("rescored", "approximate", ["rescored"])
     assert whole["rescored"] == {
         "engine": "scripted",

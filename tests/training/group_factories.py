@@ -8,7 +8,7 @@ import numpy as np
 
 from polar_proxy.store import RolloutRow
 from polar_proxy.training.batch import GroupRollout, TrainingGroup
-from polar_proxy.types import Span, Trace
+from polar_proxy.types import AnswerSampling, Span, Trace
 
 
 def rollout(
@@ -58,6 +58,8 @@ def trace(
     parent: str | None = None,
     branch_at: int = 0,
     call: str | None = None,
+    temperature: float = 1.0,
+    version: str | None = None,
 ) -> Trace:
     """Return a trace of one call."""
     n, m = len(prompt), len(sampled)
@@ -78,6 +80,7 @@ def trace(
         grade=grade,
         parent_trace_id=parent,
         branch_at=branch_at,
+        sampling=(AnswerSampling(temperature, {}, "processed", ((0, version),)),),
     )
 
 

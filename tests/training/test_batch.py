@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from polar_proxy.errors import TrainingError, UsageError
 from polar_proxy.training.batch import GroupRollout, TrainingBatch, make_batch
 from polar_proxy.training.config import GrpoConfig, changed_settings, make_config, read_assignments, read_toml
+from polar_proxy.types import Trace
 from tests.training.group_factories import group, rollout, trace
 
 CONFIG = GrpoConfig(advantage="dr_grpo")
@@ -75,6 +78,59 @@ def test_skips_traces_by_grade_length_and_missing_logprobs() -> None:
         "no_logprobs": 1,
     }
     assert counts_add_up(batch)
+
+
+def test_refused_trace_leaves_the_others_of_its_rollout() -> None:
+    """As in the bridges to other trainers."""
+    traces = (trace("good", [1], [2]), trace("bad", [1], [2, 2], grade="approximate"))
+    other = GroupRollout(rollout(1, 0.0), (trace("b", [1], [4]),))
+    batch = make_batch([group(GroupRollout(rollout(0, 1.0), traces), other)], CONFIG)
+    assert [one.trace_id for one in batch.sequences] == ["good", "b"]
+
+
+def test_temperature_and_version_of_each_token_are_those_recorded() -> None:
+    hot = trace("hot", [1, 1], [2, 3], temperature=0.7, version="4")
+    other = GroupRollout(rollout(1, 0.0), (trace("b", [1], [4]),))
+    first, second = make_batch([group(GroupRollout(rollout(0, 1.0), (hot,)), other)], CONFIG).sequences
+    assert first.temperatures.tolist() == [1.0, 1.0, 0.7, 0.7]
+    assert first.versions.tolist() == [None, None, "4", "4"]
+    assert (second.temperatures.tolist(), second.group_size) == ([1.0, 1.0], 2)
+
+
+def test_trace_without_a_temperature_is_refused() -> None:
+    lost = replace(trace("a", [1], [2]), sampling=())
+    other = GroupRollout(rollout(1, 0.0), (trace("b", [1], [4]),))
+    batch = make_batch([group(GroupRollout(rollout(0, 1.0), (lost,)), other)], CONFIG)
+    assert [one.trace_id for one in batch.sequences] == ["b"]
+    assert batch.skipped["no_temperature"].traces == 1
+
+
+def with_observation(name: str, **changes: Any) -> Trace:
+    """Return a trace of a prompt, two sampled tokens, an observed one and a sampled one."""
+    one = trace(name, [1], [2, 3, 9, 4], logprobs=[-1.0, -1.0, float("nan"), -1.0])
+    return replace(one, loss_mask=np.array([0, 1, 1, 0, 1], dtype=np.uint8), **changes)
+
+
+def test_echo_trains_the_observed_tokens_of_all_rollouts() -> None:
+    members = [
+        GroupRollout(rollout(0, 1.0), (with_observation("trained"),)),
+        GroupRollout(rollout(1, 1.0, status="timed_out", masked=True), (with_observation("masked"),)),
+        GroupRollout(rollout(2, None), (with_observation("unscored"),)),
+        GroupRollout(rollout(3, 0.0), (with_observation("approximate", grade="approximate"),)),
+        GroupRollout(rollout(4, 0.0), (with_observation("rejected", grade="rejected"),)),
+    ]
+    no_spread = [GroupRollout(rollout(n, 1.0), (with_observation(f"equal{n}"),)) for n in range(2)]
+    groups = [group(*members), group(*no_spread, name="group_1")]
+    echo = make_batch(groups, CONFIG.model_copy(update={"echo_coef": 0.1}))
+    plain = make_batch(groups, CONFIG)
+    observed = {one.trace_id: int(one.observed.sum()) for one in echo.sequences}
+    assert observed == dict.fromkeys(["trained", "masked", "unscored", "approximate", "equal0", "equal1"], 1)
+    assert [one.trace_id for one in echo.sequences if one.trained.any()] == ["trained"]
+    assert [one.trace_id for one in plain.sequences] == ["trained"]
+    assert (echo.trained_tokens, echo.trained_rollouts, echo.skipped) == (3, 1, plain.skipped)
+    assert counts_add_up(echo)
+    with pytest.raises(UsageError, match="per_call have one answer"):
+        make_config({"echo_coef": 0.1, "builder": "per_call"})
 
 
 def test_zero_variance_group_is_skipped_unless_kept() -> None:

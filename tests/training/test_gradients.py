@@ -18,7 +18,6 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
 from polar_proxy.training.losses import LOSSES, LossAggregation, LossInputs, token_weights
-from polar_proxy.training.model import target_logprobs
 from polar_proxy.training.tree import (
     ATTENTION_NAME,
     PrefixTree,
@@ -28,6 +27,7 @@ from polar_proxy.training.tree import (
     pack_trees,
     register_tree_attention,
     split_into_segments,
+    target_logprobs,
 )
 from tests.training.tree_factories import RandomGroup, dense_mask, random_group
 
@@ -120,7 +120,8 @@ def run_tree(
         logits_to_keep=torch.from_numpy(targets.rows),
         **attention,
     )
-    inputs = data.loss_inputs(target_logprobs(output.logits[0], targets), data.indices(members, targets))
+    ones = torch.ones(len(targets))
+    inputs = data.loss_inputs(target_logprobs(output.logits[0], targets, ones), data.indices(members, targets))
     value, _ = LOSSES[loss](inputs)
     value.backward()
     return float(value.item())
@@ -207,8 +208,11 @@ def test_target_logprobs_by_hand() -> None:
     tree = build_tree([np.array([0, 0]), np.array([0, 1])])
     targets = find_targets(tree, [np.array([0, 1]), np.array([0, 1])])
     logits = torch.tensor([[1.0, 3.0]]).log()
-    assert target_logprobs(logits, targets).exp().tolist() == pytest.approx([1 / 4, 3 / 4])
-    assert target_logprobs(logits, targets, temperature=0.5).exp().tolist() == pytest.approx([1 / 10, 9 / 10])
-    assert target_logprobs(logits.bfloat16(), targets).dtype == torch.float32
+    ones = torch.ones(2)
+    assert target_logprobs(logits, targets, ones).exp().tolist() == pytest.approx([1 / 4, 3 / 4])
+    assert target_logprobs(logits, targets, ones / 2).exp().tolist() == pytest.approx([1 / 10, 9 / 10])
+    mixed = target_logprobs(logits, targets, torch.tensor([1.0, 0.5]))
+    assert mixed.exp().tolist() == pytest.approx([1 / 4, 9 / 10])
+    assert target_logprobs(logits.bfloat16(), targets, ones).dtype == torch.float32
     with pytest.raises(ValueError, match="2 rows of logits for 1"):
-        target_logprobs(torch.zeros(2, 3), targets)
+        target_logprobs(torch.zeros(2, 3), targets, ones)

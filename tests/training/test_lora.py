@@ -24,7 +24,7 @@ from tests.training.test_model import ANSWERS, PROMPT, batch, learner
 pytestmark = pytest.mark.slow
 
 IDS = [*PROMPT, *ANSWERS[0]]
-LORA: dict[str, Any] = {"lora": LoraSettings(rank=4), "learning_rate": 1e-2}
+LORA: dict[str, Any] = {"lora": LoraSettings(rank=4), "learning_rate": 1e-2, "loss_aggregation": "token"}
 
 
 @pytest.fixture(scope="module")

@@ -194,3 +194,35 @@ def test_gradient_that_is_not_finite_changes_nothing(folder: Path) -> None:
 def test_bapo_needs_the_whole_update_in_one_microbatch(folder: Path) -> None:
     with pytest.raises(TrainingError, match="max_tokens_per_microbatch"):
         learner(folder, loss="bapo", max_tokens_per_microbatch=8).update(batch(folder), 0)
+
+
+def test_loss_uses_the_temperature_at_which_each_token_was_sampled(folder: Path) -> None:
+    """Recorded at 0.7 and at 1 in one batch, whatever `temperature` says: trainer and engine agree."""
+    model = plain_model(folder)
+    members = []
+    for n, (answer, temperature) in enumerate(zip(ANSWERS, (0.7, 1.0, 0.7, 1.3), strict=True)):
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([[*PROMPT, *answer]])).logits[0].float() / temperature
+        rows = torch.log_softmax(logits[len(PROMPT) - 1 : -1], -1)
+        values = rows.gather(1, torch.tensor(answer)[:, None])[:, 0].tolist()
+        one = trace(f"t{n}", PROMPT, answer, logprobs=values, temperature=temperature)
+        members.append(GroupRollout(rollout(n, REWARDS[n]), (one,)))
+    stats = learner(folder).update(make_batch([group(*members)], CONFIG), 0)
+    assert stats.mismatch_max < 1e-4
+    assert stats.ratio_max == pytest.approx(1.0, abs=1e-4)
+
+
+def test_echo_learns_from_a_step_without_a_sampled_token_to_train(folder: Path) -> None:
+    values = [-1.0, float("nan"), -1.0]
+    mask = np.array([0] * len(PROMPT) + [1, 0, 1], dtype=np.uint8)
+    traces = [replace(trace(f"t{n}", PROMPT, [21, 60 + n, 22], logprobs=values), loss_mask=mask) for n in range(2)]
+    equal = group(*(GroupRollout(rollout(n, 1.0), (one,)) for n, one in enumerate(traces)))
+    echo = {"echo_coef": 0.5}
+    policy = learner(folder, **echo)
+    step = make_batch([equal], CONFIG.model_copy(update=echo))
+    before = policy.update(step, 0)
+    after = policy.update(step, 1)
+    assert (before.tokens, before.mismatch_max) == (0, 0.0)
+    assert before.observation_loss is not None
+    assert after.observation_loss is not None
+    assert after.observation_loss < before.observation_loss

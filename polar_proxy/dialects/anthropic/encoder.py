@@ -177,7 +177,7 @@ class AnthropicEncoder(Encoder):
     def _call_delta(self, delta: ToolDelta) -> bytes:
         """Return the events for a piece of a tool call; none if the piece must wait.
 
-        Tool calls of tools that are not eager wait for the end, and each waits until the one before has begun.
+        A tool call waits until the one before it has begun and, unless its tool is eager, until the end of the answer.
         """
         if delta.index in self._begun_calls:
             return _input_delta(self._begun_calls[delta.index], delta.arguments)
@@ -222,7 +222,7 @@ def _calls_in_blocks(choice: AnswerChoice, begun: Container[int]) -> list[int]:
 
 
 def _is_input(arguments: str) -> bool:
-    """Return whether arguments can be an `input`: a JSON object that can be stored. Empty ones mean `{}`."""
+    """Return whether the arguments can be sent as `input`, which must be a JSON object. Empty text means `{}`."""
     if not arguments.strip():
         return True
     try:

@@ -84,7 +84,7 @@ def parse_tool_choice(choice: Json | None, tools: AnthropicTools) -> tuple[str |
         case "tool":
             name = choice.get("name")
             if not isinstance(name, str) or name not in tools.by_name:
-                raise invalid("tool_choice", f"tool {name!r} is not among the tools")
+                raise invalid("tool_choice", f"tool {name!r:.80} is not among the tools")
             return {"type": "function", "function": {"name": name}}, parallel
     raise invalid("tool_choice", "expected type auto, any, tool or none")
 

@@ -129,7 +129,7 @@ def google_model_card(name: str, context_length: int) -> Json:
 
 
 def _field(body: Json, name: str) -> Any:
-    """Return a field of a body in either spelling, as it came; None when it is absent or null."""
+    """Return a field's value, unchanged, whether its name is in camelCase or snake_case; None if absent or null."""
     found = [value for key, value in body.items() if value is not None and camel_case(key) == name]
     return found[-1] if found else None
 

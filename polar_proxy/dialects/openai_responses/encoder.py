@@ -50,8 +50,8 @@ class _OpenText:
 
     @property
     def names(self) -> tuple[str, str, str]:
-        """The middle of the event types for the text (`output_text` in `response.output_text.delta`), the same for its
-        part, and the field that holds the part's index."""
+        """The name of the text in event types (`output_text` in `response.output_text.delta`), the name of its part,
+        and the field with the part's index."""
         if self.kind == "reasoning":
             return "reasoning_summary_text", "reasoning_summary_part", "summary_index"
         return "output_text", "content_part", "content_index"

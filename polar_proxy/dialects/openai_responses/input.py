@@ -154,7 +154,7 @@ class _ItemReader:
         if not isinstance(content, str):
             other = next((part["type"] for part in content if part["type"] != "text"), None)
             if other is not None:
-                raise invalid(f"{path}.content", f"an assistant message cannot hold a part of type {other!r}")
+                raise invalid(f"{path}.content", f"an assistant message cannot hold a part of type {other!r:.80}")
             content = "".join(part["text"] for part in content)
         self._draft_of(item, self._text_fits()).text.append(content)
 
@@ -176,11 +176,11 @@ class _ItemReader:
         self._draft_of(item, True).tool_calls.append(ToolCall(optional_string(item, "call_id") or "", name, arguments))
 
     def _built_in_call(self, item: Json, name: str, path: str) -> None:
-        field_path = f"{path}.{BUILT_IN_TOOLS[name].holder}"
-        holder = item.get(BUILT_IN_TOOLS[name].holder)
-        if not isinstance(holder, dict):
+        field_path = f"{path}.{BUILT_IN_TOOLS[name].arguments_field}"
+        content = item.get(BUILT_IN_TOOLS[name].arguments_field)
+        if not isinstance(content, dict):
             raise invalid_type(field_path, "an object")
-        arguments = to_json(built_in_arguments(name, holder), field_path).decode()
+        arguments = to_json(built_in_arguments(name, content), field_path).decode()
         self._call(item, self._tools.offered_name(None, name), arguments)
 
     def _output(self, item: Json, output: Any, path: str) -> None:

@@ -24,6 +24,7 @@ from typing import Any
 import orjson
 
 from polar_proxy.dialects.fields import invalid
+from polar_proxy.dialects.openai_common import choice_mode
 from polar_proxy.types import Json
 
 _TEXT: Json = {"type": "string"}
@@ -36,14 +37,14 @@ def _object(required: list[str], **properties: Json) -> Json:
 
 @dataclass(frozen=True, slots=True)
 class BuiltInTool:
-    """A tool whose form the API defines. A call is an item of type `item`, whose field `holder` has the arguments."""
+    """A tool whose form the API defines. A call is an item of type `item` with the arguments in `arguments_field`."""
 
     description: str
     parameters: Json
     item: str
-    holder: str
+    arguments_field: str
     constants: Json = field(default_factory=dict)
-    """Fields of the holder that the model does not write."""
+    """Members of that field that the model does not write."""
 
 
 BUILT_IN_TOOLS: dict[str, BuiltInTool] = {
@@ -56,7 +57,7 @@ BUILT_IN_TOOLS: dict[str, BuiltInTool] = {
             timeout_ms=_NUMBER,
         ),
         item="local_shell_call",
-        holder="action",
+        arguments_field="action",
         constants={"type": "exec", "env": {}},
     ),
     "shell": BuiltInTool(
@@ -68,7 +69,7 @@ BUILT_IN_TOOLS: dict[str, BuiltInTool] = {
             max_output_length=_NUMBER,
         ),
         item="shell_call",
-        holder="action",
+        arguments_field="action",
     ),
     "apply_patch": BuiltInTool(
         "Create, update or delete one file.",
@@ -79,7 +80,7 @@ BUILT_IN_TOOLS: dict[str, BuiltInTool] = {
             diff={"type": "string", "description": "The diff to apply; not needed to delete a file."},
         ),
         item="apply_patch_call",
-        holder="operation",
+        arguments_field="operation",
     ),
 }
 """Sources: the `local_shell`, `shell` and `apply_patch` tools of the API reference."""
@@ -163,7 +164,7 @@ class Toolbox:
         return self._names.get((namespace, name)) or _qualified(namespace, name)
 
     def functions(self, names: Iterable[str] | None = None) -> tuple[Json, ...]:
-        """Return the functions for the engine: all, or those with these offered names."""
+        """Return the functions for the engine: all of them, or those that the client offered under `names`."""
         chosen = self.tools if names is None else [name for name in self.tools if name in set(names)]
         return tuple({"type": "function", "function": self.tools[name].function} for name in chosen)
 
@@ -180,12 +181,13 @@ class Toolbox:
             if mode == "required" and names:
                 return "required", self.functions(names)
             raise invalid("tool_choice", "'allowed_tools' needs a mode (auto or required) and tools that are offered")
-        if choice is None or choice in ("none", "auto"):
-            return (choice if self.tools else None), self.functions()
-        if choice == "required":
+        mode = choice_mode(choice)
+        if choice is None or mode in ("none", "auto"):
+            return (mode if self.tools else None), self.functions()
+        if mode == "required":
             if not self.tools:
                 raise invalid("tool_choice", "it is 'required' but there are no tools to call")
-            return choice, self.functions()
+            return mode, self.functions()
         if isinstance(choice, dict):
             name = self._find(choice)
             if name is None:
@@ -244,7 +246,10 @@ def _custom_function(raw: Json) -> Json:
 
 
 def built_in_item(kind: str, arguments: str) -> Json | None:
-    """Return the `type` and the holder of a built-in tool's item; None if it cannot hold exactly these arguments."""
+    """Return the fields of an output item that calls a built-in tool: its `type`, and the field with the arguments.
+
+    None if such an item cannot hold exactly these arguments.
+    """
     try:
         value = orjson.loads(arguments)
     except orjson.JSONDecodeError:
@@ -254,21 +259,21 @@ def built_in_item(kind: str, arguments: str) -> Json | None:
     if kind == "tool_search":
         return {"type": "tool_search_call", "execution": "client", "arguments": value}
     tool = BUILT_IN_TOOLS[kind]
-    holder = {**tool.constants, **value}
+    content = {**tool.constants, **value}
     properties, required = tool.parameters["properties"], tool.parameters["required"]
     if not all(key in value and _matches(value[key], properties[key]) for key in required):
         return None
-    if built_in_arguments(kind, holder) != value:
+    if built_in_arguments(kind, content) != value:
         return None
-    return {"type": tool.item, tool.holder: holder}
+    return {"type": tool.item, tool.arguments_field: content}
 
 
-def built_in_arguments(kind: str, holder: Json) -> Json:
-    """Return the model's arguments from the holder of a built-in tool's call."""
+def built_in_arguments(kind: str, content: Json) -> Json:
+    """Return the model's arguments from the content of `BuiltInTool.arguments_field` in an item."""
     constants = BUILT_IN_TOOLS[kind].constants
     return {
         key: item
-        for key, item in holder.items()
+        for key, item in content.items()
         if item is not None and (key not in constants or item != constants[key])
     }
 

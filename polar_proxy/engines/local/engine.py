@@ -87,6 +87,7 @@ class LocalEngine(Engine):
             logprob_mode="processed",
             capabilities=frozenset(capabilities),
             eos_token_ids=tuple(sorted(end_ids)),
+            precision="float32",
         )
         scheduler = BatchScheduler(runner, chat, end_ids, loop=loop, max_batch=self._max_batch)
         grammars = GrammarCompiler(tokenizer, runner.vocab_size, end_ids)
@@ -111,6 +112,13 @@ class LocalEngine(Engine):
     async def render(self, request: ChatRequest, *, generation: bool = True) -> list[int]:
         chat = self.loaded.tokenizer
         return await asyncio.to_thread(lambda: chat.encode(chat.render(request, generation=generation)))
+
+    async def render_texts(self, requests: Sequence[ChatRequest], *, generation: bool = True) -> list[str]:
+        chat = self.loaded.tokenizer
+        return await asyncio.to_thread(lambda: [chat.render(request, generation=generation) for request in requests])
+
+    async def encode(self, text: str) -> list[int]:
+        return await asyncio.to_thread(self.loaded.tokenizer.encode, text)
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         return self.loaded.tokenizer.decode(token_ids)
@@ -161,7 +169,7 @@ class LocalEngine(Engine):
         room = model.info.context_length - len(ids)
         sampling, max_tokens = resolve(sampling, model.generation_config, vocab_size, room)
         samplers = [
-            SequenceSampler(sampling, seed + index, vocab_size, new_mask() if new_mask else None)
+            SequenceSampler(sampling, seed + index, vocab_size, new_mask() if new_mask else None, ids)
             for index in range(sampling.n)
         ]
         return Generation(np.asarray(ids, dtype=np.int32), samplers, max_tokens, sampling.stop), parsers
@@ -180,11 +188,11 @@ class LocalEngine(Engine):
                 code="context_length_exceeded",
             )
 
-    async def score(self, token_ids: Sequence[int]) -> list[float]:
+    async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]:
         model, ids = self.loaded, list(token_ids)
         if ids and (min(ids) < 0 or max(ids) >= model.runner.vocab_size):
             raise RequestError("There are token ids outside of this model's vocabulary.", param="token_ids")
-        chunks = model.runner.score(ids)
+        chunks = model.runner.score(ids, temperature)
         logprobs: list[float] = []
         while chunk := await asyncio.wrap_future(model.scheduler.run(lambda: next(chunks, None))):
             logprobs += chunk

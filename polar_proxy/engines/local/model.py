@@ -215,15 +215,16 @@ class ModelRunner:
         ).logits
         return logits[:, -1]
 
-    def score(self, token_ids: Sequence[int]) -> Iterator[list[float]]:
-        """Yield raw log-probabilities of token_ids[1:], chunk by chunk, from a fresh pass with its own cache."""
+    def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> Iterator[list[float]]:
+        """Yield log-probabilities of token_ids[1:] at a temperature, chunk by chunk, from a pass with its own cache."""
         ids = list(token_ids)
         kv = self.new_kv(len(ids))
         for start in range(0, len(ids) - 1, _SCORED_CHUNK):
             targets = ids[start + 1 : start + 1 + _SCORED_CHUNK]
             with torch.inference_mode():
                 logits = self.extend(kv, ids[start : start + len(targets)], start, all_logits=True)
-                yield torch.log_softmax(logits, dim=-1).gather(1, torch.tensor(targets)[:, None])[:, 0].tolist()
+                logprobs = torch.log_softmax(logits / temperature, dim=-1)
+                yield logprobs.gather(1, torch.tensor(targets)[:, None])[:, 0].tolist()
 
     def load_weights(self, source: Mapping[str, torch.Tensor] | Path) -> None:
         """Copy new weights over the old ones. All names and shapes are checked before anything changes."""

@@ -35,6 +35,7 @@ def resolve(sampling: Sampling, defaults: Mapping[str, Any], vocab_size: int, ro
     """
     temperature = _first(sampling.temperature, defaults.get("temperature"), 1.0)
     top_p = _first(sampling.top_p, defaults.get("top_p"), 1.0)
+    repetition = _first(sampling.repetition_penalty, defaults.get("repetition_penalty"), 1.0)
     top_k = _first(sampling.top_k, defaults.get("top_k"), 0)
     min_p = _first(sampling.min_p, defaults.get("min_p"), 0.0)
     _check(sampling.n >= 1, "n", "must be at least 1")
@@ -42,13 +43,17 @@ def resolve(sampling: Sampling, defaults: Mapping[str, Any], vocab_size: int, ro
     _check(0.0 < top_p <= 1.0, "top_p", "must be above 0 and at most 1")
     _check(top_k >= -1, "top_k", "must be 0 or -1 (off), or more")
     _check(0.0 <= min_p <= 1.0, "min_p", "must be between 0 and 1")
+    _check(repetition > 0.0, "repetition_penalty", "must be above 0")
     _check(0 <= sampling.top_logprobs <= MAX_TOP_LOGPROBS, "top_logprobs", f"must be 0..{MAX_TOP_LOGPROBS}")
     _check(sampling.max_tokens is None or sampling.max_tokens >= 1, "max_tokens", "must be at least 1")
     biased = sampling.logit_bias or {}
     _check(all(map(str.isdecimal, biased)), "logit_bias", "must have token ids as keys")
     _check(all(int(token) < vocab_size for token in biased), "logit_bias", f"has ids outside 0..{vocab_size - 1}")
     max_tokens = min(_first(sampling.max_tokens, defaults.get("max_new_tokens"), room), room)
-    return replace(sampling, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p), max_tokens
+    resolved = replace(
+        sampling, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, repetition_penalty=repetition
+    )
+    return resolved, max_tokens
 
 
 def _check(valid: bool, name: str, rule: str) -> None:
@@ -64,7 +69,14 @@ def _first(*values: Any) -> Any:
 class SequenceSampler:
     """Sampling state of one choice: its settings (resolved), random generator, token counts and grammar."""
 
-    def __init__(self, sampling: Sampling, seed: int, vocab_size: int, grammar: GrammarMask | None = None) -> None:
+    def __init__(
+        self,
+        sampling: Sampling,
+        seed: int,
+        vocab_size: int,
+        grammar: GrammarMask | None = None,
+        prompt: Sequence[int] = (),
+    ) -> None:
         self.grammar = grammar
         self.greedy = sampling.temperature is not None and sampling.temperature < GREEDY_BELOW
         self.top_logprobs = sampling.top_logprobs
@@ -72,6 +84,12 @@ class SequenceSampler:
         self._presence = sampling.presence_penalty or 0.0
         self._frequency = sampling.frequency_penalty or 0.0
         self._counts = torch.zeros(vocab_size) if self._presence or self._frequency else None
+        self._repetition = sampling.repetition_penalty or 1.0
+        self._seen: torch.Tensor | None = None
+        """bool [V]: tokens of the prompt and of the answer so far; None without a repetition penalty."""
+        if self._repetition != 1.0:
+            self._seen = torch.zeros(vocab_size, dtype=torch.bool)
+            self._seen[list(prompt)] = True
         self._bias: torch.Tensor | None = None
         if sampling.logit_bias:
             self._bias = torch.zeros(vocab_size)
@@ -83,6 +101,9 @@ class SequenceSampler:
         """Return the logits [V] of the distribution to sample from."""
         if self._bias is not None:
             logits = logits + self._bias
+        if self._seen is not None:
+            penalised = torch.where(logits > 0, logits / self._repetition, logits * self._repetition)
+            logits = torch.where(self._seen, penalised, logits)
         if self._counts is not None:
             logits = logits - self._frequency * self._counts - self._presence * (self._counts > 0)
         if self.grammar is not None:
@@ -94,6 +115,8 @@ class SequenceSampler:
     def accept(self, token_id: int) -> None:
         if self._counts is not None:
             self._counts[token_id] += 1
+        if self._seen is not None:
+            self._seen[token_id] = True
         if self.grammar is not None:
             self.grammar.accept(token_id)
 

@@ -14,9 +14,10 @@ from typing import Any
 from jinja2.exceptions import TemplateError
 
 from polar_proxy.engines.base import uses_tools
+from polar_proxy.engines.chat_template import template_message
 from polar_proxy.engines.hermes import CALL, END_CALL, END_THINK, THINK, Reasoning, possible_start
 from polar_proxy.errors import RequestError
-from polar_proxy.types import ChatRequest, Json, Message
+from polar_proxy.types import ChatRequest, Json
 
 _SHOWN = (THINK, END_THINK, CALL, END_CALL)
 """Tokens that some tokenizers mark as special, but whose text the answer parser needs."""
@@ -75,41 +76,6 @@ class ChatTokenizer:
         if self._template is None or THINK not in self._template:
             return "off"
         return "open" if prompt.rstrip().endswith(THINK) else "tags"
-
-
-def template_message(message: Message) -> Json:
-    """Return a message as templates expect it: content as one string, tool-call arguments as an object."""
-    out = message.to_openai()
-    out["content"] = flat_text(message.content)
-    if message.reasoning is not None:
-        out["reasoning"] = message.reasoning
-    for call in out.get("tool_calls", ()):
-        call["function"]["arguments"] = _arguments(call["function"]["arguments"])
-    return out
-
-
-def _arguments(text: str) -> Any:
-    """Parse a tool call's arguments. Text that is not JSON stays text, as a model may have written such arguments."""
-    try:
-        return json.loads(text.strip() or "{}")
-    except json.JSONDecodeError:
-        return text
-
-
-def flat_text(content: str | list[Json] | None) -> str:
-    """Join content parts with line breaks, as vLLM does. Raises RequestError for anything but text."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    texts: list[str] = []
-    for part in content:
-        kind = part.get("type", "text")
-        text = part.get("text", part.get("refusal"))
-        if kind not in ("text", "input_text", "output_text", "refusal") or not isinstance(text, str):
-            raise RequestError(
-                f"This model reads text only, not a content part of type {kind!r}.", param="messages", code="no_images"
-            )
-        texts.append(text)
-    return "\n".join(texts)
 
 
 class TokenDecoder:

@@ -5,9 +5,13 @@ server when the engine was entered (`parser_proof.py`): on a set of answers it a
 
 * `HermesAnswerParser`: Polar's own parser, which follows the text as it arrives. A tool call is reported when it is
   complete; a cut or malformed one is reported as text.
+* `ProcessAnswerParser`: vLLM's own parsers in a side process (`parser_process.py`). They parse each token as the chat
+  route does.
 * `DerenderAnswerParser`: the server's own parser at `/v1/chat/completions/derender` (vLLM with `--enable-scale-out`).
-  The server parses the answer from its beginning at each request, so the requests are sent at growing intervals. All of
-  them together parse an answer about eight times, and the text lags behind by an eighth.
+  A whole answer is parsed in one request. For a stream, the server parses the answer from its beginning at each
+  request, so the requests are sent at growing intervals: all of them together parse an answer about eight times, and
+  the text lags behind by an eighth. Some of vLLM's parsers lose a call that arrives in one piece; a stream of such a
+  server is parsed as a whole at its end.
 
 Invariant: ids, log-probabilities and their order are those of the events given; only text, reasoning, tool calls and
 the finish reason change.
@@ -16,14 +20,24 @@ the finish reason change.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Literal
 
 from polar_proxy.engines.base import CannotContinueError, uses_tools
 from polar_proxy.engines.hermes import HermesParser, Reasoning
 from polar_proxy.engines.openai_stream import tool_delta
 from polar_proxy.engines.vllm.client import DERENDER, VllmClient, chat_body
+from polar_proxy.engines.vllm.parser_process import ParsedStream, ParserProcess, Parsers
 from polar_proxy.errors import EngineError
-from polar_proxy.types import ChatRequest, Json, Message, SampleEvent, Sampling, TokenIds
+from polar_proxy.types import (
+    ChatRequest,
+    Json,
+    Message,
+    SampleEvent,
+    Sampling,
+    TokenIds,
+    ToolCall,
+    ToolDelta,
+)
 
 _DERENDER_INTERVAL = 8
 """The server's parser is asked when at least this many tokens, and at least an eighth of the answer, are new."""
@@ -36,7 +50,7 @@ PromptTail = Literal["open", "closed", "none"]
 class ParserConfig:
     """How answers of a server are parsed under one set of template options."""
 
-    kind: Literal["hermes", "derender"]
+    kind: Literal["hermes", "process", "derender", "derender_whole"]
     reasoning: Reasoning
     """Used by the Hermes parser only."""
     tools: bool
@@ -45,47 +59,116 @@ class ParserConfig:
     special_with_tools: bool
     """Whether chats of the server show special tokens, for requests without and with tools."""
     tail: PromptTail
-    """The tail of the prompts with which this configuration was verified."""
+    """The tail of the prompts with which this configuration was verified. Used by the Hermes parser only: the others
+    see the prompt."""
+    parsers: Parsers = (None, None)
+    """Used by the side process only."""
 
     def shows_special(self, request: ChatRequest) -> bool:
         return self.special_with_tools if uses_tools(request) else self.special_without_tools
 
 
-class AnswerParser(Protocol):
+class AnswerParser:
     """Parser of one answer (all choices of one call)."""
+
+    constrained = False
+    """The answer is sampled under a grammar that belongs to the server's parser."""
+
+    async def open(self, body: Json) -> Json:
+        """Prepare to parse, and return the body of the completion request as this parser needs it."""
+        return body
 
     async def parse(self, event: SampleEvent) -> SampleEvent:
         """Return the event with its raw text parsed."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Forget the answer. May be called more than once."""
 
 
 def make_answer_parser(
-    client: VllmClient, request: ChatRequest, prompt: TokenIds, config: ParserConfig
+    client: VllmClient, request: ChatRequest, prompt: TokenIds, config: ParserConfig, process: ParserProcess | None
 ) -> AnswerParser:
     """Return the parser of one call's answer. Raises CannotContinueError if the answer cannot be parsed."""
     if uses_tools(request) and not config.tools:
         raise CannotContinueError("the server parses no tool calls. Start vLLM with --enable-auto-tool-choice.")
     if config.kind == "hermes":
         return HermesAnswerParser(request, config)
+    if config.kind == "process":
+        assert process is not None
+        return ProcessAnswerParser(process, config.parsers, parser_request(client.model, request), prompt)
     if request.sampling.stop:
-        raise CannotContinueError("the server's parser reads whole tokens, so it would show text after a stop string.")
-    return DerenderAnswerParser(client, request, prompt)
+        raise CannotContinueError(
+            "the server's parser reads whole tokens, so the text might continue after a stop string."
+        )
+    return DerenderAnswerParser(client, request, prompt, config)
 
 
-class HermesAnswerParser:
+def parser_request(model: str, request: ChatRequest) -> Json:
+    """Return a short chat request that vLLM parses the answer to as it does for `request`.
+
+    Of the conversation only the number of tool calls matters, because some parsers number the calls of a conversation.
+    """
+    earlier = sum(len(message.tool_calls) for message in request.messages)
+    messages = [Message("user", "")]
+    if earlier:
+        messages.append(Message("assistant", "", tool_calls=(ToolCall("polarcal1", "look", "{}"),) * earlier))
+    plain = replace(request, messages=tuple(messages), sampling=Sampling(stop=request.sampling.stop))
+    return {"model": model, **chat_body(plain, stream=True)}
+
+
+class HermesAnswerParser(AnswerParser):
     def __init__(self, request: ChatRequest, config: ParserConfig) -> None:
         self._tools = uses_tools(request)
-        self._one_call = request.parallel_tool_calls is False
+        self._special = config.shows_special(request)
         self._reasoning = config.reasoning
         self._parsers: dict[int, HermesParser] = {}
+
+    async def open(self, body: Json) -> Json:
+        return {**body, "skip_special_tokens": not self._special}
 
     async def parse(self, event: SampleEvent) -> SampleEvent:
         parser = self._parsers.get(event.index)
         if parser is None:
             parser = self._parsers[event.index] = HermesParser(tools=self._tools, reasoning=self._reasoning)
-        parsed = parser.parse(event)
-        if self._one_call and parsed.tool_calls:  # like the chat route, which drops the others
-            return replace(parsed, tool_calls=tuple(call for call in parsed.tool_calls if call.index == 0))
-        return parsed
+        return parser.parse(event)
+
+
+class ProcessAnswerParser(AnswerParser):
+    def __init__(self, process: ParserProcess, parsers: Parsers, request: Json, prompt: TokenIds) -> None:
+        self._process = process
+        self._parsers = parsers
+        self._request = request
+        self._prompt = prompt
+        self._stream: ParsedStream | None = None
+
+    async def open(self, body: Json) -> Json:
+        """Begin the answer. The completion is sampled under the grammar under which the chat route samples."""
+        self._stream = await self._process.open(self._parsers, self._request, self._prompt.tolist())
+        sampling = self._stream.sampling
+        body = {**body, "skip_special_tokens": not sampling["special"]}
+        if sampling["constraint"] is not None:
+            self.constrained = True
+            body["structured_outputs"] = sampling["constraint"]
+        return body
+
+    async def parse(self, event: SampleEvent) -> SampleEvent:
+        assert self._stream is not None
+        parsed = await self._stream.feed(event.index, event.token_ids, event.finish_reason)
+        return replace(
+            event,
+            text=parsed["text"],
+            reasoning=parsed["reasoning"],
+            tool_calls=tuple(
+                ToolDelta(call["index"], call["id"], call["name"], call["arguments"]) for call in parsed["calls"]
+            ),
+            finish_reason=parsed["finish"],
+        )
+
+    def close(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
 
 
 @dataclass(slots=True)
@@ -97,41 +180,64 @@ class _DerenderState:
     server_state: Json | None = None
 
 
-class DerenderAnswerParser:
-    def __init__(self, client: VllmClient, request: ChatRequest, prompt: TokenIds) -> None:
+class DerenderAnswerParser(AnswerParser):
+    def __init__(self, client: VllmClient, request: ChatRequest, prompt: TokenIds, config: ParserConfig) -> None:
         self._client = client
-        plain = replace(request, messages=(Message("user", ""),), sampling=Sampling())
-        self._body: Json = {
-            "stream": True,
-            "prompt_token_ids": prompt.tolist(),
-            "chat_request": {"model": client.model, **chat_body(plain, stream=True)},
-        }
+        self._whole = config.kind == "derender_whole"
+        self._special = config.shows_special(request)
+        self._prompt = prompt
+        self._request = parser_request(client.model, request)
         self._choices: dict[int, _DerenderState] = {}
+
+    async def open(self, body: Json) -> Json:
+        return {**body, "skip_special_tokens": not self._special}
 
     async def parse(self, event: SampleEvent) -> SampleEvent:
         choice = self._choices.setdefault(event.index, _DerenderState([]))
         choice.pending += event.token_ids
         choice.count += len(event.token_ids)
         finish = event.finish_reason
-        if finish is None and len(choice.pending) < max(_DERENDER_INTERVAL, choice.count // _DERENDER_INTERVAL):
+        waits = self._whole or len(choice.pending) < max(_DERENDER_INTERVAL, choice.count // _DERENDER_INTERVAL)
+        if finish is None and waits:
             return replace(event, text="")
         if finish == "stop":
             del choice.pending[-1:]  # the end-of-turn token has no text
-        parsed = await self._derender(choice, event.index, finish)
+        is_whole = finish is not None and choice.server_state is None
+        delta, finish = await (
+            self._derender_whole(choice, finish) if is_whole else self._derender(choice, event.index, finish)
+        )
         choice.pending = []
-        delta = parsed.get("delta") or {}
+        calls = tuple(tool_delta(call, place) for place, call in enumerate(delta.get("tool_calls") or ()))
         return replace(
             event,
             text=delta.get("content") or "",
             reasoning=delta.get("reasoning") or delta.get("reasoning_content") or "",
-            tool_calls=tuple(tool_delta(call, 0) for call in delta.get("tool_calls") or ()),
-            finish_reason=parsed.get("finish_reason") if finish is not None else None,
+            tool_calls=calls,
+            finish_reason=finish if event.finish_reason is not None else None,
         )
 
-    async def _derender(self, choice: _DerenderState, index: int, finish: str | None) -> Json:
+    async def _derender_whole(self, choice: _DerenderState, finish: str | None) -> tuple[Json, str | None]:
+        """Return the message of a whole answer, and its finish reason."""
+        if not choice.pending:
+            return {}, finish
+        sampled = {"index": 0, "token_ids": choice.pending, "finish_reason": finish}
+        prompt = self._prompt.tolist()
+        generated = {"request_id": "polar", "choices": [sampled], "prompt_token_ids": prompt}
+        body = {"stream": False, "generate_response": generated, "prompt_token_ids": prompt}
+        answer = await self._client.json("POST", DERENDER, {**body, "chat_request": {**self._request, "stream": False}})
+        try:
+            message: Json = answer["choices"][0]["message"]
+        except (KeyError, TypeError, IndexError) as error:
+            raise EngineError(f"{self._client.name} parsed an answer into an unknown shape: {error!r}.") from error
+        return message, "tool_calls" if finish == "stop" and message.get("tool_calls") else finish
+
+    async def _derender(self, choice: _DerenderState, index: int, finish: str | None) -> tuple[Json, str | None]:
+        """Return what the tokens that are pending add to the message, and the finish reason."""
         chunk = {"index": index, "token_ids": choice.pending, "finish_reason": finish}
         body = {
-            **self._body,
+            "stream": True,
+            "prompt_token_ids": self._prompt.tolist(),
+            "chat_request": self._request,
             "generate_chunk": {"request_id": "polar", "choices": [chunk]},
             "stream_state": choice.server_state,
         }
@@ -141,4 +247,6 @@ class DerenderAnswerParser:
             choices: list[Json] = answer["chunk"]["choices"]
         except (KeyError, TypeError) as error:
             raise EngineError(f"{self._client.name} parsed an answer into an unknown shape: {error!r}.") from error
-        return choices[0] if choices else {"finish_reason": finish}
+        if not choices:
+            return {}, finish
+        return choices[0].get("delta") or {}, choices[0].get("finish_reason")

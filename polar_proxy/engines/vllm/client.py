@@ -6,7 +6,7 @@ import asyncio
 import re
 from collections.abc import Awaitable, Iterable, Sequence
 from dataclasses import replace
-from math import nan
+from math import exp, log, nan
 from statistics import fmean
 from typing import Any, TypeVar
 
@@ -40,7 +40,14 @@ _SAMPLING = (
     "seed",
     "presence_penalty",
     "frequency_penalty",
+    "repetition_penalty",
 )
+
+_ALTERNATIVES = 20
+"""Most likely tokens that a server gives for each position of a prompt, unless it was started with another limit."""
+_LARGEST_VOCABULARY = 1 << 20
+_UNCERTAINTY = 1e-3
+"""Nats."""
 
 _KV_USAGE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
 """A share from 0 to 1, despite the name; versions before 0.10 use the second name."""
@@ -57,8 +64,11 @@ class VllmClient(OpenAIClient):
         super().__init__(url, api_key)
         self.model = model or ""
 
-    async def send(self, method: str, path: str, body: Json | None = None) -> HttpResponse:
-        return await super().send(method, path, None if body is None else {"model": self.model, **body})
+    async def send(
+        self, method: str, path: str, body: Json | None = None, *, samples: bool = False, large: bool = False
+    ) -> HttpResponse:
+        body = None if body is None else {"model": self.model, **body}
+        return await super().send(method, path, body, samples=samples, large=large)
 
     async def chat(self, body: Json) -> Json:
         answer = await self.json("POST", CHAT, body)
@@ -85,9 +95,14 @@ class VllmClient(OpenAIClient):
         body = {"tokens": [int(token) for token in token_ids]}
         return str(self.field(await self.json("POST", "/detokenize", body), "prompt"))
 
-    async def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Return the log-probabilities of token_ids[1:]. The server samples one extra token."""
-        body = {"prompt": list(token_ids), "max_tokens": 1, "prompt_logprobs": 0, "temperature": 0}
+    async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]:
+        """Return the log-probabilities of token_ids[1:]. The server samples one extra token.
+
+        A server gives those of a prompt at temperature 1 only. At another temperature they are computed from the most
+        likely tokens of each position (`at_temperature`).
+        """
+        alternatives = 0 if temperature == 1.0 else _ALTERNATIVES
+        body = {"prompt": list(token_ids), "max_tokens": 1, "prompt_logprobs": alternatives, "temperature": 0}
         answer = await self.json("POST", COMPLETIONS, body)
         rows = answer["choices"][0].get("prompt_logprobs") if answer.get("choices") else None
         if not rows or len(rows) != len(token_ids):
@@ -97,7 +112,13 @@ class VllmClient(OpenAIClient):
             entry = (row or {}).get(str(token))
             if entry is None:
                 raise EngineError(f"{self.name} returned no log-probability for token {token} of a prompt.")
-            out.append(entry["logprob"] if entry["logprob"] > MISSING_BELOW else nan)
+            if entry["logprob"] <= MISSING_BELOW:
+                out.append(nan)
+            elif temperature == 1.0:
+                out.append(entry["logprob"])
+            else:
+                known = [other["logprob"] for other in row.values() if other["logprob"] > MISSING_BELOW]
+                out.append(at_temperature(entry["logprob"], known, temperature))
         return out
 
     async def weight_version(self) -> str:
@@ -199,6 +220,25 @@ class TokenTexts:
         self._table.update(zip(token_ids, texts, strict=True))
 
 
+def at_temperature(logprob: float, known: Sequence[float], temperature: float) -> float:
+    """Return the log-probability of a token at a temperature, from log-probabilities at temperature 1.
+
+    `known`: those of the most likely tokens and of the token itself. With a = 1 / T the result is
+    a log p - log sum_v p_v^a. Each unknown token is at most as likely as the least likely of the most likely ones,
+    which bounds the rest of the sum. NaN if the bounds leave the result open by more than 0.001 nats.
+    """
+    power = 1.0 / temperature
+    probabilities = [exp(value) for value in known]
+    total = sum(value**power for value in probabilities)
+    rest = max(0.0, 1.0 - sum(probabilities))
+    cutoff = sorted(probabilities, reverse=True)[min(_ALTERNATIVES, len(probabilities)) - 1]
+    bounds = [0.0, rest * cutoff ** (power - 1.0)]
+    if power < 1.0:
+        bounds = [bounds[1], _LARGEST_VOCABULARY ** (1.0 - power) * rest**power]
+    low, high = (log(total + bound) for bound in bounds)
+    return power * logprob - (low + high) / 2 if high - low <= _UNCERTAINTY else nan
+
+
 # The bodies of requests, without the model's name
 
 
@@ -206,7 +246,8 @@ def chat_body(request: ChatRequest, *, stream: bool) -> Json:
     """Return the body for `/v1/chat/completions`.
 
     `response_format` is left out while the model may call tools (see `enforced_format`), because vLLM's grammar would
-    constrain the whole answer and forbid tool calls.
+    constrain the whole answer and forbid tool calls. `parallel_tool_calls` is left out, because vLLM would hide calls
+    that were sampled, or sample under a grammar: the gateway limits the calls (`one_call.py`).
     """
     body = _sampling_body(request.sampling, stream) | _conversation(request)
     body["logprobs"] = True
@@ -214,8 +255,6 @@ def chat_body(request: ChatRequest, *, stream: bool) -> Json:
         body["top_logprobs"] = request.sampling.top_logprobs
     if request.tools and request.tool_choice is not None:
         body["tool_choice"] = request.tool_choice
-    if request.tools and request.parallel_tool_calls is not None:
-        body["parallel_tool_calls"] = request.parallel_tool_calls
     if (form := enforced_format(request)) is not None:
         body["response_format"] = form
     return body
@@ -270,13 +309,11 @@ def text_body(request: TextRequest, *, stream: bool) -> Json:
     return body
 
 
-def exact_body(
-    request: ChatRequest, prompt: TokenIds, context_length: int, *, stream: bool, show_special: bool
-) -> Json:
+def exact_body(request: ChatRequest, prompt: TokenIds, context_length: int, *, stream: bool) -> Json:
     """Return the body for `/v1/completions` that samples the answer to a chat from exactly these prompt ids.
 
     The body always has `max_tokens`, because without it a completion ends after 16 tokens, but a chat only at the end
-    of the context. `show_special` keeps special tokens in the answer's text, except for the one at which it ends.
+    of the context.
     """
     room = context_length - prompt.size
     if room < 1:
@@ -288,8 +325,6 @@ def exact_body(
     sampling = replace(request.sampling, max_tokens=room if wanted is None else min(wanted, room))
     body = text_body(TextRequest(request.model, (), sampling), stream=stream)
     body["prompt"] = prompt.tolist()
-    if show_special:
-        body["skip_special_tokens"] = False
     return body
 
 

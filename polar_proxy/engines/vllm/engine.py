@@ -15,14 +15,18 @@ must not depend on whether the agent streams.
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from types import TracebackType
 
 from polar_proxy.engines.base import CannotContinueError, EngineLoad, ExactPrompt, is_constrained
+from polar_proxy.engines.chat_template import ModelFiles, find_model_folder
 from polar_proxy.engines.http_client import HttpResponse
-from polar_proxy.engines.openai_client import ServerEngine
+from polar_proxy.engines.openai_client import ServerEngine, not_open
 from polar_proxy.engines.openai_stream import ChunkDecoder
 from polar_proxy.engines.vllm.answer_parser import AnswerParser, make_answer_parser
 from polar_proxy.engines.vllm.client import (
@@ -35,10 +39,14 @@ from polar_proxy.engines.vllm.client import (
     render_body,
     text_body,
 )
+from polar_proxy.engines.vllm.local_rendering import LocalRenderer
+from polar_proxy.engines.vllm.parser_process import find_vllm_python, read_parsers
 from polar_proxy.engines.vllm.parser_proof import ParserProofs
 from polar_proxy.engines.vllm.probe import ServerProbe, VerifiedServer
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.types import ChatRequest, EngineInfo, EngineRequest, Json, SampleEvent, Sampling, TokenIds
+
+log = logging.getLogger(__name__)
 
 WEIGHT_VERSION_SECONDS = 1.0
 """Seconds for which a policy version is used without asking the server again."""
@@ -49,8 +57,10 @@ class VllmPrompt(ExactPrompt):
     """Accepted prompt ids of one call, with the parser of its answer."""
 
     parser: AnswerParser
-    show_special: bool
-    """The answer's raw text has to show special tokens."""
+
+    @property
+    def constrained(self) -> bool:
+        return self.parser.constrained
 
 
 class VllmEngine(ServerEngine):
@@ -61,20 +71,69 @@ class VllmEngine(ServerEngine):
     """
 
     client: VllmClient
-    _server: VerifiedServer
+    _verified: VerifiedServer | None = None
+    _local: LocalRenderer | None = None
 
-    def __init__(self, url: str, *, model: str | None = None, api_key: str | None = None) -> None:
-        """`model` may be left out if the server serves one model. `api_key` is sent as a bearer token."""
+    def __init__(
+        self,
+        url: str,
+        *,
+        model: str | None = None,
+        api_key: str | None = None,
+        model_folder: str | None = None,
+        vllm_python: str | None = None,
+        vllm_parsers: str | None = None,
+    ) -> None:
+        """`model` may be left out if the server serves one model. `api_key` is sent as a bearer token.
+        `model_folder` has the model's files, if the server's own folder is on another machine. `vllm_python` is the
+        Python of an environment with vLLM, by default that of the `vllm` command. `vllm_parsers` names the server's
+        parsers as TOOL/REASONING."""
         self.client = VllmClient(url, api_key, model=model)
+        self._vllm_python = find_vllm_python(vllm_python)
+        self._parsers = read_parsers(vllm_parsers)
+        self._model_folder = model_folder
         self._weight_version: str | None = None
         self._weight_version_at = self._weights_changed_at = 0.0
 
     async def _connect(self) -> EngineInfo:
-        self._server = await ServerProbe(self.client).run()
+        self._verified = await ServerProbe(self.client, self._vllm_python, self._parsers, self._model_folder).run()
         self._weight_version = self._server.weight_version
         self._weight_version_at = time.monotonic()
+        await self._find_local_renderer()
         self._texts = TokenTexts(self.client, separator=next(iter(self._server.info.eos_token_ids), None))
         return self._server.info
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._local is not None:
+            self._local.close()
+        if self._verified is not None and isinstance(parsers := self._verified.parsers, ParserProofs):
+            await parsers.close()
+        await super().__aexit__(kind, error, trace)
+
+    async def _find_local_renderer(self) -> None:
+        """Render in this process if it can read the model's folder and that gives the server's ids."""
+        if not self._server.tokenize_renders or "continue" not in self._server.info.capabilities:
+            return
+        folder = await asyncio.to_thread(find_model_folder, self._server.model_path)
+        if folder is None:
+            log.warning(
+                "the model's folder %s is not on this machine, so the server renders each conversation several times. "
+                "Name a copy of its configuration, tokenizer and chat template by the setting engine.model_folder",
+                self._server.model_path,
+            )
+        files = await asyncio.to_thread(ModelFiles.load, folder) if folder is not None else None
+        self._local = await LocalRenderer.find(files, self.render) if files is not None else None
+        if self._local is not None:
+            stops = dict.fromkeys((*self._server.info.eos_token_ids, *self._local.stop_ids))
+            self._verified = replace(self._server, info=replace(self._server.info, eos_token_ids=tuple(stops)))
+
+    @property
+    def _server(self) -> VerifiedServer:
+        if self._verified is None:
+            raise not_open()
+        return self._verified
 
     @property
     def continue_problem(self) -> str | None:
@@ -87,14 +146,14 @@ class VllmEngine(ServerEngine):
         Template options that are new to this engine are verified first, which takes as long as a few dozen sampled
         tokens.
         """
-        if is_constrained(request):
+        if is_constrained(request, self.info):
             raise CannotContinueError("a grammar constrains the answer, which the server supports for chats only.")
         parsers = self._server.parsers
         if not isinstance(parsers, ParserProofs):
             raise CannotContinueError(parsers.reason)
         config = await parsers.config_for(request.template_kwargs, token_ids)
-        parser = make_answer_parser(self.client, request, token_ids, config)
-        return VllmPrompt(token_ids, parser, config.shows_special(request))
+        parser = make_answer_parser(self.client, request, token_ids, config, parsers.process)
+        return VllmPrompt(token_ids, parser)
 
     async def sample(
         self, request: EngineRequest, *, stream: bool = True, prompt: ExactPrompt | None = None
@@ -104,11 +163,18 @@ class VllmEngine(ServerEngine):
         decoder = ChunkDecoder(request.sampling, self.client.name)
         if prompt is None and isinstance(request, ChatRequest):
             stream = stream or bool(request.tools)  # see the module docstring
-        response = await self._start(*self._request(request, stream, prompt))
-        async with aclosing(self.client.events(response, decoder, stream=stream)) as steps:
-            async for events in steps:
-                for event in await self._complete(events, request, prompt):
-                    yield event
+        path, body = await self.client.thread.run(request.large, self._request, request, stream, prompt)
+        try:
+            if prompt is not None:
+                body = await prompt.parser.open(body)
+            response = await self._start(path, body, large=request.large)
+            async with aclosing(self.client.events(response, decoder, stream=stream)) as steps:
+                async for events in steps:
+                    for event in await self._complete(events, request, prompt):
+                        yield event
+        finally:
+            if prompt is not None:
+                prompt.parser.close()
 
     def _request(self, request: EngineRequest, stream: bool, prompt: VllmPrompt | None) -> tuple[str, Json]:
         if not isinstance(request, ChatRequest):
@@ -116,10 +182,9 @@ class VllmEngine(ServerEngine):
         if prompt is None:
             return CHAT, chat_body(request, stream=stream)
         limit = self.info.context_length
-        body = exact_body(request, prompt.token_ids, limit, stream=stream, show_special=prompt.show_special)
-        return COMPLETIONS, body
+        return COMPLETIONS, exact_body(request, prompt.token_ids, limit, stream=stream)
 
-    async def _start(self, path: str, body: Json) -> HttpResponse:
+    async def _start(self, path: str, body: Json, *, large: bool) -> HttpResponse:
         """Send the request; if `max_tokens` exceeds the room in the context, send it without a limit.
 
         Agents request as many tokens as their own provider's largest model may write. Other servers cut this to the
@@ -128,11 +193,12 @@ class VllmEngine(ServerEngine):
         if "weight_versions" in self.info.capabilities:
             body["return_weight_versions"] = True
         try:
-            return await self.client.post(path, body)
+            return await self.client.post(path, body, large=large)
         except RequestError as error:
             if error.code != "context_length_exceeded" or "max_tokens" not in str(error) or "max_tokens" not in body:
                 raise
-        return await self.client.post(path, {key: value for key, value in body.items() if key != "max_tokens"})
+        unlimited = {key: value for key, value in body.items() if key != "max_tokens"}
+        return await self.client.post(path, unlimited, large=large)
 
     async def _complete(
         self, events: list[SampleEvent], request: EngineRequest, prompt: VllmPrompt | None
@@ -155,22 +221,38 @@ class VllmEngine(ServerEngine):
         if self._server.tokenize_renders:
             return await self.client.tokenize(render_body(request, generation=generation))
         if not generation:
-            raise RequestError(f"{self.client.name} renders conversations only with the tokens that open the answer.")
+            raise RequestError(
+                f"{self.client.name} cannot render a conversation without the tokens that open the answer."
+            )
         one_token = replace(request, sampling=Sampling(max_tokens=1), response_format=None)
         answer = await self.client.chat(chat_body(one_token, stream=False))
         return list(self.client.field(answer, "prompt_token_ids"))
 
+    async def render_texts(self, requests: Sequence[ChatRequest], *, generation: bool = True) -> list[str]:
+        """Implement `Engine.render_texts`: in this process where that was proved (`local_rendering.py`)."""
+        if self._local is not None and all(map(self._local.renders, requests)):
+            return await self._local.texts(requests, generation=generation)
+        return await super().render_texts(requests, generation=generation)
+
+    async def confirm_rendering(self, request: ChatRequest, end: Sequence[int]) -> bool:
+        if self._local is not None and self._local.renders(request):
+            return await self._local.confirm(request)
+        return await super().confirm_rendering(request, end)
+
+    async def encode(self, text: str) -> list[int]:
+        return await (self.client if self._local is None else self._local).encode(text)
+
     async def decode(self, token_ids: Sequence[int]) -> str:
         return await self.client.decode(token_ids)
 
-    async def score(self, token_ids: Sequence[int]) -> list[float]:
+    async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]:
         """Implement `Engine.score`. The server samples one extra token, so one position of the context stays free."""
         ids = [int(token) for token in token_ids]
         if len(ids) < 2:
             return []
         if "score" not in self.info.capabilities:
             raise RequestError(f"{self.client.name} does not return the log-probabilities of a prompt.")
-        return await self.client.score(ids)
+        return await self.client.score(ids, temperature)
 
     async def health(self) -> str | None:
         try:

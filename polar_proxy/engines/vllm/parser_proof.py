@@ -1,8 +1,14 @@
 """Prove that Polar parses answers as the server's own chat route does: make the server sample given texts, and compare.
 
-The texts are plain text, a tool call, two tool calls, awkward JSON, reasoning, ... The chat route's result for each is
-compared with a parser's result for the same ids. Only a parser that agreed on all of them is used to continue
-conversations from exact ids. White space around text and reasoning is not compared.
+The answers are plain text, reasoning, tool calls in the template's own form (`own_forms.py`), Hermes calls, awkward
+JSON, ... The chat route's result for each is compared with a parser's result for the same ids. Only a parser that
+agreed on all of them is used to continue conversations from exact ids. White space around text and reasoning is not
+compared.
+
+The parsers, in this order: Polar's Hermes parser; vLLM's parsers in a side process, if its package is found; the
+server's parser at `/derender`. Only the first needs certain texts to be sampled, because Polar knows nothing else of
+the server's parser. The others are vLLM's own code: for them every sampled answer counts, and a tool call in the
+template's own form, if the server can be made to sample one, must be read as a call by the chat route.
 
 How a text is forced:
 
@@ -11,7 +17,7 @@ How a text is forced:
 * Reasoning by descending biases for `<think>`, a letter and `</think>`. A repetition penalty excludes each token once
   it was sampled, so that each comes once and in this order.
 
-The ids show whether a text was really sampled. A text that was not sampled proves nothing.
+The ids show whether a text was really sampled. A text that was not sampled proves nothing about the Hermes parser.
 """
 
 from __future__ import annotations
@@ -19,16 +25,24 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, get_args
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import orjson
 
 from polar_proxy.engines.base import CannotContinueError
 from polar_proxy.engines.hermes import CALL, END_CALL, END_THINK, THINK, HermesParser, Reasoning
-from polar_proxy.engines.vllm.answer_parser import DerenderAnswerParser, ParserConfig, PromptTail
+from polar_proxy.engines.vllm.answer_parser import DerenderAnswerParser, ParserConfig, PromptTail, parser_request
 from polar_proxy.engines.vllm.client import CHAT, COMPLETIONS, DERENDER, VllmClient, unless_refused
+from polar_proxy.engines.vllm.forced_answers import (
+    ForcedAnswer,
+    ParsedAnswer,
+    matching_reasoning_mode,
+    unforced,
+)
+from polar_proxy.engines.vllm.own_forms import OwnForm, after_reasoning, call_turn, forcing, own_forms, reasoning_end
+from polar_proxy.engines.vllm.parser_process import ParserProcess, Parsers
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.types import ChatRequest, Json, SampleEvent, TokenIds
 
@@ -55,50 +69,31 @@ CALL_TEXTS = {
 TAGGED, IN_REASONING = "tagged reasoning", "a call in reasoning"
 _TAIL_TOKENS = 16
 _KEPT_CONFIGS = 32
-_REMEDY = "Start vLLM with --enable-scale-out, so that its own parser can be called."
-
-
-@dataclass(frozen=True, slots=True)
-class ParsedAnswer:
-    """The content of a parsed answer, without the white space around it. Tool calls are (name, arguments)."""
-
-    text: str
-    reasoning: str
-    calls: tuple[tuple[str, str], ...]
-    finish: str | None
-
-    @classmethod
-    def of(cls, events: Sequence[SampleEvent]) -> ParsedAnswer:
-        calls: dict[int, tuple[str, str]] = {}
-        for delta in (delta for event in events for delta in event.tool_calls):
-            name, arguments = calls.get(delta.index, ("", ""))
-            calls[delta.index] = (name + (delta.name or ""), arguments + delta.arguments)
-        return cls(
-            "".join(event.text for event in events).strip(),
-            "".join(event.reasoning for event in events).strip(),
-            tuple(calls[index] for index in sorted(calls)),
-            next((event.finish_reason for event in reversed(events) if event.finish_reason), None),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class ForcedAnswer:
-    """One answer of the server: ids without the end-of-turn token, their text, and how the chat route parsed it."""
-
-    name: str
-    wanted: str
-    ids: tuple[int, ...]
-    parsed: ParsedAnswer
-    text: str = ""
+_REMEDY = (
+    "Install vLLM on this machine and name its Python by the setting engine.vllm_python, or start vLLM with "
+    "--enable-scale-out, so that its own parser can be called."
+)
+_PIECES = 8
 
 
 class ParserProofs:
     """Parser configurations of one server. Each set of template options needs its own proof, because the options decide
     whether the model reasons. The proof is made at the first use of the set."""
 
-    def __init__(self, client: VllmClient, *, end: int, tools: bool) -> None:
-        """`end` is the end-of-turn token; `tools` says that the server accepts `tool_choice: auto`."""
+    def __init__(
+        self,
+        client: VllmClient,
+        *,
+        end: int,
+        tools: bool,
+        process: ParserProcess | None = None,
+        parsers: Parsers | None = None,
+    ) -> None:
+        """`end` is the end-of-turn token; `tools` says that the server accepts `tool_choice: auto`; `process` runs
+        vLLM's parsers, if there is one; `parsers` are the server's, if they are known."""
         self._client = client
+        self.process = process
+        self._parsers = parsers
         self._end = end
         self._tools = tools
         self._tags: dict[str, tuple[int, ...]] = {}
@@ -108,11 +103,15 @@ class ParserProofs:
     async def config_for(self, options: Mapping[str, Any], prompt: TokenIds) -> ParserConfig:
         """Return how an answer to `prompt` under these template options is parsed. Raises CannotContinueError."""
         config = await self.prove(options)
-        if (tail := self.tail(prompt)) != config.tail:
+        if config.kind == "hermes" and (tail := self.tail(prompt)) != config.tail:
             raise CannotContinueError(
                 f"the prompt leaves reasoning {tail!r}, but the template leaves it {config.tail!r}."
             )
         return config
+
+    async def close(self) -> None:
+        if self.process is not None:
+            await self.process.stop()
 
     async def prove(self, options: Mapping[str, Any]) -> ParserConfig:
         """Return how this server's answers are parsed under these template options. Raises CannotContinueError."""
@@ -146,14 +145,15 @@ class ParserProofs:
         frame = options | ({"tools": [TOOL]} if self._tools else {})
         opened, bare = await asyncio.gather(self._render(USER, True, frame), self._render(USER, False, frame))
         if opened[: len(bare)] != bare:
-            raise CannotContinueError("its template does not append what opens an answer to the prompt.")
+            raise CannotContinueError("its template does not append the tokens that open an answer to the prompt.")
         settings = [options, frame] if self._tools else [options]
         call_problem, reasons, shown = await asyncio.gather(
             self._call_form_problem(bare, frame),
             self._begins_in_reasoning(frame),
             asyncio.gather(*map(self._shows_special, settings)),
         )
-        answers, tags_show = await self._read_back(await self._force_answers(frame, reasons), opened)
+        forced = await self._force_answers(frame, reasons) + await self._force_own_forms(frame)
+        answers, tags_show = await self._read_back(forced, opened)
         # A parser needs to see the tags; apart from that, completions hide the same tokens as a chat.
         without_tools, with_tools = shown[0] or not tags_show, shown[-1] or not tags_show
         tail = self.tail(opened)
@@ -162,15 +162,27 @@ class ParserProofs:
         problem = unforced(answers, optional) or call_problem
         mode: Reasoning | None = None
         if problem is None:
-            mode, problem = matching_reasoning_mode(answers, tools=self._tools)
+            whole = [answer for answer in answers if not answer.cut]
+            mode, problem = matching_reasoning_mode(whole, tools=self._tools)
+        config = ParserConfig("hermes", mode or "off", self._tools, without_tools, with_tools, tail)
         if mode is not None:
-            return ParserConfig("hermes", mode, self._tools, without_tools, with_tools, tail)
-        if (other := await self._derender_problem(answers, frame, opened)) is not None:
-            raise CannotContinueError(f"{problem} {other} {_REMEDY}")
-        return ParserConfig("derender", "off", self._tools, without_tools, with_tools, tail)
+            return config
+        own = [answer for answer in answers if answer.own and answer.raw_finish == "stop"]
+        if own and not any(answer.parsed.calls for answer in own):
+            raise CannotContinueError(
+                f"{problem} And its chat route read no tool call in the form of its template. Start vLLM with the "
+                "--tool-call-parser of this model."
+            )
+        problems = [problem]
+        for find in (self._match_process, self._match_derender):
+            found = await find(config, answers, frame, opened)
+            if isinstance(found, ParserConfig):
+                return found
+            problems.append(found)
+        raise CannotContinueError(" ".join([*map(str, problems), _REMEDY]))
 
     def tail(self, prompt: Sequence[int] | TokenIds) -> PromptTail:
-        """Return whether the tokens after a prompt's last turn open reasoning or close it."""
+        """Return `open` or `closed` if the tokens after a prompt's last turn open or close reasoning, else `none`."""
         near = tuple(int(token) for token in prompt[-_TAIL_TOKENS:])
         near = near[_last(near, (self._end,)) + 1 :]
         places = {tag: _last(near, self._tags[tag]) for tag in (THINK, END_THINK)}
@@ -189,10 +201,9 @@ class ParserProofs:
     async def _chat(self, name: str, wanted: str, body: Json) -> ForcedAnswer:
         events = await self._sample(CHAT, {"messages": USER, "max_tokens": 200, **body})
         parsed = ParsedAnswer.of(events)
-        ids = [token for event in events for token in event.token_ids]
-        if parsed.finish != "length" and ids and ids[-1] == self._end:
-            ids.pop()
-        return ForcedAnswer(name, wanted, tuple(ids), parsed)
+        sampled = tuple(token for event in events for token in event.token_ids)
+        ends = parsed.finish != "length" and sampled[-1:] == (self._end,)
+        return ForcedAnswer(name, wanted, sampled[:-1] if ends else sampled, parsed, sampled=sampled)
 
     def _bias(self, **biases: float) -> Json:
         """Return logit biases for the tags and the letter. Those of more than one token are left out."""
@@ -238,6 +249,36 @@ class ParserProofs:
             requests.append(force(TAGGED, f"{thought}{PLAIN}", plain))
         return [answer for answer in await asyncio.gather(*requests) if answer is not None]
 
+    async def _force_own_forms(self, frame: Json) -> list[ForcedAnswer]:
+        if not self._tools:
+            return []
+
+        async def render(messages: list[Json], generation: bool) -> list[int]:
+            return await self._render(messages, generation, frame)
+
+        forms, end = await asyncio.gather(own_forms(render, USER, self._end), reasoning_end(self._client, render, USER))
+        out = []
+        for form in forms:
+            # The last token may be one at which the server stops, and such a token cannot be forced.
+            for each in (form, replace(form, ids=form.ids[:-1])):
+                answer = await unless_refused(self._chat(form.name, "", frame | forcing(each, end)))
+                if answer is not None:
+                    wanted = after_reasoning(each.ids, end)
+                    out.append(replace(answer, own=_last(answer.sampled, wanted) >= 0, cut=form.cut))
+                    break
+        return out
+
+    async def _force_tags(self, tags: Sequence[tuple[str, str]], frame: Json) -> list[ForcedAnswer]:
+        """Return answers with a letter between the tags of each reasoning parser, as far as they could be sampled."""
+        out = []
+        for start, end in tags:
+            ids = tuple(await self._client.encode(f"{start}{LETTER}{end}{PLAIN}"))
+            form = OwnForm(f"a letter between {start} and {end}", ids, ())
+            answer = await unless_refused(self._chat(form.name, "", frame | forcing(form, None)))
+            if answer is not None and _last(answer.sampled, ids) >= 0:
+                out.append(answer)
+        return out
+
     async def _read_back(self, answers: list[ForcedAnswer], opened: list[int]) -> tuple[list[ForcedAnswer], bool]:
         """Return the answers with their texts, and whether completions show the tags by default.
 
@@ -262,16 +303,14 @@ class ParserProofs:
         return read, texts[1] == "".join(event.text for event in plain)
 
     async def _call_form_problem(self, bare: list[int], frame: Json) -> str | None:
-        """Return a problem if the Hermes parser cannot read a tool call as the chat template writes it.
+        """Return why the Hermes parser cannot read tool calls as the chat template writes them, or None.
 
-        The model writes it so too. None if it can, or if the server takes no tools. `bare`: the rendered tokens before
-        the assistant turn with the tool call.
+        The model writes them as its template does. `bare`: the rendered tokens before the assistant turn with the tool
+        call.
         """
         if not self._tools:
             return None
-        call = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": '{"path": "a"}'}}
-        turn = {"role": "assistant", "content": "", "tool_calls": [call]}
-        whole = await self._render([*USER, turn], False, frame)
+        whole = await self._render([*USER, call_turn([{"path": "a"}])], False, frame)
         written = await self._client.decode(whole[len(bare) :])
         parsed = HermesParser(tools=True).parse(SampleEvent(text=written))
         found = [(call.name, _parse_json(call.arguments)) for call in parsed.tool_calls]
@@ -279,57 +318,60 @@ class ParserProofs:
             return None
         return "The template writes tool calls in another form than Hermes'."
 
-    async def _derender_problem(self, answers: list[ForcedAnswer], frame: Json, opened: list[int]) -> str | None:
-        """Return how `DERENDER` parses these answers differently from the chat route; None if it does not."""
-        request = ChatRequest(
-            "", (), tools=tuple(frame.get("tools", ())), template_kwargs=frame.get("chat_template_kwargs", {})
-        )
+    async def _match_process(
+        self, config: ParserConfig, answers: list[ForcedAnswer], frame: Json, opened: list[int]
+    ) -> ParserConfig | str:
+        """Return the configuration with those of vLLM's parsers that parse these answers as the chat route does, or
+        why there is none."""
+        if self.process is None:
+            return "vLLM's package was not found on this machine."
+        request = parser_request(self._client.model, _request(frame))
+        try:
+            await self.process.ensure_started()
+            tagged = await self._force_tags(self.process.reasoning_tags, frame)
+            samples = [answer.to_sample() for answer in (*answers, *tagged)]
+            found = await self.process.match(request, opened, samples, self._parsers)
+        except EngineError as error:
+            return str(error)
+        if not found:
+            return f"None of the parsers of vLLM {self.process.version} parses its answers as its chat route does."
+        if len(found) > 1:
+            names = ", ".join(f"{tool or ''}/{reasoning or ''}" for tool, reasoning in found[:6])
+            return (
+                f"Several of vLLM's parsers parse the sampled answers as its chat route does ({names}). Name the "
+                "server's own by the setting engine.vllm_parsers, as TOOL/REASONING."
+            )
+        return replace(config, kind="process", parsers=found[0])
+
+    async def _match_derender(
+        self, config: ParserConfig, answers: list[ForcedAnswer], frame: Json, opened: list[int]
+    ) -> ParserConfig | str:
+        """Return the configuration in which `DERENDER` parses these answers as the chat route does, or why there is
+        none."""
         prompt = np.array(opened, dtype=np.int32)
 
-        async def derender(answer: ForcedAnswer) -> ParsedAnswer:
-            parser = DerenderAnswerParser(self._client, request, prompt)
-            finish = "length" if answer.parsed.finish == "length" else "stop"
-            ids = answer.ids if finish == "length" else (*answer.ids, self._end)
-            half = len(ids) // 2
-            halves = [SampleEvent(token_ids=ids[:half]), SampleEvent(token_ids=ids[half:], finish_reason=finish)]
-            return ParsedAnswer.of([await parser.parse(event) for event in halves])
+        async def derender(answer: ForcedAnswer, config: ParserConfig) -> ParsedAnswer:
+            parser = DerenderAnswerParser(self._client, _request(frame), prompt, config)
+            pieces = [answer.sampled[at : at + _PIECES] for at in range(0, len(answer.sampled), _PIECES)]
+            events = [SampleEvent(token_ids=piece) for piece in pieces]
+            events[-1] = replace(events[-1], finish_reason=answer.raw_finish)
+            return ParsedAnswer.of([await parser.parse(event) for event in events])
 
-        first = await unless_refused(derender(answers[0]))
-        if first is None:
+        answers = [answer for answer in answers if not answer.cut]
+        pieces, whole = replace(config, kind="derender"), replace(config, kind="derender_whole")
+        if await unless_refused(derender(answers[0], whole)) is None:
             return f"The server does not offer {DERENDER}."
-        others = await asyncio.gather(*map(derender, answers[1:]))
-        for answer, derendered in zip(answers, [first, *others], strict=True):
-            if derendered != answer.parsed:
+        for answer in answers:
+            if await derender(answer, whole) != answer.parsed:
                 return f"And {DERENDER} parses {answer.name} otherwise than its chat route."
-        return None
+        parsed = await asyncio.gather(*(unless_refused(derender(answer, pieces)) for answer in answers))
+        return pieces if parsed == [answer.parsed for answer in answers] else whole
 
 
-def unforced(answers: Sequence[ForcedAnswer], optional: set[str]) -> str | None:
-    """Return a message about the first text that was not sampled although forced; None if all were sampled."""
-    missing = [answer.name for answer in answers if answer.wanted not in answer.text and answer.name not in optional]
-    if not missing:
-        return None
-    return f"The server could not be made to answer with {missing[0]} (structured outputs or biases have no effect)."
-
-
-def matching_reasoning_mode(answers: Sequence[ForcedAnswer], *, tools: bool) -> tuple[Reasoning | None, str | None]:
-    """Return the first reasoning mode in which the Hermes parser agrees with the server on every answer.
-
-    If there is none, return None and a description of the disagreement.
-    """
-    wrong: dict[Reasoning, list[ForcedAnswer]] = {}
-    for mode in get_args(Reasoning):
-        wrong[mode] = [answer for answer in answers if _parse_hermes(answer, mode, tools=tools) != answer.parsed]
-        if not wrong[mode]:
-            return mode, None
-    nearest = min(wrong, key=lambda mode: len(wrong[mode]))
-    return None, f"Its chat route parses {wrong[nearest][0].name} otherwise than the Hermes parser."
-
-
-def _parse_hermes(answer: ForcedAnswer, mode: Reasoning, *, tools: bool) -> ParsedAnswer:
-    finish = "length" if answer.parsed.finish == "length" else "stop"
-    event = SampleEvent(text=answer.text, finish_reason=finish)
-    return ParsedAnswer.of([HermesParser(tools=tools, reasoning=mode).parse(event)])
+def _request(frame: Json) -> ChatRequest:
+    return ChatRequest(
+        "", (), tools=tuple(frame.get("tools", ())), template_kwargs=frame.get("chat_template_kwargs", {})
+    )
 
 
 def _ids(events: Sequence[SampleEvent], end: int) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from polar_proxy.engines.base import CannotContinueError
 from polar_proxy.engines.hermes import END_THINK
 from polar_proxy.engines.openai_stream import MISSING_BELOW, version_runs
 from polar_proxy.engines.vllm.client import CHAT, COMPLETIONS, VllmClient, unless_refused
+from polar_proxy.engines.vllm.parser_process import ParserProcess, Parsers
 from polar_proxy.engines.vllm.parser_proof import TOOL, USER, ParserProofs
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.types import EngineInfo, Json, LogprobMode
@@ -25,12 +27,12 @@ from polar_proxy.types import EngineInfo, Json, LogprobMode
 REFUSED = "Recording for training is refused."
 _END_CANDIDATES = 4
 """Number of tokens after a message that are tried as the end-of-turn token."""
-_CALL: Json = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": '{"path": "a"}'}}
+_CALL: Json = {"id": "polarcal1", "type": "function", "function": {"name": "look", "arguments": '{"path": "a"}'}}
 _CANONICAL: list[Json] = [
     {"role": "system", "content": "You are terse."},
     *USER,
     {"role": "assistant", "content": "Wait.", "tool_calls": [_CALL]},
-    {"role": "tool", "tool_call_id": "call_1", "content": "1 2 3"},
+    {"role": "tool", "tool_call_id": "polarcal1", "content": "1 2 3"},
     {"role": "assistant", "content": "One, two, three."},
     {"role": "user", "content": "Again."},
 ]
@@ -53,13 +55,27 @@ class VerifiedServer:
     """The policy version; None if the server does not report it."""
     parsers: ParserProofs | CannotContinueError
     """How answers that are sampled from exact ids are parsed, or why this is impossible."""
+    model_path: str
+    """The folder of the model: the one that was given, or the folder or Hub name that the server reports."""
 
 
 class ServerProbe:
     """One verification of one server. It sets the client's model if the user named none."""
 
-    def __init__(self, client: VllmClient) -> None:
+    def __init__(
+        self,
+        client: VllmClient,
+        vllm_python: str | None = None,
+        parsers: Parsers | None = None,
+        model_folder: str | None = None,
+    ) -> None:
+        """`vllm_python`: the Python of an environment with vLLM, whose parsers may read the server's answers;
+        `parsers`: the server's, if they are known; `model_folder`: where the model's files are on this machine."""
+        self._model_folder = model_folder
+        self._parsers = parsers
         self._client = client
+        self._vllm_python = vllm_python
+        self._model_path = client.model
         self._any_token = 0
         """Some ordinary token of the vocabulary: the first that was sampled."""
 
@@ -78,11 +94,12 @@ class ServerProbe:
             self._accepts_schema(),
             self._tokenize_renders(),
         )
-        token_prompt, scores, weight_version, token_versions = await asyncio.gather(
+        token_prompt, scores, weight_version, token_versions, precision = await asyncio.gather(
             self._accepts_token_prompt(),
             unless_refused(self._client.score([self._any_token] * 3)),
             unless_refused(self._client.weight_version()),
             self._reports_token_versions(),
+            self._precision(),
         )
         if tools and tokenize:
             tokenize = await self._tokenize_renders(tools=[TOOL])
@@ -110,8 +127,9 @@ class ServerProbe:
             logprob_mode=mode,
             capabilities=frozenset(name for name, able in capabilities.items() if able),
             eos_token_ids=end,
+            precision=precision,
         )
-        return VerifiedServer(info, tokenize, weight_version, parsers)
+        return VerifiedServer(info, tokenize, weight_version, parsers, self._model_path)
 
     async def _prove_parsers(
         self, tokenize: bool, token_prompt: bool, end: tuple[int, ...], *, tools: bool
@@ -122,11 +140,15 @@ class ServerProbe:
             return CannotContinueError("it does not return token ids and log-probabilities if the prompt is token ids.")
         if not end:
             return CannotContinueError("no token ends the turns of its chat template and also makes the server stop.")
-        proofs = ParserProofs(self._client, end=end[0], tools=tools)
+        process = ParserProcess(self._vllm_python, self._model_path) if self._vllm_python else None
+        proofs = ParserProofs(self._client, end=end[0], tools=tools, process=process, parsers=self._parsers)
         try:
             await proofs.prove({})
-        except CannotContinueError as error:
-            return error
+        except BaseException as error:
+            await proofs.close()
+            if isinstance(error, CannotContinueError):
+                return error
+            raise
         return proofs
 
     async def _find_model(self) -> int:
@@ -140,6 +162,7 @@ class ServerProbe:
             self._client.model = next(iter(served))
         if self._client.model not in served:
             raise EngineError(f"{self._client.name} does not serve {self._client.model!r}. It serves: {names}.")
+        self._model_path = self._model_folder or str(served[self._client.model].get("root") or self._client.model)
         length = served[self._client.model].get("max_model_len")
         if length is None:
             raise EngineError(f"{self._client.name} does not report its context length. Is it a vLLM server? {REFUSED}")
@@ -213,6 +236,11 @@ class ServerProbe:
         reported = (choice.get("logprobs") or {}).get("token_logprobs") or []
         return choice.get("prompt_token_ids") == prompt and len(choice.get("token_ids") or []) == len(reported) == 1
 
+    async def _precision(self) -> str | None:
+        """Return the number format that `/server_info` reports (in development mode only)."""
+        answer = await unless_refused(self._client.json("GET", "/server_info"))
+        return read_precision(str(answer.get("vllm_config"))) if isinstance(answer, dict) else None
+
     async def _reports_token_versions(self) -> bool:
         answer = await self._chat(return_token_ids=True, return_weight_versions=True)
         try:
@@ -273,6 +301,19 @@ class ServerProbe:
             if choice.get("finish_reason") == "stop" and stopped_itself and choice.get("token_ids") == [end]:
                 return (int(end),)
         return ()
+
+
+def read_precision(description: str) -> str | None:
+    """Return the number format in vLLM's own description of its configuration."""
+    fields = dict(re.findall(r"\b(dtype|quantization|kv_cache_dtype)=([^,\s]+)", description))
+    if "dtype" not in fields:
+        return None
+    parts = [fields["dtype"].removeprefix("torch.")]
+    if fields.get("quantization", "None") != "None":
+        parts.append(f"{fields['quantization']} weights")
+    if fields.get("kv_cache_dtype", "auto") != "auto":
+        parts.append(f"{fields['kv_cache_dtype']} cache")
+    return ", ".join(parts)
 
 
 def logprob_mode(at_one: dict[str, float], at_two: dict[str, float]) -> LogprobMode:

@@ -16,6 +16,7 @@ from polar_proxy.export.formats.training_rows import (
     group_advantages,
     groups_of,
     read_training_row,
+    read_training_rows,
     with_advantages,
 )
 from polar_proxy.traces.rows import RowError, read_jsonl
@@ -51,10 +52,10 @@ class RecordConverter:
         self.left_out: Counter[str] = Counter()
 
     def __call__(self, rows: Sequence[Json]) -> list[Json]:
-        """Convert all rows of a rollout, or none if one is refused, because a part of its sequences would have the
-        weight of the whole rollout."""
+        """Convert the rows of a rollout that can be used. A format may also refuse the whole rollout."""
+        usable = read_training_rows(rows, self.left_out)
         try:
-            return self._convert([read_training_row(row) for row in rows], self._numbers) if rows else []
+            return self._convert(usable, self._numbers) if usable else []
         except RowError as error:
-            self.left_out[error.reason] += len(rows)
+            self.left_out[error.reason] += len(usable)
             return []

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from polar_proxy.export.formats.training_rows import TrainingRow, require_reward
+from polar_proxy.export.formats.training_rows import TrainingRow, require_reward, require_same_temperature
 from polar_proxy.traces.rows import RowError
 from polar_proxy.types import Json
 
@@ -42,6 +42,7 @@ def datum_spec(rows: list[TrainingRow], idx: int = 0) -> Json:
             "rollout_id": row.rollout_id,
             "group_id": row.group_id,
             "task_id": row.task_id,
+            "temperature": row.temperature,
         },
         "loss_multiplier": 0.0 if row.masked else 1.0,
         "idx": idx,
@@ -50,9 +51,15 @@ def datum_spec(rows: list[TrainingRow], idx: int = 0) -> Json:
     }
 
 
-def load(record: Json) -> Json:
-    """Return the record with tensors: `token_ids` int64 [k], `generation_logprobs` float32 [k]."""
+def load(record: Json, *, temperature: float) -> Json:
+    """Return the record with tensors: `token_ids` int64 [k], `generation_logprobs` float32 [k].
+
+    `temperature`: that of the trainer (`policy.generation.temperature`). Raise RowError if the record has another.
+    """
     import torch
+
+    sampled_at = record["extra_env_info"]["temperature"]
+    require_same_temperature(f"the record {record['extra_env_info']['trace_id']}", sampled_at, temperature)
 
     def with_tensors(message: Json) -> dict[str, Any]:
         made: dict[str, Any] = dict(message)

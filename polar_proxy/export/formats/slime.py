@@ -12,7 +12,13 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from polar_proxy.export.formats.training_rows import IdNumbers, TrainingRow, require_group, require_reward
+from polar_proxy.export.formats.training_rows import (
+    IdNumbers,
+    TrainingRow,
+    require_group,
+    require_reward,
+    require_same_temperature,
+)
 from polar_proxy.types import Json
 
 
@@ -43,6 +49,7 @@ def sample(row: TrainingRow, numbers: IdNumbers) -> Json:
             "rollout_id": rollout_id,
             "group_id": group_id,
             "task_id": row.task_id,
+            "temperature": row.temperature,
         },
         "session_id": row.session_id,
     }
@@ -57,8 +64,12 @@ def reward_post_process(args: Any, samples: Sequence[Any]) -> tuple[list[float],
     """Return (rewards, advantages) for each sample; each rollout counts once in its group's mean and deviation.
 
     The formula is slime's own for `grpo`: (r - mean) / (std + 1e-6), with the deviation only if
-    `grpo_std_normalization` is set.
+    `grpo_std_normalization` is set. Raise RowError if a sample has another temperature than `--rollout-temperature`,
+    by which slime divides its logits.
     """
+    for sample in samples:
+        name = f"the sample {sample.metadata['trace_id']}"
+        require_same_temperature(name, sample.metadata["temperature"], args.rollout_temperature)
     rewards = [float(sample.get_reward_value(args)) for sample in samples]
     groups: dict[Any, dict[Any, float]] = {}
     for sample, reward in zip(samples, rewards, strict=True):

@@ -1,19 +1,22 @@
 """Tinker: a row as `Datum`: tokens shifted by one, with the recorded log-probability and an advantage at each target.
 
 For the losses `importance_sampling`, `ppo`, `cispo` and `gspo`. The advantage is 0 where nothing was sampled, so that
-such a position adds nothing whatever its log-probability. Record: tinker 0.38, `types/datum.py`, `tensor_data.py`.
+such a position adds nothing whatever its log-probability. These losses compute log-probabilities at temperature 1, so
+rows of another temperature are refused. Record: tinker 0.38, `types/datum.py`, `tensor_data.py`.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from polar_proxy.export.formats.training_rows import TrainingRow, require_advantage
+from polar_proxy.export.formats.training_rows import TrainingRow, require_advantage, require_temperature
 from polar_proxy.types import Json
 
 
 def datum(row: TrainingRow) -> Json:
-    """Return a datum as JSON: n tokens give n - 1 inputs and n - 1 targets. Raise RowError without an advantage."""
+    """Return a datum as JSON: n tokens give n - 1 inputs and n - 1 targets. Raise RowError without an advantage
+    or for another temperature than 1."""
+    require_temperature(row, 1.0)
     advantage, prompt, ids = require_advantage(row), len(row.prompt_ids), row.token_ids
     mask = [0] * prompt + list(row.loss_mask)
     logprobs = [0.0] * prompt + list(row.logprobs)

@@ -10,7 +10,7 @@ Promises:
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count, groupby
@@ -18,7 +18,7 @@ from itertools import count, groupby
 from polar_proxy.traces.grades import REJECTED
 from polar_proxy.traces.rows import RowError, read_row
 from polar_proxy.training.advantages import ADVANTAGES
-from polar_proxy.types import Json
+from polar_proxy.types import Json, Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,10 @@ class TrainingRow:
     status: str | None
     versions: tuple[str, ...]
     """The policy versions that sampled it, in order, each once; empty if the engine reported none."""
+    temperature: float
+    """Temperature of the log-probabilities, the same for all answers of the row. A trainer divides its logits by it."""
+    changes: Json
+    """Settings that changed the distribution of some answers in another way; only approximate traces have such."""
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -95,13 +99,55 @@ def read_training_row(row: Json) -> TrainingRow:
         advantage=row.get("advantage"),
         masked=bool(row.get("masked")) or bool(row.get("incomplete")),
         status=row.get("status"),
-        versions=_policy_versions(row.get("certificate")),
+        versions=_policy_versions(trace),
+        temperature=_temperature(trace),
+        changes={name: value for sampling in trace.sampling for name, value in sampling.changes.items()},
     )
 
 
-def _policy_versions(certificate: Json | None) -> tuple[str, ...]:
-    runs = [run for span in (certificate or {}).get("spans", ()) for run in span.get("versions", ())]
+def read_training_rows(rows: Iterable[Json], left_out: Counter[str]) -> list[TrainingRow]:
+    """Read the rows that a trainer can use, and count the others by reason. As in Polar's own trainer, a refused trace
+    changes nothing about the other traces of its rollout."""
+    found = []
+    for row in rows:
+        try:
+            found.append(read_training_row(row))
+        except RowError as error:
+            left_out[error.reason] += 1
+    return found
+
+
+def _policy_versions(trace: Trace) -> tuple[str, ...]:
+    runs = [run for sampling in trace.sampling for run in sampling.versions]
     return tuple(dict.fromkeys(str(version) for _, version in runs if version is not None))
+
+
+def _temperature(trace: Trace) -> float:
+    """Return the temperature of the log-probabilities. Raise RowError if answers differ in it or do not record it."""
+    raw = trace.rescored
+    found = {1.0 if raw or each.logprob_mode == "raw" else each.temperature for each in trace.sampling}
+    if len(found) != 1 or (temperature := found.pop()) is None:
+        raise RowError(
+            "temperatures",
+            f"the answers of the trace {trace.trace_id} were sampled at several or unknown temperatures: "
+            "export with --builder per_call",
+        )
+    return float(temperature)
+
+
+def require_temperature(row: TrainingRow, temperature: float) -> None:
+    """Raise RowError if the row was sampled at another temperature than the trainer's log-probabilities."""
+    require_same_temperature(f"the row {row.trace_id}", row.temperature, temperature)
+
+
+def require_same_temperature(name: str, sampled_at: float, temperature: float) -> None:
+    if abs(sampled_at - temperature) > 1e-6:
+        raise RowError(
+            "temperature",
+            f"{name} was sampled at temperature {sampled_at:g}, and the trainer computes "
+            f"log-probabilities at {temperature:g}: its importance ratios would be wrong. Set its temperature to "
+            f"{sampled_at:g}",
+        )
 
 
 # ---------------------------------------------------------------- groups and advantages

@@ -22,7 +22,9 @@ from polar_proxy.export.formats.training_rows import (
     TrainingRow,
     group_by_rollout,
     read_training_row,
+    read_training_rows,
     require_advantage,
+    require_temperature,
     with_advantages,
 )
 from polar_proxy.traces.rows import RowError
@@ -38,14 +40,20 @@ refuse: use nothing of its group. longest: train the sequence with the most samp
 and count the others as left out."""
 
 
-def completions(rows: Sequence[Json], generations: int, several: SequencePolicy = "refuse") -> Json:
+def completions(
+    rows: Sequence[Json], generations: int, several: SequencePolicy = "refuse", *, temperature: float = 1.0
+) -> Json:
     """Return one group as `rollout_func` returns it: lists of `generations` entries, one for each rollout.
 
     `prompt_ids`, `completion_ids`, `logprobs` (as recorded), `env_mask` (1 = sampled and trained), `reward` (None:
     unscored, which TRL leaves out of the baseline), `trace_id`. Raise RowError if a rollout has several sequences and
-    they are refused, or if the group does not have `generations` rollouts.
+    they are refused, if the group does not have `generations` rollouts, or if a row was sampled at another temperature
+    than `temperature`, the trainer's.
     """
-    members = group_by_rollout([read_training_row(row) for row in rows])
+    read = [read_training_row(row) for row in rows]
+    for row in read:
+        require_temperature(row, temperature)
+    members = group_by_rollout(read)
     if len(members) != generations:
         text = f"the group has {len(members)} rollouts with tokens, and num_generations is {generations}"
         raise RowError("group_size", text)
@@ -94,14 +102,14 @@ class RecordedRollouts:
             raise UsageError(f"{len(prompts)} prompts are not a whole number of groups of {generations}.")
         found: Json = {}
         for _ in range(len(prompts) // generations):
-            for name, values in self._next(generations).items():
+            for name, values in self._next(generations, float(trainer.temperature)).items():
                 found.setdefault(name, []).extend(values)
         return found
 
-    def _next(self, generations: int) -> Json:
+    def _next(self, generations: int, temperature: float) -> Json:
         for rows in self._groups:
             try:
-                found = completions(rows, generations, self._several)
+                found = completions(rows, generations, self._several, temperature=temperature)
             except RowError as error:
                 if not self._skip:
                     raise
@@ -164,7 +172,7 @@ def record(row: TrainingRow, numbers: IdNumbers) -> Json:
     fields = rollout_sample(row, numbers.groups[row.group_id or row.session_id])
     fields["labels"] = np.where(fields["completion_mask"] == 1, fields["input_ids"], -100)
     plain = {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in fields.items()}
-    return {**plain, "trace_id": row.trace_id}
+    return {**plain, "trace_id": row.trace_id, "temperature": row.temperature}
 
 
 class RecordedWorker:
@@ -181,13 +189,16 @@ class RecordedWorker:
         *,
         advantage: str = "grpo",
         rewards: Rewards | None = None,
+        temperature: float = 1.0,
         ahead: int = 64,
     ) -> None:
-        """`advantage` and `rewards` are those of `with_advantages`. `ahead`: how many samples to prepare in advance."""
+        """`advantage` and `rewards` are those of `with_advantages`. `temperature`: that of the trainer; rows of another
+        are left out and counted. `ahead`: how many samples to prepare in advance."""
         self.rollout_buffer: queue.Queue[Any] = queue.Queue(maxsize=ahead)
         self.metrics_queue: queue.Queue[Any] = queue.Queue()
         self.left_out: Counter[str] = Counter()
         self._groups, self._advantage, self._rewards = iter(groups), advantage, rewards
+        self._temperature = temperature
         self._version = 0
         self._error: Exception | None = None
         self._numbers = IdNumbers()
@@ -231,13 +242,14 @@ class RecordedWorker:
     def _samples(self, rows: Sequence[Json]) -> Iterator[Any]:
         from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
-        read = [read_training_row(row) for row in with_advantages(rows, self._advantage, self._rewards)]
+        read = read_training_rows(with_advantages(rows, self._advantage, self._rewards), self.left_out)
         if not any(row.advantage for row in read):
             self.left_out["no_spread"] += len(read)
             return
         for members in group_by_rollout(read).values():
             for row in members:
                 try:
+                    require_temperature(row, self._temperature)
                     fields = rollout_sample(row, self._numbers.groups[str(row.group_id)], model_version=self._version)
                 except RowError as error:
                     self.left_out[error.reason] += 1

@@ -43,6 +43,7 @@ def agent_loop_output(row: TrainingRow) -> Json:
             "trace_id": row.trace_id,
             "rollout_id": row.rollout_id,
             "group_id": row.group_id,
+            "temperature": row.temperature,
             "reward_extra_info": {},
             "turn_scores": [],
             "tool_rewards": [],

@@ -14,21 +14,31 @@ from typing import Any
 
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase
 
+from polar_proxy.export.formats.training_rows import require_same_temperature
 from polar_proxy.export.formats.verl import RecordedGroups, outputs
 
 
 @cache
 def _groups(path: str) -> RecordedGroups:
-    """Read the file once in each worker: verl makes an agent loop for every sample."""
+    """Return the rows of a file, read once in each worker, because verl makes an agent loop for every sample."""
     return RecordedGroups.from_file(path)
 
 
 class RecordedAgentLoop(AgentLoopBase):  # type: ignore[misc, unused-ignore]
-    """Answers session i of a prompt with the i-th recorded rollout of its group; calls no model."""
+    """Answers session i of a prompt with the i-th recorded rollout of its group; calls no model.
+
+    Raises RowError if it was sampled at another temperature than verl's `rollout.temperature`, with which verl divides
+    its logits.
+    """
 
     def __init__(self, *args: Any, rows: str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._rows = rows
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> list[Any]:
-        return outputs(_groups(self._rows).session(kwargs["extra_info"], int(kwargs["session_id"])))
+        records = _groups(self._rows).session(kwargs["extra_info"], int(kwargs["session_id"]))
+        for record in records:
+            fields = record["extra_fields"]
+            name = f"the row {fields['trace_id']}"
+            require_same_temperature(name, fields["temperature"], sampling_params["temperature"])
+        return outputs(records)

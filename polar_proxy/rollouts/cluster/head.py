@@ -150,7 +150,11 @@ class Cluster:
                 if task.done():
                     del self._keepers[node_id]
                     if not task.cancelled() and (failure := task.exception()) is not None:
-                        log.error("node %s: its keeper failed and is restarted", node_id, exc_info=failure)
+                        log.error(
+                            "node %s: the task that keeps an actor on it failed and is restarted",
+                            node_id,
+                            exc_info=failure,
+                        )
             for node_id, plan in self._plans.items():
                 if node_id not in self._keepers:
                     self._keepers[node_id] = asyncio.create_task(

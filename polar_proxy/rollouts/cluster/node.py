@@ -28,12 +28,15 @@ from polar_proxy.engines.factory import make_engine
 from polar_proxy.gateway import Gateway
 from polar_proxy.rewards import EvaluationInput, Score
 from polar_proxy.rollouts.admission import ServiceLimits
-from polar_proxy.rollouts.attempt import InfrastructureError, RemoteScorer, score_work
+from polar_proxy.rollouts.attempt import RemoteScorer
+from polar_proxy.rollouts.infrastructure import InfrastructureError
 from polar_proxy.rollouts.recovery import recover
+from polar_proxy.rollouts.scoring import score_work
 from polar_proxy.rollouts.service import RolloutService
 from polar_proxy.rollouts.task_sandboxes import TaskSandboxes
 from polar_proxy.store import default_url, open_store
 from polar_proxy.tasks import Task
+from polar_proxy.terminal import configure_logging
 from sandboxes import orphans
 from sandboxes.base import SandboxKind, uncancellable
 
@@ -157,6 +160,7 @@ async def run_node(config: NodeConfig, remote_scorer: RemoteScorer | None = None
                 limits=node_limits(config, settings),
                 note=lambda line: log.info("%s", line),
                 remote_scorer=remote_scorer,
+                code=settings.code(),
             )
             async with service:
                 yield NodeState(service.worker.name, gateway.url, config.digest)
@@ -195,11 +199,11 @@ def _to_json_value(value: object) -> object:
 
 
 class NodeActor:
-    """Works from its creation until `stop`. Ray restarts it if its process dies."""
+    """The Ray actor of a node: works from its creation until `stop`. Ray restarts it if its process dies."""
 
     def __init__(self, config: NodeConfig, scoring_resources: dict[str, float]) -> None:
         """`scoring_resources` is as for `RayScorer`."""
-        logging.basicConfig(level=logging.INFO)
+        configure_logging(logging.INFO)
         self._config = config
         self._scorer = RayScorer(scoring_resources)
         self._stopping = asyncio.Event()
@@ -211,7 +215,7 @@ class NodeActor:
         return await asyncio.shield(self._state)
 
     async def ended(self) -> None:
-        """Wait until the node was stopped. Raises the error that ended it otherwise."""
+        """Wait until the node stops. Raises the error that ended it, unless `stop` was called."""
         await asyncio.shield(self._work)
 
     async def stop(self) -> None:

@@ -42,9 +42,16 @@ _DEFLATE = 0x40
 _ZSTD = 0x80
 _MIN_LENGTH = 32
 """Shorter bodies are stored uncompressed: a zstd frame of them is never smaller."""
-_MAX_DEFLATE_LENGTH = 16_384
+MAX_DEFLATE_LENGTH = 16_384
 """Longer bodies gain little from the dictionary, and zstd is five times faster."""
 _DEFLATE_LEVEL = 5
+_MIN_DICTIONARY, _DICTIONARY_PER_BYTE = 8192, 64
+"""Bytes of a preset dictionary that are used: at least, and for each byte to compress."""
+_LOOKAHEAD = 262
+"""Bytes of a deflate window that cannot be referred to (zlib's MIN_LOOKAHEAD)."""
+_MAX_LENGTH = 512 << 20
+"""Longer bodies are refused when they are read, because only a forged cell has them."""
+_MAX_SMALL_JSON = 64 << 20
 _MIN_CAPACITY = 1024
 
 
@@ -90,7 +97,7 @@ class CellCodec:
 
     def _cell(self, kind: int, width: int, body: bytes, dictionary: bytes = b"") -> bytes:
         flags = kind | width << 3
-        if dictionary and _MIN_LENGTH <= len(body) <= _MAX_DEFLATE_LENGTH:
+        if dictionary and _MIN_LENGTH <= len(body) <= MAX_DEFLATE_LENGTH:
             packed, compression = _deflate(body, dictionary), _DEFLATE
             if len(packed) < len(body):
                 return bytes((VERSION, flags | compression)) + packed
@@ -107,6 +114,7 @@ class CellCodec:
             body = _inflate(body, dictionary)
         elif cell[1] & _ZSTD:
             try:
+                _frame_size(body)
                 body = self._decompressor.decompress(body)
             except zstandard.ZstdError as error:
                 raise StoreError("A stored value cannot be decompressed: the database is damaged") from error
@@ -134,7 +142,7 @@ def pack_small_json(text: bytes) -> bytes:
 
 def unpack_small_json(cell: bytes) -> bytes:
     _, body = _read_header(cell, _BYTES)
-    return _inflate(body, _JSON_DICTIONARY) if cell[1] & _DEFLATE else body
+    return _inflate(body, _JSON_DICTIONARY, _MAX_SMALL_JSON) if cell[1] & _DEFLATE else body
 
 
 def _read_header(cell: bytes, kind: int) -> tuple[int, bytes]:
@@ -147,6 +155,32 @@ def _read_header(cell: bytes, kind: int) -> tuple[int, bytes]:
     if flags & 7 != kind or not 1 <= width <= 4 or flags & (_ZSTD | _DEFLATE) == _ZSTD | _DEFLATE:
         raise StoreError(f"A stored value has kind {flags & 7}, expected {kind}: the database is damaged")
     return width, cell[2:]
+
+
+def width(cell: bytes) -> int:
+    """Return the bytes per number of a cell, from its header."""
+    return cell[1] >> 3 & 7 if len(cell) > 1 else 0
+
+
+def unpacked_size(cell: bytes) -> int | None:
+    """Return the bytes to which a cell unpacks, without unpacking it; None: at most `MAX_DEFLATE_LENGTH`.
+
+    Raises StoreError for a cell that does not say how large it is, or that is larger than any that Polar writes."""
+    if len(cell) < 2:
+        raise StoreError("A stored value has no content: the database is damaged")
+    if cell[1] & _DEFLATE:
+        return None
+    return _frame_size(cell[2:]) if cell[1] & _ZSTD else len(cell) - 2
+
+
+def _frame_size(frame: bytes) -> int:
+    try:
+        size: int = zstandard.frame_content_size(frame)
+    except zstandard.ZstdError as error:
+        raise StoreError("A stored value cannot be decompressed: the database is damaged") from error
+    if not 0 <= size <= _MAX_LENGTH:  # -1: unknown
+        raise StoreError(f"A stored value unpacks to more than {_MAX_LENGTH >> 20} MiB: the database is damaged")
+    return size
 
 
 def bytes_before(contents: Sequence[bytes]) -> bytes:
@@ -166,16 +200,24 @@ def _dictionary(before: TokenIds, width: int) -> bytes:
 
 
 def _deflate(body: bytes, dictionary: bytes) -> bytes:
-    packer = zlib.compressobj(_DEFLATE_LEVEL, zlib.DEFLATED, -15, 9, zlib.Z_DEFAULT_STRATEGY, dictionary)
+    """Compress a body. Most are short, and indexing a whole dictionary for them would take most of a commit's time: so
+    only the end of the dictionary is used, and a window that is just large enough. A reader needs neither number."""
+    dictionary = dictionary[-max(_MIN_DICTIONARY, _DICTIONARY_PER_BYTE * len(body)) :]
+    window_bits = max(9, min(15, (len(dictionary) + len(body) + _LOOKAHEAD).bit_length()))
+    memory_level = max(1, window_bits - 6)
+    strategy = zlib.Z_DEFAULT_STRATEGY
+    packer = zlib.compressobj(_DEFLATE_LEVEL, zlib.DEFLATED, -window_bits, memory_level, strategy, dictionary)
     return packer.compress(body) + packer.flush()
 
 
-def _inflate(body: bytes, dictionary: bytes | bytearray) -> bytes:
+def _inflate(body: bytes, dictionary: bytes | bytearray, limit: int = MAX_DEFLATE_LENGTH) -> bytes:
     unpacker = zlib.decompressobj(-15, dictionary)
     try:
-        found = unpacker.decompress(body)
+        found = unpacker.decompress(body, limit + 1)
     except zlib.error as error:
         raise StoreError("A stored value cannot be decompressed: the database is damaged") from error
+    if len(found) > limit:
+        raise StoreError("A stored value is longer than any that Polar writes: the database is damaged")
     if not unpacker.eof:
         raise StoreError("A stored value is cut short: the database is damaged")
     if unpacker.unused_data:

@@ -17,12 +17,13 @@ only what it adds.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Literal
 
 import numpy as np
 
+from polar_proxy.sequences import is_any
 from polar_proxy.types import TokenIds
 
 NodeKind = Literal["message", "tools", "tokens"]
@@ -33,6 +34,8 @@ _MAX_SEGMENT = 1024
 """Longer turns are cut, so that a long system prompt without an end of turn is shared too."""
 _PLAIN_SEGMENT = 256
 """Length of segments if the engine's end-of-turn tokens are not known."""
+_NODE_BYTES = 300
+"""Memory of a message's node and of the message itself, besides its bytes."""
 _ROOT = bytes(16)
 _PERSON: dict[NodeKind, bytes] = {"message": b"polar message", "tools": b"polar tools", "tokens": b"polar tokens"}
 
@@ -45,14 +48,14 @@ class ChainNode:
     parent: bytes | None
     kind: NodeKind
     depth: int
-    """0 at the root."""
+    """Number of ancestors: 0 at the root."""
     length: int
     chain_length: int
     """Length of this node and all its ancestors."""
     content: bytes | TokenIds
 
     def without_content(self) -> ChainNode:
-        return replace(self, content=b"")
+        return ChainNode(self.id, self.parent, self.kind, self.depth, self.length, self.chain_length, b"")
 
 
 def content_hash(content: bytes) -> bytes:
@@ -111,10 +114,7 @@ def cut_segments(ids: TokenIds, end_of_turn: Sequence[int]) -> list[int]:
         return []
     if not end_of_turn:
         return [*range(_PLAIN_SEGMENT, size, _PLAIN_SEGMENT), size]
-    mask = ids == end_of_turn[0]
-    for token in end_of_turn[1:]:
-        mask |= ids == token
-    stops: list[int] = (np.flatnonzero(mask) + 1).tolist()
+    stops: list[int] = (np.flatnonzero(is_any(ids, end_of_turn)) + 1).tolist()
     if not stops or stops[-1] != size:
         stops.append(size)
     ends: list[int] = []
@@ -172,7 +172,8 @@ class RequestChains:
 
     @property
     def size(self) -> int:
-        return sum(map(len, self.messages)) + int(self.prompt.nbytes) + 200
+        """Bytes of memory, about; most nodes are shared with no other request."""
+        return sum(map(len, self.messages)) + _NODE_BYTES * len(self.messages) + int(self.prompt.nbytes) + 200
 
 
 NO_CHAINS = RequestChains((), (), (), np.empty(0, np.int32), None)

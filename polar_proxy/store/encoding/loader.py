@@ -173,6 +173,8 @@ class CallLoader:
         while head is not None and head not in known:
             new.append(head)
             head = self.node(head).parent_id
+            if len(new) > len(self._nodes):
+                raise StoreError("The nodes of a stored chain form a circle: the database is damaged")
         new.reverse()
         return new
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,7 @@ from cachetools import LRUCache
 
 from polar_proxy.errors import StoreError
 from polar_proxy.store import json_codec
-from polar_proxy.store.encoding.cells import NO_IDS, CellCodec, bytes_before
+from polar_proxy.store.encoding.cells import CONTEXT, NO_IDS, CellCodec, bytes_before
 from polar_proxy.store.encoding.chains import (
     MIN_SEGMENT,
     NO_CHAINS,
@@ -28,11 +30,12 @@ from polar_proxy.types import CallRecord, Choice, EngineInfo, Json, TokenIds
 TableRow = dict[str, object]
 
 _CACHED_TOOL_LISTS = 64
-_CACHED_KEYS = 200_000
-_CACHED_CHAINS_BYTES = 64 * 2**20
+_CACHED_KEYS = 50_000
+DEFAULT_CACHE_BYTES = 32 << 20
 
 SAME_COLUMNS = tuple(field.name for field in fields(CallRecord) if field.name in calls.c)
 """The fields of a record that are columns of `calls` with the same name."""
+_same_columns = attrgetter(*SAME_COLUMNS)
 
 
 @dataclass(slots=True)
@@ -87,11 +90,13 @@ class CallSerializer:
     Used by one thread at a time.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, cache_bytes: int = DEFAULT_CACHE_BYTES) -> None:
+        """`cache_bytes`: room for the chains of sessions. All rows of a session's prompt are made again with each call
+        if its chains do not fit."""
         self._codec = CellCodec()
-        self._stored: LRUCache[bytes, bool] = LRUCache(_CACHED_KEYS)
-        """Keys of rows that are stored. A forgotten key costs one insert that the database ignores."""
-        self._chains: LRUCache[str, RequestChains] = LRUCache(_CACHED_CHAINS_BYTES, lambda chains: chains.size)
+        self._stored: OrderedDict[bytes, None] = OrderedDict()
+        """The newest keys of rows that are stored. A forgotten key costs one insert that the database ignores."""
+        self._chains: LRUCache[str, RequestChains] = LRUCache(cache_bytes, lambda chains: chains.size)
         """The chains of each session's last request."""
         self._engines: dict[EngineInfo, tuple[bytes, TableRow]] = {}
         self._clean_tools: LRUCache[bytes, bytes] = LRUCache(_CACHED_TOOL_LISTS)
@@ -110,7 +115,9 @@ class CallSerializer:
     def mark_stored(self, batch: RowBatch) -> None:
         """Remember that the engines, settings and nodes of this batch are stored."""
         for key in (*batch.engines, *batch.settings, *batch.nodes):
-            self._stored[key] = True
+            self._stored[key] = None
+        while len(self._stored) > _CACHED_KEYS:
+            self._stored.popitem(last=False)
 
     def forget(self) -> None:
         """Forget which engines, settings and nodes are stored, because another process may have deleted some."""
@@ -133,24 +140,31 @@ class CallSerializer:
         engine = None if record.engine is None else self._engine_row(record.engine)
 
         for key, row in (params, sampling):
-            if not self._stored.get(key):
+            if key not in self._stored:
                 batch.settings[key] = row
-        if engine is not None and not self._stored.get(engine[0]):
+        if engine is not None and engine[0] not in self._stored:
             batch.engines[engine[0]] = engine[1]
-        for chain in (messages[stored_messages:], tools, prompt):
-            for node in chain:
-                if not self._stored.get(node.id) and node.id not in batch.nodes:
-                    batch.nodes[node.id] = (node.depth, node_row(node, self._codec, _content_before(node, record)))
+        before = bytes_before(record.messages[:stored_messages])
+        for node, message in zip(messages[stored_messages:], record.messages[stored_messages:], strict=True):
+            self._add_node(batch, node, before)
+            before = (before + message[-CONTEXT:])[-CONTEXT:]
+        for node in tools:
+            self._add_node(batch, node, b"")
+        for node in prompt:
+            assert record.prompt_ids is not None
+            self._add_node(batch, node, record.prompt_ids[: node.chain_length - node.length])
 
-        call: TableRow = {name: getattr(record, name) for name in SAME_COLUMNS}
+        call: TableRow = dict(zip(SAME_COLUMNS, _same_columns(record), strict=True))
+        if record.fingerprint and isinstance(thread := record.fingerprint.get("thread"), str):
+            call["fingerprint"] = {**record.fingerprint, "thread": without_secrets(thread)}  # an id from a header
         batch.calls.append(
             call
             | {
                 "path": json_codec.clean_text(without_secrets(record.path)),
-                "model": json_codec.clean_text(record.model),
+                "model": json_codec.clean_text(without_secrets(record.model)),
                 "engine_hash": None if engine is None else engine[0],
                 "error": None if record.error is None else json_codec.clean_text(without_secrets(record.error)),
-                "thread": json_codec.clean_text(record.thread),
+                "thread": None if record.thread is None else json_codec.clean_text(without_secrets(record.thread)),
                 "message_count": len(messages),
                 "messages_node": messages[-1].id if messages else None,
                 "tools_node": tools[-1].id if tools else None,
@@ -167,6 +181,11 @@ class CallSerializer:
         self._chains.pop(record.session_id, None)
         with suppress(ValueError):  # too large for the cache
             self._chains[record.session_id] = chains
+
+    def _add_node(self, batch: RowBatch, node: ChainNode, before: bytes | TokenIds) -> None:
+        """Add the row of a node, if it is new. `before`: as for `node_row`."""
+        if node.id not in self._stored and node.id not in batch.nodes:
+            batch.nodes[node.id] = (node.depth, node_row(node, self._codec, before))
 
     def _prompt_chain(self, record: CallRecord, last: RequestChains) -> tuple[list[ChainNode], ChainNode | None]:
         if record.prompt_ids is None:
@@ -247,14 +266,6 @@ def node_row(node: ChainNode, codec: CellCodec, before: bytes | TokenIds) -> Tab
         "chain_length": node.chain_length,
         "data": pack(node.content, before),
     }
-
-
-def _content_before(node: ChainNode, record: CallRecord) -> bytes | TokenIds:
-    if node.kind == "message":
-        return bytes_before(record.messages[: node.depth])
-    if node.kind == "tokens" and record.prompt_ids is not None:
-        return record.prompt_ids[: node.chain_length - node.length]
-    return b""
 
 
 def _end_of_turn(record: CallRecord) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ import asyncio
 import sqlite3
 import time
 from collections.abc import AsyncIterator, Collection, Sequence
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ _TO_CALLS = (schema.trace_spans.c.call_id, schema.exclusions.c.call_id)
 
 @dataclass(slots=True)
 class PruneResult:
-    """Deleted rows and files. A dry run counts what would be deleted, without files and sessions of rollouts."""
+    """Deleted rows and files. A dry run counts what would be deleted."""
 
     rollouts: list[str] = field(default_factory=list)
     sessions: list[str] = field(default_factory=list)
@@ -127,9 +127,13 @@ class MaintenanceRepository(Repository):
                 [] if where else list(await connection.scalars(select(_s.session_id).where(*_old_session(before))))
             )
             if dry_run:
-                mine = or_(_c.session_id.in_(_sessions_of(rollouts)), _c.session_id.in_(sessions))
-                calls = await connection.scalar(select(func.count(_c.call_id)).where(mine)) or 0
-                return PruneResult(rollouts, sessions, calls)
+                sessions = [*await connection.scalars(_sessions_of(rollouts)), *sessions]
+                calls = select(func.count(_c.call_id)).where(_c.session_id.in_(sessions))
+                a = schema.artifacts.c
+                files = set(await connection.scalars(select(a.sha256).where(a.rollout_id.in_(rollouts))))
+                files -= set(await connection.scalars(select(a.sha256).where(a.rollout_id.not_in(rollouts))))
+                old = await asyncio.to_thread(self._old_files, files)
+                return PruneResult(rollouts, sessions, await connection.scalar(calls) or 0, len(old))
         done, total = 0, len(rollouts) + len(sessions)
         if not total:
             return pruned
@@ -176,18 +180,22 @@ class MaintenanceRepository(Repository):
         pruned.sessions += sessions
 
     def _delete_files(self, gone: Collection[str]) -> int:
-        removed = 0
-        for sha256 in gone:
-            path = artifact_path(self._artifacts, sha256)
+        old = self._old_files(gone)
+        for path in old:
             try:
-                if path.stat().st_mtime < time.time() - _YOUNG_FILE_SECONDS:
-                    path.unlink()
-                    removed += 1
-            except FileNotFoundError:
-                continue
+                path.unlink(missing_ok=True)
             except OSError as error:
                 raise StoreError(f"The artifact {path} cannot be deleted: {error.strerror}") from error
-        return removed
+        return len(old)
+
+    def _old_files(self, hashes: Collection[str]) -> list[Path]:
+        """Return the files of artifacts that may be deleted once no row names them."""
+        old: list[Path] = []
+        for path in (artifact_path(self._artifacts, sha256) for sha256 in hashes):
+            with suppress(FileNotFoundError):
+                if path.stat().st_mtime < time.time() - _YOUNG_FILE_SECONDS:
+                    old.append(path)
+        return old
 
     async def vacuum(self, *, full: bool = False, progress: ProgressCallback = no_progress) -> VacuumResult:
         """Delete nodes, settings and engines that nothing refers to, in small transactions, then free the disk space.

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sqlalchemy import Text, case, cast, func, or_, select, text
+from sqlalchemy.ext.asyncio import AsyncConnection
 
 from polar_proxy.errors import StoreError
 from polar_proxy.store import schema
@@ -42,59 +43,59 @@ async def verify(database: Database, artifacts: Path, progress: ProgressCallback
     """Check every row of a database and return all faults.
 
     It checks the hashes of chains, settings and engines; the references and counts of calls, traces and sessions; that
-    every packed cell can be unpacked; and the artifacts on disk. Reads only. Rows that another process deletes during
-    the check can be reported as missing.
+    every packed cell can be unpacked; and the artifacts on disk. Reads only, and all from one snapshot, so that rows
+    which another process writes or deletes meanwhile are no faults. The file of a pruned artifact may be missing.
     """
     seen: set[bytes] = set()
-    checks = (
-        *(_check_sqlite(database), _check_hashes(database), _check_counters(database), _check_traces(database)),
-        _check_calls(database, seen, progress),
-        _check_other_nodes(database, seen, progress),
-        _check_artifacts(database, artifacts, progress),
-    )
-    return [fault for check in checks async for fault in check]
-
-
-async def _check_calls(database: Database, seen: set[bytes], progress: ProgressCallback) -> Faults:
-    c = schema.calls.c
     async with database.reading() as connection:
-        query = select(c.session_id, func.count()).group_by(c.session_id).order_by(c.session_id)
-        counts = (await connection.execute(query)).all()
+        if database.dialect == "postgresql":
+            await connection.execute(text("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY"))
+        checks = (
+            *((_check_sqlite(connection),) if database.dialect == "sqlite" else ()),
+            *(_check_hashes(connection), _check_counters(connection), _check_traces(connection)),
+            _check_calls(connection, seen, progress),
+            _check_other_nodes(connection, seen, progress),
+            _check_artifacts(connection, artifacts, progress),
+        )
+        return [fault for check in checks async for fault in check]
+
+
+async def _check_calls(connection: AsyncConnection, seen: set[bytes], progress: ProgressCallback) -> Faults:
+    c = schema.calls.c
+    query = select(c.session_id, func.count()).group_by(c.session_id).order_by(c.session_id)
+    counts = (await connection.execute(query)).all()
     total, done = sum(count for _, count in counts), 0
     for session_id, count in counts:
-        async with database.reading() as connection:
-            verifier = _CallVerifier(await fetch(connection, c.session_id == session_id))
+        verifier = _CallVerifier(await fetch(connection, c.session_id == session_id))
         for fault in await asyncio.to_thread(lambda: list(verifier.check_calls(seen))):  # noqa: B023 (awaited here)
             yield fault
         done += count
         progress("calls", done, total)
 
 
-async def _check_other_nodes(database: Database, seen: set[bytes], progress: ProgressCallback) -> Faults:
+async def _check_other_nodes(connection: AsyncConnection, seen: set[bytes], progress: ProgressCallback) -> Faults:
     """Check the nodes that belong to no call: those of rescored prompts, and those that `polar db vacuum` would
     remove."""
     n = schema.nodes.c
     last, done = b"", 0
-    async with database.reading() as connection:
-        total = await connection.scalar(select(func.count()).select_from(schema.nodes)) or 0
-        while True:
-            query = select(n.node_id, n.kind).where(n.node_id > last).order_by(n.node_id).limit(_PAGE)
-            page = [(bytes(row.node_id), row.kind) for row in await connection.execute(query)]
-            if not page:
-                return
-            last, done = page[-1][0], done + len(page)
-            if new := [row for row in page if row[0] not in seen]:
-                heads = select(n.node_id).where(n.node_id.in_([key for key, _ in new]))
-                verifier = _CallVerifier(CallLoader(await fetch_nodes(connection, heads)))
-                for fault in await asyncio.to_thread(lambda: list(verifier.check_chains(new, seen))):  # noqa: B023
-                    yield fault
-            progress("nodes", done, total)
+    total = await connection.scalar(select(func.count()).select_from(schema.nodes)) or 0
+    while True:
+        query = select(n.node_id, n.kind).where(n.node_id > last).order_by(n.node_id).limit(_PAGE)
+        page = [(bytes(row.node_id), row.kind) for row in await connection.execute(query)]
+        if not page:
+            return
+        last, done = page[-1][0], done + len(page)
+        if new := [row for row in page if row[0] not in seen]:
+            heads = select(n.node_id).where(n.node_id.in_([key for key, _ in new]))
+            verifier = _CallVerifier(CallLoader(await fetch_nodes(connection, heads)))
+            for fault in await asyncio.to_thread(lambda: list(verifier.check_chains(new, seen))):  # noqa: B023
+                yield fault
+        progress("nodes", done, total)
 
 
-async def _check_artifacts(database: Database, folder: Path, progress: ProgressCallback) -> Faults:
+async def _check_artifacts(connection: AsyncConnection, folder: Path, progress: ProgressCallback) -> Faults:
     a = schema.artifacts.c
-    async with database.reading() as connection:
-        rows = (await connection.execute(select(a.artifact_id, a.sha256, a.bytes).order_by(a.artifact_id))).all()
+    rows = (await connection.execute(select(a.artifact_id, a.sha256, a.bytes).order_by(a.artifact_id))).all()
     for done, row in enumerate(rows, 1):
         what, path = f"artifacts {row.artifact_id}", artifact_path(folder, row.sha256)
         try:
@@ -166,28 +167,24 @@ class _CallVerifier:
         return None
 
 
-async def _check_sqlite(database: Database) -> Faults:
-    if database.dialect != "sqlite":
-        return
-    async with database.reading() as connection:
-        for line in await connection.scalars(text("PRAGMA quick_check")):
-            if line != "ok":
-                yield IntegrityFault("database", str(line))
-        for row in (await connection.execute(text("PRAGMA foreign_key_check"))).mappings():
-            what = f"{row['table']} (row {row['rowid']})"
-            yield IntegrityFault(what, f"it refers to a row of {row['parent']} that does not exist")
+async def _check_sqlite(connection: AsyncConnection) -> Faults:
+    for line in await connection.scalars(text("PRAGMA quick_check")):
+        if line != "ok":
+            yield IntegrityFault("database", str(line))
+    for row in (await connection.execute(text("PRAGMA foreign_key_check"))).mappings():
+        what = f"{row['table']} (row {row['rowid']})"
+        yield IntegrityFault(what, f"it refers to a row of {row['parent']} that does not exist")
 
 
-async def _check_hashes(database: Database) -> Faults:
-    async with database.reading() as connection:
-        for table, value in ((schema.settings, schema.settings.c.value), (schema.engines, schema.engines.c.info)):
-            # The text as stored, because parsing and printing it could change a number.
-            for row in await connection.execute(select(*table.primary_key.columns, cast(value, Text))):
-                if content_hash(row[1].encode()) != row[0]:
-                    yield IntegrityFault(f"{table.name} {row[0].hex()}", "its content does not match its id")
+async def _check_hashes(connection: AsyncConnection) -> Faults:
+    for table, value in ((schema.settings, schema.settings.c.value), (schema.engines, schema.engines.c.info)):
+        # The text as stored, because parsing and printing it could change a number.
+        for row in await connection.execute(select(*table.primary_key.columns, cast(value, Text))):
+            if content_hash(row[1].encode()) != row[0]:
+                yield IntegrityFault(f"{table.name} {row[0].hex()}", "its content does not match its id")
 
 
-async def _check_counters(database: Database) -> Faults:
+async def _check_counters(connection: AsyncConnection) -> Faults:
     s, c = schema.sessions.c, schema.calls.c
     counts = {
         s.calls: func.count(c.call_id),
@@ -202,15 +199,14 @@ async def _check_counters(database: Database) -> Faults:
         .having(or_(*(counter != count for counter, count in counts.items())))
         .order_by(s.session_id)
     )
-    async with database.reading() as connection:
-        for session_id, *numbers in await connection.execute(query):
-            for counter, stored, found in zip(counts, numbers[:4], numbers[4:], strict=True):
-                if stored != found:
-                    problem = f"its counter {counter.name} is {stored}, its calls have {found}"
-                    yield IntegrityFault(f"sessions {session_id}", problem)
+    for session_id, *numbers in await connection.execute(query):
+        for counter, stored, found in zip(counts, numbers[:4], numbers[4:], strict=True):
+            if stored != found:
+                problem = f"its counter {counter.name} is {stored}, its calls have {found}"
+                yield IntegrityFault(f"sessions {session_id}", problem)
 
 
-async def _check_traces(database: Database) -> Faults:
+async def _check_traces(connection: AsyncConnection) -> Faults:
     t, p = schema.traces.c, schema.trace_spans.c
     size = p.end_token - p.start_token
     length = func.coalesce(func.sum(size), 0)
@@ -222,7 +218,6 @@ async def _check_traces(database: Database) -> Faults:
         .having(or_(t.length != length, t.trained_tokens != trained))
         .order_by(t.trace_id)
     )
-    async with database.reading() as connection:
-        for row in await connection.execute(query):
-            problem = f"its row counts {row[1]} tokens ({row[2]} trained), its spans have {row[3]} ({row[4]} trained)"
-            yield IntegrityFault(f"traces {row[0]}", problem)
+    for row in await connection.execute(query):
+        problem = f"its row counts {row[1]} tokens ({row[2]} trained), its spans have {row[3]} ({row[4]} trained)"
+        yield IntegrityFault(f"traces {row[0]}", problem)

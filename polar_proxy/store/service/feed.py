@@ -23,6 +23,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from polar_proxy.errors import StoreError, UsageError
 from polar_proxy.store import schema
 from polar_proxy.store.database import Repository
+from polar_proxy.store.secrets import clean_label
 from polar_proxy.store.service.groups import update_groups
 from polar_proxy.store.service.job_events import insert_job_event
 from polar_proxy.store.service.queue import cancel_rollouts
@@ -101,7 +102,12 @@ class FeedRepository(Repository):
                 version = None if oldest is None else str(oldest)
                 lease = GroupLease(new_id("lease"), group_id, consumer, now + seconds, staleness, version)
                 leases.append(lease)
-                values = {"lease_id": lease.lease_id, "group_id": group_id, "consumer": consumer, "leased_at": now}
+                values = {
+                    "lease_id": lease.lease_id,
+                    "group_id": group_id,
+                    "consumer": clean_label(consumer),
+                    "leased_at": now,
+                }
                 new = insert(schema.leases).values(policy_version=policy_version, expires_at=lease.expires_at, **values)
                 await connection.execute(new)
             await _set_delivery(connection, now, [lease.group_id for lease in leases], "leased")

@@ -27,7 +27,7 @@ from polar_proxy.types import Json, new_id
 
 KEEP_OVERFLOW = {"overflow": "keep"}
 """The configuration of groups whose overflow is carried over and that accept overflow of other groups."""
-_HOLDING_FOR = "holding_for"
+HOLDING_FOR = "holding_for"
 """In the configuration of a holding group: the id of the group that its rollouts come from."""
 
 _r = schema.rollouts.c
@@ -163,7 +163,7 @@ class GroupRepository(Repository):
             places = await _places(connection, task_id, _g.group_id == group_id)
             without_job = select(_g.group_id, _g.config).where(_g.task_id == task_id, _g.job_id.is_(None))
             holding_groups = [
-                row.group_id for row in await connection.execute(without_job) if _HOLDING_FOR in row.config
+                row.group_id for row in await connection.execute(without_job) if HOLDING_FOR in row.config
             ]
             if not places or not holding_groups:
                 return []
@@ -244,7 +244,7 @@ async def _move(
 
 async def _add_holding_group(connection: AsyncConnection, task_id: str, for_group: str, size: int, now: float) -> str:
     group_id = new_id("group")
-    values = {"rollout_count": size, "group_size": size, "config": {_HOLDING_FOR: for_group}, "created_at": now}
+    values = {"rollout_count": size, "group_size": size, "config": {HOLDING_FOR: for_group}, "created_at": now}
     await connection.execute(insert(schema.groups).values(group_id=group_id, task_id=task_id, **values))
     return group_id
 

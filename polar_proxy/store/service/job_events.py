@@ -79,7 +79,7 @@ class CallbackRow:
     kind: CallbackKind
     body: str | None
     attempts: int
-    """Attempts that were started."""
+    """Number of attempts that were started."""
     created_at: float
     next_attempt_at: float | None
     """None: delivered or given up."""
@@ -110,7 +110,7 @@ class JobEventRepository(Repository):
         return await self._position(func.max, job_id)
 
     async def _position(self, pick: Callable[..., Any], job_id: str | None) -> EventCursor:
-        """Return the numbers that `pick` (min or max) chooses among the events of one job or of all jobs; 0 if none."""
+        """Return the first (`pick` = min) or last (max) event numbers of one job, or of all jobs; 0 without events."""
         stage, job = select(pick(_e.event_id)), select(pick(_je.job_event_id))
         if job_id is not None:
             stage = stage.join(schema.rollouts, _r.rollout_id == _e.rollout_id).where(_r.job_id == job_id)
@@ -179,7 +179,7 @@ class CallbackRepository(Repository):
     """Requests to the callback URLs of jobs."""
 
     async def claim(self, limit: int, seconds: float) -> list[CallbackRow]:
-        """Return callbacks that are due, and count an attempt for each. Nobody else gets them for `seconds`."""
+        """Return callbacks that are due, and count an attempt for each. No other caller gets them for `seconds`."""
         now = time.time()
         due = select(_b.callback_id).where(_b.next_attempt_at <= now).order_by(_b.next_attempt_at, _b.callback_id)
         due = due.limit(limit)

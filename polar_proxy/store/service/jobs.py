@@ -20,9 +20,10 @@ from sqlalchemy import ColumnElement, and_, case, func, insert, null, select, up
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from polar_proxy.errors import UsageError
-from polar_proxy.store import json_codec, schema
+from polar_proxy.store import schema
 from polar_proxy.store.database import Repository, row_columns
 from polar_proxy.store.rollouts import insert_status_event
+from polar_proxy.store.secrets import clean_label
 from polar_proxy.store.service.groups import update_groups
 from polar_proxy.store.service.job_events import insert_job_event, queue_callback
 from polar_proxy.store.service.queue import cancel_rollouts
@@ -113,7 +114,7 @@ class JobRepository(Repository):
         new = self._database.insert_new(schema.jobs).values(
             job_id=job_id,
             idempotency_key=idempotency_key,
-            label=json_codec.clean_text(label),
+            label=clean_label(label),
             spec=spec,
             priority=priority,
             status=status,

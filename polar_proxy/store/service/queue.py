@@ -15,13 +15,19 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, Select, and_, exists, func, or_, select, update
+from sqlalchemy import ColumnElement, Select, and_, delete, exists, func, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from polar_proxy.errors import UsageError
 from polar_proxy.store import schema
 from polar_proxy.store.database import Repository, row_columns
-from polar_proxy.store.rollouts import Claim, close_sessions, end_stages, insert_status_event, update_rollouts
+from polar_proxy.store.rollouts import (
+    Claim,
+    ClaimLostError,
+    close_sessions,
+    end_stages,
+    insert_status_event,
+    update_rollouts,
+)
 
 CANCEL_REQUESTED = "cancel_requested"
 """The cause of a claimed rollout that its worker must end."""
@@ -90,18 +96,19 @@ class QueueRepository(Repository):
             rows = (await connection.execute(select(_r.rollout_id, must_end.label("cancelled")).where(mine))).all()
         return {row.rollout_id for row in rows if row.cancelled}, set(rollout_ids) - {row.rollout_id for row in rows}
 
-    async def release(self, rollout_id: str, *, cause: str) -> int:
+    async def release(self, claim: Claim, *, cause: str, counts: bool = True) -> int:
         """Queue a rollout for another attempt and return the number of that attempt.
 
-        If its cancellation was requested, it is cancelled instead, and 0 is returned. Raises UsageError if the rollout
-        has ended or does not exist.
+        `counts=False`: the attempt never began, so the next one has its number. If the rollout's cancellation was
+        requested, it is cancelled instead, and 0 is returned. Raises ClaimLostError if the claim was lost.
         """
         now = time.time()
+        held = (_r.rollout_id == claim.rollout_id, _r.claimed_by == claim.claimed_by, _r.attempt == claim.attempt)
         async with self._database.writing() as connection:
-            attempt = await _requeue(connection, _r.rollout_id == rollout_id, cause, now)
+            attempt = await _requeue(connection, and_(*held), cause, now, counts=counts)
         if not attempt:
-            raise UsageError(f"The rollout {rollout_id} has ended, or does not exist.")
-        return attempt[rollout_id]
+            raise ClaimLostError(f"The rollout {claim.rollout_id} has ended, or another worker claimed it")
+        return attempt[claim.rollout_id]
 
     async def cancel(self, rollout_id: str) -> bool:
         """Cancel a queued rollout. Returns False if a worker has claimed it and must end it, or if it has ended."""
@@ -131,7 +138,7 @@ class QueueRepository(Repository):
         now = time.time()
         lost = and_(which, _r.claimed_by.is_not(None), ~_final)
         async with self._database.writing() as connection:
-            query = select(_r.rollout_id, _r.status).where(lost, _r.attempt >= attempts)
+            query = select(_r.rollout_id, _r.status).where(lost, _r.attempt >= attempts, not_ending)
             exhausted = (await connection.execute(query)).all()
             for row in exhausted:
                 await insert_status_event(connection, row.rollout_id, now, row.status, "failed")
@@ -289,22 +296,34 @@ async def cancel_rollouts(connection: AsyncConnection, which: ColumnElement[bool
     return claimed
 
 
-async def _requeue(connection: AsyncConnection, which: ColumnElement[bool], cause: str, now: float) -> dict[str, int]:
+async def _requeue(
+    connection: AsyncConnection, which: ColumnElement[bool], cause: str, now: float, *, counts: bool = True
+) -> dict[str, int]:
     """Queue rollouts for another attempt, or cancel those whose cancellation was requested. Return rollout id -> number
-    of the next attempt (0: cancelled)."""
+    of the next attempt (0: cancelled).
+
+    `counts=False`: the next attempt takes the number of this one, whose stages are removed."""
     query = select(_r.rollout_id, _r.status, _r.attempt, _r.cause).where(which, ~_final).with_for_update()
     rows = (await connection.execute(query)).all()
-    attempts = {row.rollout_id: 0 if row.cause == CANCEL_REQUESTED else row.attempt + 1 for row in rows}
+    attempts = {row.rollout_id: 0 if row.cause == CANCEL_REQUESTED else row.attempt + counts for row in rows}
     for row in rows:
         status = "queued" if attempts[row.rollout_id] else "cancelled"
         await insert_status_event(connection, row.rollout_id, now, row.status, status, cause)
     await end_stages(connection, _st.rollout_id.in_(attempts), now, "failed", cause)
+    for rollout_id, attempt in attempts.items() if not counts else ():
+        await connection.execute(delete(schema.stages).where(_st.rollout_id == rollout_id, _st.attempt == attempt))
     # In the same transaction: the next worker opens its own session, which must not be closed.
     await close_sessions(connection, list(attempts), now)
     again = _r.rollout_id.in_([rollout_id for rollout_id, attempt in attempts.items() if attempt])
     cancelled = _r.rollout_id.in_([rollout_id for rollout_id, attempt in attempts.items() if not attempt])
     unclaimed: dict[str, Any] = {"claimed_by": None, "lease_expires_at": None}
-    fresh = {"attempt": _r.attempt + 1, "session_id": None, "started_at": None, "incomplete": False, **unclaimed}
+    fresh = {
+        "attempt": _r.attempt + int(counts),
+        "session_id": None,
+        "started_at": None,
+        "incomplete": False,
+        **unclaimed,
+    }
     await update_rollouts(connection, again, status="queued", cause=cause, **fresh)
     ended = {"cause": "cancelled", "error": "cancelled", "ended_at": now, **unclaimed}
     await update_rollouts(connection, cancelled, status="cancelled", **ended)

@@ -7,11 +7,20 @@ from typing import Any
 from polar_proxy.types import Json
 
 PROMPT = [11, 12, 13]
+SAMPLED = {"temperature": 1.0, "changes": {}, "logprob_mode": "raw"}
 SPANS = [
     {"kind": "context", "call_id": "call_a", "choice": 0, "start": 0, "end": 3},
-    {"kind": "sampled", "call_id": "call_a", "choice": 0, "start": 0, "end": 2},
+    {"kind": "sampled", "call_id": "call_a", "choice": 0, "start": 0, "end": 2, **SAMPLED, "versions": [[0, "4"]]},
     {"kind": "context", "call_id": "call_b", "choice": 0, "start": 5, "end": 7},
-    {"kind": "sampled", "call_id": "call_b", "choice": 0, "start": 0, "end": 3},
+    {
+        "kind": "sampled",
+        "call_id": "call_b",
+        "choice": 0,
+        "start": 0,
+        "end": 3,
+        **SAMPLED,
+        "versions": [[0, "4"], [2, "5"]],
+    },
 ]
 
 
@@ -36,10 +45,14 @@ def row(group: int = 0, rollout: int = 0, trace: int = 0, **changes: Any) -> Jso
         "loss_mask": [1, 1, 0, 0, 1, 1, 1],
         "logprobs": [-0.5 - base / 1024, -0.25, None, None, -1.5, -2.0, -0.125],
         "spans": SPANS,
-        "certificate": {"spans": [{"versions": [[0, "4"]]}, {"versions": [[0, "4"], [2, "5"]]}]},
     }
     return made | changes
 
 
 def group(number: int = 0, size: int = 4) -> list[Json]:
     return [row(number, rollout) for rollout in range(size)]
+
+
+def with_sampling(**changes: Any) -> list[Json]:
+    """Return the spans of `row` with other values of the sampled ones."""
+    return [span | changes if span["kind"] == "sampled" else span for span in SPANS]

@@ -17,7 +17,7 @@ from tests.client.server import PolarServer, polar_serve
 
 pytestmark = pytest.mark.slow
 
-TRAINER = SimpleNamespace(accelerator=SimpleNamespace(num_processes=1), num_generations=2)
+TRAINER = SimpleNamespace(accelerator=SimpleNamespace(num_processes=1), num_generations=2, temperature=1.0)
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ def test_nemo_rl_flattens_and_masks_to_the_recorded_row() -> None:
     records = RecordConverter("nemo-rl")
     for one in group():
         read = read_training_row(one)
-        loaded = nemo_rl.load(records([one])[0])
+        loaded = nemo_rl.load(records([one])[0], temperature=1.0)
         masks([loaded["message_log"]])
         flat = messages.message_log_to_flat_messages(loaded["message_log"])
         assert flat["token_ids"].tolist() == list(read.token_ids)

@@ -21,11 +21,11 @@ from polar_proxy.export.formats import (
     verl,
 )
 from polar_proxy.export.formats.training_rows import IdNumbers
-from tests.export.formats.row_factory import SPANS, group, row
+from tests.export.formats.row_factory import SPANS, group, row, with_sampling
 
 IDS = [11, 12, 13, 20, 21, 31, 32, 22, 23, 24]
 LOGPROBS = [-0.5, -0.25, 0.0, 0.0, -1.5, -2.0, -0.125]
-TRAINER = SimpleNamespace(accelerator=SimpleNamespace(num_processes=1), num_generations=4)
+TRAINER = SimpleNamespace(accelerator=SimpleNamespace(num_processes=1), num_generations=4, temperature=1.0)
 
 
 def raises_row_error(reason: str) -> Any:
@@ -83,7 +83,7 @@ def test_trl_trains_the_longest_sequence_on_request() -> None:
 
 
 def test_trl_refuses_to_split_a_group() -> None:
-    many = SimpleNamespace(accelerator=SimpleNamespace(num_processes=2), num_generations=4)
+    many = SimpleNamespace(accelerator=SimpleNamespace(num_processes=2), num_generations=4, temperature=1.0)
     with pytest.raises(UsageError, match="split a group"):
         trl.RecordedRollouts([group()])(["any"] * 4, many)
     with pytest.raises(UsageError, match="not a whole number of groups"):
@@ -101,7 +101,8 @@ def test_trl_rollout_sample() -> None:
         np.float32,
     )
     assert (made["advantage"], made["group_id"], made["model_version"]) == (0.75, 3, 4)  # the oldest of 4 and 5
-    unknown = trl.rollout_sample(read_training_row(row(advantage=0.75, certificate=None)), 3, model_version=9)
+    unversioned = read_training_row(row(advantage=0.75, spans=with_sampling(versions=[[0, None]])))
+    unknown = trl.rollout_sample(unversioned, 3, model_version=9)
     assert unknown["model_version"] == 9
 
 
@@ -166,14 +167,25 @@ def test_slime_samples() -> None:
 def test_slime_advantages_count_a_rollout_once() -> None:
     """The rewards are 1, 0, 0, and the first rollout has two samples: mean 1/3, deviation sqrt(1/3)."""
     samples = [
-        SimpleNamespace(group_index=0, rollout_id=rollout, get_reward_value=lambda _, value=value: value)
+        SimpleNamespace(
+            group_index=0,
+            rollout_id=rollout,
+            metadata={"trace_id": "t", "temperature": 1.0},
+            get_reward_value=lambda _, value=value: value,
+        )
         for rollout, value in ((0, 1.0), (0, 1.0), (1, 0.0), (2, 0.0))
     ]
-    raw, made = slime.reward_post_process(SimpleNamespace(grpo_std_normalization=False), samples)
+
+    def settings(*, scaled: bool, temperature: float = 1.0) -> SimpleNamespace:
+        return SimpleNamespace(grpo_std_normalization=scaled, rollout_temperature=temperature)
+
+    raw, made = slime.reward_post_process(settings(scaled=False), samples)
     assert raw == [1.0, 1.0, 0.0, 0.0]
     assert made == pytest.approx([2 / 3, 2 / 3, -1 / 3, -1 / 3])
-    _, scaled = slime.reward_post_process(SimpleNamespace(grpo_std_normalization=True), samples)
+    _, scaled = slime.reward_post_process(settings(scaled=True), samples)
     assert scaled == pytest.approx([value * 3**0.5 for value in made], rel=1e-5)
+    with raises_row_error("temperature"):
+        slime.reward_post_process(settings(scaled=True, temperature=0.7), samples)
 
 
 def test_nemo_rl_message_begins_where_the_mask_changes() -> None:
@@ -200,12 +212,20 @@ def test_tinker_datum_is_shifted_by_one() -> None:
 
 
 @pytest.mark.parametrize("form", TRAINER_FORMATS)
-def test_rollout_is_converted_whole_or_not_at_all(form: str) -> None:
+def test_refused_row_leaves_the_others_of_its_rollout(form: str) -> None:
     records = RecordConverter(form)
     assert len(records([row(advantage=1.0)])) == 1
-    assert records([row(0, 1, advantage=1.0), row(0, 1, 1, advantage=1.0, grade="rejected")]) == []
-    assert records.left_out == {"rejected": 2}
+    assert len(records([row(0, 1, advantage=1.0), row(0, 1, 1, advantage=1.0, grade="rejected")])) == 1
+    assert records.left_out == {"rejected": 1}
     assert records([]) == []
+
+
+def test_trl_refuses_a_group_of_another_temperature() -> None:
+    hot = [one | {"spans": with_sampling(temperature=0.7, logprob_mode="processed")} for one in group()]
+    with raises_row_error("temperature"):
+        trl.RecordedRollouts([hot])(["any"] * 4, TRAINER)
+    at_07 = SimpleNamespace(accelerator=SimpleNamespace(num_processes=1), num_generations=4, temperature=0.7)
+    assert len(trl.RecordedRollouts([hot])(["any"] * 4, at_07)["reward"]) == 4
 
 
 def test_trl_records_number_groups() -> None:

@@ -7,10 +7,21 @@ from typing import Any
 
 import pytest
 
-from polar_proxy.export.formats import RowError, read_training_row, with_advantages
-from polar_proxy.export.formats.training_rows import IdNumbers, group_advantages, group_by_rollout
+from polar_proxy.export.formats import (
+    TRAINER_FORMATS,
+    RecordConverter,
+    RowError,
+    read_training_row,
+    with_advantages,
+)
+from polar_proxy.export.formats.training_rows import (
+    IdNumbers,
+    group_advantages,
+    group_by_rollout,
+    require_temperature,
+)
 from polar_proxy.types import Json
-from tests.export.formats.row_factory import SPANS, row
+from tests.export.formats.row_factory import SPANS, row, with_sampling
 
 IDS = [11, 12, 13, 14]
 CONTEXT = {"kind": "context", "call_id": "call_b", "choice": 0, "start": 3, "end": 4}
@@ -56,6 +67,45 @@ def test_refuses_unusable_rows_with_a_reason(changes: dict[str, Any], reason: st
     with pytest.raises(RowError) as caught:
         read_training_row(row(**changes))
     assert caught.value.reason == reason
+
+
+def test_row_without_a_temperature_is_refused() -> None:
+    spans = [{name: value for name, value in span.items() if name != "temperature"} for span in SPANS]
+    with pytest.raises(RowError, match=r"spans\[1\]\.sampled\.temperature: Field required"):
+        read_training_row(row(spans=spans))
+
+
+def test_temperature_is_that_of_the_recorded_logprobs() -> None:
+    assert read_training_row(row(spans=with_sampling(temperature=0.7, logprob_mode="processed"))).temperature == 0.7
+    assert read_training_row(row(spans=with_sampling(temperature=0.7, logprob_mode="raw"))).temperature == 1.0
+    cut = read_training_row(row(spans=with_sampling(changes={"top_p": 0.9})))
+    assert (cut.temperature, cut.changes) == (1.0, {"top_p": 0.9})
+    several = [*SPANS[:3], SPANS[3] | {"temperature": 0.7, "logprob_mode": "processed"}]
+    with pytest.raises(RowError, match="several or unknown temperatures") as caught:
+        read_training_row(row(spans=several))
+    assert caught.value.reason == "temperatures"
+
+
+def test_rows_of_another_temperature_than_the_trainers_are_refused() -> None:
+    require_temperature(read_training_row(row()), 1.0)
+    with pytest.raises(RowError, match=r"sampled at temperature 1, and the trainer .* at 0\.7") as caught:
+        require_temperature(read_training_row(row()), 0.7)
+    assert caught.value.reason == "temperature"
+
+
+@pytest.mark.parametrize("form", sorted(set(TRAINER_FORMATS) - {"tinker"}))
+def test_records_hand_the_temperature_on(form: str) -> None:
+    hot = row(advantage=0.5, spans=with_sampling(temperature=0.7, logprob_mode="processed"))
+    (record,) = RecordConverter(form)([hot])
+    holders = [record, *(record.get(name, {}) for name in ("extra_fields", "metadata", "extra_env_info"))]
+    assert [holder["temperature"] for holder in holders if "temperature" in holder] == [0.7]
+
+
+def test_tinker_refuses_other_temperatures() -> None:
+    convert = RecordConverter("tinker")
+    assert len(convert([row(advantage=0.5)])) == 1
+    assert convert([row(advantage=0.5, spans=with_sampling(temperature=0.7, logprob_mode="processed"))]) == []
+    assert convert.left_out == {"temperature": 1}
 
 
 def test_rollout_counts_once_however_many_traces_it_has() -> None:

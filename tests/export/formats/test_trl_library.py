@@ -86,7 +86,21 @@ def polars_gradients(rows: list[Json], advantages: list[float]) -> dict[str, tor
         recorded = np.array([np.nan] * len(off) + list(one.logprobs))
         ids = np.array(one.token_ids, dtype=np.int64)
         recorded = np.where(trained, recorded, np.nan)
-        sequences.append(TrainingSequence(one.trace_id, "g", number, ids, trained, recorded, advantage, ~trained))
+        sequences.append(
+            TrainingSequence(
+                trace_id=one.trace_id,
+                group_id="g",
+                rollout=number,
+                token_ids=ids,
+                trained=trained,
+                old_logprobs=recorded,
+                advantage=advantage,
+                observed=~trained,
+                temperatures=np.full(len(ids), one.temperature),
+                versions=np.full(len(ids), None, dtype=object),
+                group_size=len(rows),
+            )
+        )
     settings: Json = {"loss": "ppo_clip", "loss_aggregation": "token"}
     learner = Learner(load_model(POLAR_TINY), GrpoConfig(**settings, learning_rate=1e-3, max_grad_norm=1e9))
     kept: dict[str, torch.Tensor] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -20,6 +21,7 @@ from polar_proxy.errors import RequestError
 from polar_proxy.types import EngineRequest
 from sandboxes.supervisor.shim import descendants
 from tests.fakes.player import play
+from tests.fakes.tiny_agent import TINY_AGENTS
 
 ROOT = Path(__file__).resolve().parents[3]
 POLAR = str(Path(sys.executable).with_name("polar"))
@@ -53,6 +55,7 @@ def environment(home: Path, scratch: Path) -> dict[str, str]:
         "NO_COLOR": "1",
         "COLUMNS": "200",
         "RAY_USAGE_STATS_ENABLED": "0",
+        "POLAR_ALLOWED_CODE": json.dumps(sorted(TINY_AGENTS)),
         "POLAR_ADMISSION__MEMORY_MB": "0",  # no check of the machine's load, so that nodes fill their capacity
     }
 

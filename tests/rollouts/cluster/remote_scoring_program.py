@@ -12,8 +12,8 @@ from typing import Any
 import ray
 
 from polar_proxy.rewards import CommandEvaluator, EvaluationInput, Score
-from polar_proxy.rollouts.attempt import InfrastructureError
 from polar_proxy.rollouts.cluster.node import RayScorer
+from polar_proxy.rollouts.infrastructure import InfrastructureError
 from polar_proxy.tasks import Environment, GitRepository, Task
 from sandboxes.orphans import default_state_dir
 

@@ -10,7 +10,6 @@ import pytest
 
 from polar_proxy.config import Settings
 from polar_proxy.errors import UsageError
-from polar_proxy.rollouts.attempt import InfrastructureError
 from polar_proxy.rollouts.cluster import Cluster
 from polar_proxy.rollouts.cluster.node import (
     NodeConfig,
@@ -23,6 +22,7 @@ from polar_proxy.rollouts.cluster.node import (
     plan_nodes,
     scoring_resources,
 )
+from polar_proxy.rollouts.infrastructure import InfrastructureError
 from polar_proxy.store import open_store
 
 GIB = 1 << 30

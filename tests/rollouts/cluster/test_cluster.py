@@ -19,10 +19,12 @@ import httpx
 import orjson
 import pytest
 
+from polar_proxy.allowed_code import AllowedCode
 from polar_proxy.rollouts import JobSpec, submit
 from polar_proxy.sessions.identity import hash_key
 from polar_proxy.store import FINAL_STATUSES, RolloutRow, Store, open_store
 from polar_proxy.tasks import get_source
+from tests.fakes.tiny_agent import TINY_AGENTS
 from tests.rollouts.cluster.conftest import Machines
 from tests.rollouts.cluster.machines import Serving, command, wait_for
 
@@ -37,7 +39,7 @@ def nodes_work(served: Serving, count: int) -> list[str]:
 async def submitted(store: Store, samples: int, agent: str = "TinyAgent") -> list[str]:
     harness = f"tests.fakes.tiny_agent:{agent}"
     spec = JobSpec(harness=harness, sandbox="process", timeout=900.0, samples=samples, for_training=True)
-    job, _ = await submit(store, [get_source("swe-task").task(3)], spec)
+    job, _ = await submit(store, [get_source("swe-task").task(3)], spec, code=AllowedCode(TINY_AGENTS))
     return [row.rollout_id for row in await store.rollouts.find(job_id=job.job_id)]
 
 

@@ -9,15 +9,18 @@ from pathlib import Path
 
 import pytest
 
+from polar_proxy.allowed_code import AllowedCode
 from polar_proxy.config import AdmissionSettings, Settings
 from polar_proxy.rewards import CommandEvaluator, EvaluationInput, Score
 from polar_proxy.rollouts import JobSpec, RolloutService, ServiceLimits, local_gateway
-from polar_proxy.rollouts.attempt import InfrastructureError, score_work
+from polar_proxy.rollouts.infrastructure import InfrastructureError
+from polar_proxy.rollouts.scoring import score_work
 from polar_proxy.rollouts.task_sandboxes import TaskSandboxes
 from polar_proxy.store import Store
 from polar_proxy.tasks import Task, get_source
 from sandboxes.base import SandboxKind
 from tests.fakes.player import PlayerEngine
+from tests.fakes.tiny_agent import TINY_AGENTS
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_sandbox_register")]
 
@@ -66,7 +69,15 @@ async def test_scores_remotely_only_what_would_wait(store: Store, tmp_path: Path
     async with (
         engine,
         local_gateway(Settings(), engine, store) as gateway,
-        RolloutService(store, gateway, engine, tmp_path / "harnesses", limits=LIMITS, remote_scorer=other) as running,
+        RolloutService(
+            store,
+            gateway,
+            engine,
+            tmp_path / "harnesses",
+            limits=LIMITS,
+            remote_scorer=other,
+            code=AllowedCode(TINY_AGENTS),
+        ) as running,
     ):
         harness = "tests.fakes.tiny_agent:TinyAgent"
         spec = JobSpec(harness=harness, sandbox="process", timeout=600.0, samples=3)

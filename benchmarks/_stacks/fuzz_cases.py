@@ -1,0 +1,161 @@
+"""Random requests for `fuzz.py`: model routes by the grammar of each dialect, API routes by the OpenAPI document, and
+damaged HTTP. A case follows from the seed and its number alone."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote
+
+from tests.gateway.random_bodies import ROUTES, BodyGenerator, Route
+
+_METHODS = ("GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD")
+_SECONDS = ("timeout", "wait", "seconds", "timeout_seconds", "wait_seconds")
+"""Fields by which a client may ask the server to wait."""
+_TEXTS = (
+    *("", "0", "-1", "x", "é", "\0", "%", "../..", "null", "true", "1e400", "' OR 1=1 --"),
+    *("9" * 40, "a" * 3000, "[" * 200),
+)
+_PATHS = (
+    *("/healthz", "/readyz", "/metrics", "/v1/models", "/v1/models/x", "/openapi.json", "/api/hello"),
+    *("/", "/nothing"),
+)
+_JUNK = (b"\r\n", b"\0", b"\r", b"\n", b" ", b":", b"%00", b"\xff", b"x" * 300)
+_HEADERS = ("x-stainless-retry-count", "accept", "content-type", "user-agent")
+
+
+@dataclass(frozen=True)
+class FuzzCase:
+    number: int
+    name: str
+    request: bytes
+    route: Route | None = None
+    """The model route, whose format the answer must have."""
+    endless: bool = False
+    """The answer is an endless stream: only its status is read."""
+
+
+class CaseGenerator:
+    def __init__(self, seed: int, keys: list[str], admin_key: str, openapi: dict[str, Any]) -> None:
+        self._seed = seed
+        self._keys = keys
+        self._admin_key = admin_key
+        schemas = openapi.get("components", {}).get("schemas", {})
+        self._operations = [
+            (method.upper(), path, operation)
+            for path, operations in sorted(openapi["paths"].items())
+            for method, operation in sorted(operations.items())
+            if path.startswith("/api/")
+        ]
+        self._fields = sorted({name for schema in schemas.values() for name in schema.get("properties", {})})
+        self._schemas = schemas
+
+    def make(self, number: int) -> FuzzCase:
+        rng = random.Random(f"{self._seed}:{number}")
+        kind = rng.random()
+        if kind < 0.70:
+            return self._model_case(number, rng)
+        if kind < 0.88:
+            return self._api_case(number, rng)
+        if kind < 0.91:
+            path = rng.choice(_PATHS) + rng.choice(("", "", "?x=" + quote(rng.choice(_TEXTS))))
+            return FuzzCase(number, path, self._http(rng, rng.choice(_METHODS), path, b"", self._key(rng)))
+        return self._damaged(number, rng)
+
+    def _model_case(self, number: int, rng: random.Random) -> FuzzCase:
+        name = rng.choice(list(ROUTES))
+        route = ROUTES[name]
+        request = self._http(rng, "POST", route.path, BodyGenerator(route, rng).make(), rng.choice(self._keys))
+        return FuzzCase(number, name, request, route)
+
+    def _api_case(self, number: int, rng: random.Random) -> FuzzCase:
+        method, template, operation = rng.choice(self._operations)
+        path, query = template, []
+        for parameter in operation.get("parameters", ()):
+            text = quote(rng.choice((*_TEXTS, "job_01", "roll_01", "run")), safe="")
+            if parameter["in"] == "path":
+                path = path.replace("{" + parameter["name"] + "}", text or "x")
+            elif parameter["in"] == "query" and rng.random() < 0.6:
+                query.append(f"{parameter['name']}={text}")
+        body = b""
+        if "requestBody" in operation:
+            body = json.dumps(self._api_body(operation, rng)).encode()
+            if rng.random() < 0.1:
+                body = body[: rng.randrange(len(body))]
+        path += "?" + "&".join(query) if query else ""
+        key = self._admin_key if rng.random() < 0.8 else self._key(rng)
+        request = self._http(rng, method, path, body, key)
+        return FuzzCase(number, f"{method} {template}", request, endless=template.endswith("/events"))
+
+    def _api_body(self, operation: dict[str, Any], rng: random.Random) -> Any:
+        schema = operation["requestBody"]["content"]["application/json"]["schema"]
+        value = self._value(schema, rng)
+        if isinstance(value, dict):
+            if rng.random() < 0.2:
+                value[rng.choice(self._fields)] = rng.choice(_TEXTS)
+            for name in _SECONDS:
+                if name in value:
+                    value[name] = rng.choice((0, 0.1, -1, "x"))
+        return value
+
+    def _value(self, schema: dict[str, Any], rng: random.Random, depth: int = 0) -> Any:
+        """Return a value of a JSON schema, or sometimes another one."""
+        if rng.random() < 0.08 or depth > 6:
+            return rng.choice((None, True, 0, -1, 1.5, 2**63, 10**30, [], {}, *_TEXTS))
+        if "$ref" in schema:
+            return self._value(self._schemas[schema["$ref"].rsplit("/", 1)[-1]], rng, depth + 1)
+        for several in ("anyOf", "oneOf", "allOf"):
+            if several in schema:
+                return self._value(rng.choice(schema[several]), rng, depth + 1)
+        if "enum" in schema or "const" in schema:
+            return rng.choice(schema.get("enum") or [schema["const"]])
+        match schema.get("type"):
+            case "object":
+                required = schema.get("required", ())
+                properties = schema.get("properties", {})
+                chosen = [name for name in properties if name in required or rng.random() < 0.3]
+                return {name: self._value(properties[name], rng, depth + 1) for name in chosen}
+            case "array":
+                return [self._value(schema.get("items", {}), rng, depth + 1) for _ in range(rng.randrange(3))]
+            case "integer":
+                return rng.choice((0, 1, 2, 100, -1, 2**31))
+            case "number":
+                return rng.choice((0, 0.5, 1, -1, 1e300))
+            case "boolean":
+                return rng.random() < 0.5
+        return rng.choice(_TEXTS)
+
+    def _damaged(self, number: int, rng: random.Random) -> FuzzCase:
+        """Return a request whose HTTP is wrong somewhere."""
+        route = ROUTES[rng.choice(list(ROUTES))]
+        raw = bytearray(self._http(rng, "POST", route.path, BodyGenerator(route, rng).make(), rng.choice(self._keys)))
+        head = raw.index(b"\r\n\r\n")
+        for _ in range(rng.choice((1, 1, 2, 5))):
+            place = rng.randrange(head)
+            match rng.randrange(4):
+                case 0:
+                    raw[place : place + 1] = rng.randbytes(1)
+                case 1:
+                    del raw[place : place + rng.randrange(20)]
+                case 2:
+                    raw[place:place] = rng.choice(_JUNK)
+                case 3:
+                    line = rng.choice((b"transfer-encoding: chunked", b"content-length: 3", b"expect: 100-continue"))
+                    raw[raw.find(b"\r\n") + 2 : raw.find(b"\r\n") + 2] = line + b"\r\n"
+        return FuzzCase(number, "damaged HTTP", bytes(raw))
+
+    def _key(self, rng: random.Random) -> str:
+        return rng.choice((*self._keys, "", "unknown", "\x7f", "a" * 500))
+
+    def _http(self, rng: random.Random, method: str, path: str, body: bytes, key: str) -> bytes:
+        lines = [f"{method} {path} HTTP/1.1", "host: localhost", f"authorization: Bearer {key}"]
+        if rng.random() < 0.05:
+            lines.append(f"{rng.choice(_HEADERS)}: {rng.randrange(9)}")
+        if body and rng.random() < 0.1:
+            half = len(body) // 2
+            chunks = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in (body[:half], body[half:]) if part)
+            return "\r\n".join([*lines, "transfer-encoding: chunked", "", ""]).encode("latin-1") + chunks + b"0\r\n\r\n"
+        lines += ["content-type: application/json", f"content-length: {len(body)}", "", ""]
+        return "\r\n".join(lines).encode("latin-1") + body

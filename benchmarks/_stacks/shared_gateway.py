@@ -1,0 +1,143 @@
+"""A real gateway under attack, and an honest session beside the attacker, for `attacks.py` and `fuzz.py`.
+
+The gateway has 256 file descriptors, known keys only, and a scripted engine. The honest session is a process of its
+own, so that a busy attacker does not look like a slow gateway.
+
+    python -m benchmarks._stacks.shared_gateway PORT KEY PAUSE      # the honest session
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field
+from http.client import HTTPConnection, HTTPException
+from itertools import count
+from pathlib import Path
+
+from benchmarks._stacks.kill_targets import EngineProcess, ServerProcess
+from benchmarks._stacks.stacks import ROOT, free_port
+from polar_proxy.sessions.identity import hash_key
+from polar_proxy.store import open_store
+
+DESCRIPTORS = 256
+_PROGRAM = (
+    f"import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, ({DESCRIPTORS}, {DESCRIPTORS}));"
+    "from polar_proxy.cli import main; sys.exit(main())"
+)
+
+
+class GatewayProcess(ServerProcess):
+    """`polar serve` with few file descriptors."""
+
+    name = "gateway"
+
+    def __init__(self, folder: Path, engine: EngineProcess) -> None:
+        self.port = free_port()
+        self.db = str(folder / "polar.db")
+        command = [sys.executable, "-c", _PROGRAM, "serve", "--port", str(self.port), "--db", self.db]
+        command += ["--engine", "vllm", "--engine-url", engine.url, "--model", engine.model, "--require-known-keys"]
+        url = f"http://127.0.0.1:{self.port}/healthz"
+        super().__init__(command, folder, url, POLAR_HOME=str(folder / "home"))
+
+    @property
+    def _proc(self) -> Path:
+        assert self.process is not None
+        return Path(f"/proc/{self.process.pid}")
+
+    def rss_mb(self) -> float:
+        for line in (self._proc / "status").read_text().splitlines():
+            if line.startswith("VmRSS:"):
+                return int(line.split()[1]) / 1024
+        raise ProcessLookupError("the gateway has ended")
+
+    def descriptors(self) -> int:
+        return sum(1 for _ in (self._proc / "fd").iterdir())
+
+
+@dataclass
+class HonestSession:
+    """What the honest process reported so far: (end of the request, seconds, fault or None) of each request."""
+
+    process: subprocess.Popen[str]
+    requests: list[tuple[float, float, str | None]] = field(default_factory=list)
+
+    def read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            ended, seconds, fault = json.loads(line)
+            self.requests.append((ended, seconds, fault))
+
+    def since(self, start: float) -> list[tuple[float, float, str | None]]:
+        """Return the requests that ended after `start` (of `time.monotonic`)."""
+        return [request for request in self.requests if request[0] >= start]
+
+
+def quantile(values: list[float], q: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(q * len(ordered)))] if ordered else float("inf")
+
+
+@contextmanager
+def honest_session(port: int, key: str, pause: float = 0.02) -> Iterator[HonestSession]:
+    command = [sys.executable, "-m", "benchmarks._stacks.shared_gateway", str(port), key, str(pause)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        session = HonestSession(process)
+        reader = threading.Thread(target=session.read, daemon=True)
+        reader.start()
+        try:
+            yield session
+        finally:
+            process.kill()
+            reader.join(10)
+
+
+@asynccontextmanager
+async def shared_gateway(folder: Path, keys: list[str]) -> AsyncIterator[tuple[GatewayProcess, list[str]]]:
+    """Run a gateway that knows sessions with these keys; also yield the ids of the sessions."""
+    with ExitStack() as stack:
+        engine = EngineProcess(folder, "echo", delay=0.0)
+        stack.callback(engine.stop)
+        await asyncio.to_thread(engine.start)
+        gateway = GatewayProcess(folder, engine)
+        stack.callback(gateway.stop)
+        await asyncio.to_thread(gateway.start)
+        async with open_store(gateway.db) as store:
+            rows = [await store.sessions.create(key_hash=hash_key(key), label=None, origin="key") for key in keys]
+        yield gateway, [row.session_id for row in rows]
+
+
+def behave(port: int, key: str, pause: float) -> None:
+    """Send one chat after the other, each with its own word, and print how it was answered. A lost connection is opened
+    again, as every client does, and the time for that counts."""
+    connection = HTTPConnection("127.0.0.1", port, timeout=60)
+    headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
+    for number in count():
+        word = f"nonce-{0:012x}-{number}"
+        body = json.dumps({"model": "echo", "messages": [{"role": "user", "content": f"Say {word}"}]})
+        started, fault = time.monotonic(), None
+        for last in (False, True):
+            try:
+                connection.request("POST", "/v1/chat/completions", body, headers)
+                answer = connection.getresponse()
+                text = answer.read().decode()
+                if answer.status != 200 or word not in text:
+                    fault = f"{answer.status}: {text[:200]}"
+                break
+            except (OSError, HTTPException) as error:
+                connection.close()
+                fault = f"{type(error).__name__}: {error}" if last else None
+        ended = time.monotonic()
+        print(json.dumps([ended, ended - started, fault]), flush=True)
+        time.sleep(pause)
+
+
+if __name__ == "__main__":
+    with suppress(KeyboardInterrupt, BrokenPipeError):
+        behave(int(sys.argv[1]), sys.argv[2], float(sys.argv[3]))

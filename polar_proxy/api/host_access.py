@@ -1,0 +1,59 @@
+"""What requests may use of the server's machine: only what its operator configured.
+
+A request is untrusted data. The tasks of a job may come with it, or from a built-in family. Files and folders of
+the server must lie in the setting `api.folders`, Python code must be in `allowed_code`, and the `process` sandbox,
+which isolates nothing, must be the one that `run.sandbox` names. A command of this process itself may use anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from polar_proxy.allowed_code import AllowedCode
+from polar_proxy.api.context import ApiContext
+from polar_proxy.api_models import JobRequest
+from polar_proxy.errors import UsageError
+from polar_proxy.rollout_spec import JobSpec
+from polar_proxy.rollouts.harnesses import mounted_paths
+from polar_proxy.tasks import Task, is_family
+
+
+def code_of_request(context: ApiContext, body: JobRequest) -> AllowedCode:
+    """Return the code that a job and its tasks may name."""
+    named = (body.task or "", body.harness) if context.from_this_process else ()
+    return context.settings.code(*named)
+
+
+def check_source(context: ApiContext, name: str) -> None:
+    """Raise UsageError for a task source that is a file or folder outside of the configured folders."""
+    is_path = "/" in name or Path(name).exists()
+    if is_path and not is_family(name):
+        _check_paths(context, "task", [name])
+
+
+def check_job(context: ApiContext, spec: JobSpec, tasks: Iterable[Task]) -> None:
+    """Raise UsageError for a job that uses more of this machine than its operator configured."""
+    if context.from_this_process:
+        return
+    if spec.sandbox == "process" and context.settings.run.sandbox != "process":
+        raise UsageError(
+            "sandbox: a process sandbox isolates nothing, so a request may choose it only if the server's own setting "
+            'is run.sandbox = "process"; use auto, docker or bubblewrap.'
+        )
+    _check_paths(context, "harness", mounted_paths(spec.harness))
+    for task in tasks:
+        _check_paths(context, f"task {task.task_id}", task.host_paths)
+
+
+def _check_paths(context: ApiContext, what: str, paths: Iterable[str]) -> None:
+    if context.from_this_process:
+        return
+    folders = [folder.expanduser().resolve() for folder in context.settings.api.folders]
+    for path in paths:
+        resolved = Path(path).expanduser().resolve()
+        if not any(resolved.is_relative_to(folder) for folder in folders):
+            raise UsageError(
+                f"{what}: {path} is not in a folder that requests may use. The server's operator lists such folders in "
+                "the setting api.folders."
+            )

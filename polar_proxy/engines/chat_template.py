@@ -1,0 +1,189 @@
+"""Render a model's chat template in this process, as Transformers and vLLM do.
+
+`ModelFiles` are the template, special tokens and tokenizer of a model's folder. Nothing here proves that a server uses
+the same ones; `vllm/local_rendering.py` does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2.ext
+from jinja2 import nodes
+from jinja2.exceptions import TemplateError
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from polar_proxy.errors import RequestError
+from polar_proxy.types import ChatRequest, Json, Message
+
+_TOOL_FIELDS = ("name", "description", "parameters")
+
+
+class _GenerationBlock(jinja2.ext.Extension):
+    """`{% generation %}` marks what a model writes; it renders as its content."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+@dataclass(frozen=True, slots=True)
+class MessageForm:
+    """How a server prepares messages and tools for the template."""
+
+    content_parts: bool = False
+    """Content is a list of parts; otherwise one string."""
+    complete_tools: bool = True
+    """Missing fields of a tool are null, and its fields come in the order of OpenAI's specification."""
+
+
+class ModelTemplate:
+    """A compiled chat template with the settings of Transformers."""
+
+    def __init__(self, source: str, special_tokens: Json | None = None) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        self._template = environment.from_string(source)
+        self._special_tokens = special_tokens or {}
+
+    def render(self, request: ChatRequest, form: MessageForm, *, generation: bool = True) -> str:
+        """Return the prompt as text. Raises RequestError if the template refuses the conversation."""
+        tools = [_complete(tool) for tool in request.tools] if form.complete_tools else list(request.tools)
+        options = {**self._special_tokens, **request.template_kwargs, "add_generation_prompt": generation}
+        messages = [template_message(message, content_parts=form.content_parts) for message in request.messages]
+        try:
+            return self._template.render(messages=messages, tools=tools or None, documents=None, **options)
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            raise RequestError(
+                f"The model's chat template cannot render this conversation: {error}", param="messages"
+            ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """What a model's folder holds of its prompts. `tokenizer` is one of the `tokenizers` library."""
+
+    template: ModelTemplate
+    tokenizer: Any
+    stop_ids: tuple[int, ...]
+    """`eos_token_id` of generation_config.json."""
+
+    @classmethod
+    def load(cls, folder: Path) -> ModelFiles | None:
+        """Read a folder; None if it lacks a file, or if the `tokenizers` library is not installed."""
+        try:
+            from tokenizers import Tokenizer
+        except ImportError:
+            return None
+        config = _read_json(folder / "tokenizer_config.json")
+        source = folder / "chat_template.jinja"
+        template = source.read_text() if source.is_file() else config.get("chat_template")
+        if not isinstance(template, str) or not (folder / "tokenizer.json").is_file():
+            return None
+        special = {
+            name: value["content"] if isinstance(value, dict) else value
+            for name, value in config.items()
+            if name.endswith("_token") and isinstance(value, str | dict)
+        }
+        stops = _read_json(folder / "generation_config.json").get("eos_token_id", [])
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        stop_ids = tuple(map(int, stops if isinstance(stops, list) else [stops]))
+        return cls(ModelTemplate(template, special), tokenizer, stop_ids)
+
+    def encode(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def find_model_folder(name: str) -> Path | None:
+    """Return the folder of a model that a server names by its path, or by its name on the Hugging Face Hub."""
+    if (folder := Path(name)).is_dir():
+        return folder
+    try:
+        from huggingface_hub.constants import HF_HUB_CACHE
+    except ImportError:
+        return None
+    cached = Path(HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
+    revision = cached / "refs" / "main"
+    snapshot = cached / "snapshots" / revision.read_text().strip() if revision.is_file() else None
+    return snapshot if snapshot is not None and snapshot.is_dir() else None
+
+
+def template_message(message: Message, *, content_parts: bool = False) -> Json:
+    """Return a message as templates expect it: content as one string, tool-call arguments as an object."""
+    out = message.to_openai()
+    content = flat_text(message.content)
+    out["content"] = [{"type": "text", "text": content}] if content_parts and content else content
+    if message.reasoning is not None:
+        out["reasoning"] = message.reasoning
+    for call in out.get("tool_calls", ()):
+        call["function"]["arguments"] = _arguments(call["function"]["arguments"])
+    return out
+
+
+def _arguments(text: str) -> Any:
+    """Parse a tool call's arguments. Text that is not JSON stays text, as a model may have written such arguments."""
+    try:
+        return json.loads(text.strip() or "{}")
+    except json.JSONDecodeError:
+        return text
+
+
+def flat_text(content: str | list[Json] | None) -> str:
+    """Join content parts with line breaks, as vLLM does. Raises RequestError for anything but text."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts: list[str] = []
+    for part in content:
+        kind = part.get("type", "text")
+        text = part.get("text", part.get("refusal"))
+        if kind not in ("text", "input_text", "output_text", "refusal") or not isinstance(text, str):
+            raise RequestError(
+                f"This model reads text only, not a content part of type {kind!r}.", param="messages", code="no_images"
+            )
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _complete(tool: Json) -> Json:
+    function = tool.get("function")
+    if not isinstance(function, dict):
+        return tool
+    known = {name: function.get(name) for name in _TOOL_FIELDS}
+    return {"type": tool.get("type", "function"), "function": {**known, **function}}
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: Sequence[str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=None if separators is None else (separators[0], separators[1]),
+        sort_keys=sort_keys,
+    )
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _read_json(path: Path) -> Json:
+    value = json.loads(path.read_text()) if path.is_file() else {}
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,73 @@
+"""`parallel_tool_calls = false`: the sampling of an answer ends where a second tool call begins.
+
+The agent gets one call. Tokens of a second one would be trained although no later prompt has them, and a prompt that
+continues from them would hold a call that was never answered. So the answer ends with its first call: what was sampled
+after it is dropped, and no grammar is needed. An answer that makes one call keeps its own end of turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+
+from polar_proxy.types import ChatRequest, EngineRequest, SampleEvent
+
+
+def wants_one_call(request: EngineRequest) -> bool:
+    return isinstance(request, ChatRequest) and bool(request.tools) and request.parallel_tool_calls is False
+
+
+@dataclass(slots=True)
+class _ChoiceState:
+    called: bool = False
+    """The first call has begun."""
+    ended: bool = False
+    held: list[SampleEvent] = field(default_factory=list)
+    """Events after the first call that show nothing: their tokens may begin a second call."""
+
+
+class OneCallLimit:
+    """The limit for one request with `choices` answers."""
+
+    def __init__(self, choices: int) -> None:
+        self._left = choices
+        self._cut = False
+        self._states: dict[int, _ChoiceState] = {}
+        self.hides_tokens = False
+        """One event had the end of the first call and the beginning of the second, so that the tokens of both are
+        recorded. Such an answer cannot be trained or continued."""
+
+    async def apply(self, events: AsyncGenerator[SampleEvent, None]) -> AsyncGenerator[SampleEvent, None]:
+        """Yield the events up to the first call of each choice. Closes `events` when all choices have ended."""
+        async with aclosing(events):
+            async for event in events:
+                for shown in self._take(event):
+                    yield shown
+                if self._cut and not self._left:
+                    return
+
+    def _take(self, event: SampleEvent) -> list[SampleEvent]:
+        state = self._states.setdefault(event.index, _ChoiceState())
+        if state.ended:
+            return []
+        first = tuple(delta for delta in event.tool_calls if delta.index == 0)
+        if len(first) < len(event.tool_calls):
+            self._end(state)
+            self._cut = True
+            if not (first or event.text or event.reasoning):
+                return [SampleEvent(event.index, finish_reason="tool_calls", weight_version=event.weight_version)]
+            self.hides_tokens = True
+            return [*state.held, replace(event, tool_calls=first, finish_reason="tool_calls")]
+        state.called |= bool(first)
+        if event.finish_reason is not None:
+            self._end(state)
+        elif state.called and not (first or event.text or event.reasoning):
+            state.held.append(event)
+            return []
+        shown, state.held = [*state.held, event], []
+        return shown
+
+    def _end(self, state: _ChoiceState) -> None:
+        state.ended = True
+        self._left -= 1

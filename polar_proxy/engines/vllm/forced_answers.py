@@ -1,0 +1,89 @@
+"""Answers that a server was made to sample, and what its chat route and Polar's Hermes parser read in them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+from polar_proxy.engines.hermes import HermesParser, Reasoning
+from polar_proxy.types import Json, SampleEvent
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedAnswer:
+    """The content of a parsed answer, without the white space around it. Tool calls are (name, arguments)."""
+
+    text: str
+    reasoning: str
+    calls: tuple[tuple[str, str], ...]
+    finish: str | None
+
+    @classmethod
+    def of(cls, events: Sequence[SampleEvent]) -> ParsedAnswer:
+        calls: dict[int, tuple[str, str]] = {}
+        for delta in (delta for event in events for delta in event.tool_calls):
+            name, arguments = calls.get(delta.index, ("", ""))
+            calls[delta.index] = (name + (delta.name or ""), arguments + delta.arguments)
+        return cls(
+            "".join(event.text for event in events).strip(),
+            "".join(event.reasoning for event in events).strip(),
+            tuple(calls[index] for index in sorted(calls)),
+            next((event.finish_reason for event in reversed(events) if event.finish_reason), None),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ForcedAnswer:
+    """One answer of the server: ids without the end-of-turn token, their text, and how the chat route parsed it."""
+
+    name: str
+    wanted: str
+    ids: tuple[int, ...]
+    parsed: ParsedAnswer
+    text: str = ""
+    sampled: tuple[int, ...] = ()
+    """All ids, with the one that ended the answer."""
+    own: bool = False
+    """It is a tool call in the template's own form."""
+    cut: bool = False
+    """`max_tokens` cut a tool call. The chat route reads it in one way in a stream and in another in a whole answer."""
+
+    @property
+    def raw_finish(self) -> str:
+        """The finish reason of a completion with these ids."""
+        return "length" if self.parsed.finish == "length" else "stop"
+
+    def to_sample(self) -> Json:
+        """Return the answer as `ParserProcess.match` takes it."""
+        parsed = self.parsed
+        content = {"text": parsed.text, "reasoning": parsed.reasoning, "calls": parsed.calls, "finish": parsed.finish}
+        return {"ids": self.sampled, "raw_finish": self.raw_finish, "own": self.own, **content}
+
+
+def unforced(answers: Sequence[ForcedAnswer], optional: set[str]) -> str | None:
+    """Return a message about the first text that was not sampled although forced; None if all were sampled."""
+    missing = [answer.name for answer in answers if answer.wanted not in answer.text and answer.name not in optional]
+    if not missing:
+        return None
+    return f"The server could not be made to answer with {missing[0]} (structured outputs or biases have no effect)."
+
+
+def matching_reasoning_mode(answers: Sequence[ForcedAnswer], *, tools: bool) -> tuple[Reasoning | None, str | None]:
+    """Return the first reasoning mode in which the Hermes parser agrees with the server on every answer.
+
+    If there is none, return None and a description of the disagreement.
+    """
+    wrong: dict[Reasoning, list[ForcedAnswer]] = {}
+    for mode in get_args(Reasoning):
+        wrong[mode] = [answer for answer in answers if _parse_hermes(answer, mode, tools=tools) != answer.parsed]
+        if not wrong[mode]:
+            return mode, None
+    nearest = min(wrong, key=lambda mode: len(wrong[mode]))
+    return None, f"Its chat route parses {wrong[nearest][0].name} otherwise than the Hermes parser."
+
+
+def _parse_hermes(answer: ForcedAnswer, mode: Reasoning, *, tools: bool) -> ParsedAnswer:
+    finish = "length" if answer.parsed.finish == "length" else "stop"
+    event = SampleEvent(text=answer.text, finish_reason=finish)
+    return ParsedAnswer.of([HermesParser(tools=tools, reasoning=mode).parse(event)])

@@ -1,0 +1,129 @@
+"""Render a server's conversations in this process, where that gives the server's own ids.
+
+The template and tokenizer are read from the model's folder, which the server names. They are used for a set of tools
+and template options after one whole conversation with them had the same ids here and at the server's `/tokenize`;
+every 32nd conversation is compared again. Anything else is rendered by the server.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+
+import orjson
+
+from polar_proxy.engines.chat_template import MessageForm, ModelFiles
+from polar_proxy.errors import RequestError
+from polar_proxy.offload import OffloadThread
+from polar_proxy.types import ChatRequest, Message, ToolCall
+
+log = logging.getLogger(__name__)
+
+_COMPARE_EVERY = 32
+_LARGE_TEXT = 16_384
+"""Characters from which on a text is encoded in a thread."""
+_KEPT_PROOFS = 1024
+_FORMS = tuple(MessageForm(parts, complete) for parts in (False, True) for complete in (True, False))
+_ROLES = frozenset({"system", "user", "assistant", "tool"})
+_TOOL = {
+    "type": "function",
+    "function": {"parameters": {"type": "object", "properties": {"path": {"type": "string"}}}, "name": "look"},
+}
+_CALL = ToolCall("abcdef123", "look", '{"path":"a"}')
+_CONVERSATION = (
+    Message("system", "You are terse."),
+    Message("user", [{"type": "text", "text": "Look."}, {"type": "text", "text": "Twice."}]),
+    Message("assistant", None, tool_calls=(_CALL,)),
+    Message("tool", "1 2 3", tool_call_id=_CALL.id),
+    Message("assistant", "It is 1 2 3.", reasoning="I see."),
+    Message("user", "Again."),
+)
+"""Rendered in parts at the start. A part that the template refuses must be refused by the server too."""
+
+Render = Callable[..., Awaitable[list[int]]]
+
+
+class LocalRenderer:
+    """`await LocalRenderer.find(...)` returns one that was proved, or None."""
+
+    def __init__(self, files: ModelFiles, form: MessageForm, render: Render) -> None:
+        """`render` is the server's own rendering (`Engine.render`)."""
+        self._files = files
+        self._form = form
+        self._render = render
+        self._proved: dict[bytes, bool] = {}
+        self._count = 0
+        self._thread = OffloadThread("render")
+
+    @classmethod
+    async def find(cls, files: ModelFiles, render: Render) -> LocalRenderer | None:
+        """Return a renderer whose ids equal the server's in all parts of a conversation; None if no form fits."""
+        requests = [ChatRequest("", _CONVERSATION[:end], tools=tools) for end in (2, 4, 6) for tools in ((), (_TOOL,))]
+        wanted = [await _unless_refused(render(request)) for request in requests]
+        closed = await _unless_refused(render(requests[-1], generation=False))
+        for form in _FORMS:
+            renderer = cls(files, form, render)
+            made = [renderer._ids(request) for request in requests]
+            if made == wanted and renderer._ids(requests[-1], generation=False) == closed:
+                return renderer
+        log.info(
+            "the server renders conversations differently from its model's folder, so it is asked for each rendering"
+        )
+        return None
+
+    def close(self) -> None:
+        self._thread.close()
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        return self._files.stop_ids
+
+    def renders(self, request: ChatRequest) -> bool:
+        """Return whether conversations like this one are rendered here."""
+        plain = all(message.role in _ROLES for message in request.messages)
+        return plain and self._proved.get(_key(request), True)
+
+    async def texts(self, requests: Sequence[ChatRequest], *, generation: bool = True) -> list[str]:
+        render = self._files.template.render
+        large = any(request.large for request in requests)
+        return await self._thread.run(
+            large, lambda: [render(one, self._form, generation=generation) for one in requests]
+        )
+
+    async def encode(self, text: str) -> list[int]:
+        return await self._thread.run(len(text) > _LARGE_TEXT, self._files.encode, text)
+
+    async def confirm(self, request: ChatRequest) -> bool:
+        """Return whether the server renders this request to the same ids. Most requests are not compared."""
+        key = _key(request)
+        self._count += 1
+        if key in self._proved and self._count % _COMPARE_EVERY:
+            return self._proved[key]
+        wanted = await self._render(request)
+        same = wanted == await self._thread.run(request.large, self._ids, request)
+        if not same:
+            log.warning("the server renders a conversation otherwise than its model's folder: it is asked from now on")
+        if len(self._proved) >= _KEPT_PROOFS:
+            self._proved.clear()
+        self._proved[key] = same
+        return same
+
+    def _ids(self, request: ChatRequest, *, generation: bool = True) -> list[int] | None:
+        try:
+            return self._files.encode(self._files.template.render(request, self._form, generation=generation))
+        except RequestError:
+            return None
+
+
+async def _unless_refused(rendering: Awaitable[list[int]]) -> list[int] | None:
+    try:
+        return await rendering
+    except RequestError:
+        return None
+
+
+def _key(request: ChatRequest) -> bytes:
+    """Return a digest of what a rendering depends on besides the messages."""
+    value = [request.tools, dict(request.template_kwargs)]
+    return hashlib.blake2b(orjson.dumps(value, option=orjson.OPT_SORT_KEYS), digest_size=16).digest()

@@ -1,0 +1,95 @@
+"""Answers in the form of a server's own chat template, and the requests that make the server sample them.
+
+A template shows how its model writes a tool call: the conversation is rendered with an answer that calls a tool, and
+what follows the opening of the answer is the call's tokens. The server is made to sample exactly these tokens by a
+grammar that is a sequence of tokens, so control tokens can be forced too. With a reasoning parser, vLLM applies a
+grammar only after the reasoning; a bias for the token that ends the template's reasoning ends it at once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from polar_proxy.engines.vllm.client import VllmClient, unless_refused
+from polar_proxy.types import Json
+
+CALL_IDS = ("polarcal1", "polarcal2")
+"""Ids of nine letters and digits, because Mistral's templates refuse others."""
+_CONTENT, _REASONING = "I look.", "Slowly."
+_ARGUMENTS = {"path": "a"}, {"path": 'b é "c" <d> {e}\nf'}
+
+Render = Callable[[list[Json], bool], Awaitable[list[int]]]
+"""Return the ids of a conversation; the flag adds the tokens that open an answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnForm:
+    """The tokens of an answer with tool calls, as the template writes it, and the arguments of its calls."""
+
+    name: str
+    ids: tuple[int, ...]
+    arguments: tuple[Json, ...]
+    cut: bool = False
+    """The answer ends at its last token by `max_tokens`."""
+
+
+def call_turn(arguments: Sequence[Json], content: str = "") -> Json:
+    """Return an assistant message that calls `look` once with each of the arguments."""
+    calls = [
+        {"id": id_, "type": "function", "function": {"name": "look", "arguments": json.dumps(each, ensure_ascii=False)}}
+        for id_, each in zip(CALL_IDS, arguments, strict=False)
+    ]
+    return {"role": "assistant", "content": content, "tool_calls": calls}
+
+
+async def own_forms(render: Render, user: list[Json], end: int) -> list[OwnForm]:
+    """Return answers with tool calls in the template's own form; fewer if the template refuses some of them."""
+    opened = await render(user, True)
+    one, other = _ARGUMENTS
+    out = []
+    for name, arguments, content in (
+        ("a call in its template's form", (one,), ""),
+        ("text and a call in its template's form", (one,), _CONTENT),
+        ("two calls in its template's form", (one, other), ""),
+        ("an awkward call in its template's form", (other,), ""),
+    ):
+        whole = await unless_refused(render([*user, call_turn(arguments, content)], False))
+        if whole is None:
+            continue
+        start = next((at for at, token in enumerate(opened) if whole[at : at + 1] != [token]), len(opened))
+        ids = whole[start:]
+        out.append(OwnForm(name, tuple(ids[: ids.index(end)] if end in ids else ids), arguments))
+    if out:
+        half = out[0].ids[: max(1, len(out[0].ids) * 2 // 3)]
+        out.append(OwnForm("a cut call in its template's form", half, (), cut=True))
+    return out
+
+
+async def reasoning_end(client: VllmClient, render: Render, user: list[Json]) -> int | None:
+    """Return the token that ends reasoning in the template; None if no single token does."""
+    turn = {"role": "assistant", "content": _CONTENT, "reasoning": _REASONING, "reasoning_content": _REASONING}
+    whole = await unless_refused(render([*user, turn], False))
+    if whole is None:
+        return None
+    _, found, after = (await client.decode(whole)).rpartition(_REASONING)
+    tag = after.partition(_CONTENT)[0].strip()
+    ids = await client.encode(tag) if found and tag else []
+    return ids[0] if len(ids) == 1 else None
+
+
+def after_reasoning(ids: Sequence[int], end_of_reasoning: int | None) -> tuple[int, ...]:
+    """Return the tokens after the last end of reasoning."""
+    ended = [place for place, token in enumerate(ids) if token == end_of_reasoning]
+    return tuple(ids[ended[-1] + 1 :] if ended else ids)
+
+
+def forcing(form: OwnForm, end_of_reasoning: int | None) -> Json:
+    """Return the fields of a chat request that make the server sample this answer."""
+    ids = after_reasoning(form.ids, end_of_reasoning)
+    fields: Json = {} if end_of_reasoning is None else {"logit_bias": {str(end_of_reasoning): 100}}
+    elements = [{"type": "token", "token": token} for token in ids]
+    tag = {"type": "structural_tag", "format": {"type": "sequence", "elements": elements}}
+    limit = {"max_tokens": len(ids) + (end_of_reasoning is not None)} if form.cut else {}
+    return {**fields, **limit, "structured_outputs": {"structural_tag": json.dumps(tag)}}

@@ -1,0 +1,302 @@
+"""vLLM's own answer parsers as a program: it runs in vLLM's environment and imports nothing of Polar.
+
+    python parser_worker.py MODEL
+
+MODEL is a folder or a name in the local Hugging Face cache. Requests and replies are lines of JSON on standard input
+and output, one reply for each request, in order. The first line is a greeting with the names of the parsers.
+
+    {"op": "open", "answer": 1, "parsers": ["hermes", "qwen3"], "request": {...}, "prompt": [ids]}
+        -> {"special": true, "constraint": null}
+    {"op": "feed", "answer": 1, "index": 0, "ids": [ids], "finish": null}
+        -> {"text": "Hi", "reasoning": "", "calls": [], "finish": null}
+    {"op": "close", "answer": 1} -> {}
+    {"op": "match", "request": {...}, "prompt": [ids], "samples": [...], "parsers": null}
+        -> {"parsers": [["hermes", "qwen3"]]}
+
+A failed request is answered with {"error": text}. Each answer goes through the detokenizer and the parser of vLLM's
+chat route, one token at a time, with the request as that route changes it (`adjust_request`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict
+from difflib import SequenceMatcher
+from typing import Any
+
+Json = dict[str, Any]
+del sys.path[0]  # this folder, whose modules are not vLLM's
+_TEXT_TAIL = 64
+"""Last tokens of a prompt on which the text of an answer's first token may depend."""
+
+from vllm import __version__  # noqa: E402
+from vllm.config import ModelConfig  # noqa: E402
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest  # noqa: E402
+from vllm.parser import Parser, ParserManager  # noqa: E402
+from vllm.reasoning import ReasoningParserManager  # noqa: E402
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams  # noqa: E402
+from vllm.tokenizers import cached_tokenizer_from_config  # noqa: E402
+from vllm.tool_parsers import ToolParserManager  # noqa: E402
+from vllm.v1.engine import EngineCoreRequest  # noqa: E402
+from vllm.v1.engine.detokenizer import IncrementalDetokenizer  # noqa: E402
+
+
+class ServedModel:
+    """The parts of a served model that parsing needs: its configuration and its tokenizer."""
+
+    def __init__(self, name: str) -> None:
+        self.config = ModelConfig(model=name)
+        self.tokenizer = cached_tokenizer_from_config(self.config)
+        self.harmony = self.config.hf_config.model_type == "gpt_oss"
+
+        self._classes: dict[tuple[str | None, str | None], type[Parser] | None] = {}
+
+    def parser_class(self, tool_parser: str | None, reasoning_parser: str | None) -> type[Parser] | None:
+        key = tool_parser, reasoning_parser
+        if key not in self._classes:
+            self._classes[key] = ParserManager.get_parser(
+                tool_parser_name=tool_parser,
+                reasoning_parser_name=reasoning_parser,
+                enable_auto_tools=tool_parser is not None,
+                model_name=self.config.model,
+                is_harmony=self.harmony,
+                tokenizer=self.tokenizer,
+            )
+        return self._classes[key]
+
+    def reasoning_tags(self) -> list[tuple[str, str]]:
+        """Return the texts around reasoning for those of vLLM's reasoning parsers that can be used with this model."""
+        found: dict[tuple[str, str], None] = {}
+        for name in sorted(set(ReasoningParserManager.list_registered())):
+            try:
+                parser = ReasoningParserManager.get_reasoning_parser(name)(self.tokenizer)
+            except Exception:  # noqa: BLE001  most need control tokens that this model does not have
+                continue
+            start, end = parser.reasoning_start_str, parser.reasoning_end_str
+            if isinstance(start, str) and isinstance(end, str):
+                found[start, end] = None
+        return list(found)
+
+
+class ParsedChoice:
+    """One choice of an answer: its detokenizer, its parser, and whether it has called a tool."""
+
+    def __init__(self, answer: OpenAnswer) -> None:
+        self._request = answer.request
+        self._prompt = answer.prompt
+        self._parser = answer.make_parser()
+        self._detokenizer = IncrementalDetokenizer.from_new_request(answer.model.tokenizer, answer.core_request)
+        self._calls_tools = False
+
+    def feed(self, token_ids: list[int], finish: str | None) -> Json:
+        out: Json = {"text": "", "reasoning": "", "calls": [], "finish": finish}
+        for place, token in enumerate(token_ids, 1):
+            self._feed([token], finish if place == len(token_ids) else None, out)
+        if finish is not None and not token_ids:
+            self._feed([], finish, out)
+        if finish == "stop" and self._calls_tools:
+            out["finish"] = "tool_calls"
+        return out
+
+    def _feed(self, token_ids: list[int], finish: str | None, out: Json) -> None:
+        text = self._next_text(token_ids, finish)
+        if self._parser is None:
+            out["text"] += text
+            return
+        delta = self._parser.parse_delta(
+            text, token_ids, self._request, prompt_token_ids=self._prompt, finished=finish is not None
+        )
+        if delta is None:
+            return
+        out["text"] += delta.content or ""
+        out["reasoning"] += delta.reasoning or ""
+        for call in delta.tool_calls or ():
+            self._calls_tools = True
+            function = call.function
+            name, arguments = (function.name, function.arguments) if function else (None, None)
+            out["calls"].append({"index": call.index, "id": call.id, "name": name, "arguments": arguments or ""})
+
+    def _next_text(self, token_ids: list[int], finish: str | None) -> str:
+        """Return the text that one token adds. A token that ends the answer has none, unless it completes a stop
+        string."""
+        may_be_string = bool(self._request.stop)
+        before = len(self._detokenizer.output_text)
+        stop_string = self._detokenizer.update(token_ids, finish == "stop" and not may_be_string)
+        if finish == "stop" and stop_string is None:
+            self._detokenizer.output_text = self._detokenizer.output_text[:before]
+        return str(self._detokenizer.get_next_output_text(finish is not None or stop_string is not None, delta=True))
+
+
+class OpenAnswer:
+    """One request that is being answered. Each of its choices has its own parser."""
+
+    def __init__(self, model: ServedModel, parsers: list[str | None], request: Json, prompt: list[int]) -> None:
+        self.model = model
+        self.prompt = prompt
+        self._class = model.parser_class(*parsers)
+        self.request = ChatCompletionRequest.model_validate(request)
+        self._options = self.request.build_chat_params(None, "auto").chat_template_kwargs
+        changes = self._class is not None and (
+            self._class.always_adjust_request
+            or self._class.reasoning_parser_cls is not None
+            or self.request.tool_choice != "none"
+        )
+        if changes and (parser := self.make_parser()) is not None:
+            self.request = parser.adjust_request(self.request)
+        stop = self.request.stop or None
+        skip = self.request.skip_special_tokens
+        self.core_request = EngineCoreRequest(
+            request_id="polar",
+            prompt_token_ids=prompt[-_TEXT_TAIL:],
+            mm_features=None,
+            sampling_params=SamplingParams(
+                stop=stop,
+                skip_special_tokens=skip,
+                spaces_between_special_tokens=self.request.spaces_between_special_tokens,
+            ),
+            pooling_params=None,
+            arrival_time=0.0,
+            lora_request=None,
+            cache_salt=None,
+            data_parallel_rank=None,
+        )
+        self._choices: dict[int, ParsedChoice] = {}
+
+    def make_parser(self) -> Parser | None:
+        if self._class is None:
+            return None
+        return self._class(
+            self.model.tokenizer,
+            self.request.tools,
+            chat_template_kwargs=self._options,
+            model_config=self.model.config,
+        )
+
+    def sampling(self) -> Json:
+        """Return how the chat route samples this request: whether it shows special tokens, and its grammar."""
+        constraint = self.request.structured_outputs
+        if isinstance(constraint, StructuredOutputsParams):
+            named = {key: value for key, value in asdict(constraint).items() if value is not None}
+            constraint = {key: value for key, value in named.items() if not key.startswith("_") and value is not False}
+        return {"special": not self.request.skip_special_tokens, "constraint": constraint or None}
+
+    def feed(self, index: int, token_ids: list[int], finish: str | None) -> Json:
+        if index not in self._choices:
+            self._choices[index] = ParsedChoice(self)
+        return self._choices[index].feed(token_ids, finish)
+
+
+class ParserWorker:
+    def __init__(self, model: ServedModel) -> None:
+        self._model = model
+        self._answers: dict[int, OpenAnswer] = {}
+
+    def greeting(self) -> Json:
+        return {
+            "version": __version__,
+            "tool_parsers": sorted(set(ToolParserManager.list_registered())),
+            "reasoning_parsers": sorted(set(ReasoningParserManager.list_registered())),
+            "reasoning_tags": self._model.reasoning_tags(),
+        }
+
+    def reply(self, line: Json) -> Json:
+        operation = line["op"]
+        if operation == "open":
+            answer = OpenAnswer(self._model, line["parsers"], line["request"], line["prompt"])
+            self._answers[line["answer"]] = answer
+            return answer.sampling()
+        if operation == "feed":
+            return self._answers[line["answer"]].feed(line["index"], line["ids"], line["finish"])
+        if operation == "close":
+            self._answers.pop(line["answer"], None)
+            return {}
+        if operation == "match":
+            return {"parsers": self._match(line["request"], line["prompt"], line["samples"], line["parsers"])}
+        raise ValueError(f"There is no operation {operation!r}.")
+
+    # Which parsers does a server use? Those that parse samples of its answers as it did.
+
+    def _match(
+        self, request: Json, prompt: list[int], samples: list[Json], given: list[str | None] | None
+    ) -> list[list[str | None]]:
+        """Return the pairs of a tool parser and a reasoning parser that agree with the server on every sample: of the
+        given pair or of all. Names of the same classes count once. Pairs
+        whose names are most like each other and that of the model's architecture come first.
+
+        Tool parsers are judged by the calls of certain samples first, because few of them pass.
+        """
+        if given is not None:
+            return [given] if self._agrees(given, request, prompt, samples, "all") else []
+        names = self.greeting()
+        tool_parsers: list[str | None] = [None]
+        if request.get("tools"):
+            own = [sample for sample in samples if sample["own"]]
+            tool_parsers = [
+                name for name in names["tool_parsers"] if self._agrees([name, None], request, prompt, own, "calls")
+            ]
+        pairs = [[tool, reasoning] for tool in tool_parsers for reasoning in (None, *names["reasoning_parsers"])]
+        pairs.sort(key=self._unlikeness)
+        found: dict[tuple[object, object], list[str | None]] = {}
+        for pair in pairs:
+            if self._agrees(pair, request, prompt, samples, "all"):
+                parser = self._model.parser_class(*pair)
+                found.setdefault((parser and parser.tool_parser_cls, parser and parser.reasoning_parser_cls), pair)
+        return list(found.values())
+
+    def _unlikeness(self, pair: list[str | None]) -> tuple[float, int]:
+        model_type = self._model.config.hf_config.model_type
+        tool, reasoning = (name or "" for name in pair)
+        alike = SequenceMatcher(None, model_type, tool).ratio() + SequenceMatcher(None, tool, reasoning).ratio()
+        return -alike, pair.count(None)
+
+    def _agrees(
+        self, parsers: list[str | None], request: Json, prompt: list[int], samples: list[Json], of: str
+    ) -> bool:
+        try:
+            for sample in samples:
+                answer = OpenAnswer(self._model, parsers, request, prompt)
+                parsed = merged(answer.feed(0, sample["ids"], sample["raw_finish"]))
+                wanted = {key: sample[key] for key in parsed}
+                if parsed["calls"] != wanted["calls"] or (of == "all" and parsed != wanted):
+                    return False
+        except Exception:  # noqa: BLE001  a parser that cannot read this model's answers may fail in any way
+            return False
+        return True
+
+
+def merged(parsed: Json) -> Json:
+    """Return one parsed answer without the white space around its texts, its calls as [name, arguments]."""
+    calls: dict[int, list[str]] = {}
+    for delta in parsed["calls"]:
+        name, arguments = calls.get(delta["index"], ["", ""])
+        calls[delta["index"]] = [name + (delta["name"] or ""), arguments + delta["arguments"]]
+    return {
+        "text": parsed["text"].strip(),
+        "reasoning": parsed["reasoning"].strip(),
+        "calls": [calls[index] for index in sorted(calls)],
+        "finish": parsed["finish"],
+    }
+
+
+def main() -> None:
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what vLLM prints is no reply
+
+    def send(reply: Json) -> None:
+        replies.write(json.dumps(reply) + "\n")
+        replies.flush()
+
+    worker = ParserWorker(ServedModel(sys.argv[1]))
+    send(worker.greeting())
+    for line in sys.stdin:
+        try:
+            reply = worker.reply(json.loads(line))
+        except Exception as error:  # noqa: BLE001  it is reported to the caller
+            reply = {"error": f"{type(error).__name__}: {error}"}
+        send(reply)
+
+
+if __name__ == "__main__":
+    main()

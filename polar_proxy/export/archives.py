@@ -1,0 +1,40 @@
+"""Imports archives with the models of what is in them, which the store itself does not know."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from polar_proxy.errors import BadTaskError, first_problem
+from polar_proxy.store import Store
+from polar_proxy.store.maintenance.archive_import import MAX_BYTES, ArchiveCounts
+from polar_proxy.store.maintenance.verify import ProgressCallback, no_progress
+from polar_proxy.tasks import task_from_json
+from polar_proxy.traces.certificate import SCHEMA, StoredCertificate
+
+
+async def import_archive(
+    store: Store, file: Path, *, max_bytes: int = MAX_BYTES, progress: ProgressCallback = no_progress
+) -> ArchiveCounts:
+    """Import a whole archive in one transaction. Raises StoreError, and then imports nothing."""
+    models = {("tasks", "spec"): _check_task, ("traces", "certificate"): _check_certificate}
+    return await store.archive.import_archive(file, max_bytes=max_bytes, progress=progress, models=models)
+
+
+def _check_task(spec: Any) -> None:
+    try:
+        task_from_json(spec)
+    except BadTaskError as error:
+        raise ValueError(f"is not a task: {error}") from None
+
+
+def _check_certificate(certificate: Any) -> None:
+    """Certificates of earlier versions are kept, and never used (`certificate.restore`)."""
+    if certificate.get("schema") in range(1, SCHEMA):
+        return
+    try:
+        StoredCertificate.model_validate(certificate)
+    except ValidationError as error:
+        raise ValueError(f"is not a certificate: {first_problem(error)}") from None

@@ -1,0 +1,187 @@
+"""Health: whether calls can be recorded and sampled now, and what happens to store operations while they cannot.
+
+`StoreMonitor` is a circuit breaker. Promises:
+
+* While the store is known to fail, no request waits for it: `run` raises at once, and the store is probed every second.
+* An operation that is slow waits as long as the store answers probes. If the store hangs, it fails after seconds.
+* An outage is one line in the log when it begins and one when it ends.
+* Once the store can be written again, `on_writable` is called before calls are recorded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from polar_proxy.errors import PolarError, StoreError
+from polar_proxy.store import Store
+from polar_proxy.store.database import StoreUncertainError
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MAX_AGE_SECONDS = 1.0
+"""A result of a check is used for this long. The oldest result is then younger than two seconds when it is sent."""
+_ANSWER_SECONDS = 1.5
+"""A check that takes longer counts as hanging."""
+_LOOP_SECONDS = 0.1
+"""A wait is counted in steps of this length, so that time in which the event loop was busy counts as one step."""
+_SLOW_SECONDS = 4.0
+"""An operation that takes longer waits on only if the store answers a probe. (A commit gives up a server that is away
+earlier, and then knows that nothing was stored.)"""
+_PROBE_PAUSE_SECONDS = 1.0
+
+
+class HealthCheck:
+    """A check that is repeated if its last result is older than `MAX_AGE_SECONDS`. Hanging counts as a problem."""
+
+    def __init__(self, name: str, check: Callable[[], Awaitable[str | None]]) -> None:
+        """`check` returns the problem, or None, or raises a PolarError."""
+        self.problem: str | None = None
+        self._name = name
+        self._check = check
+        self._task: asyncio.Task[None] | None = None
+        self._began = self._ended = -math.inf
+
+    async def result(self, max_age: float = MAX_AGE_SECONDS) -> str | None:
+        """Return the problem, or None, within two seconds."""
+        if time.monotonic() - self._ended < max_age:
+            return self.problem
+        if self._task is None or self._task.done():
+            self._began = time.monotonic()
+            self._task = asyncio.create_task(self._run())
+        for _ in range(round(_ANSWER_SECONDS / _LOOP_SECONDS)):
+            if (await asyncio.wait([self._task], timeout=_LOOP_SECONDS))[0]:
+                break
+        else:
+            self._ended = time.monotonic()
+            self.problem = f"{self._name} has not answered for {self._ended - self._began:.0f} s"
+        return self.problem
+
+    async def _run(self) -> None:
+        try:
+            self.problem = await self._check()
+        except PolarError as error:
+            self.problem = str(error)
+        self._ended = time.monotonic()
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+
+class OutageLog:
+    """Logs the first of several failures in a row, and the end of them."""
+
+    def __init__(self, what: str) -> None:
+        """`what`: what does not work meanwhile."""
+        self._what = what
+        self._since: float | None = None
+
+    def failed(self, problem: object) -> None:
+        if self._since is None:
+            self._since = time.monotonic()
+            log.warning("%s: %s", self._what, problem)
+
+    def worked(self) -> None:
+        if self._since is not None:
+            log.warning("over after %.0f s: %s", time.monotonic() - self._since, self._what)
+            self._since = None
+
+
+class StoreMonitor:
+    """Watches the store from the first failure until it can be written again. `close` ends this."""
+
+    def __init__(self, store: Store, on_writable: Callable[[], Awaitable[None]]) -> None:
+        """`on_writable` writes what waits for the store. It may raise StoreError, and is then called again later."""
+        self.problem: str | None = None
+        """Why the store cannot be written, as far as is known; None: it can."""
+        self._check = HealthCheck("The database", lambda: _probe(store))
+        self._on_writable = on_writable
+        self._outage = OutageLog("calls cannot be recorded")
+        self._watching: asyncio.Task[None] | None = None
+
+    async def close(self) -> None:
+        """Write what still waits for the store, if that can be written now."""
+        if self._watching is not None and not self._watching.done():
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
+            if await self._check.result() is None:
+                await self._on_writable()
+            else:
+                log.warning("sessions that lost calls are marked in the store when it is opened next")
+        await self._check.close()
+
+    async def check(self) -> str | None:
+        """Return why the store cannot be written now, or None, within two seconds."""
+        await self._learn(MAX_AGE_SECONDS)
+        return self.problem
+
+    async def run(self, operation: Callable[[], Awaitable[T]]) -> T:
+        """Run a store operation. Raises StoreError at once while the store is known to fail, else as `wait_for`."""
+        if self.problem is not None:
+            raise StoreError(self.problem)
+        return await self.wait_for(operation())
+
+    async def wait_for(self, operation: Awaitable[T]) -> T:
+        """Return the result of a store operation.
+
+        Raises StoreError if it fails, and StoreUncertainError if it does not end while the store fails. Such an
+        operation is left alone, and may still have an effect.
+        """
+        task = asyncio.ensure_future(operation)
+        task.add_done_callback(_retrieve)
+        while not (await asyncio.wait([task], timeout=_SLOW_SECONDS))[0]:
+            await self._learn(0.0)
+            if self.problem is not None:
+                raise StoreUncertainError(self.problem)
+        try:
+            return task.result()
+        except StoreError:
+            await self._learn(0.0)
+            raise
+
+    def watch(self) -> None:
+        """Call `on_writable` as soon as the store can be written."""
+        if self._watching is None or self._watching.done():
+            self._watching = asyncio.create_task(self._until_writable(), name="polar-store-monitor")
+
+    async def _learn(self, max_age: float) -> None:
+        problem = await self._check.result(max_age)
+        if problem is not None:
+            self.problem = problem
+            self._outage.failed(problem)
+            self.watch()
+
+    async def _until_writable(self) -> None:
+        while True:
+            problem = await self._check.result()
+            if problem is None:
+                try:
+                    await self._on_writable()
+                    self.problem = None
+                    await self._on_writable()  # what began to wait during the first time
+                except StoreError as error:
+                    problem = str(error)
+                else:
+                    self._outage.worked()
+                    return
+            self.problem = problem
+            self._outage.failed(problem)
+            await asyncio.sleep(_PROBE_PAUSE_SECONDS)
+
+
+async def _probe(store: Store) -> None:
+    await store.database.probe()
+
+
+def _retrieve(task: asyncio.Future[Any]) -> None:
+    """Retrieve the exception of an operation that is no longer awaited, so that asyncio does not log it."""
+    if not task.cancelled():
+        task.exception()

@@ -1,0 +1,88 @@
+"""Runs a task's own command with a plugin that watches pytest (`test_runner/pytest_guard.py`), if it uses pytest."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+from polar_proxy.rewards.base import CommandResult, Workspace
+from polar_proxy.rewards.isolated import runner_parts
+from polar_proxy.rewards.log_parsers import LogParser, Verdict
+
+_REPORT_LIMIT = 8 << 20
+_SETTINGS = {"pytest.ini", ".pytest.ini", "tox.ini", "setup.cfg", "pyproject.toml", "conftest.py", "sitecustomize.py"}
+_VARIABLES = """\
+export PYTHONPATH="$0${PYTHONPATH:+:$PYTHONPATH}" PYTEST_ADDOPTS="-p $1${PYTEST_ADDOPTS:+ $PYTEST_ADDOPTS}"
+export PYTHONDONTWRITEBYTECODE=1 PYTHONNOUSERSITE=1 PYTHONPYCACHEPREFIX="$0/bytecode"
+shift
+exec "$@"
+"""
+
+
+@dataclass(frozen=True)
+class GuardedResult:
+    """What a command printed, and what the plugin saw: the tests that failed and the signs of forgery."""
+
+    result: CommandResult
+    failed: tuple[str, ...] = ()
+    signs: tuple[str, ...] = ()
+
+    @property
+    def log(self) -> bytes:
+        return self.result.stdout + self.result.stderr
+
+    def correct(self, verdicts: Mapping[str, Verdict], parse: LogParser) -> dict[str, Verdict]:
+        """Return the log's verdicts, with every test that the plugin saw fail marked as failed."""
+        failed = parse("short test summary info\n" + "".join(f"FAILED {test}\n" for test in self.failed))
+        return {**verdicts, **failed}
+
+
+async def run_guarded(
+    workspace: Workspace,
+    argv: Sequence[str],
+    text: str,
+    changed_paths: Sequence[str],
+    *,
+    env: Mapping[str, str] | None = None,
+    seconds: float,
+) -> GuardedResult:
+    """Run a command, with the plugin if `text` (the command as written) names pytest. Leftover programs are ended."""
+    if "pytest" not in text and "py.test" not in text:
+        return GuardedResult(await workspace.exec(argv, env=env, timeout=seconds))
+    name = f"plugin_{secrets.token_hex(8)}"
+    folder = f"{workspace.home}/{secrets.token_hex(8)}"
+    report = f"{folder}/{secrets.token_hex(8)}"
+    await workspace.write(f"{folder}/{name}.py", _plugin(report, changed_paths).encode())
+    result = await workspace.exec(("sh", "-c", _VARIABLES, folder, name, *argv), env=env, timeout=seconds)
+    await workspace.kill_all()
+    try:
+        events = [json.loads(line) for line in (await workspace.read(report, _REPORT_LIMIT)).splitlines()]
+    except FileNotFoundError:
+        # No pytest ran, or not with this plugin: suspicious only if the patch changes how pytest starts.
+        changed = any(PurePosixPath(path).name in _SETTINGS or path.endswith(".pth") for path in changed_paths)
+        return GuardedResult(result, (), ("canary_passed",) if changed else ())
+    ended = {event["ended"]: event for event in events if "ended" in event}
+    complete = all(event["started"] in ended for event in events if "started" in event)
+    signs = {sign for event in ended.values() for sign in event["signs"]}
+    if not complete and not result.timed_out:
+        signs.add("canary_passed")
+    failed = {test for event in ended.values() for test in event["failed"]}
+    return GuardedResult(result, tuple(sorted(failed)), tuple(sorted(signs)))
+
+
+def _plugin(report: str, changed_paths: Sequence[str]) -> str:
+    """Return the plugin's source. Pythons before 3.8 run the tests without it."""
+    source = runner_parts(("canaries", "integrity", "pytest_guard"))
+    guard = f'sys.modules["polar_test_runner.pytest_guard"].PytestGuard({report!r}, {list(changed_paths)!r})'
+    lines = (
+        "import sys",
+        "if sys.version_info >= (3, 8):",
+        f"    exec({source!r})",
+        f"    guard = {guard}",
+        "    def pytest_configure(config):",
+        "        guard.start(config)",
+    )
+    return "\n".join(lines) + "\n"

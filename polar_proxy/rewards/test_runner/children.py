@@ -1,0 +1,146 @@
+"""Tests in children: each group of tests runs in a forked child, together with the agent's code and with canaries."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import sys
+import traceback
+import unittest
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from .integrity import Integrity
+from .links import MESSAGE_LIMIT, Link, LinkClosedError, write_all
+from .verdicts import TextFinder, VerdictRecorder
+
+_END_LINE = b'["end", '
+
+
+def run_children(job: dict[str, Any], link: Link) -> None:
+    """Run the judge's groups, one after the other, until it ends."""
+    while True:
+        try:
+            group = link.receive()
+        except LinkClosedError:
+            return
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(reading)
+            link.close()
+            os.setsid()
+            _run_child(job, group, writing)
+        os.close(writing)
+        data, status = _collect(child, reading)
+        link.send({"status": status, "events": _parse_events(data)})
+
+
+def _collect(child: int, reading: int) -> tuple[bytes, int]:
+    """Return what the child reported, and its exit status; end what it left running in its session.
+
+    A child that never ends keeps the runner waiting until the time limit of the tests is over.
+    """
+    data = b""
+    # A program that the child left running may keep the pipe open after the last line.
+    while not data.rpartition(b"\n")[0].rpartition(b"\n")[2].startswith(_END_LINE) and (
+        part := os.read(reading, 1 << 16)
+    ):
+        data += part
+        if len(data) > MESSAGE_LIMIT:
+            os.kill(child, signal.SIGKILL)
+            break
+    os.close(reading)
+    _, status = os.waitpid(child, 0)
+    try:
+        os.killpg(child, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    return data, status
+
+
+def _parse_events(data: bytes) -> list[list[Any]]:
+    """Return the child's lines as events. A line that is not one makes the report unusable, so it ends the list."""
+    events: list[list[Any]] = []
+    for line in data.splitlines():
+        try:
+            event = json.loads(line)
+        except (ValueError, RecursionError):
+            event = None
+        if not _is_event(event):
+            return [*events, ["broken"]]
+        events.append(event)
+    return events
+
+
+def _is_event(event: Any) -> bool:
+    if not isinstance(event, list) or not event:
+        return False
+    if event[0] == "end":
+        return len(event) == 2 and isinstance(event[1], list) and all(isinstance(sign, str) for sign in event[1])
+    return event[0] == "test" and len(event) == 3 and all(isinstance(part, str) for part in event)
+
+
+# ---------------------------------------------------------------- in the child
+
+
+def _run_child(job: dict[str, Any], group: dict[str, Any], writing: int) -> None:
+    """Run one group of tests and end the process, without running what the tested code registered for its end."""
+    status = 1
+
+    def report(*event: Any) -> None:
+        write_all(writing, json.dumps(event).encode() + b"\n")
+
+    try:
+        gc.disable()  # `Integrity` looks at the classes that the tests made
+        integrity = Integrity(job["changed_paths"])
+        _prepare_path(group["tests"])
+        sys.meta_path.insert(0, TextFinder(job["hidden_files"]))
+        report("end", integrity.signs(_run_unittest(group, report)))
+        status = 0
+    except BaseException:  # noqa: BLE001 (the tested code may raise anything, and none of it may run the exit hooks)
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def _prepare_path(tests: list[str]) -> None:
+    """Add the workspace to the import path after the standard library, so that it cannot shadow modules of that."""
+    library = os.path.dirname(os.__file__)
+    places = [index for index, path in enumerate(sys.path) if path.startswith(library) and "-packages" not in path]
+    # A project may have a package that is called like one of the library, such as `test`.
+    shadowing = any(os.path.exists(os.path.join(library, test.partition(".")[0])) for test in tests)
+    first = 0 if shadowing or not places else places[-1] + 1
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)  # the task's own variable
+    sys.path[first:first] = [os.getcwd(), *(os.path.abspath(path) for path in given if path)]
+
+
+def _run_unittest(group: dict[str, Any], report: Callable[..., None]) -> list[unittest.TestCase]:
+    """Run the group's tests between canaries, and return them."""
+    recorder = VerdictRecorder(
+        lambda test, verdict: report("test", test, verdict), {canary["name"] for canary in group["canaries"]}
+    )
+    tests = list(_flatten(unittest.defaultTestLoader.loadTestsFromNames(group["tests"])))
+    module = type(tests[0]).__module__ if tests else "tests"
+    canaries = [_canary_case(canary, module) for canary in group["canaries"]]
+    half = len(canaries) // 2
+    unittest.TestSuite([*canaries[:half], *tests, *canaries[half:]]).run(recorder)
+    return tests
+
+
+def _flatten(suite: unittest.TestSuite) -> Iterator[unittest.TestCase]:
+    for item in suite:
+        if isinstance(item, unittest.TestSuite):
+            yield from _flatten(item)
+        else:
+            yield item
+
+
+def _canary_case(canary: dict[str, str], module: str) -> unittest.TestCase:
+    space: dict[str, Any] = {}
+    exec(f"def {canary['name']}(self):\n    {canary['body']}\n", space)
+    members = {canary["name"]: space[canary["name"]], "__module__": module}
+    case: unittest.TestCase = type(canary["group"], (unittest.TestCase,), members)(canary["name"])
+    return case

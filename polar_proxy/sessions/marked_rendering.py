@@ -1,0 +1,317 @@
+"""Find in a rendered conversation what follows an answer, and compare the rest with an earlier rendering.
+
+Marks, words that occur nowhere else, are put around the texts of all messages. The template renders the marked messages
+too. If the marked rendering without its marks is exactly the plain one, the marks show which part of the text belongs
+to which message:
+
+    front | answer | stop token, new messages, opening of the next answer
+
+The texts between the answers are *fixed*: the template wrote them, and a continued prompt must hold them as they are.
+Answers are not compared, because the prompt has their sampled tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+from polar_proxy.types import Message, ToolCall
+
+
+class RenderingDifference(NamedTuple):
+    """A difference between two renderings of a past answer's surroundings that does not count."""
+
+    name: str
+    pattern: re.Pattern[str]
+    """Text to leave out."""
+    reason: str
+
+
+IGNORED_DIFFERENCES = (
+    RenderingDifference(
+        "harmony_reasoning",
+        re.compile(r"<\|channel\|>analysis<\|message\|>.*?(?:<\|end\|><\|start\|>assistant|$)", re.DOTALL),
+        "gpt-oss shows the analysis channel in the last turns only.",
+    ),
+    RenderingDifference(
+        "reasoning",
+        re.compile(
+            r"<think(?:ing)?\b[^>]*>.*?</think(?:ing)?\b[^>]*>|</?think(?:ing)?\b[^>]*>"
+            r"|\[THINK\].*?\[/THINK\]|\[/?THINK\]|</?seed:think>|<\|(?:START|END)_THINKING\|>"
+            r"|<\|channel>thought.*?<channel\|>|<\|think\|>",
+            re.DOTALL,
+        ),
+        "Templates show reasoning in the last turns only, and open or close it for the next answer only.",
+    ),
+    RenderingDifference(
+        "white_space", re.compile(r"\s+"), "Templates trim past answers, and not the opening of the next."
+    ),
+)
+"""Applied in this order to the text between the last message before an answer and the answer."""
+
+WRITTEN_STOPS = {
+    "<|return|>": ("<|end|>", "gpt-oss ends an answer with <|return|>; its template shows past answers with <|end|>."),
+}
+"""What a template writes for a past answer in place of the stop token that was sampled, and why."""
+
+_JSON_STRING = re.compile(r'"((?:[^"\\]|\\.)*)"(\s*:)?', re.DOTALL)
+"""A string in valid JSON text; the second group is there if it is a key."""
+
+Problem = Literal["answer_not_found", "no_end_of_turn", "other_end_of_turn", "message_lost", "history_changed"]
+
+
+class RenderingError(Exception):
+    """A conversation cannot be continued from exact tokens, because of `problem`."""
+
+    def __init__(self, problem: Problem, detail: str = "") -> None:
+        super().__init__(f"{problem}: {detail}")
+        self.problem: Problem = problem
+
+
+class Marking(NamedTuple):
+    """How messages are marked. Some templates read how a text begins or ends, such as a flag in the system message."""
+
+    before: bool
+    """A mark before the text of messages that are not answers."""
+    after: bool
+    """A mark after it."""
+    before_answers: bool
+    """A mark before the text of answers; one after it is always there."""
+    empty_answers: bool
+    """Answers without text are marked too, for templates that show no tool calls."""
+
+
+MARKINGS = tuple(
+    Marking(before, after, before_answers, empty)
+    for before, after, before_answers in (
+        (True, True, True),
+        (True, True, False),
+        (True, False, False),
+        (False, True, False),
+    )
+    for empty in (False, True)
+)
+"""In the order in which they are tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class AfterAnswer:
+    """What a template writes after the last answer: its stop token (empty if it writes none), and the rest."""
+
+    stop: str
+    suffix: str
+
+
+class Marker:
+    """Marks of one process. `word` is the beginning of all marks."""
+
+    def __init__(self, word: str | None = None) -> None:
+        self._word = word or f"zq{secrets.token_hex(6)}"
+        self._pattern = re.compile(f"{self._word}n([0-9]+)([cz])")
+
+    def mark(self, messages: Sequence[Message], marking: Marking) -> tuple[Message, ...]:
+        return tuple(self._marked(message, place, marking) for place, message in enumerate(messages))
+
+    def unmark(self, text: str) -> str:
+        return self._pattern.sub("", text)
+
+    def extents(self, text: str, messages: Sequence[Message]) -> dict[int, tuple[int, int]]:
+        """Return the beginning of the first mark and the end of the last mark of each message.
+
+        Some templates repeat the name of a call before its result. Such a mark is not part of the answer.
+        """
+        out: dict[int, tuple[int, int]] = {}
+        names: Counter[int] = Counter()
+        for found in self._pattern.finditer(text):
+            place = int(found[1])
+            if found[2] == "c":
+                names[place] += 1
+                if names[place] > sum(_has_no_strings(call) for call in messages[place].tool_calls):
+                    continue
+            out[place] = out.get(place, found.span())[0], found.end()
+        return out
+
+    def last_end(self, text: str) -> int:
+        """Return the end of the last mark in a text; 0 if there is none."""
+        return max((found.end() for found in self._pattern.finditer(text)), default=0)
+
+    def _marked(self, message: Message, place: int, marking: Marking) -> Message:
+        mark = f"{self._word}n{place}z"
+        answer = message.role == "assistant"
+        first = mark if (marking.before_answers if answer else marking.before) else ""
+        last = mark if answer or marking.after else ""
+
+        def around(text: str) -> str:
+            return first + text + last
+
+        content = message.content
+        if isinstance(content, str) and content:
+            content = around(content)
+        elif isinstance(content, list):
+            content = [
+                {**part, "text": around(part["text"])} if isinstance(part.get("text"), str) else part
+                for part in content
+            ]
+        elif answer and marking.empty_answers and not content:
+            content = mark
+        reasoning = around(message.reasoning) if message.reasoning else message.reasoning
+        calls = tuple(
+            replace(call, name=f"{call.name}{self._word}n{place}c")
+            if _has_no_strings(call)
+            else replace(call, arguments=_marked_arguments(call, mark, around))
+            for call in message.tool_calls
+        )
+        return replace(message, content=content, reasoning=reasoning, tool_calls=calls)
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _has_no_strings(call: ToolCall) -> bool:
+    """Return whether the arguments hold no string that could be marked."""
+    if not call.arguments.strip():
+        return True
+    return _is_json(call.arguments) and all(found[2] for found in _JSON_STRING.finditer(call.arguments))
+
+
+def _marked_arguments(call: ToolCall, mark: str, around: Callable[[str], str]) -> str:
+    """Return the arguments of a call with marks around their strings; the rest of the text stays as it is."""
+    if not _is_json(call.arguments):
+        return call.arguments + mark
+    return _JSON_STRING.sub(lambda found: found[0] if found[2] else f'"{around(found[1])}"', call.arguments)
+
+
+@dataclass(frozen=True, slots=True)
+class MarkedRendering:
+    """A rendering of marked messages, cut at its answers."""
+
+    fixed: tuple[str, ...]
+    """The texts between the answers, with marks; the last one follows the last answer's stop token."""
+    answers: tuple[int, ...]
+    """The messages that are answers and can be seen."""
+    stop: str
+    """The stop token after the last answer; empty if there is none."""
+    extents: dict[int, tuple[int, int]]
+    """The last one's position is counted in the whole text."""
+    after: int
+    """Where the last fixed text begins."""
+
+
+def compare_renderings(
+    whole_text: str,
+    front_text: str,
+    messages: Sequence[Message],
+    answered: int,
+    marker: Marker,
+    stops: Collection[str],
+    opening: str | None = None,
+) -> AfterAnswer:
+    """Return what follows the last answer among the first `answered` messages in the rendering `whole_text`.
+
+    `front_text` is the rendering from which that answer was sampled; see `compare_fronts`. Raises RenderingError.
+    """
+    asked = answered
+    while asked and messages[asked - 1].role == "assistant":
+        asked -= 1
+    whole = cut(whole_text, messages, answered, marker, stops)
+    found = after_answer(whole, messages, answered, marker, whole_text)
+    compare_fronts(cut(front_text, messages, asked, marker, stops), whole, marker, opening)
+    return found
+
+
+def cut(
+    text: str, messages: Sequence[Message], answered: int, marker: Marker, stops: Collection[str]
+) -> MarkedRendering:
+    """Cut a rendering at the answers among the first `answered` messages.
+
+    `stops` are the texts of the tokens that end an answer. Raises RenderingError if the messages are not in order.
+    """
+    extents = marker.extents(text, messages)
+    seen = [place for place in range(answered) if messages[place].role == "assistant" and place in extents]
+    pattern = re.compile("|".join(re.escape(stop) for stop in sorted(stops, key=len, reverse=True)))
+    fixed: list[str] = []
+    position, stop = 0, ""
+    for place in seen:
+        start, end = extents[place]
+        if start < position:
+            raise RenderingError("history_changed", "answers are not in order")
+        fixed.append(text[position:start])
+        limit = min((begin for other, (begin, _) in extents.items() if other != place and begin >= end), default=None)
+        found = pattern.search(text, end, len(text) if limit is None else limit) if stops else None
+        stop = found[0] if found else ""
+        position = found.end() if found else end
+    fixed.append(text[position:])
+    return MarkedRendering(tuple(fixed), tuple(seen), stop, extents, position)
+
+
+def compare_fronts(base: MarkedRendering, whole: MarkedRendering, marker: Marker, opening: str | None = None) -> None:
+    """Compare the rendering from which the base was sampled with the one that has its answer and new messages.
+
+    All fixed texts before the base's answer must be equal, up to IGNORED_DIFFERENCES, and up to how much of an answer
+    stands before its first mark. With `opening`, the text that the template wrote to open the base's answer need not be
+    shown in the new rendering: the answer was sampled after it. Raises RenderingError.
+    """
+    if base.answers != whole.answers[: len(base.answers)] or len(base.fixed) > len(whole.fixed) - 1:
+        raise RenderingError("history_changed", "other answers are shown")
+    last = len(base.fixed) - 1
+    for place, (before, now) in enumerate(zip(base.fixed, whole.fixed, strict=False)):
+        if before == now:
+            continue
+        (asked, tail), (asked_now, tail_now) = _parts(before, marker), _parts(now, marker)
+        if place == last and opening:
+            tail = tail.removesuffix(opening)
+        if asked != asked_now:
+            raise RenderingError("history_changed", _first_difference(asked, asked_now))
+        one, two = _essential(tail), _essential(tail_now)
+        if not (two.startswith(one) or (place < last and one.startswith(two))):
+            raise RenderingError("history_changed", _first_difference(one, two))
+
+
+def _parts(fixed: str, marker: Marker) -> tuple[str, str]:
+    """Return a fixed text up to the end of the last message in it, and the rest."""
+    end = marker.last_end(fixed)
+    return fixed[:end], fixed[end:]
+
+
+def _essential(text: str) -> str:
+    for difference in IGNORED_DIFFERENCES:
+        text = difference.pattern.sub("", text)
+    return text
+
+
+def _first_difference(one: str, two: str) -> str:
+    pairs = enumerate(zip(one, two, strict=False))
+    place = next((place for place, (a, b) in pairs if a != b), min(len(one), len(two)))
+    return f"{one[place : place + 40]!r} is now {two[place : place + 40]!r}"
+
+
+def after_answer(
+    whole: MarkedRendering, messages: Sequence[Message], answered: int, marker: Marker, text: str
+) -> AfterAnswer:
+    """Return what follows the last answer among the first `answered` messages. Raises RenderingError."""
+    if not whole.answers or whole.answers[-1] != answered - 1:
+        raise RenderingError("answer_not_found")
+    for place in range(answered, len(messages)):
+        extent = whole.extents.get(place)
+        if _has_text(messages[place]) and (extent is None or extent[0] < whole.after):
+            raise RenderingError("message_lost", f"message {place + 1} is not after the answer")
+    if any(begin < whole.after for place, (begin, _) in whole.extents.items() if place >= answered):
+        raise RenderingError("message_lost", "a new message is not after the answer")
+    if not whole.stop and messages[answered - 1].tool_calls:
+        raise RenderingError("no_end_of_turn", "the end of a tool call cannot be seen")
+    return AfterAnswer(whole.stop, marker.unmark(text[whole.after :]))
+
+
+def _has_text(message: Message) -> bool:
+    content = message.content
+    return bool(content) if not isinstance(content, list) else any(part.get("text") for part in content)

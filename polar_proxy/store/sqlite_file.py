@@ -1,0 +1,123 @@
+"""One SQLite file: how its connections are set up, a probe that writes to it, and which process has its lock."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sqlite3
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Connection, Engine, event
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.pool import ConnectionPoolEntry
+
+from polar_proxy.store.schema import VERSION_TABLE
+
+BUSY_MS = 30_000
+_CHECKPOINT_PAGES = 4_000
+_PROBE_SECONDS = 1.2
+PROBE = f"UPDATE {VERSION_TABLE} SET version_num = version_num"
+_RESERVE_BYTES = 1 << 20
+"""A SQLite file whose disk has less space than this counts as full: a call's rows may need more than a probe's row."""
+_WRITE_LOCK = 120
+"""The byte of the file `-shm` that a writer locks: https://www.sqlite.org/walformat.html#wal_locks"""
+
+
+class RollbackOnClose(sqlite3.Connection):
+    """A connection that rolls back its transaction when it is closed.
+
+    SQLite keeps a closed connection, with its transaction and its locks, as long as one of its statements is
+    referenced, and the traceback of a cancelled task references one until the garbage collector runs.
+    """
+
+    def close(self) -> None:
+        if self.in_transaction:
+            self.rollback()
+        super().close()
+
+
+def listen(engine: Engine, *, writes: bool) -> None:
+    """Set up the SQLite connections of an engine when they are opened and when a transaction begins."""
+    begin = "BEGIN IMMEDIATE" if writes else "BEGIN"
+
+    def on_connect(connection: Any, _: ConnectionPoolEntry) -> None:
+        connection.isolation_level = None  # the driver must not begin transactions; `on_begin` does
+        cursor = connection.cursor()
+        cursor.execute(f"PRAGMA busy_timeout={BUSY_MS}")
+        if writes:
+            cursor.execute("PRAGMA journal_mode=WAL")
+            # A commit survives the end of this process. To survive a power failure, it would have to wait for the disk.
+            cursor.execute("PRAGMA synchronous=NORMAL")
+            cursor.execute(f"PRAGMA wal_autocheckpoint={_CHECKPOINT_PAGES}")
+            cursor.execute("PRAGMA foreign_keys=ON")
+        else:
+            cursor.execute("PRAGMA query_only=ON")
+        cursor.execute("PRAGMA cache_size=-32768")
+        cursor.close()
+
+    def on_begin(connection: Connection) -> None:
+        connection.exec_driver_sql(begin)
+
+    event.listen(engine, "connect", on_connect)
+    event.listen(engine, "begin", on_begin)
+
+
+def check_free_space(path: Path) -> None:
+    """Raise OSError if the disk counts as full."""
+    disk = os.statvfs(path.parent)
+    if disk.f_bavail * disk.f_frsize < _RESERVE_BYTES:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def probe_file(path: Path) -> None:
+    """Write a row and commit, on a connection of its own."""
+    check_free_space(path)
+    with closing(
+        sqlite3.connect(f"{path.as_uri()}?mode=rw", uri=True, timeout=_PROBE_SECONDS, factory=RollbackOnClose)
+    ) as connection:
+        connection.execute("PRAGMA synchronous=NORMAL")
+        with connection:
+            connection.execute(PROBE)
+
+
+def is_locked(error: Exception) -> bool:
+    """Return whether SQLite reports that another connection has the lock."""
+    cause = error.orig if isinstance(error, DBAPIError) else error
+    return isinstance(cause, sqlite3.OperationalError) and "database is locked" in str(cause)
+
+
+def name_lock_holder(path: Path) -> str:
+    """Return the pid and name of the process that has the lock of a database, as the beginning of a sentence."""
+    holders = [pid for pid in write_lock_holders(path) if pid > 0]
+    if not holders:
+        return "Another process"
+    names = []
+    for pid in holders:
+        with suppress(OSError):
+            names.append(f"{pid} ({Path(f'/proc/{pid}/comm').read_text().strip()})")
+    which = "Another connection of this process," if holders == [os.getpid()] else "Process"
+    return f"{which} {', '.join(names) or holders[0]}"
+
+
+def write_lock_holders(path: Path) -> list[int]:
+    """Return the pids that hold the write lock of a database in WAL mode; empty where the system does not tell.
+
+    The list comes from /proc/locks. Asking the file (F_GETLK) would need a descriptor, and closing that would release
+    all locks of this process on the file.
+    """
+    try:
+        inode = os.stat(f"{path}-shm").st_ino
+        lines = Path("/proc/locks").read_text().splitlines()
+    except OSError:
+        return []
+    holders = set()
+    for line in lines:
+        # 1: POSIX  ADVISORY  WRITE 5276 fe:00:2765317 120 120, and "-> " before the kind where a process waits.
+        fields = line.split()
+        if len(fields) != 8 or fields[3] != "WRITE" or not fields[5].endswith(f":{inode}"):
+            continue
+        if int(fields[6]) <= _WRITE_LOCK and (fields[7] == "EOF" or int(fields[7]) >= _WRITE_LOCK):
+            holders.add(int(fields[4]))
+    return sorted(holders)

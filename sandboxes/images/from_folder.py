@@ -1,0 +1,77 @@
+"""Build an image from a task's folder. Its Dockerfile is foreign data: its commands run without a network and with
+limits unless the caller allows more."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sandboxes import docker_engine
+from sandboxes.base import OutputTail, SandboxError
+
+if TYPE_CHECKING:
+    import aiodocker
+
+CPU_PERIOD = 100_000
+LOG_LIMIT = 16 << 10
+
+
+@dataclass(frozen=True)
+class BuildLimits:
+    """Limits of each command of the Dockerfile (`file_mb`: size of a file that it writes), and of the whole build."""
+
+    network: bool = False
+    memory_mb: int = 4096
+    cpus: float = 2.0
+    file_mb: int = 8192
+    seconds: float = 1800.0
+
+    def parameters(self) -> dict[str, str]:
+        """Return them as parameters of POST /build: https://docs.docker.com/reference/api/engine/"""
+        memory, size = str(self.memory_mb << 20), self.file_mb << 20
+        found = {"memory": memory, "memswap": memory, "cpuperiod": str(CPU_PERIOD)}
+        found["cpuquota"] = str(int(self.cpus * CPU_PERIOD))
+        found["ulimits"] = json.dumps([{"Name": "fsize", "Soft": size, "Hard": size}])
+        return found if self.network else {**found, "networkmode": "none"}
+
+
+async def build_image(engine: aiodocker.Docker, context: bytes, tag: str, limits: BuildLimits) -> None:
+    """Build `context`, a tar archive with a Dockerfile. Raise `SandboxError` with the end of the log if it fails."""
+    library = docker_engine.require_aiodocker()
+    log = OutputTail(LOG_LIMIT)
+    try:
+        async with asyncio.timeout(limits.seconds):
+            async for message in _messages(engine, context, {"t": tag, "rm": "1", "forcerm": "1"}, limits):
+                log.add(str(message.get("stream", "")).encode())
+    except library.DockerError as error:
+        raise SandboxError(_describe(error.message, log, limits)) from error
+    except TimeoutError as error:
+        raise SandboxError(_describe(f"not built within {limits.seconds:.0f} s", log, limits)) from error
+
+
+async def _messages(
+    engine: aiodocker.Docker, context: bytes, parameters: dict[str, str], limits: BuildLimits
+) -> AsyncIterator[dict[str, Any]]:
+    """Yield the messages of the engine; closing the connection ends the build."""
+    images: Any = engine.images
+    request = engine._query(  # `images.build` has no parameters for the limits
+        "build",
+        "POST",
+        params={**parameters, **limits.parameters()},
+        headers={"content-type": "application/x-tar"},
+        data=io.BytesIO(context),
+        timeout=None,
+    )
+    async for message in images._handle_response(request, True):
+        yield message
+
+
+def _describe(problem: str, log: OutputTail, limits: BuildLimits) -> str:
+    lines = [problem, log.value().decode(errors="replace")[-1000:].strip()]
+    if not limits.network:
+        lines.append("The build has no network: set the task's environment.build_network or sandboxes.build_network.")
+    return "\n".join(line for line in lines if line)

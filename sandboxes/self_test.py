@@ -1,0 +1,167 @@
+"""Test a kind of sandbox for ways out, before it is used: open one and try from inside to get out.
+
+The isolation depends on the kernel, the container it may itself run in, bwrap's and the engine's version and settings;
+a sandbox that opens may still let programs out. A `process` sandbox isolates nothing and is not tested.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import platform
+import secrets
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from sandboxes import docker_engine, images, seccomp
+from sandboxes.base import DockerRuntime, SandboxError, SandboxKind, SandboxSpec, SandboxUnavailable
+from sandboxes.choice import KINDS
+from sandboxes.docker import DockerSandbox
+from sandboxes.orphans import SandboxRegistry, default_state_dir
+
+log = logging.getLogger(__name__)
+
+SelfTestPolicy = Literal["refuse", "warn", "off"]
+PROBE = (Path(__file__).parent / "probe.py").read_text()
+SECONDS = 30.0
+HOW_TO_GO_ON = (
+    "Use another kind (--sandbox), correct the engine's or the system's settings, or set sandboxes.self_test to warn"
+)
+
+
+class SandboxLeaks(SandboxUnavailable):
+    """This kind of sandbox does not keep programs inside, on this machine."""
+
+
+class SelfTests:
+    """The tests of this process: each kind is tested once, and everyone who needs the result waits for that test."""
+
+    def __init__(self, policy: SelfTestPolicy = "refuse", runtime: DockerRuntime = "auto") -> None:
+        self._policy = policy
+        self._runtime: DockerRuntime = runtime
+        self._running: dict[SandboxKind, asyncio.Task[list[str] | None]] = {}
+
+    def start(self, kind: SandboxKind, image: str | None = None) -> None:
+        """Start the test, unless it was started before, without waiting for it."""
+        if self._policy != "off" and kind != "process" and kind not in self._running:
+            self._running[kind] = asyncio.create_task(find_leaks(kind, image, self._runtime))
+
+    async def require(self, kind: SandboxKind, image: str | None = None) -> None:
+        """Wait for the test. Raise `SandboxLeaks` if something opened and the policy is to refuse."""
+        self.start(kind, image)
+        if kind not in self._running:
+            return
+        test = self._running[kind]
+        try:
+            opened = await asyncio.shield(test)
+        except SandboxError:
+            self._running.pop(kind, None)  # no sandbox opened: the next caller tests again
+            raise
+        if opened and self._policy == "refuse":
+            raise SandboxLeaks(f"{describe_leaks(kind, opened)}. {HOW_TO_GO_ON}.")
+        if opened or opened is None:
+            untested = f"The {kind} sandbox is not tested for ways out, because its image has no python3"
+            log.warning("%s", describe_leaks(kind, opened) if opened else untested)
+
+    async def close(self) -> None:
+        for test in self._running.values():
+            test.cancel()
+        await asyncio.gather(*self._running.values(), return_exceptions=True)
+
+
+def describe_leaks(kind: SandboxKind, opened: list[str]) -> str:
+    return f"The {kind} sandbox fails its self-test on this machine: {'; '.join(opened)}"
+
+
+async def find_leaks(
+    kind: SandboxKind, image: str | None = None, runtime: DockerRuntime = "auto", state_dir: Path | None = None
+) -> list[str] | None:
+    """Return the ways out of a new sandbox of this kind, or None if its image has no Python to try them with.
+
+    In docker the default image is used, if this machine has it, because the ways out do not depend on the image. Raise
+    `SandboxError` if no such sandbox opens.
+    """
+    if kind == "docker" and image is not None:
+        async with docker_engine.docker_client() as engine:
+            if await docker_engine.inspect_image(engine, images.tag()) is not None:
+                image = None
+    if state_dir is None:
+        state_dir = await asyncio.to_thread(default_state_dir)
+    registry = SandboxRegistry(state_dir)
+    with _bait() as bait:
+        async with await KINDS[kind].open(SandboxSpec(image=image, runtime=runtime), registry) as sandbox:
+            own_kernel = isinstance(sandbox, DockerSandbox) and sandbox.runtime == "runsc"
+            bait["hidden"].append(str(state_dir))
+            listener = await sandbox.listen()
+            assert listener is not None
+            bait["gateway_port"] = listener.getsockname()[1]
+            given = json.dumps(probe_input(kind, own_kernel=own_kernel) | bait).encode()
+            with listener:
+                done = await sandbox.exec(["python3", "-I", "-S", "-c", PROBE], stdin=given, cwd="/", timeout=SECONDS)
+    if done.exit_code == 127:
+        return None
+    try:
+        return [str(line) for line in json.loads(done.stdout)]
+    except ValueError:
+        end = (done.stdout + done.stderr).decode(errors="replace")[-500:].strip()
+        raise SandboxError(f"the test of the {kind} sandbox failed: {end}") from None
+
+
+@contextlib.contextmanager
+def _bait() -> Iterator[dict[str, Any]]:
+    """Open sockets and a file on the host that programs inside must not reach."""
+    name = f"polar-probe-{secrets.token_hex(8)}"
+    with (
+        socket.create_server(("127.0.0.1", 0)) as loopback,
+        socket.socket(socket.AF_UNIX) as abstract,
+        tempfile.NamedTemporaryFile(prefix=name) as file,
+    ):
+        abstract.bind(f"\0{name}")
+        abstract.listen()
+        yield {"port": loopback.getsockname()[1], "abstract": name, "hidden": [file.name], "token": name}
+
+
+def probe_input(kind: SandboxKind, *, own_kernel: bool = False) -> dict[str, Any]:
+    """Return what the probe tries. With `own_kernel` (gVisor) system calls do not reach the kernel of the host."""
+    spaces = [name for name in ("pid", "net", "ipc", "uts", "mnt") if os.path.exists(f"/proc/self/ns/{name}")]
+    return {
+        "namespaces": {name: os.readlink(f"/proc/self/ns/{name}") for name in spaces},
+        "calls": refused_calls(),
+        "families": REFUSED_SOCKETS,
+        "own_kernel": own_kernel,
+        # Root of a container is root of the host, without capabilities, unless the engine has user namespaces.
+        "not_root": kind == "bubblewrap",
+        "read_only": ["/", "/usr", "/usr/bin", "/etc"] if kind == "bubblewrap" else [],
+    }
+
+
+REFUSED_SOCKETS = [
+    ("AF_VSOCK", 40, 1, 0),
+    ("AF_PACKET", 17, 3, 768),
+    ("AF_ALG", 38, 5, 0),
+    ("AF_NETLINK (not for routes)", 16, 3, 12),
+    ("AF_KEY", 15, 3, 2),
+    ("AF_INET (raw)", 2, 3, 1),
+    ("AF_XDP", 44, 3, 0),
+]
+"""(name, family, type, protocol)."""
+
+
+def refused_calls(machine: str | None = None) -> dict[str, list[int]]:
+    """Return name -> number and arguments of the system calls that every sandbox refuses."""
+    machine = machine or platform.machine()
+    if machine not in seccomp.ARCHITECTURES:
+        return {}
+    column = list(seccomp.ARCHITECTURES).index(machine)
+    numbers = {name: pair[column] for name, pair in seccomp.REFUSED.items()}
+    calls = {name: [number, 0, 0, 0, 0, 0] for name, number in numbers.items() if number is not None}
+    calls |= {f"unshare({flag:#x})": [seccomp.UNSHARE[column], flag] for flag in seccomp.NAMESPACE_FLAGS}
+    calls["clone3"] = [seccomp.CLONE3[column], 0, 0]
+    calls["ioctl(TIOCSTI)"] = [seccomp.IOCTL[column], 0, seccomp.TERMINAL_INJECTION[0], 0]
+    return calls

@@ -1,0 +1,164 @@
+"""The files that a program left in a sandbox, read from outside and as data.
+
+Its processes have ended, so nothing changes while it is read. Nothing that it left is run or followed: a link is its
+target's text, and devices, sockets and pipes are left out. Everything named `.git` is left out as well. What has more
+entries, longer paths or more bytes than the limits is refused with `TreeTooLarge`.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import tarfile
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+ENTRIES = 300_000
+PATH_BYTES = 3_000
+ARCHIVE_BYTES = 2 << 30
+FILE, EXECUTABLE, LINK = 0o100644, 0o100755, 0o120000
+"""Modes of entries, as git writes them."""
+
+
+class TreeTooLarge(OSError):
+    """A program left more than Polar reads; the text says what."""
+
+
+@dataclass(frozen=True, slots=True)
+class TreeEntry:
+    """A regular file, or a link, whose content is its target."""
+
+    mode: int
+    size: int
+
+
+class SandboxTree(ABC):
+    """The files below one folder of a sandbox, by relative path."""
+
+    entries: dict[bytes, TreeEntry]
+    top_names: Collection[bytes] | None = None
+    """The names directly below the folder that were read; the others are as in the sandbox's image. None: all."""
+
+    @abstractmethod
+    def read(self, path: bytes) -> bytes:
+        """Return the content of an entry. Blocking."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    def covers(self, path: bytes) -> bool:
+        """Return whether a file at this path would be in `entries`; otherwise it is as in the sandbox's image."""
+        return self.top_names is None or path.partition(b"/")[0] in self.top_names
+
+    def _add(self, path: bytes, mode: int, size: int) -> None:
+        self.entries[path] = TreeEntry(mode, size)
+
+
+class EntryCounter:
+    """Counts entries against the limits, also those that are left out."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def add(self, path: bytes) -> None:
+        self._count += 1
+        if self._count > ENTRIES:
+            raise TreeTooLarge(f"there are more than {ENTRIES} files and folders")
+        if len(path) > PATH_BYTES:
+            raise TreeTooLarge(f"a path is longer than {PATH_BYTES} bytes: {os.fsdecode(path[:60])!r}...")
+
+
+class FolderTree(SandboxTree):
+    """A tree in a folder of this machine."""
+
+    def __init__(self, folder: Path) -> None:
+        """List the folder. Blocking. Raises `TreeTooLarge`."""
+        self._root = os.fsencode(folder)
+        self.entries = {}
+        if not stat.S_ISDIR(os.lstat(self._root).st_mode):
+            return  # the program replaced the folder, so none of its files is left
+        counter = EntryCounter()
+        pending = [b""]
+        while pending:
+            for path, entry in self._list(pending.pop()):
+                counter.add(path)
+                if entry.is_dir(follow_symlinks=False):
+                    pending.append(path)
+                elif entry.is_symlink():
+                    self._add(path, LINK, len(os.readlink(entry.path)))
+                elif entry.is_file(follow_symlinks=False):
+                    found = entry.stat(follow_symlinks=False)
+                    self._add(path, EXECUTABLE if found.st_mode & 0o100 else FILE, found.st_size)
+
+    def _list(self, folder: bytes) -> list[tuple[bytes, os.DirEntry[bytes]]]:
+        path = os.path.join(self._root, folder)
+        try:
+            entries = os.scandir(path)
+        except PermissionError:
+            os.chmod(path, 0o700)  # the folder belongs to the user that runs Polar
+            entries = os.scandir(path)
+        with entries:
+            return [(os.path.join(folder, entry.name), entry) for entry in entries if entry.name != b".git"]
+
+    def read(self, path: bytes) -> bytes:
+        full = os.path.join(self._root, path)
+        if self.entries[path].mode == LINK:
+            return os.readlink(full)
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        try:
+            file = os.open(full, flags)
+        except PermissionError:
+            os.chmod(full, 0o600)
+            file = os.open(full, flags)
+        with os.fdopen(file, "rb") as opened:
+            return opened.read(self.entries[path].size)
+
+    def close(self) -> None:
+        return
+
+
+class ArchiveTree(SandboxTree):
+    """A tree in tar archives that a container engine wrote, one after the other, into a file."""
+
+    def __init__(self, file: BinaryIO, starts: Mapping[int, bytes], top_names: Collection[bytes] | None) -> None:
+        """`starts` gives for each archive its offset in the file and the path of what it holds, `b""` for the folder
+        itself. Blocking. Raises `TreeTooLarge`.
+        """
+        self._file = file
+        self.entries = {}
+        self.top_names = top_names
+        self._contents: dict[bytes, tuple[tarfile.TarFile, tarfile.TarInfo]] = {}
+        counter = EntryCounter()
+        for start, top in starts.items():
+            file.seek(start)
+            archive = tarfile.open(fileobj=file, mode="r:", errors="surrogateescape")  # noqa: SIM115 - closes nothing
+            by_name: dict[str, tarfile.TarInfo] = {}
+            for member in archive:
+                # The archive begins each name with the name of what it holds.
+                _, _, below = os.fsencode(member.name).partition(b"/")
+                path = b"/".join(part for part in (top, below) if part)
+                counter.add(path)
+                # A hard link names an earlier member, which has the content.
+                found = by_name.get(member.linkname) if member.islnk() else member
+                if found is None or not path or b".git" in path.split(b"/"):
+                    continue
+                by_name[member.name] = found
+                self._contents[path] = (archive, found)
+                if found.issym():
+                    self._add(path, LINK, len(os.fsencode(found.linkname)))
+                elif found.isreg():
+                    self._add(path, EXECUTABLE if found.mode & 0o100 else FILE, found.size)
+
+    def read(self, path: bytes) -> bytes:
+        archive, member = self._contents[path]
+        if member.issym():
+            return os.fsencode(member.linkname)
+        opened = archive.extractfile(member)
+        assert opened is not None
+        return opened.read()
+
+    def close(self) -> None:
+        self._file.close()

@@ -1,0 +1,17 @@
+"""Random requests to all routes of a real gateway, in brief. `benchmarks/fuzz.py` sends a hundred thousand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.fuzz import run
+
+
+@pytest.mark.full
+async def test_random_requests_find_nothing(tmp_path: Path) -> None:
+    report = await run(3000, seed=7, only=None, folder=tmp_path)
+    assert report.findings == []
+    assert report.statuses[200] > 300
+    assert report.statuses[400] > 300

@@ -1,0 +1,45 @@
+"""A short form of `benchmarks/soak.py`: faults of clients and engine, and every call recorded once."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+POSTGRES = shutil.which("initdb") or next(iter(Path("/usr/lib/postgresql").glob("*/bin/initdb")), None)
+needs_postgres = pytest.mark.skipif(POSTGRES is None, reason="PostgreSQL is not installed: apt-get install postgresql")
+
+SMALL_CACHES = ["--cache-mb", "4", "--calls-in-memory", "500", "--retry-window", "1"]
+MAX_SLOPE_MB = 80.0
+"""Growth per 10,000 calls while the caches without a setting still fill; 30 as measured."""
+
+pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
+
+
+@pytest.mark.parametrize("db", ["sqlite", pytest.param("postgresql", marks=needs_postgres)])
+def test_records_every_call_once_and_holds_its_descriptors(db: str) -> None:
+    command = [sys.executable, "benchmarks/soak.py", "--json", "--db", db, "--calls", "6000", "--sessions", "120"]
+    done = subprocess.run([*command, "--open", "40"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode in (0, 1), done.stderr  # 1: so short a run ends before the caches are full
+    found = json.loads(done.stdout)
+    assert [line for line in found["broken"] if not line.startswith("memory")] == []
+    assert found["answered"] == found["stored"]["ok"] == 6000
+    assert found["open_at_once"] == 40
+    assert min(found["faults_of_clients"].values()) > 0
+    assert found["failed_attempts"]
+    assert found["rss_mb_at_share_of_calls"]["1.0"] < 400
+
+
+@pytest.mark.parametrize("leak_bytes", [0, 20_000])
+def test_a_leak_shows_in_the_slope_of_memory(leak_bytes: int, tmp_path: Path) -> None:
+    command = [sys.executable, "benchmarks/soak.py", "--json", "--calls", "6000", "--sessions", "120", "--open", "20"]
+    command += [*SMALL_CACHES, "--leak-bytes", str(leak_bytes), "--out", str(tmp_path / "soak.json")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode in (0, 1), done.stderr
+    growth, error = json.loads((tmp_path / "soak.json").read_text())["slope_mb_per_10000_calls"]
+    assert (growth - 2 * error > MAX_SLOPE_MB) == (leak_bytes > 0)

@@ -1,0 +1,69 @@
+"""Which runtime containers use, and the limits of building a task's image."""
+
+from __future__ import annotations
+
+import tarfile
+import types
+from typing import Any
+
+import pytest
+
+from sandboxes import docker_engine, images
+from sandboxes.base import SandboxError, SandboxUnavailable
+from sandboxes.docker_engine import find_runtime
+from sandboxes.images.from_folder import BuildLimits, build_image
+
+
+class ScriptedEngine:
+    """An engine that reports these runtimes."""
+
+    def __init__(self, *runtimes: str) -> None:
+        self.system = types.SimpleNamespace(info=self._info)
+        self._runtimes = runtimes
+
+    async def _info(self) -> dict[str, Any]:
+        return {"Runtimes": {name: {} for name in self._runtimes}, "DefaultRuntime": "runc"}
+
+
+async def test_gvisor_is_taken_if_the_engine_has_it() -> None:
+    both: Any = ScriptedEngine("runc", "runsc")
+    assert [await find_runtime(both, wanted) for wanted in ("auto", "runc", "runsc")] == ["runsc", "runc", "runsc"]
+    plain: Any = ScriptedEngine("runc")
+    assert await find_runtime(plain, "auto") == "runc"
+    with pytest.raises(SandboxUnavailable, match="install gVisor"):
+        await find_runtime(plain, "runsc")
+
+
+def test_a_build_has_no_network_unless_it_is_granted() -> None:
+    assert BuildLimits().parameters()["networkmode"] == "none"
+    assert "networkmode" not in BuildLimits(network=True).parameters()
+
+
+def context(command: str) -> bytes:
+    dockerfile = f"FROM {images.tag()}\nRUN {command}\n"
+    return docker_engine.pack_archive([(tarfile.TarInfo("Dockerfile"), dockerfile.encode())])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("command", "limits", "problem"),
+    [
+        ("test $(ls /sys/class/net) = lo", BuildLimits(), ""),
+        ("test $(ls /sys/class/net) != lo", BuildLimits(), "The build has no network"),
+        ("python3 -c 'bytearray(400 << 20)'", BuildLimits(memory_mb=128), "non-zero code: 137"),
+        ("yes | head -c 100000000; sleep 60", BuildLimits(seconds=5), "not built within 5 s"),
+    ],
+)
+async def test_a_build_is_limited(command: str, limits: BuildLimits, problem: str, reasons: dict[str, str]) -> None:
+    if "docker" in reasons:
+        pytest.skip(reasons["docker"])
+    async with docker_engine.docker_client() as engine:
+        tag = "polar-build-test:latest"
+        if not problem:
+            await build_image(engine, context(command), tag, limits)
+            await engine.images.delete(tag)
+            return
+        with pytest.raises(SandboxError) as raised:
+            await build_image(engine, context(command), tag, limits)
+    assert problem in str(raised.value)
+    assert len(str(raised.value)) < 3000
