@@ -77,7 +77,7 @@ def _base(context: Path, wheels: Path) -> str:
 
 
 def test_the_image_serves(image: str) -> None:
-    """The gateway of the image answers /healthz with the bundled policy, and refuses unknown keys."""
+    """The gateway of the image answers /readyz with the bundled policy, and refuses unknown keys."""
     assert run("docker", "run", "--rm", image, "--version").stdout.startswith("polar ")
     name = run("docker", "run", "-d", "--rm", "-p", "127.0.0.1:0:8399", image).stdout.strip()
     try:
@@ -86,7 +86,7 @@ def test_the_image_serves(image: str) -> None:
         deadline = time.monotonic() + 240
         while True:
             try:
-                with urllib.request.urlopen(base + "/healthz", timeout=30) as answer:
+                with urllib.request.urlopen(base + "/readyz", timeout=30) as answer:
                     assert json.load(answer)["engine"]["model"] == "polar-tiny"
                 break
             except OSError:  # it is not there yet

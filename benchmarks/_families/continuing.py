@@ -200,6 +200,7 @@ class FamilyRun:
             for place, message in enumerate(messages)
         ]
         out.append(("reasoning", reasoned))
+        out.append(("white space", [_spaced(message) for message in reasoned]))
         return out
 
     def _request(self, messages: Sequence[Message]) -> ChatRequest:
@@ -301,6 +302,12 @@ class FamilyRun:
         if shown[: shown.find(first)] != rendered[: rendered.find(first)]:
             return "another beginning"
         return None
+
+
+def _spaced(message: Message) -> Message:
+    """Return a message with white space around its texts, as models write it; many templates trim it."""
+    reasoning = f"\n{message.reasoning}\n" if message.reasoning else None
+    return replace(message, content=f"\n\n{message.content} \n", reasoning=reasoning)
 
 
 def answer_places(messages: Sequence[Message]) -> list[int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from polar_proxy.errors import RequestError
 from polar_proxy.types import ChatRequest, Json, Message
 
 _TOOL_FIELDS = ("name", "description", "parameters")
+_BILLING_LINE = "x-anthropic-billing-header"
 
 
 class _GenerationBlock(jinja2.ext.Extension):
@@ -43,6 +44,8 @@ class MessageForm:
     """Content is a list of parts; otherwise one string."""
     complete_tools: bool = True
     """Missing fields of a tool are null, and its fields come in the order of OpenAI's specification."""
+    drops_billing_line: bool = False
+    """Claude Code's billing line is left out of system messages, as vLLM 0.32 does."""
 
 
 class ModelTemplate:
@@ -62,9 +65,10 @@ class ModelTemplate:
         """Return the prompt as text. Raises RequestError if the template refuses the conversation."""
         tools = [_complete(tool) for tool in request.tools] if form.complete_tools else list(request.tools)
         options = {**self._special_tokens, **request.template_kwargs, "add_generation_prompt": generation}
-        messages = [template_message(message, content_parts=form.content_parts) for message in request.messages]
+        messages = map(_without_billing_line, request.messages) if form.drops_billing_line else request.messages
+        rendered = [template_message(message, content_parts=form.content_parts) for message in messages]
         try:
-            return self._template.render(messages=messages, tools=tools or None, documents=None, **options)
+            return self._template.render(messages=rendered, tools=tools or None, documents=None, **options)
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             raise RequestError(
                 f"The model's chat template cannot render this conversation: {error}", param="messages"
@@ -130,6 +134,25 @@ def template_message(message: Message, *, content_parts: bool = False) -> Json:
     for call in out.get("tool_calls", ()):
         call["function"]["arguments"] = _arguments(call["function"]["arguments"])
     return out
+
+
+def _without_billing_line(message: Message) -> Message:
+    """Drop the line from the texts of a system message, and a part that is nothing but this line."""
+    if message.role != "system" or not message.content:
+        return message
+    if isinstance(message.content, str):
+        return replace(message, content=_after_billing_line(message.content))
+    parts = [(part, _after_billing_line(part.get("text"))) for part in message.content]
+    kept = [
+        part if text == part.get("text") else {**part, "text": text}
+        for part, text in parts
+        if text or text == part.get("text")
+    ]
+    return replace(message, content=kept)
+
+
+def _after_billing_line(text: Any) -> Any:
+    return text.partition("\n")[2] if isinstance(text, str) and text.startswith(_BILLING_LINE) else text
 
 
 def _arguments(text: str) -> Any:

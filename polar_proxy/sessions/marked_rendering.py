@@ -1,8 +1,8 @@
 """Find in a rendered conversation what follows an answer, and compare the rest with an earlier rendering.
 
-Marks, words that occur nowhere else, are put around the texts of all messages. The template renders the marked messages
-too. If the marked rendering without its marks is exactly the plain one, the marks show which part of the text belongs
-to which message:
+Marks, words that occur nowhere else, are put around the texts of all messages (white space at the ends of a text stays
+outside, because many templates trim it). The template renders the marked messages too. If the marked rendering without
+its marks is exactly the plain one, the marks show which part of the text belongs to which message:
 
     front | answer | stop token, new messages, opening of the next answer
 
@@ -16,7 +16,7 @@ import json
 import re
 import secrets
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -92,6 +92,7 @@ MARKINGS = tuple(
         (True, True, True),
         (True, True, False),
         (True, False, False),
+        (False, True, True),
         (False, True, False),
     )
     for empty in (False, True)
@@ -147,23 +148,24 @@ class Marker:
         last = mark if answer or marking.after else ""
 
         def around(text: str) -> str:
-            return first + text + last
+            words = text.strip()
+            return text.replace(words, first + words + last, 1) if words else text
 
         content = message.content
-        if isinstance(content, str) and content:
+        if isinstance(content, str) and content.strip():
             content = around(content)
         elif isinstance(content, list):
             content = [
                 {**part, "text": around(part["text"])} if isinstance(part.get("text"), str) else part
                 for part in content
             ]
-        elif answer and marking.empty_answers and not content:
-            content = mark
+        elif answer and marking.empty_answers:
+            content = (content or "") + mark
         reasoning = around(message.reasoning) if message.reasoning else message.reasoning
         calls = tuple(
             replace(call, name=f"{call.name}{self._word}n{place}c")
             if _has_no_strings(call)
-            else replace(call, arguments=_marked_arguments(call, mark, around))
+            else replace(call, arguments=_marked_arguments(call, mark, first, last))
             for call in message.tool_calls
         )
         return replace(message, content=content, reasoning=reasoning, tool_calls=calls)
@@ -184,11 +186,11 @@ def _has_no_strings(call: ToolCall) -> bool:
     return _is_json(call.arguments) and all(found[2] for found in _JSON_STRING.finditer(call.arguments))
 
 
-def _marked_arguments(call: ToolCall, mark: str, around: Callable[[str], str]) -> str:
+def _marked_arguments(call: ToolCall, mark: str, first: str, last: str) -> str:
     """Return the arguments of a call with marks around their strings; the rest of the text stays as it is."""
     if not _is_json(call.arguments):
         return call.arguments + mark
-    return _JSON_STRING.sub(lambda found: found[0] if found[2] else f'"{around(found[1])}"', call.arguments)
+    return _JSON_STRING.sub(lambda found: found[0] if found[2] else f'"{first}{found[1]}{last}"', call.arguments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,11 +309,18 @@ def after_answer(
             raise RenderingError("message_lost", f"message {place + 1} is not after the answer")
     if any(begin < whole.after for place, (begin, _) in whole.extents.items() if place >= answered):
         raise RenderingError("message_lost", "a new message is not after the answer")
-    if not whole.stop and messages[answered - 1].tool_calls:
-        raise RenderingError("no_end_of_turn", "the end of a tool call cannot be seen")
+    if not whole.stop and not _end_is_marked(messages[answered - 1]):
+        raise RenderingError("no_end_of_turn", "the answer's last characters have no mark after them")
     return AfterAnswer(whole.stop, marker.unmark(text[whole.after :]))
+
+
+def _end_is_marked(answer: Message) -> bool:
+    """Return whether the mark after an answer's text is its very end: no tool call and no white space follow it."""
+    text = answer.content[-1].get("text") if isinstance(answer.content, list) and answer.content else answer.content
+    return not answer.tool_calls and isinstance(text, str) and bool(text) and not text[-1].isspace()
 
 
 def _has_text(message: Message) -> bool:
     content = message.content
-    return bool(content) if not isinstance(content, list) else any(part.get("text") for part in content)
+    texts = [part.get("text") for part in content] if isinstance(content, list) else [content]
+    return any(text and text.strip() for text in texts)

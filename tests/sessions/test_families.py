@@ -56,6 +56,8 @@ TEMPLATES = {
         "{% set last = namespace(n=0) %}{% for message in messages %}{% if message.role == 'user' %}"
         "{% set last.n = loop.index0 %}{% endif %}{% endfor %}" + PLAIN,
     ),
+    # Qwen3, Llama 3 and others: texts are trimmed.
+    "trimmed": changed("{{ message.content }}{{ calls", "{{ message.content | trim }}{{ calls"),
     # Qwen2.5 and others: consecutive tool results share one turn.
     "merged results": changed(
         "<|{{ message.role }}|>{{ message.content }}{{ calls(message) }}<|end|>",
@@ -109,6 +111,7 @@ async def run(name: str) -> FamilyResult:
 async def test_continues_every_turn_and_none_wrong(name: str) -> None:
     result = await run(name)
     assert result.grade == "all", str(result)
+    assert {turn.result for turn in result.cases["white space"]} == {"right"}, str(result)
 
 
 async def test_does_not_continue_where_the_system_message_moves() -> None:

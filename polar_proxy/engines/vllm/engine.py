@@ -230,12 +230,12 @@ class VllmEngine(ServerEngine):
 
     async def render_texts(self, requests: Sequence[ChatRequest], *, generation: bool = True) -> list[str]:
         """Implement `Engine.render_texts`: in this process where that was proved (`local_rendering.py`)."""
-        if self._local is not None and all(map(self._local.renders, requests)):
+        if self._local is not None and await self._local.renders(requests):
             return await self._local.texts(requests, generation=generation)
         return await super().render_texts(requests, generation=generation)
 
     async def confirm_rendering(self, request: ChatRequest, end: Sequence[int]) -> bool:
-        if self._local is not None and self._local.renders(request):
+        if self._local is not None and await self._local.renders([request]):
             return await self._local.confirm(request)
         return await super().confirm_rendering(request, end)
 

@@ -1,8 +1,8 @@
 """Render a server's conversations in this process, where that gives the server's own ids.
 
 The template and tokenizer are read from the model's folder, which the server names. They are used for a set of tools
-and template options after one whole conversation with them had the same ids here and at the server's `/tokenize`;
-every 32nd conversation is compared again. Anything else is rendered by the server.
+and template options if one whole conversation with them has the same ids here and at the server's `/tokenize`; every
+32nd conversation is compared again. Anything else is rendered by the server.
 """
 
 from __future__ import annotations
@@ -24,7 +24,12 @@ _COMPARE_EVERY = 32
 _LARGE_TEXT = 16_384
 """Characters from which on a text is encoded in a thread."""
 _KEPT_PROOFS = 1024
-_FORMS = tuple(MessageForm(parts, complete) for parts in (False, True) for complete in (True, False))
+_FORMS = tuple(
+    MessageForm(parts, complete, drops)
+    for drops in (False, True)
+    for parts in (False, True)
+    for complete in (True, False)
+)
 _ROLES = frozenset({"system", "user", "assistant", "tool"})
 _TOOL = {
     "type": "function",
@@ -32,7 +37,7 @@ _TOOL = {
 }
 _CALL = ToolCall("abcdef123", "look", '{"path":"a"}')
 _CONVERSATION = (
-    Message("system", "You are terse."),
+    Message("system", "x-anthropic-billing-header: a\nYou are terse."),
     Message("user", [{"type": "text", "text": "Look."}, {"type": "text", "text": "Twice."}]),
     Message("assistant", None, tool_calls=(_CALL,)),
     Message("tool", "1 2 3", tool_call_id=_CALL.id),
@@ -79,10 +84,13 @@ class LocalRenderer:
     def stop_ids(self) -> tuple[int, ...]:
         return self._files.stop_ids
 
-    def renders(self, request: ChatRequest) -> bool:
-        """Return whether conversations like this one are rendered here."""
-        plain = all(message.role in _ROLES for message in request.messages)
-        return plain and self._proved.get(_key(request), True)
+    async def renders(self, requests: Sequence[ChatRequest]) -> bool:
+        """Return whether conversations like these are rendered here. The last one is compared if none like it was."""
+        if not all(message.role in _ROLES for request in requests for message in request.messages):
+            return False
+        last = requests[-1]
+        proved = self._proved.get(_key(last))
+        return await self._compare(last) if proved is None else proved
 
     async def texts(self, requests: Sequence[ChatRequest], *, generation: bool = True) -> list[str]:
         render = self._files.template.render
@@ -96,17 +104,18 @@ class LocalRenderer:
 
     async def confirm(self, request: ChatRequest) -> bool:
         """Return whether the server renders this request to the same ids. Most requests are not compared."""
-        key = _key(request)
         self._count += 1
-        if key in self._proved and self._count % _COMPARE_EVERY:
-            return self._proved[key]
+        proved = self._proved.get(_key(request))
+        return await self._compare(request) if proved is None or self._count % _COMPARE_EVERY == 0 else proved
+
+    async def _compare(self, request: ChatRequest) -> bool:
         wanted = await self._render(request)
         same = wanted == await self._thread.run(request.large, self._ids, request)
         if not same:
             log.warning("the server renders a conversation otherwise than its model's folder: it is asked from now on")
         if len(self._proved) >= _KEPT_PROOFS:
             self._proved.clear()
-        self._proved[key] = same
+        self._proved[_key(request)] = same
         return same
 
     def _ids(self, request: ChatRequest, *, generation: bool = True) -> list[int] | None:
