@@ -94,16 +94,14 @@ async def find_leaks(
     if state_dir is None:
         state_dir = await asyncio.to_thread(default_state_dir)
     registry = SandboxRegistry(state_dir)
-    with _bait() as bait:
-        async with await KINDS[kind].open(SandboxSpec(image=image, runtime=runtime), registry) as sandbox:
-            own_kernel = isinstance(sandbox, DockerSandbox) and sandbox.runtime == "runsc"
+    async with await KINDS[kind].open(SandboxSpec(image=image, runtime=runtime), registry) as sandbox:
+        own_kernel = isinstance(sandbox, DockerSandbox) and sandbox.runtime == "runsc"
+        listener = await sandbox.listen()
+        assert listener is not None
+        with listener, _bait(listener.getsockname()[1]) as bait:
             bait["hidden"].append(str(state_dir))
-            listener = await sandbox.listen()
-            assert listener is not None
-            bait["gateway_port"] = listener.getsockname()[1]
             given = json.dumps(probe_input(kind, own_kernel=own_kernel) | bait).encode()
-            with listener:
-                done = await sandbox.exec(["python3", "-I", "-S", "-c", PROBE], stdin=given, cwd="/", timeout=SECONDS)
+            done = await sandbox.exec(["python3", "-I", "-S", "-c", PROBE], stdin=given, cwd="/", timeout=SECONDS)
     if done.exit_code == 127:
         return None
     try:
@@ -114,17 +112,27 @@ async def find_leaks(
 
 
 @contextlib.contextmanager
-def _bait() -> Iterator[dict[str, Any]]:
-    """Open sockets and a file on the host that programs inside must not reach."""
+def _bait(gateway_port: int) -> Iterator[dict[str, Any]]:
+    """Open sockets and a file on the host that programs inside must not reach. They must reach `gateway_port`."""
     name = f"polar-probe-{secrets.token_hex(8)}"
     with (
-        socket.create_server(("127.0.0.1", 0)) as loopback,
+        _listen_besides(gateway_port) as loopback,
         socket.socket(socket.AF_UNIX) as abstract,
         tempfile.NamedTemporaryFile(prefix=name) as file,
     ):
         abstract.bind(f"\0{name}")
         abstract.listen()
-        yield {"port": loopback.getsockname()[1], "abstract": name, "hidden": [file.name], "token": name}
+        ports = {"port": loopback.getsockname()[1], "gateway_port": gateway_port}
+        yield {**ports, "abstract": name, "hidden": [file.name], "token": name}
+
+
+def _listen_besides(port: int) -> socket.socket:
+    """Return a listening socket of the host's loopback interface. Its port is not this one, which is in use inside."""
+    first = socket.create_server(("127.0.0.1", 0))
+    if first.getsockname()[1] != port:
+        return first
+    with first:
+        return socket.create_server(("127.0.0.1", 0))
 
 
 def probe_input(kind: SandboxKind, *, own_kernel: bool = False) -> dict[str, Any]:

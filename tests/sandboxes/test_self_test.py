@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -70,6 +73,52 @@ async def test_names_system_calls_and_sockets_without_a_filter(
     found = "; ".join(await find_leaks(kind, state_dir=state_dir) or [])
     assert "the system call keyctl is not refused" in found
     assert "a socket of the family AF_VSOCK can be opened" in found
+
+
+@bubblewrap_only
+async def test_the_gateways_port_inside_is_not_taken_for_one_of_the_host(
+    kind: SandboxKind, state_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both have a network of their own, so the host may give out the same number."""
+    listen = bubblewrap.BubblewrapSandbox.listen
+    create_server = socket.create_server
+    ports: list[int] = []
+
+    async def listen_inside(sandbox: bubblewrap.BubblewrapSandbox, port: int = 0) -> socket.socket | None:
+        listener = await listen(sandbox, port)
+        assert listener is not None
+        ports.append(listener.getsockname()[1])
+        return listener
+
+    def create_at_the_same_port(address: tuple[str, int]) -> socket.socket:
+        return create_server((address[0], ports.pop() if ports else 0))
+
+    monkeypatch.setattr(bubblewrap.BubblewrapSandbox, "listen", listen_inside)
+    monkeypatch.setattr(socket, "create_server", create_at_the_same_port)
+    assert await find_leaks(kind, state_dir=state_dir) == []
+
+
+def test_a_socket_that_meets_itself_reaches_nothing() -> None:
+    """The kernel may choose the port that nobody listens at as the socket's own."""
+
+    class Unlucky(socket.socket):
+        def connect(self, address: tuple[str, int]) -> None:
+            self.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self.bind(address)
+            super().connect(address)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address = listening.getsockname()
+        probe = probe_functions()
+        assert probe["connects"](socket.AF_INET, socket.SOCK_STREAM, address)
+    probe["socket"] = SimpleNamespace(**vars(socket) | {"socket": Unlucky})
+    assert not probe["connects"](socket.AF_INET, socket.SOCK_STREAM, address)
+
+
+def probe_functions() -> dict[str, Any]:
+    functions: dict[str, Any] = {}
+    exec(self_test.PROBE.removesuffix("main()\n"), functions)
+    return functions
 
 
 def use_leaks(monkeypatch: pytest.MonkeyPatch, found: list[str] | None) -> list[str]:
