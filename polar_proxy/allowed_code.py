@@ -27,8 +27,9 @@ class AllowedCode:
         """Raise `BadTaskError` for a name that is not allowed."""
         if name not in self.names:
             raise BadTaskError(
-                f"the code {name} is not allowed here, and data cannot name what this machine runs. If you trust it, "
-                f'start with --allow-code {name}, or put allowed_code = ["{name}"] into polar.toml'
+                f"the code {name} is not allowed here: tasks and requests may refer only to code that this machine's "
+                f'settings allow. If you trust it, start with --allow-code {name}, or put allowed_code = ["{name}"] '
+                "into polar.toml"
             )
 
     def load(self, name: str) -> Any:

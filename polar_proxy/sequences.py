@@ -253,7 +253,10 @@ def share_buffer(one: TokenIds, other: TokenIds) -> bool:
 
 
 def shared_length(ids: TokenIds, known: TokenIds | None) -> int:
-    """Return how many first tokens need no comparison: all of `known` if `ids` begins with it in one buffer, else 0."""
+    """Return how many tokens of `ids` are surely those of `known`, without comparing any.
+
+    This is the length of `known` if both arrays begin at the same address and `ids` is not shorter, else 0.
+    """
     return len(known) if known is not None and len(known) <= len(ids) and share_buffer(ids, known) else 0
 
 

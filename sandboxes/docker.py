@@ -128,7 +128,10 @@ class DockerSandbox(Sandbox):
             return disk.DiskUsage(size=await container_bytes(self._engine, self.id))
 
     async def _own_volumes(self) -> None:
-        """Give the volumes to the image's user, through an archive: root inside has no capability to change owners."""
+        """Make the image's user the owner of the volumes.
+
+        An archive that the engine unpacks sets the owner, because root in the container may not change owners.
+        """
         who = await self.exec(["sh", "-c", "id -u; id -g"], cwd="/")
         uid, gid = (int(n) for n in who.stdout.split())
         folders = []

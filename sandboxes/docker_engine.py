@@ -258,9 +258,9 @@ async def changed_names(engine: aiodocker.Docker, name: str, folder: str) -> set
 
 
 async def fetch_tree(engine: aiodocker.Docker, name: str, folder: str, top_names: set[str] | None) -> SandboxTree:
-    """Read `folder` of a container, or only these names in it, through archives that the engine makes itself.
+    """Read `folder` of a container, or with `top_names` only these names directly below it. Raise `TreeTooLarge`.
 
-    Raise `TreeTooLarge`."""
+    The engine makes the archives that are read, so no program in the container takes part."""
     file = tempfile.TemporaryFile(prefix="polar-tree-")  # noqa: SIM115 - the tree closes the file
     try:
         starts: dict[int, bytes] = {}

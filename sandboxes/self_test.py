@@ -53,7 +53,10 @@ class SelfTests:
             self._running[kind] = asyncio.create_task(find_leaks(kind, image, self._runtime))
 
     async def require(self, kind: SandboxKind, image: str | None = None) -> None:
-        """Wait for the test. Raise `SandboxLeaks` if something opened and the policy is to refuse."""
+        """Start the test if necessary, and wait for it.
+
+        Raise `SandboxLeaks` if there is a way out and the policy is `refuse`, `SandboxError` if no sandbox opens.
+        """
         self.start(kind, image)
         if kind not in self._running:
             return

@@ -93,7 +93,10 @@ def _worker(context: ApiContext) -> Worker:
 
 
 async def _pause_one(worker: Worker, seconds: float | None, wait_idle: float | None) -> None:
-    """Pause this server's worker. Raises ApiError `pause_timed_out`, and undoes it, if work still runs at the end."""
+    """Pause this server's worker; with `wait_idle`, wait up to that many seconds until no rollout runs.
+
+    If some still run then, undo the pause and raise ApiError `pause_timed_out`.
+    """
     before = worker.paused_until
     worker.pause(seconds)
     if wait_idle is None:

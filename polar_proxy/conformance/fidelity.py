@@ -1,7 +1,11 @@
-"""Fidelity runs: jobs with prescribed answers, or some turns of one harness with a model's own answers.
+"""Measure how many sampled tokens of a harness can be trained, and how its prompts differ from the sampled tokens.
 
-Every sampled token is counted as trained or excluded. The base of a call is the earlier call whose answer its messages
-extend. If the prompt differs from the base's tokens, the row has the first difference, both sides, and the causes.
+`measure_fidelity` runs every harness with the prescribed answers of `awkward_answers.py`. `measure_drift` runs one
+harness for some model calls, usually with the model's own answers.
+
+Every sampled token is counted as trained or excluded. The base of a call is the earlier call whose answer the call's
+messages extend. If a call's prompt differs from the tokens of its base, the row has the first difference, the texts on
+both sides, and the causes.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ _READ_BYTES = 3_000_000
 
 
 class _ForcingClient(VllmClient):
-    """A client that adds a chat template and the tokens to sample to the bodies of requests."""
+    """A client that adds two fields to request bodies: a chat template, and the tokens that the server must sample."""
 
     def __init__(self, url: str, *, model: str | None, template: str | None) -> None:
         super().__init__(url, model=model)

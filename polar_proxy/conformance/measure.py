@@ -1,4 +1,4 @@
-"""Run the scenarios of each harness and collect its row of the table."""
+"""Run the scenarios with each harness, check the runs, and make the harness's row of the conformance report."""
 
 from __future__ import annotations
 

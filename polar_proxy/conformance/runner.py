@@ -120,7 +120,11 @@ class ScenarioRunner:
         await self._stack.aclose()
 
     async def play(self, model: ScriptedModel, adapter: HarnessAdapter, installed: Installation) -> ScenarioRun:
-        """Start the program once or twice, in a new sandbox and session. If it cannot be run, return only a `fault`."""
+        """Run the model's scenario with a harness in a new sandbox and session, and return what happened.
+
+        The harness is started once, or twice if the scenario has a second user turn and the first start succeeds. If
+        it cannot be run, the result has only a `fault`.
+        """
         run = ScenarioRun(model)
         self._proxy.exchanges = run.exchanges
         self._proxy.should_cut = model.should_cut

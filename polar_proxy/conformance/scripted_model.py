@@ -196,7 +196,7 @@ class ScriptedModel:
         return f'"{self.profile.tool}"' in text if self.profile.tool else True
 
     def _next_step(self, text: str, kind: RequestKind) -> int:
-        """Return the number of the step after the highest tag in a conversation."""
+        """Return the number of the next step: one more than in the highest tag in the text, or 0 without a tag."""
         word = "step" if kind == "main" else "cstep"
         found = re.findall(rf"(?<![a-z]){word}-(\d+)-{self.nonce}", text)
         return max(map(int, found), default=-1) + 1
@@ -270,10 +270,10 @@ def _aider_reply(step: Step, tag: str) -> ScriptedReply:
 
 
 def traced_command(tag: str, number: int, command: str) -> str:
-    """Return `command` after a command that prints `ran-42` (43, ...), to prove that it was run.
+    """Return a command line that prints `tag` and `ran-N`, where N is 42 + `number`, and then runs `command`.
 
-    The command line does not contain the printed text. It uses no shell substitutions, which some harnesses refuse to
-    run.
+    The printed text proves that the line was run, because the line itself does not contain it: printf computes N. No
+    shell substitution is used, because some harnesses refuse to run one.
     """
     return f"printf '%s ran-%d\\n' {tag} 0{0o52 + number:o}; {command}"
 

@@ -195,7 +195,7 @@ class Dialect(ABC):
         return None
 
     def prepend_previous(self, body: Json, previous: PreviousCall) -> Json:
-        """Return `body` with the conversation that it refers to written out before its own input."""
+        """Return `body` with the messages and the answer of `previous`, the call it refers to, before its own input."""
         raise NotImplementedError(f"{self.name} bodies do not refer to recorded calls")
 
     def rebuild_body(self, messages: Sequence[bytes], tools: bytes | None, params: Json) -> Json:

@@ -106,9 +106,10 @@ class Engine(ABC):
         return [await self.decode(await self.render(request, generation=generation)) for request in requests]
 
     async def confirm_rendering(self, request: ChatRequest, end: Sequence[int]) -> bool:
-        """Return whether the engine's rendering of a request ends in these ids.
+        """Return whether the engine's rendering of a request ends with the token ids `end`.
 
-        An engine whose `render_texts` was proved may check only a sample of the requests.
+        An engine whose rendering in this process was found equal to the server's may skip this comparison for most
+        requests.
         """
         return (await self.render(request))[-len(end) :] == list(end)
 

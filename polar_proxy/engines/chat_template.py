@@ -137,7 +137,7 @@ def template_message(message: Message, *, content_parts: bool = False) -> Json:
 
 
 def _without_billing_line(message: Message) -> Message:
-    """Drop the line from the texts of a system message, and a part that is nothing but this line."""
+    """Remove Claude Code's billing line from a system message, and each part of its content that has only this line."""
     if message.role != "system" or not message.content:
         return message
     if isinstance(message.content, str):

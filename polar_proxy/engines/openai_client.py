@@ -1,7 +1,7 @@
-"""Connections to a server that speaks the OpenAI API, and the base of the engines behind one.
+"""Connections to a server that speaks the OpenAI API, and the base class of the engines that use such a server.
 
-Opening a connection has a timeout, and so have questions about the server itself (GET). A model call may take any time
-here; the gateway has time-outs for it (`gateway/engine_timeouts.py`).
+Connecting and GET requests, which ask about the server itself, have a time-out. Model calls have none here, because
+the gateway has time-outs for them (`gateway/engine_timeouts.py`).
 """
 
 from __future__ import annotations

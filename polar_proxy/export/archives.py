@@ -1,4 +1,4 @@
-"""Imports archives with the models of what is in them, which the store itself does not know."""
+"""Imports archives, and checks their tasks and certificates, whose models the store itself cannot import."""
 
 from __future__ import annotations
 

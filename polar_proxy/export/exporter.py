@@ -140,7 +140,11 @@ def _require_known(form: str, builder: str) -> None:
 async def _selected(
     store: Store, where: str | None, session_ids: Sequence[str], builder: str
 ) -> AsyncIterator[tuple[str | None, RolloutRow | None]]:
-    """Yield the session and the rollout of each export; one of the two may be None."""
+    """Yield (session id, rollout) for each rollout or session to export.
+
+    The id is None for a rollout without a session. The rollout is None for a session that has none, or that
+    `session_ids` names.
+    """
     for session_id in session_ids:
         if await store.sessions.get(session_id) is None:
             raise UsageError(f"There is no session {session_id}. `polar sessions` lists them.")

@@ -195,7 +195,7 @@ async def apply_patch(patch: bytes, workspace: Workspace, leave_out: Iterable[st
 
 @contextlib.asynccontextmanager
 async def patched_workspace(sandboxes: SandboxFactory, work: EvaluationInput) -> AsyncIterator[Workspace]:
-    """Open a sandbox with the task's own files and apply the agent's patch, without the parts that are left out.
+    """Open a sandbox with the task's own files and apply the agent's patch, except the paths in `work.leave_out`.
 
     Raises PatchDoesNotApplyError."""
     async with sandboxes() as workspace:

@@ -187,7 +187,7 @@ class SwebenchEvaluator(Evaluator):
         return Score(float(detail["solved"]), detail, ran.log, signs=ran.signs)
 
     def _plan(self) -> TestPlan | None:
-        """Return how Polar's own runner does what the row's command does; None if only the command can."""
+        """Return the plan with which Polar's own runner runs the tests; None if the row's command must run them."""
         own = self.parser == "unittest" and self.eval_script is None and not self.fail_only and self.expected is None
         return plan_shell_command(self.command) if own else None
 
@@ -209,7 +209,11 @@ class SwebenchEvaluator(Evaluator):
         return await apply_patch(self.test_patch.encode(), workspace)
 
     async def _score_without_tests(self, task: EvaluatedTask, sandboxes: SandboxFactory, error: str) -> Score:
-        """Return 0 if the tests apply without the agent's patch; otherwise the task is at fault."""
+        """Return the score of an agent's patch after which the test patch does not apply. `error`: git's message.
+
+        The reward is 0 if the test patch applies to the task's own files. Otherwise the task is at fault, and the
+        reward is None.
+        """
         async with sandboxes() as workspace:
             task_error = await self._install_tests(task, workspace)
         if task_error is not None:

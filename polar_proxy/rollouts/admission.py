@@ -264,8 +264,12 @@ class StageLimits:
         may_run: AdmissionCheck | None = None,
         engine_ready: AdmissionCheck | None = None,
     ) -> None:
-        """Each check may keep a rollout waiting: `may_prepare` before it is prepared and `may_run` before its agent
-        starts, both only while other rollouts are at work there; `engine_ready` before any agent starts."""
+        """Each check may keep a rollout waiting before it enters a stage.
+
+        `may_prepare` is called before a rollout is prepared, but only while `at_work` is above 0. `may_run` is called
+        before its agent starts, but only while another agent runs. So these two cannot stop all rollouts.
+        `engine_ready` is called before every start of an agent.
+        """
         self.preparing = StageLimiter(limits.preparing, may_join=may_prepare, idle=lambda: self.at_work == 0)
         self.running = StageLimiter(limits.running, may_enter=engine_ready, may_join=may_run)
         self.scoring = StageLimiter(limits.scoring)

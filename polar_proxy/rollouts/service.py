@@ -227,7 +227,8 @@ async def submit(
     keep = spec.overflow == "keep"
     if keep and owned:
         raise UsageError(
-            "`polar run` cannot use overflow keep: nothing would continue the rollouts. Use `polar submit`."
+            "`polar run` cannot use `--overflow keep`, because it ends with its job, and nothing would then continue "
+            "the rollouts that are kept. Use `polar submit`."
         )
     if harness is None:
         harness = await asyncio.to_thread(harness_label, spec.harness, code)
@@ -306,7 +307,7 @@ async def run_job(
     code: AllowedCode | None = None,
 ) -> list[RolloutRow]:
     """Run a job, `run.concurrency` rollouts at a time; return its rollouts in order. `note` gets progress lines.
-    `code` is what the tasks may name; by default what the settings allow.
+    `code`: the Python objects to which tasks and rollouts may refer by name; by default those that the settings allow.
 
     A rollout that fails is a result, not an error. A cancellation cancels the job, leaves nothing running, and is
     passed on. The job belongs to this process: no server works on it, and if this process is killed, the next start

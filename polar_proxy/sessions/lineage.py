@@ -384,7 +384,10 @@ def _forked(index: CallIndex, query: PlacementQuery, extended: Decision) -> Deci
 
 
 def _new_conversation(index: CallIndex, query: PlacementQuery, compaction: rules.Rule | None) -> Decision:
-    """Return the decision for a call that extends nothing. `compaction`: the rule by which it asks for a summary."""
+    """Return the decision for a call that extends no earlier call.
+
+    `compaction`: the rule that recognised the call as a request for a summary; None if it is not such a request.
+    """
     metadata = query.metadata
     if compaction is not None:
         parent = _thread_parent(index, query)

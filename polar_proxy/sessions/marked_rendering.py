@@ -195,7 +195,7 @@ def _marked_arguments(call: ToolCall, mark: str, first: str, last: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class MarkedRendering:
-    """A rendering of marked messages, cut at its answers."""
+    """A rendering of messages with marks, cut into answers and the fixed texts between them (see the module)."""
 
     fixed: tuple[str, ...]
     """The texts between the answers, with marks; the last one follows the last answer's stop token."""
@@ -218,9 +218,10 @@ def compare_renderings(
     stops: Collection[str],
     opening: str | None = None,
 ) -> AfterAnswer:
-    """Return what follows the last answer among the first `answered` messages in the rendering `whole_text`.
+    """Return what the template writes after the last answer among the first `answered` messages.
 
-    `front_text` is the rendering from which that answer was sampled; see `compare_fronts`. Raises RenderingError.
+    `whole_text` is the rendering of all messages, `front_text` that of the messages before the answer; both have marks.
+    Raises RenderingError, also if the fixed texts before the answer differ (`compare_fronts`).
     """
     asked = answered
     while asked and messages[asked - 1].role == "assistant":

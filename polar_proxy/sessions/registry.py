@@ -90,10 +90,10 @@ class SessionRegistry:
     def open_unstored(
         self, key: str | None, path_key: str | None, *, inside_sandbox: bool = False
     ) -> SessionState | None:
-        """Open a session for an unknown key while the store fails. It is stored later, if the key turns out to be new.
+        """Open a session in memory for an unknown key while the store fails. `write_pending` stores it later.
 
-        Returns None where unknown keys are refused, where calls must be recorded, and for a key that Polar issued or
-        the id of a session, because it may be a rollout's.
+        Returns None if the gateway refuses unknown keys or must record calls, or if the key looks like one that Polar
+        issued or like a session's id: such a key may be a rollout's.
         """
         given = path_key if path_key is not None else (key or "")
         if not self.open_to_all or inside_sandbox or self._requires_record(None):
@@ -103,7 +103,7 @@ class SessionRegistry:
         session = self._new_state(new_id("sess"), None, {})
         session.unstored_key = _digest(key, path_key)
         self._by_id[session.session_id] = self._pending[session.session_id] = session
-        self._name(session, session.unstored_key)
+        self._add_key(session, session.unstored_key)
         return session
 
     def mark_incomplete(self, session: SessionState) -> None:
@@ -116,7 +116,7 @@ class SessionRegistry:
 
     @property
     def pending(self) -> Collection[str]:
-        """The ids of sessions for `write_pending`."""
+        """The ids of the sessions that `write_pending` has to store or mark."""
         return self._pending.keys()
 
     async def write_pending(self) -> None:
@@ -181,11 +181,11 @@ class SessionRegistry:
             session.rebuild(lineages)
             session.recorded = len(lineages)
             session = self._by_id.setdefault(session.session_id, session)  # another name may have added it
-        self._name(session, digest)
+        self._add_key(session, digest)
         return session
 
-    def _name(self, session: SessionState, digest: bytes) -> None:
-        """Let a key find the session."""
+    def _add_key(self, session: SessionState, digest: bytes) -> None:
+        """Add the hash of a key by which `find` returns the session."""
         self._by_hash[digest] = session
         session.key_hashes.add(digest)
         self._use(session)

@@ -285,7 +285,7 @@ class SessionState:
 
     @property
     def weight(self) -> int:
-        """Memory of this state, in calls."""
+        """Memory of this state, counted in calls as in the setting `gateway.calls_in_memory`."""
         return 2 + len(self._index.by_id)
 
     @property

@@ -47,7 +47,7 @@ class OutageMarks:
         self._marked: set[OutageMark] = set()
 
     def reserve(self) -> None:
-        """Make the file of this process, with room for marks. Raises StoreError if the disk has no room for it."""
+        """Create this process's file with disk space for its marks, if it does not exist yet. Raises StoreError."""
         if self._file is not None:
             return
         name = new_id("marks")
@@ -68,7 +68,7 @@ class OutageMarks:
         self._file = final
 
     def add(self, mark: OutageMark) -> None:
-        """Keep a mark. Raises StoreError if the disk has no room for it."""
+        """Write a mark into this process's file, unless it is there already. Raises StoreError."""
         if mark in self._marked:
             return
         self.reserve()

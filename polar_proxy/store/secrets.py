@@ -1,6 +1,6 @@
 """Removes secrets from values before they are stored.
 
-Headers are never recorded, but bodies, addresses and error texts can contain keys as well. Removed are
+Headers are never recorded, but bodies, addresses and error texts can contain keys as well. This module removes
 
 * the string values of JSON fields with the name of a secret (`FIELDS`) and of all fields in `headers`;
 * in every other string that is a parameter or a name (`model`, `user`, metadata, labels, consumers, sources), anything

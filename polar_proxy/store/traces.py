@@ -135,7 +135,7 @@ class TraceRepository(Repository):
         return await asyncio.to_thread(load)
 
     async def belongs_to(self, rollout_id: str, trace_id: str) -> bool:
-        """Return whether this trace, of any builder, belongs to the rollout."""
+        """Return whether a trace, made by whichever builder, belongs to the rollout."""
         query = select(_t.trace_id).where(_t.trace_id == trace_id, _t.rollout_id == rollout_id)
         return bool(await self._scalars(query))
 

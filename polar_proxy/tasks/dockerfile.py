@@ -33,7 +33,7 @@ def read_dockerfile(context: Path, workdir: str | None = None) -> DockerfileWork
     """
     if (context / ".dockerignore").exists():
         raise BadTaskError(
-            "environment/.dockerignore: this file is not supported without the image; remove without_image"
+            "environment/.dockerignore: Polar cannot apply this file without the image; remove without_image"
         )
     current, stages = "/", 0
     copies: list[tuple[int, Path, str]] = []

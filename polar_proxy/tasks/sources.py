@@ -187,7 +187,7 @@ class TaskRefusal:
 
 
 class TaskList:
-    """A source with a fixed number of tasks, whose seeds are positions.
+    """A source with a fixed number of tasks. The seed of a task is its position in the list.
 
     Refused tasks keep their position, so that no other task moves when one is corrected."""
 
@@ -218,9 +218,10 @@ class TaskList:
 def make_task_list(
     name: str, items: Iterable[tuple[str, object]], folder: Path, code: AllowedCode = NO_CODE
 ) -> TaskList:
-    """Read and check every (place, item). An item that raises `BadTaskError`, or repeats an earlier id, is refused.
+    """Make a list of tasks from pairs (where, item). `where` names the item in messages, such as `tasks.jsonl:3`.
 
-    An item is a task, a row with paths relative to `folder`, the path of a Harbor folder, or the error of reading it.
+    An item is a task, a row whose paths are relative to `folder`, the path of a Harbor task, or a `BadTaskError` if it
+    could not be read. Items that raise `BadTaskError` or repeat an earlier id become `TaskRefusal` entries.
     """
     entries: list[Task | TaskRefusal] = []
     seen: dict[str, str] = {}

@@ -67,7 +67,7 @@ class GeneratedFunction:
 
 
 def _names(rng: random.Random) -> Iterator[tuple[str, str]]:
-    """Yield pairs of names without end, of three and two syllables, all different within one instance."""
+    """Yield any number of pairs (long name, short name), of three and two syllables. No name comes twice."""
     seen = set(_RESERVED)
     while True:
         syllables = [rng.choice(SYLLABLES) for _ in range(5)]

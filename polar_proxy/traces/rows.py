@@ -174,7 +174,7 @@ class _SampledFields(_ContextFields):
 
 
 class _RowFields(BaseModel):
-    """The fields of a row that make its trace, with their types; other fields are allowed."""
+    """The fields of a row from which its trace is read, with their types; other fields are allowed."""
 
     trace_id: str
     trace_index: _Count

@@ -248,7 +248,7 @@ class GrpoConfig(BaseModel):
 
     @property
     def recomputes_proximal(self) -> bool:
-        """True if tokens that older weights sampled need a forward pass with those weights."""
+        """True if the proximal log-probabilities of stale tokens are computed with the weights that sampled them."""
         stale = self.max_async_steps > 0 or self.sync_every > 1 or self.feed is not None
         return stale and self.loss in PROXIMAL_LOSSES and self.proximal == "sampler"
 

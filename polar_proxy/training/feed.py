@@ -166,10 +166,10 @@ class HttpFeed:
     async def lease(
         self, consumer: str, limit: int, seconds: float, *, policy_version: str | None, max_staleness: int | None
     ) -> LeaseBatch:
-        """Lease groups as the store does. Raises ApiError if the server refuses.
+        """Lease finished groups from the server, which waits up to `FEED_WAIT_SECONDS` for one. Raises ApiError.
 
-        If the server cannot be reached, return no leases and report it once. The trainer asks again for as long as it
-        waits for groups.
+        If the server cannot be reached, report this once and return no leases, because the trainer calls this method
+        again until it has its groups.
         """
         request = LeaseRequest(
             consumer=consumer,

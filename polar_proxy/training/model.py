@@ -2,9 +2,9 @@
 
 Promises:
 
-* The loss uses the log-probabilities that the engine recorded, and computes its own at the temperature at which each
-  token was sampled. The difference of recorded and proximal ones (`proximal` in `[grpo]`) is reported as the mismatch
-  of trainer and engine.
+* The loss uses the log-probabilities that the engine recorded, and the trainer's own, computed at the temperature at
+  which each token was sampled. The difference between the recorded and the proximal log-probabilities (`proximal` in
+  `[grpo]`) is reported as the mismatch of trainer and engine.
 * The weight of each token is decided once for the whole update, so the gradients of any number of microbatches add up
   to the same update.
 * A gradient that is not finite raises TrainingError and is not applied.

@@ -81,9 +81,9 @@ async def train_remotely(
     """Start or resume a run on the groups of `config.feed`. New weights go to the vLLM that the server samples from."""
     if settings.engine.kind != "vllm" or settings.engine.url is None:
         raise UsageError(
-            "A trainer on a feed sends its weights to the vLLM that the server samples from: give --engine vllm "
-            "--engine-url URL. (Only a trainer in the server's own process could reach an engine that runs in it: use "
-            "`polar train grpo` without --feed.)"
+            "With --feed, the trainer sends its new weights to the vLLM server that samples for the Polar server: give "
+            "--engine vllm --engine-url URL. To train with an engine that runs inside a Polar process, such as local, "
+            "use `polar train grpo` without --feed."
         )
     async with make_engine(settings.engine) as engine:
         report(f"engine: {engine.info.engine} {engine.info.version}, model {engine.info.model}")

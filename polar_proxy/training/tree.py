@@ -195,9 +195,10 @@ def assign_to_processes(costs: Sequence[int], processes: int) -> list[list[int]]
 
 @dataclass(slots=True)
 class Microbatch:
-    """One forward and backward pass with m targets, s of them sampled; the others are observations (ECHO).
+    """One forward and backward pass over m target tokens, of which s were sampled.
 
-    All tensors are on the learner's device.
+    The other m - s are observations, the environment's answers, which only ECHO trains (`observation_loss`). All
+    tensors but `temperatures` are on the learner's device.
     """
 
     tree: PrefixTree

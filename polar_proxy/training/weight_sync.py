@@ -141,10 +141,10 @@ async def probe(
     # Wide margins again: the noise changes with the weights, and a part that was not loaded shows clearly.
     if noise is not None and mean > 4 * noise and mean > moved / 10:
         raise TrainingError(
-            "the engine was sent new weights and loaded only a part of them: on the probe it differs from them by "
-            f"{mean:.3g} nats on average. At the first sync it was {noise:.3g}, and old and new weights differ by "
-            f"{moved:.3g}. (vLLM on a CPU keeps the old head if head and embedding are tied: serve a copy with both, "
-            "as scripts/vllm_cpu.sh does)"
+            "the engine was sent new weights and loaded only a part of them: on the probe, engine and trainer differ "
+            f"by {mean:.3g} nats on average. They differed by {noise:.3g} at the first sync, and the trainer's old and "
+            f"new weights differ by {moved:.3g}. (vLLM on a CPU keeps the old head if head and embedding are tied: "
+            "serve a copy with both, as scripts/vllm_cpu.sh does)"
         )
     return ProbeResult(largest, mean, moved)
 

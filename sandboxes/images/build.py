@@ -23,7 +23,7 @@ HOST_SOURCES = Path("/etc/apt/sources.list.d/debian.sources")
 
 
 class BuildFailed(Exception):
-    """Neither way of building worked. The text gives the reason for each."""
+    """The image could not be built. The text says why; if both `docker build` and mmdebstrap failed, why each did."""
 
 
 def exists(image: str) -> bool:

@@ -197,7 +197,10 @@ class Supervisor:
 
 
 def open_file(message: dict[str, Any]) -> int:
-    """Open a regular file for the owner. Paths are resolved here, inside the sandbox."""
+    """Open the regular file that the owner's message names, and return its descriptor.
+
+    The path is resolved here, inside the sandbox.
+    """
     path = message["path"]
     writing = message["write"]
     if writing:

@@ -74,7 +74,7 @@ class _PartWriter:
         return [self._sign(part, all_reasoning=first, call=unsent)]
 
     def calls(self, choice: AnswerChoice, start: int) -> list[Json]:
-        """Return the parts of the tool calls from number `start` on."""
+        """Return the `Part` objects of the tool calls from index `start` on."""
         parts: list[Json] = []
         for number, call in enumerate(choice.tool_calls[start:], start):
             last = number == len(choice.tool_calls) - 1

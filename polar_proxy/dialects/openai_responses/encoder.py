@@ -153,7 +153,10 @@ class ResponsesEncoder(Encoder):
         return self._close("completed") + self._open_text(kind) + self._text_delta(text, logprobs)
 
     def _text_after_call(self, call: _StreamedToolCall, kind: str, text: str) -> bytes:
-        """Hold text back until the open tool call is complete and no other one is waiting."""
+        """Keep text that arrives while a tool call is open; return its events once it may be sent, else nothing.
+
+        It may be sent once the open call is complete, no other call is waiting, and the text is not only white space.
+        """
         if self._waiting_texts and self._waiting_texts[-1][0] == kind:
             self._waiting_texts[-1] = (kind, self._waiting_texts[-1][1] + text)
         else:

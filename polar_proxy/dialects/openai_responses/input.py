@@ -56,7 +56,7 @@ def collect_tools(tools: Toolbox, items: list[Json]) -> None:
 
 
 def to_messages(items: list[Json], instructions: str | None, tools: Toolbox) -> tuple[Message, ...]:
-    """Return the conversation. `tools` must hold those of `collect_tools` already. Raises RequestError."""
+    """Return the conversation. Call `collect_tools` first, which adds the input's own tools. Raises RequestError."""
     ids = {item["id"] for item in items if isinstance(item.get("id"), str) and not _is_reference(item)}
     reader = _ItemReader(tools, ids)
     for position, item in enumerate(items):

@@ -70,7 +70,10 @@ class SequenceCache(Cache):  # type: ignore[misc]  # transformers has no stubs
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Store [rows, heads, new, head_dim]; return keys and values of each row, [heads, start + new, head_dim]."""
+        """Store the new keys and values of one layer, [rows, heads, new, head_dim] each, in the buffers.
+
+        Returns all keys and all values of each row so far, [heads, start + new, head_dim] each.
+        """
         keys, values = [], []
         both = torch.stack((key_states, value_states), dim=1)
         for buffer, start, new in zip(self._buffers, self._starts, both, strict=True):

@@ -203,7 +203,10 @@ class VllmEngine(ServerEngine):
     async def _complete(
         self, events: list[SampleEvent], request: EngineRequest, prompt: VllmPrompt | None
     ) -> list[SampleEvent]:
-        """Add the texts of alternative tokens, and parse the raw text of an answer to an exact prompt."""
+        """Add the texts of alternative tokens. If the answer was sampled from exact ids (`prompt`), also parse it.
+
+        Raises EngineError if the server did not use these ids.
+        """
         if events and request.sampling.top_logprobs:
             events = await self._texts.add_texts(events)
         if prompt is None:
@@ -217,7 +220,10 @@ class VllmEngine(ServerEngine):
         return [await prompt.parser.parse(event) for event in events]
 
     async def render(self, request: ChatRequest, *, generation: bool = True) -> list[int]:
-        """Implement `Engine.render`: with `/tokenize` if its ids equalled the chat route's, else with a short chat."""
+        """Implement `Engine.render`: by `/tokenize` if the probe got the same ids from it as from the chat route.
+
+        Otherwise sample one token by the chat route and return the prompt ids of the answer.
+        """
         if self._server.tokenize_renders:
             return await self.client.tokenize(render_body(request, generation=generation))
         if not generation:

@@ -63,7 +63,10 @@ class LocalRenderer:
 
     @classmethod
     async def find(cls, files: ModelFiles, render: Render) -> LocalRenderer | None:
-        """Return a renderer whose ids equal the server's in all parts of a conversation; None if no form fits."""
+        """Return a renderer that gives the server's ids for a test conversation and its beginnings.
+
+        Tries every `MessageForm`, and returns None if none of them gives the same ids.
+        """
         requests = [ChatRequest("", _CONVERSATION[:end], tools=tools) for end in (2, 4, 6) for tools in ((), (_TOOL,))]
         wanted = [await _unless_refused(render(request)) for request in requests]
         closed = await _unless_refused(render(requests[-1], generation=False))

@@ -82,8 +82,10 @@ class ParserProcess:
     async def match(
         self, request: Json, prompt: Sequence[int], samples: Sequence[Json], parsers: Parsers | None = None
     ) -> list[Parsers]:
-        """Return those parsers, of all or of the given pair, that read samples of a server's answers as the server did
-        (see `parser_worker.py`)."""
+        """Return the pairs of parsers that parse all samples of a server's answers as the server did.
+
+        Only the pair `parsers` is tried if it is given, otherwise every pair that vLLM has.
+        """
         await self.ensure_started()
         line = {"op": "match", "request": request, "prompt": list(prompt), "samples": list(samples), "parsers": parsers}
         return [(tool, reasoning) for tool, reasoning in (await self._ask(line, START_SECONDS))["parsers"]]
@@ -109,7 +111,7 @@ class ParserProcess:
         return await self._ask(line)
 
     def close(self, stream: ParsedStream) -> None:
-        """Forget an answer. It does not wait for the reply, so it may be called while a task is cancelled."""
+        """Tell the process to forget an answer, without waiting for its reply. A cancelled task may call this."""
         if stream.start == self.starts and self._process is not None:
             self._open -= 1
             self._send({"op": "close", "answer": stream.number})

@@ -280,10 +280,11 @@ class ParserProofs:
         return out
 
     async def _read_back(self, answers: list[ForcedAnswer], opened: list[int]) -> tuple[list[ForcedAnswer], bool]:
-        """Return the answers with their texts, and whether completions show the tags by default.
+        """Return the answers with their decoded texts, and whether completions show special tokens by default.
 
-        (In some models the tags are special tokens.) All texts are decoded in one request, separated by end-of-turn
-        tokens. Completions must show the same text for such ids: one completion is compared with its decoding.
+        The latter matters because the tags of reasoning and tool calls are special tokens in some models. All ids are
+        decoded in one request, separated by end-of-turn tokens. Raises CannotContinueError if the texts cannot be
+        separated, or if the text of a completion is not the decoding of its ids.
         """
         biases = self._bias(call=100, thought=75, think=50)
         body = {"prompt": opened, "max_tokens": 3, "repetition_penalty": 4.0, **biases}
@@ -321,8 +322,10 @@ class ParserProofs:
     async def _match_process(
         self, config: ParserConfig, answers: list[ForcedAnswer], frame: Json, opened: list[int]
     ) -> ParserConfig | str:
-        """Return the configuration with those of vLLM's parsers that parse these answers as the chat route does, or
-        why there is none."""
+        """Return `config` with the pair of vLLM's parsers that parses these answers as the chat route does.
+
+        Return the reason as a text if no pair does, if several do, or if vLLM's parsers cannot be run.
+        """
         if self.process is None:
             return "vLLM's package was not found on this machine."
         request = parser_request(self._client.model, _request(frame))

@@ -154,9 +154,9 @@ def require_same_temperature(name: str, sampled_at: float, temperature: float) -
 
 
 def group_advantages(rewards: Mapping[str, float | None], name: str = "grpo") -> dict[str, float | None]:
-    """Return the advantages of one group's rollouts by id, computed by the advantage function of that name.
+    """Return the advantages of one group's rollouts, by rollout id. `name`: the advantage function in `ADVANTAGES`.
 
-    None for a rollout without a reward, and for the pivot of `mc_grpo`.
+    A rollout without a reward has the advantage None, and so has the pivot of `mc_grpo`.
     """
     values = ADVANTAGES[name](list(rewards.values()))
     return {key: None if math.isnan(value) else value for key, value in zip(rewards, values.tolist(), strict=True)}

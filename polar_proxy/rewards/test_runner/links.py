@@ -29,11 +29,11 @@ class Link:
         """Return the next message. Raises LinkClosedError."""
         (length,) = struct.unpack(">I", self._read(4))
         if length > MESSAGE_LIMIT:
-            raise LinkClosedError(f"a message of {length} bytes")
+            raise LinkClosedError(f"a message has {length} bytes, more than the {MESSAGE_LIMIT} that are allowed")
         try:
             return json.loads(self._read(length))
         except (ValueError, RecursionError) as error:
-            raise LinkClosedError(f"not a message: {error}") from None
+            raise LinkClosedError(f"a message is not JSON: {error}") from None
 
     def close(self) -> None:
         os.close(self._reading)

@@ -43,7 +43,7 @@ class RemoteFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return RemoteModule(spec.name, self._link)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Do nothing: the worker has executed it."""
+        """Do nothing, because the worker executed the module when `create_module` asked for it."""
 
 
 class RemoteModule(ModuleType):

@@ -186,8 +186,9 @@ def node_limits(config: NodeConfig, settings: Settings) -> ServiceLimits:
 
 
 def gateway_host(host: str, address: str) -> str:
-    """Return the address to bind the node's gateway to: `address` if `host` is open to other machines, else
-    loopback."""
+    """Return the address to bind a node's gateway to. `host`: the setting `gateway.host`; `address`: the node's own.
+
+    It is `address` if `host` means all interfaces (0.0.0.0 or ::), else loopback."""
     return address if host in ("0.0.0.0", "::") else "127.0.0.1"
 
 

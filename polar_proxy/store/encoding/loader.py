@@ -83,7 +83,7 @@ class CallLoader:
         *,
         text: bool = True,
     ) -> None:
-        """`shared`: settings and engines by hash. The records share their values: do not change them."""
+        """`shared`: settings and engines by hash. Records refer to these objects without a copy: do not change them."""
         self._text = text
         self._shared = shared
         self._call_rows = call_rows

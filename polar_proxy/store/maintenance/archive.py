@@ -80,8 +80,10 @@ class ArchiveRepository(Repository):
         progress: ProgressCallback = no_progress,
         models: ColumnChecks = MappingProxyType({}),
     ) -> ArchiveCounts:
-        """Import a whole archive in one transaction (see `archive_import`). Raises StoreError, and then imports
-        nothing. `models`: checks of JSON columns by models that the store does not import."""
+        """Import a whole archive in one transaction (see `archive_import`), or nothing if it raises StoreError.
+
+        `models`: for some JSON columns, a function that checks a value. The caller gives them, because the store cannot
+        import the models of these values."""
         return await import_archive(
             self._database, self._artifacts, file, max_bytes=max_bytes, progress=progress, models=models
         )
