@@ -282,7 +282,10 @@ class Settings(BaseSettings):
         return (init_settings, env_settings, TomlConfigSettingsSource(settings_cls, files, deep_merge=True))
 
     def code(self, *named: str) -> AllowedCode:
-        """Return the code that data may refer to: `allowed_code`, the agent of [run], and the given names."""
+        """Return the Python code that tasks, requests and stored rollouts may refer to.
+
+        It is `allowed_code`, and the agent of [run] and `named` if they have the form module:object.
+        """
         return AllowedCode(self.allowed_code.union(name for name in (self.run.harness, *named) if is_code(name)))
 
     def model_post_init(self, context: Any, /) -> None:

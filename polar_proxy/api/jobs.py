@@ -123,7 +123,7 @@ def add_routes(routers: Routers, context: ApiContext) -> None:
         """
         before = await _require_job(context, job_id)
         if before.status in ("done", "cancelled"):
-            raise ApiError(f"The job {job_id} is {before.status}.", status=409, code="conflict")
+            raise ApiError(f"The job {job_id} is {before.status}, so it cannot be paused.", status=409, code="conflict")
         await _pause(context, before, body)
         return convert(m.Job, await _require_job(context, job_id))
 

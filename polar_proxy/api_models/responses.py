@@ -26,7 +26,7 @@ class ApiResponseModel(BaseModel):
 
 
 class ErrorBody(ApiResponseModel):
-    """An error."""
+    """Why a request failed."""
 
     code: str
     """Machine-readable: bad_request, unauthorised, forbidden, not_found, conflict, pause_timed_out, drain_timed_out,

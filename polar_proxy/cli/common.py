@@ -106,7 +106,9 @@ def database_url(settings: Settings) -> str:
 
 
 def open_database(settings: Settings, *, create: bool = False) -> contextlib.AbstractAsyncContextManager[Store]:
-    """Return the store, not yet entered. `create`: create or upgrade the database, which must exist otherwise."""
+    """Return the store, not yet entered.
+
+    With `create`, entering it creates or upgrades the database; without, a missing or older one raises StoreError."""
     from polar_proxy.store import normalise_url, open_store
 
     url = database_url(settings)

@@ -67,7 +67,8 @@ Where = Annotated[
 ]
 Sessions = Annotated[list[str] | None, typer.Option("--session", help="Only this session. Repeatable.")]
 Seed = Annotated[
-    int | None, typer.Option(min=0, help="Run only this instance; of a file or folder: task number N, from 0.")
+    int | None,
+    typer.Option(min=0, help="Run only instance N of a task family, or task N (from 0) of a file or folder."),
 ]
 Instances = Annotated[
     int | None, typer.Option(min=1, help="Run the first N tasks. Default: all of a file or folder, one of a family.")

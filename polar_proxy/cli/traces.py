@@ -123,7 +123,11 @@ def audit(
         bool, typer.Option("--same-model", help="Accept the engine's model, although its name or template differs.")
     ] = False,
     tolerance: Annotated[
-        float, typer.Option(min=0, help="Reject traces with a larger difference, in nats. 0.01 suits fp32 engines.")
+        float,
+        typer.Option(
+            min=0,
+            help="Reject traces if a log-probability differs by more than this many nats. 0.01 suits fp32 engines.",
+        ),
     ] = 0.01,
     concurrency: ScoringConcurrency = 4,
     db: options.Db = None,

@@ -159,7 +159,11 @@ async def _play(
 
 
 def _adapted(scenario: Scenario, profile: HarnessProfile, info: HarnessInfo) -> Scenario:
-    """Return the scenario with what this harness can do: no second turn without resume, its own filling commands."""
+    """Return the scenario in the form that this harness can play.
+
+    A scenario that fills the context gets the harness's own commands for that. In the others, a harness that cannot
+    resume gets no second turn.
+    """
     if scenario.fills_context:
         steps: tuple[Step, ...] = (*[(profile.filling_command,)] * profile.compaction_steps, "finish")
         return replace(scenario, steps=steps, second=(RUN, "finish") if profile.compacts_after_turn else ())

@@ -80,7 +80,7 @@ class Engine(ABC):
         example with template options for which its answer parser was not verified.
         """
         if "continue" not in self.info.capabilities:
-            raise CannotContinueError(f"the engine {self.info.engine} does not sample conversations from ids.")
+            raise CannotContinueError(f"the engine {self.info.engine} cannot sample a conversation from exact ids.")
         return ExactPrompt(token_ids)
 
     @abstractmethod

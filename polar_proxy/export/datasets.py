@@ -112,7 +112,7 @@ class ConversationReader:
         """dialect -> the last request of that dialect"""
 
     def read(self, call: CallRecord) -> Json:
-        """Return the conversation of a call, in the form of the function `conversation`."""
+        """Return the conversation of a call, as the function `conversation` does."""
         try:
             parsed = parse_recorded(call, self._last_parsed.get(call.dialect))
         except RequestError as error:

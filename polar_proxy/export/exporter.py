@@ -81,7 +81,7 @@ async def export(
         form, convert = "tokens-jsonl", lambda rows: converter(with_advantages(rows, advantage, rewards))
     _require_known(form, builder)
     if where is not None and session_ids:
-        raise UsageError("Conditions select rollouts: give either conditions or sessions.")
+        raise UsageError("Give either conditions, which select rollouts, or sessions, not both.")
     report = ExportReport()
     async for session_id, rollout in _selected(store, where, session_ids, builder):
         report.rollouts += rollout is not None

@@ -144,8 +144,8 @@ class RequestHandler:
     ) -> bool | None:
         """Place, sample, commit and answer a request. Return whether it was answered completely, without an error.
 
-        None: the engine dropped the connection before it answered, and the agent got nothing. It may have sampled, so
-        the attempt is recorded; the request may be asked again, which is another call. Only if `repeatable`.
+        With `repeatable`, return None if the engine dropped the connection before the agent got any of the response.
+        The call is recorded, because the engine may have sampled; the request may then be answered by another call.
         """
         session = request.session
         calls = await self._place(request, buffer.size)

@@ -132,8 +132,10 @@ class StageLimiter:
         may_join: AdmissionCheck | None = None,
         idle: Callable[[], bool] | None = None,
     ) -> None:
-        """`may_enter` is called for every rollout, `may_join` only while `idle` returns False. By default the stage is
-        idle if no rollout is inside."""
+        """A rollout enters if `may_enter` allows it and, unless the stage is idle, `may_join` too.
+
+        `idle` returns whether the stage is idle. By default it is idle if no rollout is in it.
+        """
         if limit < 1:
             raise ValueError(f"A stage must admit at least one rollout, not {limit}.")
         self._limit = limit

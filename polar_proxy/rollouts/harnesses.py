@@ -111,7 +111,9 @@ class PrebuiltImageCache:
         self.count = PrebuiltImageCounts()
 
     async def spec(self, spec: SandboxSpec, paths: Sequence[Path]) -> SandboxSpec:
-        """Return the specification with these paths in its image instead of its mounts. Raises SandboxError."""
+        """Return the specification with an image that contains these paths, and without their mounts.
+
+        Raises SandboxError if the image cannot be built."""
         if not paths:
             return spec
         key = spec.image, tuple(sorted(set(paths)))

@@ -66,8 +66,9 @@ def first_n_with_spread(group_size: int, rollouts: Sequence[RolloutRow]) -> str 
 
 
 def no_spread_left(group_size: int, rollouts: Sequence[RolloutRow]) -> str | None:
-    """Like `first_n`, and also complete the group if fewer than two of its rollouts can still end with a reward,
-    because nothing is left to compare. With `group_size` 1: if none can."""
+    """Like `first_n`, and also complete the group if fewer than two of its rollouts can still end with a reward.
+
+    Then nothing is left to compare. With `group_size` 1, the group is complete only if none of them can."""
     if (complete := first_n(group_size, rollouts)) is not None:
         return complete
     possible = sum(rollout.status not in FINAL_STATUSES for rollout in rollouts) + len(_usable(rollouts))

@@ -2,7 +2,7 @@ r"""The worker of one process: claims rollouts from the queue in the database an
 
     claim -> attempt (preparing | running | scoring, each with its limit) -> final status -> group ended, if complete
                  \-> infrastructure failed: back into the queue, for a new attempt
-                 \-> the sandbox lets programs out: back into the queue, and nothing more is claimed here
+                 \-> the sandbox fails its self-test: back into the queue, and this worker claims nothing more
 
 The database is the queue, and each row in it records how far a rollout is. So any number of workers may run side by
 side, and the rollouts of a killed worker are claimed by another when their leases expire. All state that must survive
@@ -276,7 +276,10 @@ class Worker:
         return None
 
     async def _retry_or_fail(self, claim: Claim, failure: InfrastructureError) -> None:
-        """Record a failed attempt. While the store fails, the heartbeat keeps the claim, and it is tried again."""
+        """Queue the rollout for another attempt, or record it as failed if this was the last one.
+
+        If the store fails, try to write again; the heartbeat keeps the claim meanwhile.
+        """
         while True:
             try:
                 if claim.attempt < MAX_ATTEMPTS:
@@ -322,8 +325,11 @@ class Worker:
     # The group of a rollout
 
     async def _stop_group_if_complete(self, claim: Claim) -> None:
-        """End the group if all its rollouts have ended. If only its policy calls it complete, cancel the other
-        rollouts, or move them to other groups if the job keeps them."""
+        """End the group if all its rollouts have ended.
+
+        If some have not ended, but the group is complete by its policy, cancel those, or move them to other groups if
+        the job keeps them.
+        """
         group_id = await self._store.rollouts.group_id(claim.rollout_id)  # the rollout may have moved to another group
         if await self._settle(group_id):
             return

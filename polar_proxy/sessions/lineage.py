@@ -213,9 +213,9 @@ def choose_parent(
 
 
 def _repeated(index: CallIndex, query: PlacementQuery, window: float) -> Decision | None:
-    """Return the decision for a request with the same messages and tool call ids as an earlier call's.
+    """Return the decision for a request with the same messages and tool call ids as an earlier call, if there is one.
 
-    The ids distinguish parallel runs that otherwise mean the same.
+    The ids distinguish parallel runs whose messages mean the same.
     """
     asked = index.asked.get(query.chain.keys[-1], ())
     same = [node for node in asked if query.same_thread(node) and node.ids == query.chain.ids_chain()]
@@ -330,7 +330,7 @@ def _rewound(candidates: Sequence[CallNode], query: PlacementQuery, asked: int) 
 def _keeps_part(node: CallNode, rest: Sequence[Message]) -> bool:
     """Return whether the assistant messages that `rest` begins with are a part of the node's answer.
 
-    Of a broken stream, harnesses keep the items that were complete: reasoning, text, some of the tool calls.
+    If a stream breaks, harnesses keep the items that were complete: reasoning, text, some of the tool calls.
     """
     run = list(itertools.takewhile(lambda message: message.role == "assistant", rest))
     text = _without_space("".join(map(text_of, run)))

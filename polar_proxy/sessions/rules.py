@@ -21,7 +21,10 @@ _HEAD = 4000
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A rule holds if all its conditions hold. In long texts, `match` searches only near both ends."""
+    """Conditions that recognise the purpose of a call; all that are set must hold.
+
+    A long text is searched only at its beginning and its end.
+    """
 
     name: str
     reason: str

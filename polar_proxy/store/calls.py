@@ -88,11 +88,11 @@ class CallRepository(Repository):
         self._writer = writer
 
     def commit(self, record: CallRecord, *, large: bool = False) -> asyncio.Future[None]:
-        """Store a call. Await the result to know that its transaction is committed. Raises StoreError if it cannot be
-        stored.
+        """Store a call, and return a future that is done when the call is committed.
 
-        `large`: other calls are not to wait until the rows of this one are made. In the record, `prompt_ids` and
-        `token_ids` are int32, and `logprobs` float32 with one value per token.
+        The future, or this method if the store is closed, raises StoreError if the call cannot be stored. With `large`,
+        the rows of the call are made in a separate thread, so that other calls need not wait for that. In the record,
+        `prompt_ids` and `token_ids` are int32, and `logprobs` float32 with one value per token.
         """
         return self._writer.add(record, large=large)
 

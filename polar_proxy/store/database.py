@@ -208,7 +208,7 @@ class Database:
                 raise StoreError(self._describe(error)) from error
 
     def _may_have_lock(self) -> bool:
-        """Return whether a write of this process may have SQLite's lock. Raises StoreError if it takes too long."""
+        """Return whether a write of this process may hold SQLite's lock. Raises StoreError if that write is stuck."""
         assert self.path is not None
         holders = write_lock_holders(self.path)
         if holders and os.getpid() not in holders:

@@ -107,7 +107,7 @@ class _Lane:
 
 
 class GroupCommit:
-    """The writer of calls."""
+    """Commits calls in groups: those that arrive during a transaction are written together in the next one."""
 
     def __init__(self, database: Database) -> None:
         self._database = database

@@ -347,7 +347,7 @@ async def _status_values(
 async def end_stages(
     connection: AsyncConnection, which: ColumnElement[bool], now: float, outcome: str, cause: str | None = None
 ) -> None:
-    """End the open stages that meet `which`."""
+    """End the open stages for which the condition `which` holds."""
     values = {"ended_at": now, "outcome": outcome, "cause": json_codec.clean_text(cause)}
     await connection.execute(update(schema.stages).where(which, _st.ended_at.is_(None)).values(**values))
 

@@ -73,7 +73,7 @@ class Store:
         return OutageMarks(self._marks_folder, self.display_url)
 
     async def write_outage_marks(self) -> None:
-        """Write the marks that dead processes of this machine left into the database."""
+        """Store the outage marks that dead processes of this machine have left in files."""
         for marks in self.outage_marks().of_dead_processes():
             for mark in marks:
                 await self.sessions.mark_unrecorded(mark)

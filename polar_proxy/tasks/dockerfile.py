@@ -63,7 +63,8 @@ def read_dockerfile(context: Path, workdir: str | None = None) -> DockerfileWork
             files[name] = source.read_text(encoding="utf-8")
         except UnicodeDecodeError:
             raise BadTaskError(
-                f"environment/Dockerfile:{number}: {source.name} is not text, so it needs the image"
+                f"environment/Dockerfile:{number}: {source.name} is not text, so the task needs the image; "
+                "remove without_image"
             ) from None
         if source.stat().st_mode & 0o100:
             executable.append(name)

@@ -165,8 +165,10 @@ def task_from_json(value: Json) -> Task:
 
 
 def check_task(task: Task, code: AllowedCode = NO_CODE) -> None:
-    """Raise `BadTaskError`, naming the field, for a task that would fail later or be judged wrongly, or that names
-    something of this machine that data must not name. Imports nothing; `code` has the functions that it may name."""
+    """Raise `BadTaskError`, naming the field, for a task that would fail later or be judged wrongly.
+
+    Also refuses a task whose evaluators call functions that `code` does not allow. Imports nothing.
+    """
     if not task.task_id or any(letter.isspace() for letter in task.task_id):
         raise BadTaskError("task_id: must be text without spaces")
     if len(task.task_id) > _NAME_LENGTH or _CONTROL.search(task.task_id):

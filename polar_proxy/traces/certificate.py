@@ -151,7 +151,10 @@ class Certificate(StoredCertificate):
     spans: Annotated[list[CertificateSpan], Field(min_length=1)]
 
     def header(self) -> Json:
-        """Return the fields that the seed covers: all except the spans and those that an audit may change."""
+        """Return the fields that are hashed into `seed`.
+
+        These are all fields except `spans`, `seed`, `head`, and those that an audit may change (`grade`, `audit`).
+        """
         return self.model_dump(by_alias=True, exclude=_NOT_IN_SEED)
 
 

@@ -62,8 +62,10 @@ def grade_reasons(call: CallRecord, sampling: AnswerSampling) -> set[Reason]:
 
 
 def is_off_distribution(sampling: AnswerSampling) -> bool:
-    """Return whether the recorded log-probabilities are not those of softmax(logits / temperature), or of an unknown
-    temperature."""
+    """Return whether the recorded log-probabilities are not those of softmax(logits / temperature).
+
+    True also if the temperature is unknown.
+    """
     if sampling.temperature is None or sampling.changes:
         return True
     return sampling.logprob_mode == "raw" and sampling.temperature != 1.0

@@ -29,8 +29,9 @@ def validate(calls: Sequence[CallRecord], build: BuildResult) -> None:
 
     * All answers of each call are in the traces, each whole and in one trace, or the call is excluded with a reason.
     * Each trace matches its calls, and its grade is the one that its reasons allow.
-    * The tokens before an answer are its call's whole prompt. If drift is joined (`on_drift`), the context before
-      the answer may instead begin inside the prompt, at the one position that `drift.find_context_start` allows.
+    * The tokens before an answer are its call's whole prompt. The only exceptions are traces to which drifted
+      calls were joined, as `on_drift` allows: there the tokens between two answers may be the end of the later call's
+      prompt, from the position that `drift.find_context_start` gives.
     * Every drifted call has a drift event with the builder's treatment of it.
     """
     by_id = {call.call_id: call for call in calls}

@@ -132,8 +132,9 @@ class TrainingBatch:
 
 
 def make_batch(groups: Sequence[TrainingGroup], config: GrpoConfig, step: int = 0) -> TrainingBatch:
-    """Compute advantages and collect the sequences to train. `step` and the run's seed choose how rewards are shuffled.
+    """Compute advantages and collect the sequences to train.
 
+    With `config.shuffle_rewards`, the seed of the shuffle is made from `config.seed` and `step`.
     Raises TrainingError for a token that would be trained twice, which means that the traces are wrong.
     """
     sequences: list[TrainingSequence] = []

@@ -311,5 +311,5 @@ def _gather_tensor(value: Any) -> Any:
 
 
 def _is_sharded(value: Any) -> bool:
-    """Return whether a value of an optimiser's state is sharded like its parameter; the number of steps is not."""
+    """Return whether a value of an optimiser's state is sharded like its parameter: all but the step count are."""
     return isinstance(value, Tensor) and value.ndim > 0

@@ -309,7 +309,9 @@ class Learner:
         numbers = [np.array(self._version_numbers(microbatch, step)) for microbatch in microbatches]
         for number in sorted({int(number) for each in numbers for number in each} - {step}):
             if kept is None:
-                raise TrainingError(f"tokens of policy version {number} are trained, and older weights are not kept")
+                raise TrainingError(
+                    f"the batch has tokens of policy version {number}, but the weights of older versions are not kept"
+                )
             weights = {name: tensor.to(self._device) for name, tensor in kept(number, self.model).items()}
             older = partial(_call_with, self.model, weights)
             for microbatch, own in zip(microbatches, numbers, strict=True):

@@ -260,10 +260,11 @@ def _t_quantile(probability: float, freedom: int) -> float:
 
 
 def _t_central(t: float, freedom: int) -> float:
-    """Return P(|T| <= t) for t >= 0.
+    """Return P(|T| <= t) of Student's t with `freedom` degrees of freedom, for t >= 0.
 
-    With theta = atan(t / sqrt(freedom)), a finite sum. Odd freedom: 2/pi (theta + sin cos (1 + 2/3 cos^2 + ...)); even:
-    sin (1 + 1/2 cos^2 + 1*3/(2*4) cos^4 + ...). Source: Abramowitz and Stegun, 26.7.3 and 26.7.4.
+    It is a finite sum of sines and cosines of theta = atan(t / sqrt(freedom)). For odd `freedom` the sum is
+    2/pi (theta + sin cos (1 + 2/3 cos^2 + ...)), for even `freedom` sin (1 + 1/2 cos^2 + 1*3/(2*4) cos^4 + ...).
+    Source: Abramowitz and Stegun, 26.7.3 and 26.7.4.
     """
     theta = math.atan(t / math.sqrt(freedom))
     sine, square = math.sin(theta), math.cos(theta) ** 2
@@ -276,7 +277,9 @@ def _t_central(t: float, freedom: int) -> float:
 
 
 def _greedy(gains: Mapping[str, Sequence[float]], budget: int, smallest: int) -> dict[str, int]:
-    """Give `smallest` to each name, then the rest of the budget one by one to the largest next gain above 0."""
+    """Give `smallest` to each name, then the rest one by one, always to the name with the largest next gain.
+
+    The rest is not spent on gains of 0 or less. Raises ValueError if `budget` is too small."""
     sizes = dict.fromkeys(gains, smallest)
     left = budget - smallest * len(sizes)
     if left < 0:

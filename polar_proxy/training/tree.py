@@ -282,7 +282,7 @@ def make_microbatches(
 
 @dataclass(frozen=True, slots=True)
 class TemperatureScores:
-    """Scaled logits of the targets with one temperature."""
+    """Logits for the targets that share one temperature, divided by it."""
 
     targets: Tensor
     """int64 [k]: indices of the targets."""
@@ -390,7 +390,7 @@ def tree_attention(
         )
     if tree_segments[-1].stop != query.shape[2]:
         raise ValueError(
-            f"the segments are of a tree of {tree_segments[-1].stop} nodes, the model was given {query.shape[2]}"
+            f"`tree_segments` cover {tree_segments[-1].stop} nodes, but the model was given {query.shape[2]} tokens"
         )
     outputs = []
     for segment in tree_segments:

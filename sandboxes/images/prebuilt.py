@@ -72,7 +72,7 @@ async def prebuild(engine: aiodocker.Docker, base: str | None, paths: Sequence[P
 
 @dataclass(frozen=True, slots=True)
 class StoredPrebuiltImage:
-    """A prebuilt image of the engine, and whether `prune_prebuilt` removed it."""
+    """A prebuilt image in the Docker engine, and whether `prune_prebuilt` removed it."""
 
     image: str
     base: str

@@ -217,7 +217,10 @@ def _stop_reason(choice: AnswerChoice, *, called: bool) -> tuple[str, str | None
 
 
 def _calls_in_blocks(choice: AnswerChoice, begun: Container[int]) -> list[int]:
-    """Return the numbers of the tool calls that can be a `tool_use` block, or whose block has `begun`."""
+    """Return the numbers of the tool calls that are sent as `tool_use` blocks; the others are sent as text.
+
+    These are the calls whose arguments are a JSON object, and those in `begun`, whose block has been opened.
+    """
     return [number for number, call in enumerate(choice.tool_calls) if number in begun or _is_input(call.arguments)]
 
 

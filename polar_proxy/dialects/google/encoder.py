@@ -82,7 +82,7 @@ class _PartWriter:
         return parts
 
     def rest(self) -> list[Json]:
-        """Return an empty text part whose signature has the reasoning after the last part."""
+        """Return an empty text part with a signature for the reasoning that no signature holds yet, if there is any."""
         return [self._sign({"text": ""})] if len(self.reasoning) > self.signed else []
 
     def _sign(self, part: Json, *, all_reasoning: bool = False, call: ToolCall | None = None) -> Json:

@@ -152,9 +152,9 @@ def is_broken_input(arguments: str) -> bool:
 
 
 class CustomInputDecoder:
-    """Takes the argument string in pieces and returns the decoded text as far as it is certain.
+    """Decodes the text of a custom tool's call while its arguments arrive in pieces.
 
-    The final form of the arguments is decided by `custom_input`: text after the string may still break the form.
+    More may follow after the text, so only `custom_input` shows whether the complete arguments have the expected form.
     """
 
     def __init__(self) -> None:

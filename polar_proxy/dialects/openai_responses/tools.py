@@ -160,7 +160,7 @@ class Toolbox:
         return [offered]
 
     def offered_name(self, namespace: str | None, name: str) -> str:
-        """Return the offered name of a tool that was called earlier. The tool itself may no longer be offered."""
+        """Return the name under which a called tool is offered, or was offered if it is no longer among the tools."""
         return self._names.get((namespace, name)) or _qualified(namespace, name)
 
     def functions(self, names: Iterable[str] | None = None) -> tuple[Json, ...]:
@@ -269,7 +269,10 @@ def built_in_item(kind: str, arguments: str) -> Json | None:
 
 
 def built_in_arguments(kind: str, content: Json) -> Json:
-    """Return the model's arguments from the content of `BuiltInTool.arguments_field` in an item."""
+    """Return the arguments that the model wrote: `content` without nulls and without the tool's constants.
+
+    `content`: the value of the item's field that `BuiltInTool.arguments_field` names.
+    """
     constants = BUILT_IN_TOOLS[kind].constants
     return {
         key: item

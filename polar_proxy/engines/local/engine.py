@@ -48,7 +48,7 @@ class LoadedModel:
 class LocalEngine(Engine):
     """The model in the folder `model_path`: config, safetensors weights, a fast tokenizer with a chat template.
 
-    `max_batch` choices run at once; more wait.
+    At most `max_batch` choices run at once; further ones wait.
     """
 
     def __init__(self, model_path: Path | str, *, name: str | None = None, max_batch: int = 16) -> None:

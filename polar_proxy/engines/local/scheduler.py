@@ -158,7 +158,7 @@ class BatchScheduler:
             self._step()
 
     def _step(self) -> None:
-        """Run one step. If work is left, queue the next step, after the functions that wait in `run`."""
+        """Run one step, and queue the next if work is left. Functions that `run` queued meanwhile come before it."""
         try:
             with torch.inference_mode():
                 self._drop_cancelled()

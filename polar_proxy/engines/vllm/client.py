@@ -180,7 +180,10 @@ class TokenTexts:
     """
 
     def __init__(self, client: VllmClient, separator: int | None) -> None:
-        """`separator`: a special token whose text is in no other, so that one request can decode many tokens."""
+        """`separator`: a special token whose text occurs in no other token, or None.
+
+        With it between them, many tokens are decoded in one request. Without it, each token needs a request.
+        """
         self._client = client
         self._separator = separator
         self._table: dict[int, str] = {}

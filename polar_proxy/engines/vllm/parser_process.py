@@ -206,7 +206,7 @@ class ParserProcess:
 
 
 class ParsedStream:
-    """One answer in the process."""
+    """An answer that a `ParserProcess` parses while its tokens arrive."""
 
     def __init__(self, process: ParserProcess, number: int, start: int) -> None:
         self.number = number

@@ -145,7 +145,7 @@ class ParserProofs:
         frame = options | ({"tools": [TOOL]} if self._tools else {})
         opened, bare = await asyncio.gather(self._render(USER, True, frame), self._render(USER, False, frame))
         if opened[: len(bare)] != bare:
-            raise CannotContinueError("its template does not append the tokens that open an answer to the prompt.")
+            raise CannotContinueError("its template does not open an answer by appending tokens to the conversation.")
         settings = [options, frame] if self._tools else [options]
         call_problem, reasons, shown = await asyncio.gather(
             self._call_form_problem(bare, frame),

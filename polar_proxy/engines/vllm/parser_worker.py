@@ -175,7 +175,10 @@ class OpenAnswer:
         )
 
     def sampling(self) -> Json:
-        """Return how the chat route samples this request: whether it shows special tokens, and its grammar."""
+        """Return two settings of the chat route for this request.
+
+        `special`: whether the text shows special tokens. `constraint`: the grammar of the answer, or None.
+        """
         constraint = self.request.structured_outputs
         if isinstance(constraint, StructuredOutputsParams):
             named = {key: value for key, value in asdict(constraint).items() if value is not None}

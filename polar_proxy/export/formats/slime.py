@@ -3,7 +3,8 @@
 Several traces of one rollout are several samples with one `rollout_id`: both trainers average the loss over a rollout.
 Their own normalisation of rewards averages over samples, so give `--custom-reward-post-process-path
 polar_proxy.export.formats.slime.reward_post_process`. A file for `--load-debug-rollout-data` is `debug_data(samples)`
-written by `torch.save`. Record: slime `utils/types.py`, `rollout/batch_builder.py`; Miles has the same.
+written by `torch.save`. Source of the fields: slime's `utils/types.py` and `rollout/batch_builder.py`; Miles has the
+same ones.
 """
 
 from __future__ import annotations

@@ -47,8 +47,8 @@ def completions(
 
     `prompt_ids`, `completion_ids`, `logprobs` (as recorded), `env_mask` (1 = sampled and trained), `reward` (None:
     unscored, which TRL leaves out of the baseline), `trace_id`. Raise RowError if a rollout has several sequences and
-    they are refused, if the group does not have `generations` rollouts, or if a row was sampled at another temperature
-    than `temperature`, the trainer's.
+    `several` is "refuse", if the group does not have `generations` rollouts, or if a row was sampled at another
+    temperature than `temperature`, the trainer's.
     """
     read = [read_training_row(row) for row in rows]
     for row in read:

@@ -66,7 +66,8 @@ def dataset(rows: Iterable[Json]) -> list[Json]:
     if len({len(rollouts) for rollouts in members.values()}) > 1:
         sizes = ", ".join(f"{group}: {len(rollouts)}" for group, rollouts in members.items())
         raise RowError(
-            "group_size", f"verl repeats every prompt equally often, and these groups differ in rollouts: {sizes}"
+            "group_size",
+            f"verl repeats every prompt equally often, but these groups have different numbers of rollouts: {sizes}",
         )
     return [
         {

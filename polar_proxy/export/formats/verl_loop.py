@@ -27,8 +27,8 @@ def _groups(path: str) -> RecordedGroups:
 class RecordedAgentLoop(AgentLoopBase):  # type: ignore[misc, unused-ignore]
     """Answers session i of a prompt with the i-th recorded rollout of its group; calls no model.
 
-    Raises RowError if it was sampled at another temperature than verl's `rollout.temperature`, with which verl divides
-    its logits.
+    Raises RowError if the rollout was sampled at another temperature than verl's `rollout.temperature`, by which verl
+    divides its logits.
     """
 
     def __init__(self, *args: Any, rows: str, **kwargs: Any) -> None:

@@ -87,7 +87,7 @@ def _is_event(event: Any) -> bool:
 
 
 def _run_child(job: dict[str, Any], group: dict[str, Any], writing: int) -> None:
-    """Run one group of tests and end the process, without running what the tested code registered for its end."""
+    """Run one group of tests, then end the process without running the exit hooks of the tested code."""
     status = 1
 
     def report(*event: Any) -> None:

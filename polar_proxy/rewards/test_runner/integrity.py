@@ -21,10 +21,10 @@ __unittest = True  # unittest leaves the frames of this module out of its traceb
 
 
 class Integrity:
-    """The functions that decide whether a test passes, as they were before any code of the agent was imported.
+    """A record of the functions that decide whether a test passes, made before any code of the agent is imported.
 
-    A change counts only if the new function comes from a file of the patch, or from no Python file: projects change
-    their test library themselves.
+    `signs` reports functions that have changed since. It ignores a new function from a Python file that the patch did
+    not change, because projects change their test library themselves.
     """
 
     def __init__(self, changed_paths: list[str]) -> None:

@@ -72,7 +72,7 @@ class CellCodec:
         return self._cell(_IDS, width, low_bytes(ids, width), _dictionary(before, width))
 
     def pack_logprobs(self, logprobs: Logprobs) -> bytes:
-        """Pack float32 [n]."""
+        """Pack log-probabilities, float32 [n]."""
         numbers = np.ascontiguousarray(logprobs, dtype="<f4")
         return self._cell(_LOGPROBS, 4, numbers.view(np.uint8).reshape(-1, 4).T.tobytes())
 
@@ -163,9 +163,10 @@ def width(cell: bytes) -> int:
 
 
 def unpacked_size(cell: bytes) -> int | None:
-    """Return the bytes to which a cell unpacks, without unpacking it; None: at most `MAX_DEFLATE_LENGTH`.
+    """Return how many bytes a cell of `CellCodec` unpacks to, from its header alone.
 
-    Raises StoreError for a cell that does not say how large it is, or that is larger than any that Polar writes."""
+    None for a deflated cell, whose header has no size; it unpacks to at most `MAX_DEFLATE_LENGTH` bytes. Raises
+    StoreError for a zstd frame without a size, or with a larger one than Polar writes."""
     if len(cell) < 2:
         raise StoreError("A stored value has no content: the database is damaged")
     if cell[1] & _DEFLATE:
@@ -287,7 +288,7 @@ class _TokenBuffer:
         self.width = width
 
     def append(self, piece: bytes | bytearray) -> None:
-        """Append tokens of the buffer's width."""
+        """Append the tokens in `piece`, which has `self.width` bytes for each token."""
         self._bytes[self.width] += piece
         self.size += len(piece) // self.width
 

@@ -267,7 +267,9 @@ def _as_imported(table: Table, row: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def _order_nodes(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Order parents before children. The query sorts by chain length, which leaves only empty nodes out of order."""
+    """Return the rows with each parent before its children.
+
+    In the query's order (see `parents_first`), only a node without content can come before its parent."""
     waiting = {row["node_id"]: row for row in rows}
     ordered: list[dict[str, Any]] = []
     for row in rows:

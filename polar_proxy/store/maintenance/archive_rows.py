@@ -263,7 +263,9 @@ class UnpackedBytes:
             size = cells.unpacked_size(row["data"])
             width = cells.width(row["data"]) if kind == "ids" else 1
             if size is not None and size != row["length"] * width:
-                raise ForgedRowError(f"Nothing was imported: the node {row['node_id'].hex()} is not as long as it says")
+                raise ForgedRowError(
+                    f"Nothing was imported: the node {row['node_id'].hex()} has content of another length than recorded"
+                )
             self._add(row["length"] * (4 if kind == "ids" else 1))
         elif table in ("completions", "rescores"):
             for name in ("message", "token_ids", "logprobs"):
