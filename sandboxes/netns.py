@@ -29,7 +29,7 @@ CLONE_NEWNET = 0x40000000
 
 
 class CannotEnterNamespace(SandboxError):
-    """This process cannot enter the namespace itself."""
+    """This process cannot enter the network namespace, so the socket must come from a helper container."""
 
 
 def listen(pid: int, ident: str, port: int) -> socket.socket:

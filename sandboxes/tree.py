@@ -58,7 +58,7 @@ class SandboxTree(ABC):
 
 
 class EntryCounter:
-    """Counts entries against the limits, also those that are left out."""
+    """Checks the number of entries and the lengths of their paths against the limits. Folders count as well."""
 
     def __init__(self) -> None:
         self._count = 0

@@ -81,7 +81,7 @@ class Job(ApiResponseModel):
 
 
 class SubmittedJob(Job):
-    """The job of a submission."""
+    """The response to a submission: the job, and the tasks that were refused."""
 
     new: bool
     """False if the idempotency key was known: this is the job created by the earlier submission."""

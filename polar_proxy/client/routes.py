@@ -200,7 +200,7 @@ class ApiMethods:
 
     @api_method
     def resume_service(self, *, scope: m.Scope = "server") -> ApiCall[m.ServiceState]:
-        """End a pause or a drain of the same scope."""
+        """End a pause or a drain that was requested with the same `scope`, so that rollouts start again."""
         return _post("/service/resume", m.ServiceState, m.ServiceResumeRequest(scope=scope), idempotent=True)
 
     @api_method

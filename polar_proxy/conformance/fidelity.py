@@ -323,7 +323,7 @@ async def _score_longest(row: FidelityRow, traces: Sequence[Trace], engine: Engi
 
 
 async def explain(engine: Engine, event: DriftEvent, call: CallRecord, base: CallRecord) -> ExplainedDrift:
-    """Explain where and why a call's prompt left the tokens of its base. `engine` only decodes tokens."""
+    """Explain where and why a call's prompt differs from its base's prompt and answer. `engine` only decodes tokens."""
     choice = base_choice(call, base)
     assert choice is not None, event
     assert base.prompt_ids is not None, event

@@ -140,7 +140,7 @@ async def _play(
     installed: Installation,
     slow: float,
 ) -> list[ScenarioRun]:
-    """Run a scenario. One with faults is repeated until all of them occurred, or a run reaches no new one."""
+    """Run a scenario. A scenario with faults is repeated until each has occurred, or a run adds no further fault."""
     if not scenario.faults:
         model = ScriptedModel(profile, _adapted(scenario, profile, adapter.info), slow)
         return [await runner.play(model, adapter, installed)]

@@ -53,7 +53,7 @@ def is_json_object(text: str) -> bool:
 
 
 def seal(text: str) -> str:
-    """Return text as an opaque string that clients send back unchanged. It hides nothing and keeps no secret."""
+    """Return text as an opaque string that clients send back unchanged. The text is encoded, not encrypted."""
     return base64.b64encode(_SEAL_PREFIX + zlib.compress(text.encode())).decode().rstrip("=")
 
 

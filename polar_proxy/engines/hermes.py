@@ -171,7 +171,7 @@ class HermesParser:
 
 
 def possible_start(text: str, words: Sequence[str]) -> int:
-    """Return where an incomplete word of `words` begins at the end of `text`; the length of `text` if none does."""
+    """Return the position from which the rest of `text` is the beginning of one of `words`; len(text) if none is."""
     longest = max(map(len, words), default=1) - 1
     for place in range(max(len(text) - longest, 0), len(text)):
         if any(word.startswith(text[place:]) for word in words):

@@ -4,7 +4,7 @@ jsonl         one line for each rollout: its reward, and the request and answers
 chat-jsonl    one line for each trace: the conversation in OpenAI form with its tools, for SFT on text
 tokens-jsonl  one line for each trace: ids, mask, log-probabilities and certificate (`traces/rows.py`)
 
-Messages and tools are in OpenAI's form whatever dialect the agent spoke, as the engine was given them. A call that
+Messages and tools are those that the engine received, converted from the agent's dialect to OpenAI's form. A call that
 cannot be converted is written raw, with the reason in `unparsed`.
 """
 

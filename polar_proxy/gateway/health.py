@@ -132,8 +132,8 @@ class StoreMonitor:
     async def wait_for(self, operation: Awaitable[T]) -> T:
         """Return the result of a store operation.
 
-        Raises StoreError if it fails, and StoreUncertainError if it does not end while the store fails. Such an
-        operation is left alone, and may still have an effect.
+        Raises StoreError if the operation fails. Raises StoreUncertainError if a health check finds that the store
+        fails before the operation has ended; the operation then goes on and may still have an effect.
         """
         task = asyncio.ensure_future(operation)
         task.add_done_callback(_retrieve)

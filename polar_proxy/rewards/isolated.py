@@ -65,8 +65,10 @@ class TestReport:
 
 
 def plan_tests(command: Sequence[str]) -> TestPlan | None:
-    """Return how the runner does what this command does: ``python -m unittest`` with names of modules, classes or
-    tests. None: only the command itself can do it."""
+    """Return the plan by which Polar's runner runs the same tests as this command, or None.
+
+    Only ``python -m unittest`` with names of modules, classes or tests has a plan; other commands are run themselves.
+    """
     python, *rest = command
     if rest[:2] != ["-m", "unittest"] or not _PYTHON.fullmatch(python):
         return None

@@ -3,10 +3,10 @@
 git itself names the paths and leaves parts out (`git apply --numstat -z --exclude`), so what is examined is what
 is applied. Left out, so that the evaluated workspace keeps the base commit's files at these places:
 
-* what lies at the place of a hidden file, at the place of a folder above it, or below it;
-* everything in the folder of tests that a hidden file belongs to, and otherwise whatever Python would import instead
-  of a hidden test beside it (`test_x/` or `test_x.so` for `test_x.py`);
-* Python's bytecode, and extension modules that have the name of a source beside them.
+* a file or folder at the path of a hidden file, and a file at the path of a folder that contains one;
+* everything in the test folder (`tests`, `spec`, ...) that contains a hidden file; for a hidden Python file outside of
+  such a folder, whatever Python could import instead of it (`test_x/` or `test_x.so` instead of `test_x.py`);
+* Python's bytecode, and extension modules that Python would import instead of a source file in the same folder.
 """
 
 from __future__ import annotations

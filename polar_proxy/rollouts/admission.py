@@ -2,13 +2,13 @@
 
 Promises:
 
-* there are never more rollouts inside a stage than its limit; one that is cancelled while it waits, or fails inside,
-  frees its place;
-* first enter the rollouts of a group that already has a rollout inside, because they share the engine's prefix cache;
-  then those of the job with the fewest rollouts inside; then the rollout that has waited longest;
-* no agent starts while the engine does not respond;
-* while there is too little memory or the engine is busy, a rollout enters only if no other one is at work. One may
-  then always enter, so that work never stops for good.
+* there are never more rollouts inside a stage than its limit; a rollout that is cancelled while it waits, or fails
+  inside, frees its place;
+* rollouts of a group that already has a rollout inside enter first, because they share the engine's prefix cache; then
+  those of the job with the fewest rollouts inside; then the rollout that has waited longest;
+* no agent starts while the engine does not respond, for up to `engine_patience` seconds;
+* while there is too little memory or the engine is busy, a rollout enters only if no other rollout is at work. A single
+  rollout is never kept waiting for these two reasons, so that work never stops for good.
 """
 
 from __future__ import annotations
@@ -337,7 +337,8 @@ class MemoryAdmission:
         free: Callable[[], int | None] = free_memory_mb,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`need_mb`: the need of rollouts that do not specify it; 0: no check. `reserve_mb` must stay free."""
+        """`need_mb`: MiB that a rollout needs if its task does not specify it; 0 switches the check off.
+        `reserve_mb`: MiB that must stay free."""
         self._need = need_mb
         self._reserve = reserve_mb
         self._free = free

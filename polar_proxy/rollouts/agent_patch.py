@@ -72,8 +72,9 @@ async def save_base(sandbox: Sandbox, *, snapshot: bool) -> BaseTree:
 
 
 async def read_patch(sandbox: Sandbox, base: BaseTree) -> tuple[bytes, str | None]:
-    """End the agent's processes; return its changes since `base` as a binary diff, and None. If it left what cannot be
-    read, return an empty diff and the reason."""
+    """End the agent's processes, and return its changes since `base` as a binary diff, and None.
+
+    If the changes are too large or cannot be read, return an empty diff and the reason."""
     try:
         tree = await sandbox.read_tree()
     except TreeTooLarge as error:

@@ -4,7 +4,8 @@ Promises:
 
 * each sandbox is empty, is taken only once, and is checked to be alive when it is taken;
 * at most `size` sandboxes wait in the pool; those that are left at the end are closed;
-* of each specification, as many sandboxes wait as are taken while one opens, if the pool has room for them.
+* after `expect`, or `take` with `refill`, as many sandboxes of that specification wait as are taken in the time that
+  one needs to open (at least one), if the pool has room for them.
 
 After `kill -9` of the process, the waiting sandboxes are removed like all sandboxes of dead processes
 (`sandboxes.orphans.sweep`).
@@ -90,7 +91,7 @@ class SandboxPool:
     async def take(self, kind: SandboxKind, spec: SandboxSpec) -> Sandbox:
         """Return a sandbox of this kind and specification. Raises SandboxError.
 
-        Its labels are those of the request for which it was opened, which may be another one."""
+        A sandbox from the pool has the container labels with which it was opened, not those of `spec`."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         key = _key(kind, spec)

@@ -202,7 +202,10 @@ class RolloutService:
 
 def check_job(spec: JobSpec) -> None:
     if spec.group_size is not None and spec.group_size > spec.samples:
-        raise UsageError(f"A group of {spec.group_size} rollouts needs at least as many samples, not {spec.samples}.")
+        raise UsageError(
+            f"A group of {spec.group_size} rollouts needs at least {spec.group_size} samples, not {spec.samples}: "
+            "raise samples or lower group_size."
+        )
     get_group_policy(spec.group_policy)
 
 

@@ -37,7 +37,10 @@ _SORTED = orjson.OPT_SORT_KEYS
 
 @dataclass(frozen=True, slots=True)
 class Normaliser:
-    """A difference between messages that is ignored: by a `pattern`, or without one by code in `MessageHasher`."""
+    """A kind of difference between messages that their hashes ignore.
+
+    `pattern` finds the text to replace before hashing. Normalisers without a pattern are code in `MessageHasher`.
+    """
 
     name: str
     reason: str
@@ -242,7 +245,10 @@ class MessageHasher:
         return HashChain(tuple(keys), tuple(turns), last)
 
     def answer_node(self, asked: HashedConversation, answer: Message) -> AnswerNode:
-        """Return the node of an answer to a conversation. It continues the assistant messages at the end of it."""
+        """Return the node of an answer to the conversation `asked`.
+
+        If the conversation ends with assistant messages, the answer and these messages are one turn.
+        """
         messages, chain = asked.messages, asked.chain
         start = len(messages)
         while start and messages[start - 1].role == "assistant":

@@ -163,9 +163,9 @@ def decide(index: CallIndex, query: PlacementQuery, window: float) -> Decision:
 
 
 def find_base(index: CallIndex, query: PlacementQuery) -> Base | None:
-    """Return the last complete answer such that this answer and all before it mean the same as in an earlier call.
+    """Return the last message of the request that is the complete answer of an earlier call, or None.
 
-    None if there is no such answer in the request.
+    All messages before it mean the same as the messages of that call.
     """
     keys = query.chain.keys
     for end in range(len(keys) - 1, 0, -1):
@@ -250,10 +250,11 @@ def _repeated(index: CallIndex, query: PlacementQuery, window: float) -> Decisio
 def _answered_in_this_run(
     index: CallIndex, query: PlacementQuery, same: Sequence[CallNode], window: float
 ) -> CallNode | None:
-    """Return the newest of the `same` calls if it belongs to the same run and was just answered, but not continued.
+    """Return the newest of the earlier calls with the `same` request, if this request probably repeats it; else None.
 
-    All of them have the tool call ids of this request. Runs never share such ids, so the run is the same. If there are
-    no ids, the run is the same if the session has only one.
+    The newest must have been answered just now, none of the calls may have been continued, and the request must come
+    from the agent run that made them. That is certain if it contains tool call ids, because two runs never have the
+    same ids. Without ids, the request must have an assistant turn, and the session only one thread.
     """
     turns = query.chain.turns
     in_one_run = any(turn.ids for turn in turns) or (turns and _single_thread(index))

@@ -301,15 +301,15 @@ def _first_difference(one: str, two: str) -> str:
 def after_answer(
     whole: MarkedRendering, messages: Sequence[Message], answered: int, marker: Marker, text: str
 ) -> AfterAnswer:
-    """Return what follows the last answer among the first `answered` messages. Raises RenderingError."""
+    """Return what the template writes after the answer `messages[answered - 1]`. Raises RenderingError."""
     if not whole.answers or whole.answers[-1] != answered - 1:
         raise RenderingError("answer_not_found")
     for place in range(answered, len(messages)):
         extent = whole.extents.get(place)
         if _has_text(messages[place]) and (extent is None or extent[0] < whole.after):
-            raise RenderingError("message_lost", f"message {place + 1} is not after the answer")
+            raise RenderingError("message_lost", f"message {place + 1} is not rendered after the last answer")
     if any(begin < whole.after for place, (begin, _) in whole.extents.items() if place >= answered):
-        raise RenderingError("message_lost", "a new message is not after the answer")
+        raise RenderingError("message_lost", "a new message is not rendered after the last answer")
     if not whole.stop and not _end_is_marked(messages[answered - 1]):
         raise RenderingError("no_end_of_turn", "the answer's last characters have no mark after them")
     return AfterAnswer(whole.stop, marker.unmark(text[whole.after :]))

@@ -143,7 +143,7 @@ class SessionRegistry:
             log.error("%s. A session that loses a call is not marked if this process is killed", error)
 
     def close(self) -> None:
-        """Keep the marks that are not in the store in their file, for the next process that opens the store."""
+        """Remove the file of marks, unless it has marks that are not in the store: the next process stores those."""
         self._marks.close()
 
     async def _store_late(self, session: SessionState) -> str:

@@ -187,7 +187,10 @@ class SessionState:
         return None if last is None else last.conversation
 
     def hash(self, request: EngineRequest, last: HashedConversation | None) -> HashedRequest:
-        """Return what `place` compares of a request. `last`: `last_conversation`. May run in any thread."""
+        """Hash a request for `place`. May run in any thread.
+
+        `last` is `last_conversation`: messages that it has in common with the request are not hashed again.
+        """
         messages = _messages(request)
         texts = RequestTexts.of(messages, request if isinstance(request, ChatRequest) else None)
         return HashedRequest(HashedConversation(messages, self._hasher.chain(messages, last)), texts)

@@ -218,8 +218,8 @@ class OpenCallRepository(Repository):
     async def sweep(self, dead: Collection[str] = ()) -> list[OpenCall]:
         """Delete and return the announcements of `dead` gateways, and those whose lease has expired.
 
-        Announcements of a rollout that still runs stay, so that the lost calls are known when the rollout ends. Leases
-        of dead gateways among them end now.
+        Announcements of a rollout that still runs are kept, so that the lost calls are known when the rollout ends; if
+        they are of a dead gateway, their leases end now.
         """
         now = time.time()
         still_runs = select(_r.rollout_id).where(_r.session_id == _o.session_id, ~schema.rollout_is_final).exists()

@@ -123,7 +123,7 @@ class GroupCommit:
         self._insert_settings = database.insert_new(schema.settings)
 
     def set_cache(self, size: int) -> None:
-        """Set the bytes of memory for what is known to be stored of each session. Call this before the first call."""
+        """Set the bytes of memory for the sessions' last requests (see `CallSerializer`). Use it before `add`."""
         for lane in (self._lane, self._large_lane):
             lane.serializer = CallSerializer(size // 2)
 

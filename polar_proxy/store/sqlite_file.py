@@ -65,7 +65,7 @@ def listen(engine: Engine, *, writes: bool) -> None:
 
 
 def check_free_space(path: Path) -> None:
-    """Raise OSError if the disk counts as full."""
+    """Raise OSError if the disk has less than `_RESERVE_BYTES` of free space."""
     disk = os.statvfs(path.parent)
     if disk.f_bavail * disk.f_frsize < _RESERVE_BYTES:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

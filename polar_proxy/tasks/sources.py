@@ -37,7 +37,9 @@ def is_family(name: str) -> bool:
 
 
 def get_source(name: str, code: AllowedCode = NO_CODE) -> TaskSource:
-    """Return the task source that `name` denotes:
+    """Return the task source with this name.
+
+    `name` is one of these:
 
     * a built-in family, such as ``swe-task``;
     * the path of a JSONL or JSON file: rows of tasks, or rows in SWE-bench's form;
@@ -45,9 +47,9 @@ def get_source(name: str, code: AllowedCode = NO_CODE) -> TaskSource:
     * ``module:Class``, a `TaskSource` of your own, or ``module:function`` that returns tasks (or rows), if `code`
       allows it.
 
-    Raises `UsageError` if nothing has this name, or it is not a source, or cannot be read. `code` also has the
-    functions that rows may name; tasks that your own code makes may name any. Single tasks that cannot be used are
-    listed in the source's `refused`.
+    The rows of a file may name only functions that `code` allows; a `Task` that your own code makes may name any. Tasks
+    that cannot be used are listed in the source's `refused`. Raises `UsageError` if nothing has this name, or it is not
+    a source, or cannot be read.
     """
     if name in _BUILT_IN:
         return _BUILT_IN[name]()

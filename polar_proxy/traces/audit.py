@@ -287,7 +287,7 @@ def _sampled_runs(trace: Trace, calls: Mapping[str, CallRecord], rescored_by: Js
 
 
 class TraceAudit:
-    """The comparison of one trace with fresh log-probabilities: `add` each run, then `conclude`."""
+    """The comparison of one trace with fresh log-probabilities: `add` each `SampledRun`, then `conclude`."""
 
     def __init__(
         self,
@@ -348,7 +348,7 @@ class TraceAudit:
         del self.worst[_WORST_PER_TRACE:]
 
     def _difference(self, run: SampledRun, index: int, recorded: np.float64, fresh: np.float64) -> LogprobDifference:
-        """Describe the difference at token `index` of the run."""
+        """Describe the difference between the recorded and the fresh value of token `index` of a run."""
         position = self._trace.branch_at + run.start + index
         return LogprobDifference(
             trace_id=self.trace_id,
@@ -408,11 +408,12 @@ def _incomparable(run: SampledRun, reference: AuditReference) -> str | None:
 def wrong_mode(
     recorded: _Values, fresh: _Values, mode: LogprobMode, temperature: float, tolerance: float
 ) -> LogprobMode | None:
-    """Return the mode of the `recorded` numbers (float64 [n]) if it is not `mode`; None if it is, or is unclear.
+    """Return the mode of the `recorded` log-probabilities (float64 [n]) if it is clearly not `mode`, else None.
 
-    With z the logits, raw is log softmax(z) and processed log softmax(z / T) = raw / T - log sum p^(1/T). That sum is
-    above 1 for T > 1 and below it for T < 1. So for processed numbers recorded - raw / T has a known sign, although the
-    rest of the distribution is unknown. (Cutting the distribution makes the sum smaller, which may hide it for T > 1.)
+    `fresh`, float64 [n]: the same tokens' log-probabilities at temperature 1. With the logits z and p = softmax(z), a
+    raw value is log p, and a processed value is log softmax(z / T) = log p / T - log sum p^(1/T). The sum is above 1
+    for T > 1 and below 1 for T < 1. So for processed values recorded - fresh / T has a known sign, although the rest of
+    the distribution is unknown. (top_p and the like make the sum smaller, which may hide the sign for T > 1.)
     """
     informative = fresh < _INFORMATIVE
     if np.count_nonzero(informative) < _INFORMATIVE_TOKENS or abs(1 / temperature - 1) < 0.1:

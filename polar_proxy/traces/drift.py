@@ -243,7 +243,10 @@ def explain_drift(
 
 
 def _without(causes: tuple[DriftCause, ...], text: str, reasoning: Sequence[str]) -> str:
-    """Return the text without the differences that these causes make. Dropped reasoning changes white space too."""
+    """Remove from a text everything that these causes can change, so that two texts can be compared.
+
+    White space is removed for every cause except `arguments_reserialised` alone.
+    """
     if "reasoning_dropped" in causes:
         text = _remove_reasoning(text, reasoning)
     if "arguments_reserialised" in causes:

@@ -62,8 +62,10 @@ class GroupReader(Protocol):
 
 
 class OpenLeases:
-    """The open leases of one run, oldest first: extended while the process lives, and recorded on disk for the process
-    that resumes after a kill."""
+    """The open leases of one training run, oldest first.
+
+    They are extended while `kept_alive` runs. They are also recorded on disk, so that a process that resumes the run
+    after a kill can end them (`settle_previous`)."""
 
     def __init__(self, feed: GroupFeed, run: Path, seconds: float, report: Callable[[str], None]) -> None:
         self._feed, self._seconds, self._report = feed, seconds, report

@@ -255,7 +255,7 @@ class GrpoTrainer:
         self._on_point("saved")
 
     def _resume(self) -> int:
-        """Load the last checkpoint, if there is one. Returns the number of later steps, which are lost."""
+        """Load the last checkpoint, if there is one. Return the number of steps made after it, which are lost."""
         config_file, folder = self._run / "config.json", checkpoint.latest(self._run)
         if folder is not None:
             if changed := changed_settings(orjson.loads(config_file.read_bytes()), self._config):

@@ -281,15 +281,16 @@ def token_weights(
 ) -> Tensor:
     """Return the weight of each trained token in the loss, float64 [n].
 
-    `sequences` and `rollouts`, int64 [n]: the sequence and the rollout of each token, of R rollouts. A rollout weighs
-    the same into however many sequences it is cut. The weight by `aggregation`:
+    `sequences` and `rollouts`, int64 [n]: the sequence and the rollout of each token, of R rollouts. The total weight
+    of a rollout does not depend on the number of sequences into which it is cut. The weight by `aggregation`:
 
     * token:    w_t = 1 / n. Every token weighs the same (DAPO, arXiv 2503.14476).
     * sequence: w_t = 1 / (R * sequences of its rollout * tokens of its sequence). Every rollout weighs the same, and
                 within it every sequence. With one sequence per rollout: GRPO, arXiv 2402.03300.
     * rollout:  w_t = 1 / (R * tokens of its rollout). Every rollout weighs the same, and within it every token.
-    * constant: w_t = 1 / `constants` [n]: groups * rollouts of its group (G) * length. The length of an answer has no
-                influence (Dr. GRPO, arXiv 2503.20783, whose code divides by the largest length allowed).
+    * constant: w_t = 1 / `constants` [n]. The caller gives groups * rollouts of its group (G) * a fixed length, so that
+                the length of an answer has no influence (Dr. GRPO, arXiv 2503.20783, whose code divides by the largest
+                length allowed).
     """
     if aggregation == "constant":
         assert constants is not None, "the caller has the groups"

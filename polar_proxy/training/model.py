@@ -374,7 +374,7 @@ class Learner:
         return logits
 
     def _logits_and_logprobs(self, model: Any, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
-        """Return logits [r, V] of the rows of the targets, and log-probabilities of all targets [m]."""
+        """Return logits [r, V] at the r nodes `targets.rows`, and log-probabilities [m] of the m targets."""
         rows = torch.from_numpy(microbatch.targets.rows).to(self._device)
         logits = self._forward(model, microbatch.tree, rows)
         return logits, target_logprobs(logits, microbatch.targets, microbatch.temperatures)

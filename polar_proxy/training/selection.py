@@ -116,11 +116,11 @@ def group_size(belief: SolveRateBelief, *, wanted: float = 0.9, smallest: int = 
 def allocate(
     beliefs: Mapping[str, SolveRateBelief], budget: int, *, smallest: int = 2, largest: int = 16
 ) -> dict[str, int]:
-    """Return the group sizes that give the largest expected number of groups with spread, for `budget` rollouts.
+    """Return group sizes for `budget` rollouts that maximise the expected number of groups with unequal rewards.
 
-    Every task gets `smallest` (at least 1), then each further rollout goes to the task whose chance of spread it
-    raises most (ties to the earlier). The gains shrink with every rollout, so the greedy choice is optimal. Raises
-    ValueError if the budget is too small for all tasks.
+    Every task gets `smallest` (at least 1), then each further rollout goes to the task whose `chance_of_spread` it
+    raises most (the earlier task if equal). The gains shrink with every rollout, so the greedy choice is optimal.
+    Raises ValueError if the budget is too small for all tasks.
     Source: ours, after VADE (arXiv 2511.18902: decaying Beta beliefs, maximal information) and the adaptive rollout
     allocation of XRPO (arXiv 2510.06672).
     """

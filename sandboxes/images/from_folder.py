@@ -31,7 +31,7 @@ class BuildLimits:
     seconds: float = 1800.0
 
     def parameters(self) -> dict[str, str]:
-        """Return them as parameters of POST /build: https://docs.docker.com/reference/api/engine/"""
+        """Return the limits as parameters of POST /build: https://docs.docker.com/reference/api/engine/"""
         memory, size = str(self.memory_mb << 20), self.file_mb << 20
         found = {"memory": memory, "memswap": memory, "cpuperiod": str(CPU_PERIOD)}
         found["cpuquota"] = str(int(self.cpus * CPU_PERIOD))

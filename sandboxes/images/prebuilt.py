@@ -127,8 +127,8 @@ async def _remove_unless_used(engine: aiodocker.Docker, name: str) -> bool:
 
 
 async def _current(engine: aiodocker.Docker, base: str, agents: Sequence[Sequence[Path]]) -> tuple[set[str], int]:
-    """Return the names that prebuilding `agents` on `base` would give, and the size of `base`; no names and 0 if
-    `base` is gone."""
+    """Return the names that `prebuild` would give to the images of `agents` on `base` now, and the size of `base` in
+    bytes; no names and 0 if `base` no longer exists."""
     parent = await docker_engine.inspect_image(engine, base)
     if parent is None:
         return set(), 0

@@ -34,7 +34,7 @@ class Identity:
 
     @contextlib.contextmanager
     def files(self) -> Iterator[None]:
-        """Use the command's rights on files in this block."""
+        """Access files with the rights of the user that commands run as, until the block ends."""
         if self.uid is not None:
             os.setegid(self.uid)
             os.seteuid(self.uid)

@@ -53,7 +53,7 @@ def test_watching_a_cancelled_job_fails() -> None:
 def test_reports_invalid_options() -> None:
     polar_json("submit", "swe-task")
     for arguments, message in (
-        (("submit", "swe-task", "--samples", "2", "--group-size", "3"), "needs at least as many samples"),
+        (("submit", "swe-task", "--samples", "2", "--group-size", "3"), "needs at least 3 samples"),
         (("submit", "swe-task", "--group-policy", "luck"), "no policy 'luck'"),
         (("submit", "swe-task", "--overflow", "sell"), "'cancel', 'keep'"),
         (("submit", "swe-task", "--seed", "1", "--instances", "2"), "not both"),

@@ -155,7 +155,7 @@ class AnthropicEncoder(Encoder):
         return out
 
     def _switch(self, kind: str, block: Json) -> bytes:
-        """Make a block of this kind the open one."""
+        """Return the events that end the open block and begin `block`; none if a block of this `kind` is open."""
         if self._open == kind:
             return b""
         out = self._close()

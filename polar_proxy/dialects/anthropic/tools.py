@@ -90,7 +90,7 @@ def parse_tool_choice(choice: Json | None, tools: AnthropicTools) -> tuple[str |
 
 
 def render_definitions(functions: Iterable[Json]) -> str:
-    """Return the definitions of loaded tools as the model reads them."""
+    """Return the text that shows the definitions of deferred tools to the model, where they are loaded."""
     lines = [
         "<function>"
         + to_json({key: item["function"][key] for key in sorted(item["function"])}, "tools").decode()

@@ -43,7 +43,10 @@ _SEPARATE = ("contents", "systemInstruction", "tools")
 
 
 class GoogleGenerateContent(Dialect):
-    """Google's format for one URL. `model`: as in the URL. `sse`: stream server-sent events, otherwise a JSON array."""
+    """Google's dialect for one request URL, which gives `model` and `stream`.
+
+    `sse`: a streamed answer is sent as server-sent events, otherwise as a JSON array.
+    """
 
     name = "google_generate_content"
     # Gemini CLI treats a comment as a broken event, and retries.

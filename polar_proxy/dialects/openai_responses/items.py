@@ -5,8 +5,9 @@ Every id contains the id of the recorded call: `resp_<t>` and `msg_<t>_<n>`, `rs
 client sends back are recognised as parts of one answer.
 
 If the arguments of a custom tool's call are not of the form `{"input": text}`, the item holds the argument string
-itself. If they do not even begin that way, the item's id begins with `ctcraw`, so that the string is read back
-unchanged. A call of a built-in tool is sent as a `function_call` if the arguments do not fit into the tool's own item.
+itself, which must be read back unchanged. Such a string is recognised because it begins with `{"input": "`; if it does
+not, the item's id begins with `ctcraw`. A call of a built-in tool is sent as a `function_call` if the arguments do not
+fit into the tool's own item.
 
 Reasoning is sent as a summary (an open model has nothing to hide), and also as `encrypted_content`, because many
 clients keep only that. Reasoning is read back from either field.

@@ -98,8 +98,8 @@ class VllmClient(OpenAIClient):
     async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]:
         """Return the log-probabilities of token_ids[1:]. The server samples one extra token.
 
-        A server gives those of a prompt at temperature 1 only. At another temperature they are computed from the most
-        likely tokens of each position (`at_temperature`).
+        vLLM returns the log-probabilities of prompt tokens at temperature 1 only. For another temperature they are
+        computed from the most likely tokens of each position (`at_temperature`).
         """
         alternatives = 0 if temperature == 1.0 else _ALTERNATIVES
         body = {"prompt": list(token_ids), "max_tokens": 1, "prompt_logprobs": alternatives, "temperature": 0}

@@ -5,10 +5,10 @@ JSON, ... The chat route's result for each is compared with a parser's result fo
 agreed on all of them is used to continue conversations from exact ids. White space around text and reasoning is not
 compared.
 
-The parsers, in this order: Polar's Hermes parser; vLLM's parsers in a side process, if its package is found; the
-server's parser at `/derender`. Only the first needs certain texts to be sampled, because Polar knows nothing else of
-the server's parser. The others are vLLM's own code: for them every sampled answer counts, and a tool call in the
-template's own form, if the server can be made to sample one, must be read as a call by the chat route.
+These parsers are tried in this order: Polar's Hermes parser; vLLM's parsers in a side process, if its package is found;
+the server's parser at `/derender`. Polar's parser is other code than the server's, so it is used only if all of the
+given texts were sampled. The others are vLLM's own code and are compared on whatever was sampled. If tool calls in the
+template's own form were sampled, the chat route must have read at least one of them as a call.
 
 How a text is forced:
 
@@ -299,7 +299,7 @@ class ParserProofs:
         if before or len(texts) != len(rows):
             raise CannotContinueError("its end-of-turn token cannot be recognised in decoded text.")
         if texts[0] != "".join(event.text for event in shown):
-            raise CannotContinueError("its completions do not show the text of their tokens.")
+            raise CannotContinueError("the text of its completions differs from the decoded text of their token ids.")
         read = [replace(answer, text=text) for answer, text in zip(answers, texts[2:], strict=True)]
         return read, texts[1] == "".join(event.text for event in plain)
 

@@ -224,11 +224,13 @@ class ParserWorker:
     def _match(
         self, request: Json, prompt: list[int], samples: list[Json], given: list[str | None] | None
     ) -> list[list[str | None]]:
-        """Return the pairs of a tool parser and a reasoning parser that agree with the server on every sample: of the
-        given pair or of all. Names of the same classes count once. Pairs
-        whose names are most like each other and that of the model's architecture come first.
+        """Return the pairs (tool parser, reasoning parser) that parse every sample as the server did.
 
-        Tool parsers are judged by the calls of certain samples first, because few of them pass.
+        Only the pair `given` is tried, or every pair if it is None. If several pairs of names denote the same classes,
+        one of them is returned. The more a tool parser's name resembles the model type and the reasoning parser's
+        name, the earlier the pair comes.
+
+        To save time, tool parsers are first tried alone on the samples in the template's own form (`own`).
         """
         if given is not None:
             return [given] if self._agrees(given, request, prompt, samples, "all") else []

@@ -69,8 +69,9 @@ class ServerProbe:
         parsers: Parsers | None = None,
         model_folder: str | None = None,
     ) -> None:
-        """`vllm_python`: the Python of an environment with vLLM, whose parsers may read the server's answers;
-        `parsers`: the server's, if they are known; `model_folder`: where the model's files are on this machine."""
+        """`vllm_python`: the Python of an environment with vLLM, whose parsers are tried on the server's answers;
+        `parsers`: the parsers that the server was started with, if they are known; `model_folder`: the folder of the
+        model's files on this machine."""
         self._model_folder = model_folder
         self._parsers = parsers
         self._client = client
@@ -329,7 +330,10 @@ def logprob_mode(at_one: dict[str, float], at_two: dict[str, float]) -> LogprobM
     high, low = max(common, key=at_one.__getitem__, default=""), min(common, key=at_one.__getitem__, default="")
     gap = at_one[high] - at_one[low] if common else 0.0
     if gap < 1e-2:
-        raise ValueError("gives its most likely tokens the same probability, which hides its log-probability mode.")
+        raise ValueError(
+            "returned no two tokens with different probabilities, so it is unknown whether its log-probabilities are "
+            "raw or processed."
+        )
     ratio = (at_two[high] - at_two[low]) / gap
     if abs(ratio - 1.0) < 0.15:
         return "raw"

@@ -67,7 +67,10 @@ def _name(rng: random.Random, syllables: int) -> str:
 
 
 def judge_child(child: dict[str, Any], canaries: list[dict[str, str]]) -> tuple[dict[str, str], set[str]]:
-    """Return the verdicts of one child and the signs of forgery in it."""
+    """Return the verdicts that a child process reported for its tests, and the signs that it forged them.
+
+    All verdicts are `error` if the child did not end by itself.
+    """
     events = child["events"]
     tests = [event for event in events if event[0] == "test"]
     verdicts: dict[str, str] = {name: verdict for _, name, verdict in tests}

@@ -180,7 +180,8 @@ def node_limits(config: NodeConfig, settings: Settings) -> ServiceLimits:
     """Return the limits of a node, which claims a quarter more rollouts than may run, so that a free place is filled at
     once.
 
-    A single machine claims twice as many as may run. In a cluster, another node could run what this one only holds."""
+    A server without a cluster claims twice as many as may run. A node claims fewer, because another node could run the
+    rollouts that this one only holds."""
     in_flight = config.agents + max(1, config.agents // 4)
     return ServiceLimits.of(settings, config.agents, in_flight=in_flight)
 

@@ -323,7 +323,7 @@ class TokenPrefix:
 
     @property
     def ids(self) -> TokenIds:
-        """int32 [size], read-only."""
+        """The tokens of the prefix, int32 [size], read-only."""
         view = self._buffer.array(self.size)
         view.flags.writeable = False
         return view

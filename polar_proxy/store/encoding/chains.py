@@ -145,8 +145,8 @@ class RequestChains:
     """The node at the end of `prompt`; None if `prompt` is empty."""
 
     def extend_messages(self, messages: Sequence[bytes]) -> tuple[tuple[ChainNode, ...], int]:
-        """Return the chain of a conversation (a node per message), and how many of its nodes, from the root on, this
-        request already had. Those need not be stored again."""
+        """Return the chain of a conversation (a node per message), and how many of its first nodes are those of this
+        request, which need not be stored again."""
         shared = 0
         for message, known in zip(messages, self.messages, strict=False):
             if message != known:

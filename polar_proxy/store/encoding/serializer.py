@@ -91,8 +91,8 @@ class CallSerializer:
     """
 
     def __init__(self, cache_bytes: int = DEFAULT_CACHE_BYTES) -> None:
-        """`cache_bytes`: room for the chains of sessions. All rows of a session's prompt are made again with each call
-        if its chains do not fit."""
+        """`cache_bytes`: memory for the chains of the sessions' last requests. If the chains of a session do not fit,
+        each of its calls hashes the whole conversation and prompt again."""
         self._codec = CellCodec()
         self._stored: OrderedDict[bytes, None] = OrderedDict()
         """The newest keys of rows that are stored. A forgotten key costs one insert that the database ignores."""
@@ -255,7 +255,8 @@ def engine_row(info: EngineInfo) -> tuple[bytes, TableRow]:
 def node_row(node: ChainNode, codec: CellCodec, before: bytes | TokenIds) -> TableRow:
     """Return the row of a node.
 
-    `before`: the content of its ancestors (messages: `bytes_before` of them; tokens: int32 [chain_length - length]).
+    `before`: what precedes the node in its chain. For a message or a list of tools, the `bytes_before` of the contents
+    of its ancestors; for tokens, all token ids of its ancestors (int32 [chain_length - length]).
     """
     pack: Callable[[Any, Any], bytes] = codec.pack_ids if node.kind == "tokens" else codec.pack_bytes
     return {

@@ -75,9 +75,9 @@ class FeedRepository(Repository):
     ) -> LeaseBatch:
         """Lease up to `limit` finished groups, oldest first, for `seconds`.
 
-        A group is dropped instead if its staleness relative to `policy_version` exceeds `max_staleness` or the group's
-        own limit, or if there is a limit and the staleness is unknown. If `policy_version` is not a whole number, no
-        group is dropped, and UsageError is raised if `max_staleness` is given.
+        If `policy_version` is a whole number, groups with a limit (`max_staleness` or their own) are checked first: a
+        group is dropped, not leased, if its staleness exceeds a limit or is unknown. Without such a version no group is
+        dropped, and UsageError is raised if `max_staleness` is given.
         """
         now = time.time()
         current = _number(policy_version)
