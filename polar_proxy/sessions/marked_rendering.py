@@ -74,7 +74,11 @@ class RenderingError(Exception):
 
 
 class Marking(NamedTuple):
-    """How messages are marked. Some templates read how a text begins or ends, such as a flag in the system message."""
+    """The places at which messages are marked.
+
+    Several markings are tried, because a mark may hide the beginning or the end of a text from a template that looks
+    there, such as for a flag in the system message.
+    """
 
     before: bool
     """A mark before the text of messages that are not answers."""
@@ -264,7 +268,7 @@ def compare_fronts(base: MarkedRendering, whole: MarkedRendering, marker: Marker
     shown in the new rendering: the answer was sampled after it. Raises RenderingError.
     """
     if base.answers != whole.answers[: len(base.answers)] or len(base.fixed) > len(whole.fixed) - 1:
-        raise RenderingError("history_changed", "other answers are shown")
+        raise RenderingError("history_changed", "the template shows other past answers than before")
     last = len(base.fixed) - 1
     for place, (before, now) in enumerate(zip(base.fixed, whole.fixed, strict=False)):
         if before == now:
@@ -308,14 +312,14 @@ def after_answer(
         if _has_text(messages[place]) and (extent is None or extent[0] < whole.after):
             raise RenderingError("message_lost", f"message {place + 1} is not after the answer")
     if any(begin < whole.after for place, (begin, _) in whole.extents.items() if place >= answered):
-        raise RenderingError("message_lost", "a new message is not after the answer")
+        raise RenderingError("message_lost", "a new message begins before the end of the answer")
     if not whole.stop and not _end_is_marked(messages[answered - 1]):
         raise RenderingError("no_end_of_turn", "the answer's last characters have no mark after them")
     return AfterAnswer(whole.stop, marker.unmark(text[whole.after :]))
 
 
 def _end_is_marked(answer: Message) -> bool:
-    """Return whether the mark after an answer's text is its very end: no tool call and no white space follow it."""
+    """Return whether nothing of the answer follows the mark after its text: no tool call and no white space."""
     text = answer.content[-1].get("text") if isinstance(answer.content, list) and answer.content else answer.content
     return not answer.tool_calls and isinstance(text, str) and bool(text) and not text[-1].isspace()
 
