@@ -39,7 +39,8 @@ log = logging.getLogger(__name__)
 class BackgroundLoops:
     """`async with BackgroundLoops(context)` runs the loops until the block ends, and then ends the API's streams.
 
-    Several servers may do this on one database: each callback and each pause is handled by one of them.
+    Several servers may do this on one database: each callback is sent, and each job's pause is ended,
+    by one of them.
     """
 
     def __init__(self, context: ApiContext) -> None:

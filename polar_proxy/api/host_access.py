@@ -2,7 +2,8 @@
 
 A request is untrusted data. The tasks of a job may come with it, or from a built-in family. Files and folders of
 the server must lie in the setting `api.folders`, Python code must be in `allowed_code`, and the `process` sandbox,
-which isolates nothing, must be the one that `run.sandbox` names. A command of this process itself may use anything.
+which isolates nothing, must be the one that `run.sandbox` names. A command that runs this API in its own process,
+without a server, may use anything.
 """
 
 from __future__ import annotations

@@ -47,7 +47,10 @@ def conformance(
         bool, typer.Option("--fidelity", help="Measure token drift instead. scripts/fidelity.sh starts vLLM for this.")
     ] = False,
     template: Annotated[
-        list[str] | None, typer.Option(help="With --fidelity: keeps or strips. Repeatable. Default: both.")
+        list[str] | None,
+        typer.Option(
+            help="With --fidelity: chat template, keeps or strips (past reasoning). Repeatable. Default: both."
+        ),
     ] = None,
     concurrency: Annotated[int, typer.Option(min=1, help="With --fidelity: agents at a time.")] = 1,
     as_json: options.AsJson = False,

@@ -191,7 +191,7 @@ def prebuild(
 @app.command("prune")
 def prune(
     base: Annotated[str | None, typer.Option(help="Only images built on this one.")] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Also remove images that would be built again.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Also remove images of installed agents.")] = False,
     as_json: options.AsJson = False,
 ) -> None:
     """Remove images of `polar harness prebuild` that are no longer needed.

@@ -80,9 +80,10 @@ PauseFor = Annotated[float | None, typer.Option("--for", help="Resume automatica
 def model_options(
     model: type[BaseModel], *, exclude: Collection[str] = ()
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command one option for each field of `model`, in place of its parameter `rollout_options`.
+    """Return a decorator that gives a command one option for each field of `model`.
 
-    The command gets a dict of the options that were given. Their values are not validated here.
+    The decorated function receives the options that the user gave as a dict, in its parameter `rollout_options`. Their
+    values are not validated here.
     """
     fields = {name: field for name, field in model.model_fields.items() if name not in exclude}
 

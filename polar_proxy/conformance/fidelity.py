@@ -135,7 +135,7 @@ async def measure_fidelity(
     patience: float,
     progress: Callable[[str], None],
 ) -> AsyncGenerator[Json, None]:
-    """Measure every harness (and version) with every template in both modes, and yield a document with each row."""
+    """Measure every harness (and version) with every template in both prompt modes, and yield a document for each."""
     kind = await choose_kind(sandbox)
     jobs = []
     for adapter, version in adapters:

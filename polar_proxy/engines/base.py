@@ -115,7 +115,7 @@ class Engine(ABC):
 
     async def encode(self, text: str) -> list[int]:
         """Return the ids of a piece of rendered text."""
-        raise NotImplementedError(f"engine {self.info.engine} cannot encode")
+        raise NotImplementedError(f"engine {self.info.engine} cannot encode text")
 
     async def count_tokens(self, request: ChatRequest) -> int:
         """Return the length of the rendered prompt in tokens."""
@@ -123,7 +123,7 @@ class Engine(ABC):
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids, including special tokens."""
-        raise NotImplementedError(f"engine {self.info.engine} cannot decode")
+        raise NotImplementedError(f"engine {self.info.engine} cannot decode token ids")
 
     @abstractmethod
     async def health(self) -> str | None:

@@ -177,11 +177,11 @@ def _needs_build(stored: SessionTraces, rollout: RolloutRow | None, builder: str
 async def _read_session(
     store: Store, session_id: str | None, rollout: RolloutRow | None, form: str, builder: str
 ) -> SessionExport:
-    """Read the stored traces of a session with their certificates.
+    """Return the traces of a session with their certificates, as stored or, if necessary, built here.
 
-    Traces of a builder whose traces are not stored are built here. So are those of a `polar serve` session, which never
-    ends, if it has calls that were recorded after its stored traces were built. A rollout that still runs has no traces
-    yet. Nothing of a session in which a call was lost is trained.
+    They are built here if no traces of the builder are stored, or if the session has newer calls than its stored
+    traces (a session of `polar serve` never ends). Traces of the builder `rescored` are never built here. A rollout
+    that still runs has no traces yet. If a call of the session was lost, all its calls are excluded.
     """
     fields: Json = {"session_id": session_id}
     if rollout is not None:

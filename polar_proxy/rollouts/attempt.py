@@ -4,8 +4,8 @@
 
 * every stage is recorded in the store before it starts, and waiting for a stage uses up no time limit;
 * however the attempt ends, its sandboxes are closed and its session key is revoked;
-* a result is recorded as the rollout's final status; InfrastructureError asks the worker for another attempt,
-  UnsafeSandboxError to make none on this machine; a cancellation is passed on;
+* a result is recorded as the rollout's final status; InfrastructureError asks the worker for another attempt;
+  UnsafeSandboxError means that this machine must make no more attempts; a cancellation is passed on;
 * every recorded call of a rollout that has ended is in a trace, or excluded with a reason.
 """
 

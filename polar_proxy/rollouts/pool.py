@@ -125,10 +125,10 @@ class SandboxPool:
             self._shelf.append((key, asyncio.create_task(self._open_timed(key, kind, spec))))
 
     def _target(self, key: Hashable, requested_at: float) -> int:
-        """Return how many sandboxes of this specification should wait: as many as are taken while one opens (Little's
-        law).
+        """Return how many sandboxes of this specification should wait: as many as are taken while one opens.
 
-        The time counted begins one opening time before the request, because the requester may have waited since."""
+        (Little's law.) Those taken since one opening time before the request are counted. Counting back from now would
+        be wrong, because the request may have waited for its sandbox."""
         demand = self._demand(key)
         since = requested_at - demand.opening
         return min(self._size, max(1, sum(taken > since for taken in demand.taken)))

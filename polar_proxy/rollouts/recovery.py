@@ -125,10 +125,10 @@ async def exclude_earlier_attempts(store: Store, rollout_id: str, session_id: st
 
 
 async def _take_calls_in_flight(store: Store, session_id: str, rollout_id: str) -> bool:
-    """Return whether a session that has ended still has calls in flight, or lost them because their gateway died.
+    """Delete the announcements of calls in flight of a session that has ended. Return whether there were any.
 
-    If so, the rollout is marked as incomplete, because no agent receives the answers any more. A call that is recorded
-    later is excluded when it is committed.
+    If so, this marks the rollout as incomplete: its agent receives no answers any more, or the calls were lost because
+    their gateway died. A call that is recorded later is excluded when it is committed.
     """
     left = await store.open_calls.take(session_id)
     if left:

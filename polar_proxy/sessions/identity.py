@@ -98,7 +98,7 @@ def new_key() -> str:
 
 
 def is_issued_key(key: str) -> bool:
-    """Return whether Polar may have made this session key."""
+    """Return whether a key begins with the prefix of the session keys that Polar makes."""
     return key.startswith(_KEY_PREFIX)
 
 

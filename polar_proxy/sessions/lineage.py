@@ -435,7 +435,7 @@ def _after_sampled_turn(index: CallIndex, query: PlacementQuery) -> Decision | N
 
 
 def _misses_turns(index: CallIndex, node: CallNode, turns: Collection[bytes]) -> bool:
-    """Return whether an answer that the call's conversation continues is not among these turns."""
+    """Return whether an earlier answer of the conversation that `node` continues is missing from `turns` (digests)."""
     parent = index.by_id.get(node.parent_call_id or "")
     while parent is not None and node.edge in ("continues", "retries", "rewinds"):
         if node.edge == "continues" and not any(answer.turn.digest in turns for answer in parent.answers):
@@ -466,7 +466,10 @@ def _is_new_subagent(index: CallIndex, query: PlacementQuery) -> bool:
 
 
 def _thread_parent(index: CallIndex, query: PlacementQuery) -> CallNode | None:
-    """Return the newest call of the harness's own thread, or of the session if the harness names none."""
+    """Return the newest call of the thread that the request names; without such a call, the session's newest call.
+
+    Return None if the session's newest call belongs to another named thread.
+    """
     named = index.threads.get(query.metadata.thread or "")
     newest = index.newest
     if named is None and newest is not None and not query.same_thread(newest):

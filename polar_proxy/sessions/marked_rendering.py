@@ -74,7 +74,11 @@ class RenderingError(Exception):
 
 
 class Marking(NamedTuple):
-    """How messages are marked. Some templates read how a text begins or ends, such as a flag in the system message."""
+    """The places at which messages are marked.
+
+    Several markings are tried, because a mark may hide the beginning or the end of a text from a template that looks
+    there, such as for a flag in the system message.
+    """
 
     before: bool
     """A mark before the text of messages that are not answers."""
@@ -265,7 +269,7 @@ def compare_fronts(base: MarkedRendering, whole: MarkedRendering, marker: Marker
     shown in the new rendering: the answer was sampled after it. Raises RenderingError.
     """
     if base.answers != whole.answers[: len(base.answers)] or len(base.fixed) > len(whole.fixed) - 1:
-        raise RenderingError("history_changed", "other answers are shown")
+        raise RenderingError("history_changed", "the template shows other past answers than before")
     last = len(base.fixed) - 1
     for place, (before, now) in enumerate(zip(base.fixed, whole.fixed, strict=False)):
         if before == now:
@@ -316,7 +320,7 @@ def after_answer(
 
 
 def _end_is_marked(answer: Message) -> bool:
-    """Return whether the mark after an answer's text is its very end: no tool call and no white space follow it."""
+    """Return whether nothing of the answer follows the mark after its text: no tool call and no white space."""
     text = answer.content[-1].get("text") if isinstance(answer.content, list) and answer.content else answer.content
     return not answer.tool_calls and isinstance(text, str) and bool(text) and not text[-1].isspace()
 

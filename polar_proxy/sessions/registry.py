@@ -136,7 +136,7 @@ class SessionRegistry:
             self._marks.clear()
 
     def reserve_marks(self) -> None:
-        """Reserve disk space for marks, while there is some. Blocking."""
+        """Reserve disk space for the marks of sessions that lose a call, before the disk is full. Blocking."""
         try:
             self._marks.reserve()
         except StoreError as error:
@@ -147,7 +147,10 @@ class SessionRegistry:
         self._marks.close()
 
     async def _store_late(self, session: SessionState) -> str:
-        """Store a session if it was opened without the store. Return the id of the stored session of its key."""
+        """Store a session that was opened while the store failed. Return the id under which it is stored.
+
+        If a session with the same key is stored already, this one is forgotten, and the id is that of the stored one.
+        """
         if session.unstored_key is None:
             return session.session_id
         row = await self._store.sessions.create(

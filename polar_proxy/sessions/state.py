@@ -278,7 +278,8 @@ class SessionState:
     def rebuild(self, calls: Iterable[StoredLineage]) -> None:
         """Add stored calls, in the order in which they started. Calls that are known already are skipped.
 
-        Calls that were stored under other normalisers are added too, but no later request matches them.
+        Calls that were stored with other normalisers (setting `gateway.normalisers_off`) are added too. Later requests
+        may match single answers of them, but not whole conversations.
         """
         for row in calls:
             node = node_from_store(row)

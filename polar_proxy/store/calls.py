@@ -97,7 +97,7 @@ class CallRepository(Repository):
         return self._writer.add(record, large=large)
 
     def set_cache(self, size: int) -> None:
-        """Set the bytes of memory with which `commit` avoids work for messages that are stored already."""
+        """Set the size in bytes of the cache that lets `commit` skip rows which a session has stored already."""
         self._writer.set_cache(size)
 
     async def get(self, call_id: str) -> CallRecord | None:

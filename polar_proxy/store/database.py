@@ -191,8 +191,9 @@ class Database:
     async def probe(self) -> None:
         """Write a row and commit, on a separate connection. Raises StoreError if nothing can be stored now.
 
-        A write of this process that just ended, or ends meanwhile, proves as much, and one that has the lock is on its
-        way. Many of them have SQLite's lock most of the time, so that the probe does not get it.
+        If a write of this process ended in the last second, nothing is written (for SQLite, only the free space is
+        checked). If the probe times out or does not get SQLite's lock, a write of this process that ended meanwhile or
+        is still running proves the same: under load, such writes have the lock most of the time.
         """
         began = time.monotonic()
         try:

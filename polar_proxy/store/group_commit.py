@@ -8,7 +8,7 @@ Promises:
 * If the connection breaks during a commit, the database is asked whether the commit happened, so that no stored call is
   reported as lost and none is written twice. If it cannot be asked, the error is a StoreUncertainError.
 * While the database server is unreachable, a commit fails after a few seconds.
-* A call does not wait for the rows of a large one to be made, only for them to be written.
+* Other calls do not wait while the rows of a large call are made, only while these rows are written.
 """
 
 from __future__ import annotations

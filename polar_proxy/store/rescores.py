@@ -52,7 +52,10 @@ class Rescore:
 
 @dataclass(frozen=True, slots=True)
 class BuilderCalls:
-    """Calls in two forms: as recorded, and with the tokens that the traces of a builder refer to."""
+    """Calls in two forms: as recorded, and with the tokens that the traces of a builder have.
+
+    The forms differ only for the builder `rescored`: its traces have rescored tokens where none were recorded.
+    """
 
     recorded: list[CallRecord]
     of_traces: list[CallRecord]

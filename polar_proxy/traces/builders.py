@@ -142,9 +142,11 @@ class CallMerger:
         )
 
     def _join_drifted(self, call: CallRecord) -> tuple[TraceBuilder, int] | None:
-        """Return the trace that a drifted call continues, and where the context begins in the call's prompt, or None.
+        """Return the trace that a call is joined to despite drift, and where the context begins in the call's prompt.
 
-        The call may also be one that did not drift but continues a trace with joined drift, and so other tokens.
+        The drift may be the call's own, or that of an earlier call that was joined to the trace, so that the trace has
+        other tokens than the call's prompt. Return None if there is no drift, or no clean join. Sets the outcome of
+        the call's drift event.
         """
         event = self._events.get(call.call_id)
         trace = self._by_last_answer.get((call.base_call_id or "", call.base_choice or 0))
@@ -181,7 +183,8 @@ def _tree(calls: Sequence[CallRecord]) -> list[TraceBuilder]:
 def _deepest(traces: Sequence[TraceBuilder], call: CallRecord) -> tuple[TraceBuilder | None, int]:
     """Return the trace with the longest common prefix with the call's prompt, and the prefix's length.
 
-    Among equals, prefer one that ends there, then the trace of the call's base, then of its parent, then the first.
+    Among equally long ones, prefer a trace that ends with this prefix, then one whose last answer is the one that the
+    call extends (its base), then one that contains the call's parent, then the first. (None, 0) without a trace.
     """
     prompt = call.prompt_ids
     assert prompt is not None

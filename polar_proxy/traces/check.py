@@ -126,7 +126,10 @@ def _identity_problems(trace: Trace, certificate: Certificate) -> Iterator[str]:
 
 
 def _samplings(certificate: Certificate) -> Iterator[AnswerSampling]:
-    """Yield how each answer was sampled. Answers whose engine is not described are left to `_span_problems`."""
+    """Yield how each answer was sampled.
+
+    An answer whose engine is missing from the certificate is skipped; `_span_problems` reports it.
+    """
     for span in certificate.spans:
         if isinstance(span, SampledSpan) and span.engine < len(certificate.engines):
             mode = certificate.engines[span.engine].logprob_mode

@@ -129,8 +129,8 @@ def weights_after(run: Path, step: int, model: Any, *, initial: Path, adapter: b
     folder = run / "checkpoints" / f"step-{step:06d}"
     if step and not folder.is_dir():
         raise TrainingError(
-            f"tokens that the weights after step {step} sampled are trained, and there is no checkpoint of that step: "
-            "raise keep_checkpoints, lower max_async_steps, or set `proximal` to another value than sampler"
+            f"the batch has tokens that were sampled with the weights after step {step}, and there is no checkpoint of "
+            "that step: raise keep_checkpoints, lower max_async_steps, or set `proximal` to another value than sampler"
         )
     own = dict(model.named_parameters())
     if adapter and not step:  # a new adapter changes nothing, because its matrix B is 0

@@ -174,8 +174,12 @@ class Learner:
         )
 
     def update(self, batch: TrainingBatch, step: int, kept: KeptWeights | None = None) -> StepStats:
-        """Train on a batch of at least one sequence. `step`, counted from 0, sets the learning rate, and is the policy
-        version of the weights before the update. `kept` is needed for tokens of older versions."""
+        """Train on a batch of at least one sequence.
+
+        `step`, counted from 0, sets the learning rate, and is the policy version of the weights before the update.
+        `kept` returns the weights of an older version. It is needed if the batch has tokens of older versions and the
+        configuration has `recomputes_proximal`.
+        """
         started = time.perf_counter()
         config = self._config
         minibatches = [
@@ -302,9 +306,10 @@ class Learner:
         return torch.where(torch.isnan(microbatch.older_logprobs), start, microbatch.older_logprobs)
 
     def _recompute_older(self, microbatches: Sequence[Microbatch], step: int, kept: KeptWeights | None) -> None:
-        """Set `older_logprobs` of the microbatches: those of tokens that an older version sampled, by its weights.
+        """Set `older_logprobs` of the microbatches, for the tokens that older policy versions sampled.
 
-        Raises TrainingError if the weights of a version are not kept.
+        Each is the log-probability by the weights of the version that sampled the token. Raises TrainingError if the
+        weights of a version are not kept.
         """
         numbers = [np.array(self._version_numbers(microbatch, step)) for microbatch in microbatches]
         for number in sorted({int(number) for each in numbers for number in each} - {step}):

@@ -109,7 +109,10 @@ def chance_of_spread(belief: SolveRateBelief, n: int) -> float:
 
 
 def group_size(belief: SolveRateBelief, *, wanted: float = 0.9, smallest: int = 2, largest: int = 16) -> int:
-    """Return the smallest group size in [smallest, largest] whose chance of spread reaches `wanted`, else `largest`."""
+    """Return the smallest group size at which rewards differ with a probability of at least `wanted`.
+
+    Tries the sizes from `smallest` on, and returns `largest` if no smaller one is enough (see `chance_of_spread`).
+    """
     return next((n for n in range(smallest, largest) if chance_of_spread(belief, n) >= wanted), largest)
 
 

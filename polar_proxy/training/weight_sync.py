@@ -136,7 +136,8 @@ async def probe(
     if float(np.abs(scored - last).mean()) < mean / 4:
         raise TrainingError(
             "the engine was sent new weights and did not load them: its log-probabilities of the probe are nearer to "
-            f"those of the old weights (mean distance to the new {mean:.3g} nats, from old to new {moved:.3g})"
+            f"those of the old weights. They differ from those of the new ones by {mean:.3g} nats on average; old and "
+            f"new weights differ by {moved:.3g}"
         )
     # Wide margins again: the noise changes with the weights, and a part that was not loaded shows clearly.
     if noise is not None and mean > 4 * noise and mean > moved / 10:

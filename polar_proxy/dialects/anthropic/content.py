@@ -211,7 +211,7 @@ _BLOCK_READERS: dict[str, Callable[[_BlockReader, Json, str], list[Json]]] = {
 
 
 def _rendered(blocks: list[Json], path: str) -> list[tuple[Json, str]]:
-    """Return the blocks that the API renders, each with its path."""
+    """Return the blocks that Anthropic's API would show to the model, each with its path."""
     return [(block, f"{path}[{number}]") for number, block in enumerate(blocks) if block["type"] not in _NOT_RENDERED]
 
 

@@ -1,10 +1,10 @@
 """Google's response: GenerateContentResponse objects, alone, as server-sent events, or as items of a JSON array.
 
 * Text is streamed as it arrives; a function call is sent whole, when the next call has begun or at the end.
-* Reasoning is sent as a thought part if the client asked for thoughts. In any case, reasoning that no signature holds
-  yet is signed on the next part that is not a thought, and the first call's signature holds all of it (where Google
-  puts its own). In a stream the text's signature is on its first piece: Gemini CLI appends later pieces to the first
-  and drops all their other fields. Reasoning after the last part is signed on an empty text.
+* Reasoning is sent as a thought part if the client asked for thoughts. In any case, it is also in the signature of the
+  next part that is not a thought. The signature of the first call has all reasoning so far, because Google puts its own
+  signature there. In a stream, the text's signature is on its first piece: Gemini CLI appends later pieces to the first
+  and drops all their other fields. Reasoning after the last part is in the signature of an empty text.
 * `args` must be a JSON object. Arguments that are not one (`[1]`, broken JSON, cut short) reach the agent as the text
   `name(arguments)`, letter for letter, and never as an empty object; the signature restores the tool call when the text
   comes back. Empty arguments of a finished tool call mean `{}`.

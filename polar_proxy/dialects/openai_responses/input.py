@@ -136,7 +136,10 @@ class _ItemReader:
         return draft
 
     def _text_fits(self) -> bool:
-        """Return whether text or reasoning may continue the current draft: one without text, or with tool calls."""
+        """Return whether text or reasoning may continue the current draft.
+
+        If the draft has text and no tool calls yet, it may not: the text or reasoning begins another answer.
+        """
         return self._draft is not None and (not self._draft.text or bool(self._draft.tool_calls))
 
     def _append(self, message: Message) -> None:

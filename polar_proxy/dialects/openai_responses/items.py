@@ -148,7 +148,7 @@ def begins_as_input(arguments: str) -> bool:
 
 
 def is_broken_input(arguments: str) -> bool:
-    """Return whether the arguments begin as expected and continue in another form."""
+    """Return whether the arguments begin as `{"input": "`, but are not of the form `{"input": text}` as a whole."""
     return begins_as_input(arguments) and custom_input(arguments) is None
 
 

@@ -125,7 +125,7 @@ class TextStream:
         return self._release(self._decoder.feed(token_id))
 
     def close(self) -> str:
-        """Return the rest at the end of the answer."""
+        """Return the text that `feed` held back until the end; empty if a stop string ended the answer."""
         if self.stopped_at is not None:
             return ""
         text = self._release(self._decoder.close())

@@ -206,7 +206,7 @@ class ParserProofs:
         return ForcedAnswer(name, wanted, sampled[:-1] if ends else sampled, parsed, sampled=sampled)
 
     def _bias(self, **biases: float) -> Json:
-        """Return logit biases for the tags and the letter. Those of more than one token are left out."""
+        """Return `logit_bias` for tags and LETTER, given by name. A text of more than one token gets no bias."""
         texts = {"think": THINK, "letter": LETTER, "thought": END_THINK, "call": CALL, "called": END_CALL}
         tokens = {self._tags[texts[name]]: bias for name, bias in biases.items()}
         return {"logit_bias": {str(ids[0]): bias for ids, bias in tokens.items() if len(ids) == 1}}

@@ -281,11 +281,11 @@ class ServerProbe:
         return None
 
     async def _end_of_turn(self) -> tuple[int, ...]:
-        """Return the id of the token that ends an answer; empty if none is found.
+        """Return the id of the token that ends an answer, as a tuple of one; an empty tuple if none is found.
 
-        Candidates are the tokens by which a finished last message differs from an unfinished one. The first at which
-        the server stops by itself, when a bias makes it sample the token, is returned. (A template may write other
-        tokens after a message too, such as a line break.)
+        Candidates are the tokens that the template writes after a finished message and not after an unfinished one.
+        Some of them, such as a line break, do not end an answer. So a bias makes the server sample each in turn, and
+        the first at which it stops by itself is returned.
         """
         turn = [*USER, {"role": "assistant", "content": "One"}]
         closed = await unless_refused(self._render(turn, add_generation_prompt=False))

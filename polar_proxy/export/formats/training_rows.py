@@ -235,7 +235,9 @@ def require_reward(row: TrainingRow) -> float:
 def require_advantage(row: TrainingRow) -> float:
     """Return the advantage. Raise RowError if the rollout is not trained, or has no advantage in its group."""
     if row.masked:
-        raise RowError("masked", f"the rollout of the row {row.trace_id} counts in the baseline but is not trained")
+        raise RowError(
+            "masked", f"the rollout of the row {row.trace_id} is masked: it counts in the baseline, but is not trained"
+        )
     if row.advantage is None or not math.isfinite(row.advantage):
         raise RowError("no_advantage", f"the row {row.trace_id} has no advantage: see `with_advantages`")
     return float(row.advantage)

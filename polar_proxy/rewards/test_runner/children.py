@@ -107,7 +107,10 @@ def _run_child(job: dict[str, Any], group: dict[str, Any], writing: int) -> None
 
 
 def _prepare_path(tests: list[str]) -> None:
-    """Add the workspace to the import path after the standard library, so that it cannot shadow modules of that."""
+    """Add the workspace to the import path after the standard library, whose modules it then cannot shadow.
+
+    If a test's package has the name of a library module, the workspace comes first.
+    """
     library = os.path.dirname(os.__file__)
     places = [index for index, path in enumerate(sys.path) if path.startswith(library) and "-packages" not in path]
     # A project may have a package that is called like one of the library, such as `test`.
@@ -118,7 +121,7 @@ def _prepare_path(tests: list[str]) -> None:
 
 
 def _run_unittest(group: dict[str, Any], report: Callable[..., None]) -> list[unittest.TestCase]:
-    """Run the group's tests between canaries, and return them."""
+    """Run canaries, the group's tests and more canaries, report their verdicts, and return the tests."""
     recorder = VerdictRecorder(
         lambda test, verdict: report("test", test, verdict), {canary["name"] for canary in group["canaries"]}
     )

@@ -1,4 +1,4 @@
-"""Compare a child's assertions and comparisons before and after the agent's code is imported."""
+"""Detect that the agent's code, in the process of the tests, changed assertions or made objects that equal anything."""
 
 from __future__ import annotations
 

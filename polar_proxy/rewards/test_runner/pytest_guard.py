@@ -27,7 +27,7 @@ class PytestGuard:
         self._passed_canaries = 0
 
     def start(self, config: Any) -> None:
-        """Begin to watch; called as the hook `pytest_configure`."""
+        """Record that pytest has started, and register the other hooks; called as the hook `pytest_configure`."""
         # Neither a pytest that tests start nor a worker of pytest-xdist is watched.
         os.environ.pop("PYTEST_ADDOPTS", None)
         if not hasattr(config, "workerinput"):

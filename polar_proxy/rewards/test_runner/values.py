@@ -71,7 +71,7 @@ def ask(link: Link, *request: Any) -> Any:
     link.send(request)
     reply = link.receive()
     if not (isinstance(reply, list) and len(reply) == 2):
-        raise LinkClosedError(f"not an answer: {reply!r}")
+        raise LinkClosedError(f"the worker sent a malformed reply: {reply!r}")
     if reply[0] == "answer":
         return reply[1]
     name, text = reply[1]

@@ -250,7 +250,7 @@ def ids_from_bytes(body: bytes | bytearray, width: int) -> TokenIds:
 
 
 def change_width(body: bytes | bytearray, old: int, new: int) -> bytes | bytearray:
-    """Return ids of `old` bytes each with `new` bytes each: zeros are added, or the highest bytes dropped."""
+    """Convert ids from `old` to `new` bytes per id: add zero bytes to each, or drop its highest bytes."""
     if old == new:
         return body
     found = bytearray(len(body) // old * new)

@@ -211,7 +211,10 @@ class _Transfer:
                 )
 
     async def check_sessions(self) -> None:
-        """Refuse new sessions of stored rollouts. The column has no foreign key, so `_OWNERS` cannot name it."""
+        """Refuse new sessions of rollouts that were stored before the import.
+
+        `_OWNERS` cannot name the column `sessions.rollout_id`, because sessions are imported before rollouts.
+        """
         s, r = schema.sessions.c, schema.rollouts.c
         new = sorted(self._new["sessions"])
         for start in range(0, len(new), PAGE):

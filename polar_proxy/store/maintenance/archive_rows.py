@@ -2,7 +2,7 @@
 
 The received file is read as data only: it must have plain tables with exactly the columns of the schema, so that no
 view, trigger, generated column or virtual table of it is ever evaluated. Each value is checked by the type of its
-column, and what packed values unpack to is counted before anything unpacks them.
+column. The unpacked size of all packed values is limited; it is read from their headers before anything unpacks them.
 """
 
 from __future__ import annotations

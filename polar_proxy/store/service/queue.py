@@ -176,9 +176,9 @@ class FleetRepository(Repository):
         return row
 
     async def update(self, wanted: FleetRow, *, only_if: FleetRow | None = None) -> bool:
-        """Pause or resume all servers and return True. `only_if`: in any other state, do nothing and return False.
+        """Pause or resume all servers and return True; with `only_if`, do nothing and return False in any other state.
 
-        After this returns, `in_flight` includes every claim that was in progress meanwhile.
+        A pause waits for the claims in progress, so that `in_flight` includes their rollouts afterwards.
         """
         async with self._database.writing() as connection:
             found = FleetRow(*(await connection.execute(_select_fleet.with_for_update())).one())
