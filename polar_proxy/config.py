@@ -165,7 +165,7 @@ class RunSettings(RolloutSpec):
     Needed if the Docker engine cannot see this machine's disk."""
 
     def job_spec(self, **given: Any) -> JobSpec:
-        """Return a job with these settings, each replaced by the one in `given`, if there is one."""
+        """Return a job with the options in `given`, and with these settings as defaults for all others."""
         return JobSpec(**{**self.model_dump(include=set(JobSpec.model_fields)), **given})
 
 

@@ -83,7 +83,10 @@ def answer_sampling(call: CallRecord, choice: Choice) -> AnswerSampling:
 
 
 def policy_versions(call: CallRecord, choice: Choice) -> tuple[tuple[int, str | None], ...]:
-    """Return (first position within the answer, policy version) of each run of its tokens, from position 0 on."""
+    """Return (start, policy version) for each run of an answer's tokens that one policy version sampled.
+
+    `start` is the position of the run's first token in the answer; the first run starts at 0.
+    """
     if not choice.versions:
         return ((0, call.weight_version),)
     if choice.versions[0][0] > 0:

@@ -243,9 +243,10 @@ class DockerSandbox(Sandbox):
         return ExecResult(exit_code, run.out.value(), run.err.value(), timed_out, seconds, truncated)
 
     def _end_in_background(self, ident: str, task: asyncio.Task[int]) -> None:
-        """End a cancelled command without waiting.
+        """Begin to end a cancelled command, and return without waiting for its end.
 
-        Usually the sandbox is closed next, which takes one call of the engine; ending the command takes three.
+        Ending a command takes three calls to the Docker engine. Usually the sandbox is closed next, and this ends the
+        command with one call.
         """
 
         def ended(ending: asyncio.Task[None]) -> None:

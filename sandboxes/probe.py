@@ -1,6 +1,7 @@
 """Try the ways out of a sandbox from inside it. `self_test` runs the text of this file there, with Python 3.7 or newer.
 
-Reads one JSON document from stdin: `self_test.probe_input`. Prints a JSON list: what opened, one line each.
+Reads one JSON document from stdin: `self_test.probe_input`. Prints a JSON list of texts,
+one for each way out that is open, and one if the gateway cannot be reached from inside.
 """
 
 from __future__ import annotations

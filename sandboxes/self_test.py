@@ -139,7 +139,11 @@ def _listen_besides(port: int) -> socket.socket:
 
 
 def probe_input(kind: SandboxKind, *, own_kernel: bool = False) -> dict[str, Any]:
-    """Return what the probe tries. With `own_kernel` (gVisor) system calls do not reach the kernel of the host."""
+    """Return the input of the probe, which lists what it tries.
+
+    With `own_kernel` (gVisor), the probe skips system calls and socket families, because they do not reach the host's
+    kernel.
+    """
     spaces = [name for name in ("pid", "net", "ipc", "uts", "mnt") if os.path.exists(f"/proc/self/ns/{name}")]
     return {
         "namespaces": {name: os.readlink(f"/proc/self/ns/{name}") for name in spaces},

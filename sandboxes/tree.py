@@ -1,8 +1,9 @@
-"""The files that a program left in a sandbox, read from outside and as data.
+"""The files that a program left in a sandbox, read from outside the sandbox and treated as data.
 
-Its processes have ended, so nothing changes while it is read. Nothing that it left is run or followed: a link is its
-target's text, and devices, sockets and pipes are left out. Everything named `.git` is left out as well. What has more
-entries, longer paths or more bytes than the limits is refused with `TreeTooLarge`.
+The processes in the sandbox have ended, so the files do not change while they are read. Nothing that the program left
+is run, and no link is followed: the content of a link is the path of its target. Devices, sockets, pipes and everything
+named `.git` are left out. A tree with more entries, longer paths or more bytes than the limits is refused with
+`TreeTooLarge`.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class SandboxTree(ABC):
     def close(self) -> None: ...
 
     def covers(self, path: bytes) -> bool:
-        """Return whether a file at this path would be in `entries`; otherwise it is as in the sandbox's image."""
+        """Return whether this path was read. A path that was not read is unchanged from the sandbox's image."""
         return self.top_names is None or path.partition(b"/")[0] in self.top_names
 
     def _add(self, path: bytes, mode: int, size: int) -> None:

@@ -97,7 +97,10 @@ async def _run_forever(name: str, work: Callable[[], Awaitable[None]], pause: fl
 
 
 def callback_secret(settings: Settings) -> str:
-    """Return the secret of the settings, or else of a file in the home, created if missing. Raises UsageError."""
+    """Return the secret that signs callbacks: from the settings, or else from a file in Polar's home folder.
+
+    The file is created with a new secret if it does not exist. Raises UsageError for an invalid secret.
+    """
     secret, path = settings.api.callback_secret, settings.home / SECRET_FILE
     if secret is None and path.exists():
         secret = path.read_text().strip()
@@ -149,7 +152,10 @@ class CallbackSender:
             await self._store.callbacks.mark_failed(row.callback_id, problem, None)
 
     async def _post(self, row: CallbackRow, body: str) -> tuple[str | None, bool]:
-        """Return the problem, or None if the receiver accepted the callback, and whether to try again."""
+        """Send a callback once, and return (problem, retry).
+
+        `problem` is None if the receiver accepted the callback. `retry`: after a problem, whether to try again.
+        """
         stamp = int(time.time())
         headers = {
             "content-type": "application/json",

@@ -74,7 +74,7 @@ def add_routes(routers: Routers, context: ApiContext) -> None:
             Query(description="Only jobs in this state: open, paused, done or cancelled; several separated by commas."),
         ] = None,
         limit: Annotated[int, Query(ge=1, le=1000, description="Maximum number of jobs to return.")] = 20,
-        before: Annotated[str | None, Query(description="Only jobs submitted before this one, by its id.")] = None,
+        before: Annotated[str | None, Query(description="Only jobs submitted before the one with this id.")] = None,
     ) -> m.JobList:
         """List jobs, newest first."""
         states = None if state is None else [one.strip() for one in state.split(",")]
@@ -226,7 +226,8 @@ def _check_callback_url(url: str, private: bool) -> None:
         raise UsageError(f"callback_url must be http://... or https://..., not {url!r}.")
     if parts.username is not None or parts.password is not None:
         raise UsageError(
-            "callback_url must not contain a password: it is stored in the database, and callbacks are signed."
+            "callback_url must not contain a user name or password, because it is stored in the database. A receiver "
+            "can check the signature of a callback instead."
         )
     if not private:
         check_public_host(host)

@@ -112,7 +112,10 @@ def _find_adapters(names: list[str]) -> list[tuple[HarnessAdapter, str | None]]:
 
 
 async def _collect(documents: AsyncGenerator[Json, None], report: MeasurementReport, out_dir: Path | None) -> Json:
-    """Merge the documents. The files are written after each one, so that an interruption keeps the rows."""
+    """Merge the documents of all measurements into one.
+
+    The files in `out_dir` are written after each document, so that an interrupted run keeps its rows so far.
+    """
     found = report.merged(None, {"schema": 1})
     async with aclosing(documents):
         async for new in documents:

@@ -58,7 +58,7 @@ AllowCode = Annotated[
     typer.Option(
         "--allow-code",
         metavar="MODULE:NAME",
-        help="Python code that tasks and requests may refer to, besides the setting allowed_code. Repeatable.",
+        help="Allow tasks and requests to use this Python code, in addition to the setting allowed_code. Repeatable.",
     ),
 ]
 Where = Annotated[

@@ -1,11 +1,11 @@
 """The answers of a fidelity run: one for each cause that makes a re-rendered prompt differ from the sampled tokens.
 
 The scripted model of the conformance checks decides *what* is done (tool names and arguments are the harness's own).
-This module decides *how* it is written: as by a policy at temperature 1, not as by a serialiser or tokenizer. JSON in
-five styles, characters beyond ASCII, optional arguments of every scalar type, empty and nested arguments, two tool
-calls at once, text before a tool call, white space around everything, long answers, long outputs, and texts sampled as
-other tokens than the tokenizer would cut them into. A harness or a chat template changes each of these, so that a
-re-rendered prompt differs from the sampled tokens.
+This module decides *how* it is written: as a policy at temperature 1 writes, not as a serialiser or tokenizer does.
+The answers have JSON in five styles, characters beyond ASCII, optional arguments of every scalar type, empty and nested
+arguments, two tool calls at once, text before a tool call, white space around everything, long answers, long outputs,
+and texts sampled as other tokens than the tokenizer would cut them into. A harness or a chat template changes each of
+these, so that a re-rendered prompt differs from the sampled tokens.
 """
 
 from __future__ import annotations

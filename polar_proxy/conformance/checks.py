@@ -324,7 +324,7 @@ def count_doubled(runs: Sequence[ScenarioRun]) -> int:
 
 
 def _answers(runs: Sequence[ScenarioRun]) -> list[Exchange]:
-    """Return the model answers with status 200 that were handed on completely."""
+    """Return the model answers with status 200 that the proxy passed on to the agent completely."""
     exchanges = [exchange for run in runs for exchange in run.exchanges]
     return [one for one in exchanges if one.model_call and one.complete and one.status == 200]
 

@@ -61,7 +61,7 @@ class _ForcingClient(VllmClient):
         self._forced_ids: tuple[int, ...] = ()
 
     def forcing(self, ids: tuple[int, ...]) -> _ForcingClient:
-        """Return this client, with the same connections, for one request that samples `ids`."""
+        """Return a copy of this client, on the same connections, that makes the server sample `ids`."""
         client = copy.copy(self)
         client._forced_ids = ids
         return client

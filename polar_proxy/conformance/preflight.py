@@ -88,7 +88,7 @@ async def _check_program(sandbox: Sandbox, program: str) -> PreflightCheck:
 
 
 async def _check_start(adapter: HarnessAdapter, installed: Installation, sandbox: Sandbox) -> list[PreflightCheck]:
-    """Run the harness's version command, if it has one, and compare the version."""
+    """Check that the harness's version command prints the installed version. No checks if it has no such command."""
     program, root = str(installed.program), str(installed.root)
     argv = [word.replace("{program}", program).replace("{root}", root) for word in adapter.info.version_command]
     if not argv:

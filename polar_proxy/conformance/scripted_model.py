@@ -215,10 +215,10 @@ class ScriptedModel:
 def step_reply(
     profile: HarnessProfile, step: Step, tag: str, *, subagent: str = "", agent_id: str = ""
 ) -> ScriptedReply:
-    """Return the answer that takes `step`, in the form that the harness understands.
+    """Return the scripted answer for `step` of a scenario, in the form that the harness understands.
 
-    `tag` is part of the answer, so that later requests show how far the run is. `subagent` marks the task of a
-    sub-agent. `agent_id` is the id of the sub-agent that was started.
+    The answer contains `tag`. Later requests repeat the answer, so their highest tag shows how far the run is. If the
+    step starts a sub-agent, `subagent` marks its task; if it waits for a sub-agent, `agent_id` is the id of that one.
     """
     if profile.answer_format == "terminus":
         return _terminus_reply(step, tag)

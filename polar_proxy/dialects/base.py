@@ -201,8 +201,9 @@ class Dialect(ABC):
     def rebuild_body(self, messages: Sequence[bytes], tools: bytes | None, params: Json) -> Json:
         """Return a body from its stored fields. Parsed again, it gives the same engine request.
 
-        `messages` belong to one of the body's requests. A model that the URL named is not restored, and neither is a
-        reference to an earlier call, because a continued conversation is stored whole.
+        If the body held several requests (Completions with several prompts), `messages` are those of one of them. A
+        model that the URL named is not restored, and neither is a reference to an earlier call, because a continued
+        conversation is stored whole.
         """
         stored_tools = {} if tools is None else {"tools": orjson.loads(tools)}
         return {**params, **self.message_fields([orjson.loads(message) for message in messages]), **stored_tools}

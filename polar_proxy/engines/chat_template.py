@@ -77,7 +77,7 @@ class ModelTemplate:
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """What a model's folder holds of its prompts. `tokenizer` is one of the `tokenizers` library."""
+    """The data in a model's folder that determine its prompts. `tokenizer` is a `tokenizers.Tokenizer`."""
 
     template: ModelTemplate
     tokenizer: Any
@@ -156,7 +156,7 @@ def _after_billing_line(text: Any) -> Any:
 
 
 def _arguments(text: str) -> Any:
-    """Parse a tool call's arguments. Text that is not JSON stays text, as a model may have written such arguments."""
+    """Parse a tool call's arguments. Return text that is not JSON unchanged, because a model may sample such text."""
     try:
         return json.loads(text.strip() or "{}")
     except json.JSONDecodeError:

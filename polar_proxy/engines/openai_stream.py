@@ -267,7 +267,7 @@ def _real(value: float | None) -> float:
 
 
 def _reals(values: Sequence[Any]) -> Sequence[float]:
-    """Return each value converted by `_real`; fast if none needs it, as nearly always."""
+    """Return the values converted by `_real`. Usually no value changes, and `values` itself is returned."""
     try:
         if min(values, default=0.0) > MISSING_BELOW:
             return values

@@ -332,7 +332,10 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._set_timer("body")
 
     def _body_problem(self) -> str | None:
-        """Return how the body came too slowly, or None. Time in which the gateway did not read is not counted."""
+        """Return why the request body is too slow, or None if it is fast enough.
+
+        Called at the end of each time window, unless the gateway has paused reading then.
+        """
         limits, seconds = self._limits, self._limits.body_window_seconds
         self._windows += 1
         if self._content_of_window < limits.body_rate_kb * seconds * 1024:

@@ -285,8 +285,8 @@ def apply_policy(request: EngineRequest, policy: Json) -> EngineRequest:
 def recorded_sampling(request: EngineRequest, engine: EngineInfo, past_reasoning: str | None = None) -> Json:
     """Return the parameters that were sent to the engine, for the record.
 
-    `constrained` is added if the request asked for an answer of a certain form: whether the engine enforced it by a
-    grammar. The setting `past_reasoning` is added if it had an effect on the prompt.
+    `constrained` is added if the request demanded a tool call or a certain form of the answer. It is True if the engine
+    enforced this by a grammar, else False. The setting `past_reasoning` is added if it had an effect on the prompt.
     """
     sent = {name: value for name in _FIELDS if (value := getattr(request.sampling, name)) not in (None, ())}
     constrained = is_constrained(request, engine)

@@ -36,7 +36,7 @@ class EvaluatorError(PolarError):
 
 
 class PatchDoesNotApplyError(PolarError):
-    """The agent's patch does not apply; the text is git's error. It scores 0, because it is the agent's fault."""
+    """The agent's patch cannot be applied; the text says why. The reward is 0, because this is the agent's fault."""
 
 
 class CommandResult(Protocol):

@@ -99,7 +99,10 @@ class HiddenTestsEvaluator(Evaluator):
         return Score(float(detail["solved"]), detail, report.log, signs=report.signs)
 
     async def _score_unpatched(self, task: EvaluatedTask, sandboxes: SandboxFactory, parse: LogParser) -> Score | None:
-        """Return None if, without a patch, tests fail and pass as the task declares, else a score without reward."""
+        """Run the tests without a patch, to find out whether they fail and pass as the task declares.
+
+        Return None if they do. Otherwise the task is at fault: return a score without a reward.
+        """
         async with sandboxes() as workspace:
             report = await self._run(task, workspace, (), parse)
         green = [name for name in task.fail_to_pass if report.verdicts.get(name) in _GOOD]

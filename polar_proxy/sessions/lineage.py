@@ -419,9 +419,10 @@ def _new_conversation(index: CallIndex, query: PlacementQuery, compaction: rules
 
 
 def _after_sampled_turn(index: CallIndex, query: PlacementQuery) -> Decision | None:
-    """Decide by the last assistant turn that is an earlier call's answer, wherever it is in the request.
+    """Return the decision that the request follows the earlier call whose answer it repeats; None if there is none.
 
-    Assistant messages that a harness writes itself, such as examples and "Ok.", are no answers, so they do not matter.
+    If the request repeats several answers, the last one decides, wherever it is in the request. Assistant messages that
+    a harness writes itself, such as examples and "Ok.", are skipped, because they are not answers of calls.
     """
     for turn in reversed(query.chain.turns):
         found = index.exchanges.get((turn.digest, turn.ids)) or index.exchanges.get(turn.exchange) or []

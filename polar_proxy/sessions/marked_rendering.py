@@ -24,7 +24,7 @@ from polar_proxy.types import Message, ToolCall
 
 
 class RenderingDifference(NamedTuple):
-    """A difference between two renderings of a past answer's surroundings that does not count."""
+    """A kind of difference that is ignored when the text before a past answer is compared in two renderings."""
 
     name: str
     pattern: re.Pattern[str]
@@ -315,7 +315,7 @@ def after_answer(
     if any(begin < whole.after for place, (begin, _) in whole.extents.items() if place >= answered):
         raise RenderingError("message_lost", "a new message is not rendered after the last answer")
     if not whole.stop and not _end_is_marked(messages[answered - 1]):
-        raise RenderingError("no_end_of_turn", "the answer's last characters have no mark after them")
+        raise RenderingError("no_end_of_turn", "neither a stop token nor a mark shows where the answer ends")
     return AfterAnswer(whole.stop, marker.unmark(text[whole.after :]))
 
 

@@ -162,8 +162,8 @@ class OpenCallRepository(Repository):
     async def announce(self, gateway: str, session_id: str, call_ids: Sequence[str], seconds: float) -> bool:
         """Announce the calls that `gateway` is about to answer, with a lease of `seconds`.
 
-        Returns True when every gateway can see the announcements; False if the session is closed, so that the calls
-        must not be answered.
+        Returns True once every gateway can see the announcements. Returns False if the session is closed; the calls
+        must not be answered then.
         """
         self._writer.shared = True
         now = time.time()

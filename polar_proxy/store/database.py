@@ -297,7 +297,7 @@ class Repository:
         return found[0] if found else None
 
     async def _scalars(self, query: Select[Any]) -> list[Any]:
-        """Return the first column."""
+        """Return the first column of the query's rows."""
         async with self._database.reading() as connection:
             return list(await connection.scalars(query))
 

@@ -64,7 +64,7 @@ def _condition(text: str) -> ColumnElement[bool]:
         return compare(_NUMBERS[name], number)  # type: ignore[no-any-return]
     if name in _FLAGS:
         if sign not in ("=", "==", "!=") or value.lower() not in _BOOLEANS:
-            raise UsageError(f"{name} is true or false. Write {name}=true or {name}=false")
+            raise UsageError(f"{name} must be compared with true or false. Write {name}=true or {name}=false")
         return _FLAGS[name].is_(_BOOLEANS[value.lower()] is not (sign == "!="))
     if name == "family":
         return rollouts.c.task_id.in_(select(tasks.c.task_id).where(compare(tasks.c.family, value)))

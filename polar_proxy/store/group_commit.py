@@ -100,7 +100,7 @@ class _Lane:
     def __init__(
         self, commit: Callable[[_Lane, _Commits], Awaitable[None]], thread: OffloadThread | None = None
     ) -> None:
-        """`thread` serializes the calls; None: the thread that writes them."""
+        """`thread` serializes the calls. If it is None, the thread that writes them to the database serializes them."""
         self.serializer = CallSerializer()
         self.thread = thread
         self.writer = BatchWriter(partial(commit, self))

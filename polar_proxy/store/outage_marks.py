@@ -98,7 +98,10 @@ class OutageMarks:
             self._marked.clear()
 
     def of_dead_processes(self) -> Iterator[tuple[OutageMark, ...]]:
-        """Yield the marks in the file of each dead process, and remove the file once its marks were used."""
+        """Yield the marks of each dead process, and remove its file when the next ones are requested.
+
+        So the caller must write the marks into the database before it continues.
+        """
         for file in sorted(self._folder.glob(f"{self._prefix}*")):
             try:
                 fd = os.open(file, os.O_RDWR | os.O_CLOEXEC)

@@ -69,7 +69,7 @@ class Store:
             return await migrate.revision(connection) or ""
 
     def outage_marks(self) -> OutageMarks:
-        """Return the place where a gateway keeps marks while the database cannot be written."""
+        """Return the marks (kept in files) of sessions that lost a call while the database could not be written."""
         return OutageMarks(self._marks_folder, self.display_url)
 
     async def write_outage_marks(self) -> None:

@@ -207,7 +207,7 @@ class TaskList:
         return tuple(entry for entry in self._entries if isinstance(entry, TaskRefusal))
 
     def task(self, seed: int) -> Task:
-        """Return the task at this position. Raises `UsageError` if there is none or its task was refused."""
+        """Return the task at position `seed`. Raises `UsageError` if there is no such task, or if it was refused."""
         count = len(self._entries)
         if not 0 <= seed < count:
             raise UsageError(f"{self.name} has {count} tasks, numbered from 0; there is no number {seed}.")
@@ -233,7 +233,7 @@ def make_task_list(
             # The code that made a `Task` may name functions; a row may not.
             check_task(task, code.including(*task.code_names) if isinstance(item, Task) else code)
             if task.task_id in seen:
-                raise BadTaskError(f"task_id {task.task_id!r} is also that of {seen[task.task_id]}")
+                raise BadTaskError(f"task_id {task.task_id!r} is already used by {seen[task.task_id]}")
             seen[task.task_id] = where
             entries.append(task)
         except BadTaskError as error:

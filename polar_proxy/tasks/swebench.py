@@ -5,14 +5,15 @@ differ in the fields that name the image of the repository and how its tests are
 
 | data set | image | tests |
 |---|---|---|
-| SWE-bench 5 | `image` | `eval_script`, `log_parser`, `eval_type` |
-| before 5, SWE-Gym | none: set `image` in the file's defaults | `test_command`, or the table below by `repo` |
+| SWE-bench, version 5 | `image` | `eval_script`, `log_parser`, `eval_type` |
+| SWE-bench before version 5, SWE-Gym | none: set `image` in the file's defaults | `test_command`, or `COMMANDS[repo]` |
 | SWE-rebench | `docker_image` | `install_config`: `test_cmd` (text; the test files are appended), `log_parser` |
 | SWE-rebench V2 | `image_name` | `install_config`: `test_cmd` (list), `log_parser`; workspace /NAME-OF-REPO |
 | R2E-Gym | `docker_image` | the image's `run_tests.sh`, compared with `expected_output_json` |
 
 Polar's own fields, in a row or in the file's defaults: `repository` (path or URL of a git repository or bundle, instead
-of an image), `test_command`, `parser`, `workdir`, `timeout_seconds`, `instruction`, `without_image`.
+of an image), `test_command`, `parser`, `workdir`, `timeout_seconds`, `instruction`, and `without_image` (the task also
+runs without the image, if it has a `repository`).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ Promises, each with a test:
 * A sequence that is the beginning of a longer one is not scored separately.
 
 Reasons for which a token is not compared: `policy_version` (sampled by other weights than the engine has loaded),
-`processed_sampling` (recorded of a distribution that top_p, a penalty, ... changed, whereas a fresh pass gives
+`processed_sampling` (recorded from a distribution that top_p, a penalty, ... changed, whereas a fresh pass gives
 softmax(logits / temperature)), `beyond_context` (after the end of the engine's context), `no_fresh_logprob` (the engine
 returned no value), `unknown_engine` (the record does not name the engine).
 """

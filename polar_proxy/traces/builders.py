@@ -59,10 +59,11 @@ def build(
 ) -> BuildResult:
     """Build and validate the traces of a session's calls.
 
-    `on_drift` decides what `merged` does with drifted calls (see `drift.py`). `split` opens a new trace for them.
-    `canonical` joins them to their base's trace with the context of their own prompt; if no clean join exists, it
-    splits, and the drift event has the reason. `rescore` makes the same traces as `canonical`; `scoring.rescore` then
-    replaces their log-probabilities. Raise UsageError for an unknown builder or drift policy.
+    `on_drift` decides what `merged` does with a drifted call (see `drift.py`). `split` opens a new trace for it.
+    `canonical` joins it to the trace of its base, the call whose answer it continues: the context between the two
+    answers is taken from the drifted call's own prompt. If no clean join exists, `canonical` splits, and the drift
+    event has the reason. `rescore` makes the same traces as `canonical`; `scoring.rescore` then replaces their
+    log-probabilities. Raise UsageError for an unknown builder or drift policy.
     """
     if builder not in BUILDERS:
         raise UsageError(f"There is no builder {builder!r}: choose {', '.join(BUILDERS)}.")

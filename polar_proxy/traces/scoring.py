@@ -313,9 +313,10 @@ async def _answer_tokens(choice: Choice, request: ChatRequest, prompt: list[int]
 
 
 def _required_pieces(answer: Message) -> list[str]:
-    """Return the texts that a rendering of the answer must contain.
+    """Return the texts that a rendering of the answer must contain: reasoning, content and names of called tools.
 
-    Templates strip white space and write arguments in their own form, so the texts do not include arguments.
+    The texts are stripped, because templates trim white space. Arguments of tool calls are not among them, because each
+    template writes them in its own form.
     """
     content = answer.content if isinstance(answer.content, str) else ""
     return [(answer.reasoning or "").strip(), content.strip(), *(call.name for call in answer.tool_calls)]

@@ -89,8 +89,10 @@ def _answer_problems(calls: Mapping[str, CallRecord], build: BuildResult) -> Ite
 def _prompt_problems(
     trace: Trace, traces: Mapping[str, Trace], calls: Mapping[str, CallRecord], build: BuildResult
 ) -> Iterator[str]:
-    """Yield a problem for each answer that follows other tokens than its recorded prompt, unless drift was joined there
-    and `on_drift` allows it."""
+    """Yield a problem for each answer that follows other tokens than its recorded prompt.
+
+    The answer of a drifted call may do so, if `on_drift` joined the call to the trace of its base (`_is_allowed_join`).
+    """
     try:
         ids = trace.token_ids if trace.parent_trace_id is None else trace_path(trace, traces).token_ids
     except ValueError as error:

@@ -217,8 +217,11 @@ def _make_sequences(
     config: GrpoConfig,
     skipped: dict[str, SkippedCounts],
 ) -> Iterator[TrainingSequence]:
-    """Yield the sequences of a rollout, and count its traces that are not trained. With ECHO yield those too, without
-    their sampled tokens."""
+    """Yield a sequence for each trace of a rollout that is trained; count the other traces in `skipped`.
+
+    With ECHO (`echo_coef`), a skipped trace gives a sequence too, unless it is too long or rejected. Of this sequence
+    only the environment's tokens are trained, not the sampled ones.
+    """
     seen: set[tuple[str, int, int]] = set()
     by_id = {trace.trace_id: trace for trace in member.traces}
     for trace in member.traces:

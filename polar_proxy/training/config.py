@@ -254,7 +254,10 @@ class GrpoConfig(BaseModel):
 
     @property
     def checkpoints_kept(self) -> int:
-        """Number of checkpoints to keep: with `recomputes_proximal`, one of every version that may be trained."""
+        """Number of newest checkpoints to keep.
+
+        With `recomputes_proximal`, they reach back to the oldest weights whose samples may still be trained.
+        """
         if not self.recomputes_proximal:
             return self.keep_checkpoints
         oldest = self.max_staleness or self.sync_every - 1

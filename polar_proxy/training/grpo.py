@@ -299,7 +299,7 @@ class GrpoTrainer:
         if engine_version not in (None, version):
             raise TrainingError(
                 f"after the sync to version {version} the engine reports version {engine_version}: another program "
-                "also updates its weights, so its samples belong to neither policy. Let only this run update it"
+                "also updates its weights, so it is unknown which policy sampled. Let only this run update the weights"
             )
         seconds = time.perf_counter() - started
         values = {"version": version, "engine": engine_version, "seconds": seconds, **asdict(result)}

@@ -170,11 +170,12 @@ def allocate_more(
 ) -> dict[str, int]:
     """Return how many more rollouts each task gets, after a first round gave every task at least two rewards.
 
-    Each rollout goes to the task whose interval it narrows most, that is, with the largest h(n) - h(n + 1) + bonus *
-    sqrt(log(1 + N) / n). n: rollouts of the task so far; N: all rollouts of the first round. A task gets at most `most`
-    more. If nothing can be gained (no spread anywhere, no bonus), the rest of the budget is not used. Raises ValueError
-    for a task with fewer than two rewards. Source: XRPO, arXiv 2510.06672, as we read it: the reduction of the half
-    width is its measure, the form of the exploration bonus is ours (0 switches it off).
+    Each rollout goes to the task whose confidence interval it narrows most, that is, with the largest
+    h(n) - h(n + 1) + bonus * sqrt(log(1 + N) / n). h: `half_width` of the interval; n: the task's rewards plus the
+    rollouts already given to it; N: all rewards of the first round. A task gets at most `most` more rollouts. If
+    nothing can be gained (no spread anywhere, no bonus), the rest of the budget is not used. Raises ValueError for a
+    task with fewer than two rewards. Source: XRPO, arXiv 2510.06672, as we read it: h(n) - h(n + 1) is the paper's
+    measure, and the form of the exploration bonus is ours (0 switches it off).
     """
     known = {name: len(known_rewards(values)) for name, values in rewards.items()}
     if few := [name for name, n in known.items() if n < 2]:

@@ -324,9 +324,9 @@ class NcclWeightSource:
 
 
 class NcclControlClient:
-    """vLLM's `VLLMWeightSyncClient` over HTTP, called from the threads of its sender.
+    """vLLM's `VLLMWeightSyncClient` over HTTP. vLLM's weight sender calls it from its own threads.
 
-    `on_error` is called with every error before it is raised in such a thread.
+    `on_error` is called with every error before the error is raised in the sender's thread.
     """
 
     def __init__(self, url: str, on_error: Callable[[TrainingError], object]) -> None:

@@ -16,6 +16,6 @@ def packages() -> list[str]:
 
 
 def tag() -> str:
-    """Return the tag of the default image: it has a hash of the recipe, so an image with this tag was built from it."""
+    """Return the tag of the default image. The tag contains a hash of the recipe from which the image is built."""
     recipe = DOCKERFILE.read_bytes() + b"\0" + PACKAGES.read_bytes()
     return f"polar-sandbox:{hashlib.sha256(recipe).hexdigest()[:12]}"

@@ -54,9 +54,10 @@ class Supervisor:
             os.close(fd)
 
     def start_bwrap(self, argv: list[str]) -> int:
-        """Start bwrap around `cat`, the sandbox's init, and return the pid of its first process inside.
+        """Start a sandbox in which bwrap runs `cat`, and return the pid of the sandbox's first process.
 
-        The echo of `cat` shows that all mounts are made. `cat` ends with this process, because its stdin closes.
+        `cat` echoes a line, which shows that all mounts are made. It keeps the sandbox open, and ends when this process
+        ends, because its stdin closes then.
         """
         stdin_read, stdin_write = os.pipe()
         stdout_read, stdout_write = os.pipe()

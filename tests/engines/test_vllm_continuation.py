@@ -256,7 +256,7 @@ async def test_renders_without_the_opening_only_with_tokenize() -> None:
         whole, closed = await engine.render(chat()), await engine.render(chat(), generation=False)
         assert text_of(whole[len(closed) :]) == "<|im_start|>assistant\n"
     async with FakeVllm(limits=frozenset({"no_tokenize"})) as fake, VllmEngine(fake.url) as engine:
-        with pytest.raises(RequestError, match="without the tokens that open the answer"):
+        with pytest.raises(RequestError, match="only with the tokens that open the next answer"):
             await engine.render(chat(), generation=False)
 
 

@@ -99,7 +99,7 @@ def test_refuses_lines_that_are_not_rows(tmp_path: Path) -> None:
     assert found == [
         "f.jsonl:1: is not JSON: Expecting property name enclosed in double quotes at column 2",
         "f.jsonl:3: is not a JSON object",
-        "f.jsonl:5 (t): task_id 't' is also that of f.jsonl:4",
+        "f.jsonl:5 (t): task_id 't' is already used by f.jsonl:4",
     ]
 
 

@@ -50,8 +50,11 @@ class _OpenText:
 
     @property
     def names(self) -> tuple[str, str, str]:
-        """The name of the text in event types (`output_text` in `response.output_text.delta`), the name of its part,
-        and the field with the part's index."""
+        """The names in the events of this text.
+
+        They are the name of the text (`output_text` in `response.output_text.delta`), the name of its part
+        (`content_part` in `response.content_part.added`), and the name of the field with the part's index.
+        """
         if self.kind == "reasoning":
             return "reasoning_summary_text", "reasoning_summary_part", "summary_index"
         return "output_text", "content_part", "content_index"

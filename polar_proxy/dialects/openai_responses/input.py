@@ -44,7 +44,7 @@ _BUILT_IN_CALLS = {tool.item: name for name, tool in BUILT_IN_TOOLS.items()}
 
 
 def collect_tools(tools: Toolbox, items: list[Json]) -> None:
-    """Add the tools that are inside the input to `tools`."""
+    """Add the tools that the input's items contain, such as those of `additional_tools`, to the toolbox `tools`."""
     for position, item in enumerate(items):
         if item.get("type") in ("additional_tools", "tool_search_output"):
             path = f"input[{position}].tools"

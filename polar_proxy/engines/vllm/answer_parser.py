@@ -232,7 +232,7 @@ class DerenderAnswerParser(AnswerParser):
         return message, "tool_calls" if finish == "stop" and message.get("tool_calls") else finish
 
     async def _derender(self, choice: _DerenderState, index: int, finish: str | None) -> tuple[Json, str | None]:
-        """Return what the tokens that are pending add to the message, and the finish reason."""
+        """Return the part of the message that the pending tokens add, and the finish reason."""
         chunk = {"index": index, "token_ids": choice.pending, "finish_reason": finish}
         body = {
             "stream": True,

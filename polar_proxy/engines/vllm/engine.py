@@ -228,7 +228,7 @@ class VllmEngine(ServerEngine):
             return await self.client.tokenize(render_body(request, generation=generation))
         if not generation:
             raise RequestError(
-                f"{self.client.name} cannot render a conversation without the tokens that open the answer."
+                f"{self.client.name} can render a conversation only with the tokens that open the next answer."
             )
         one_token = replace(request, sampling=Sampling(max_tokens=1), response_format=None)
         answer = await self.client.chat(chat_body(one_token, stream=False))

@@ -88,7 +88,10 @@ class LocalRenderer:
         return self._files.stop_ids
 
     async def renders(self, requests: Sequence[ChatRequest]) -> bool:
-        """Return whether conversations like these are rendered here. The last one is compared if none like it was."""
+        """Return whether this process renders these requests to the server's own ids.
+
+        If the tools and template options of the last request are new, compare its rendering with the server's.
+        """
         if not all(message.role in _ROLES for request in requests for message in request.messages):
             return False
         last = requests[-1]

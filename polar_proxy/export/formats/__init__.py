@@ -52,7 +52,7 @@ class RecordConverter:
         self.left_out: Counter[str] = Counter()
 
     def __call__(self, rows: Sequence[Json]) -> list[Json]:
-        """Convert the rows of a rollout that can be used. A format may also refuse the whole rollout."""
+        """Convert the usable rows of a rollout, and count the others. A format may also refuse the whole rollout."""
         usable = read_training_rows(rows, self.left_out)
         try:
             return self._convert(usable, self._numbers) if usable else []

@@ -56,7 +56,7 @@ class TrainingRow:
         return self.prompt_ids + self.response_ids
 
     def trained_mask(self) -> list[int]:
-        """Return [m]: `loss_mask`, or zeros if the rollout is masked."""
+        """Return the mask of the response tokens to train, [m]: `loss_mask`, or zeros if the rollout is masked."""
         return [0] * len(self.loss_mask) if self.masked else list(self.loss_mask)
 
     def runs(self) -> list[tuple[bool, int, int]]:

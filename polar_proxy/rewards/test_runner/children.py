@@ -62,7 +62,10 @@ def _collect(child: int, reading: int) -> tuple[bytes, int]:
 
 
 def _parse_events(data: bytes) -> list[list[Any]]:
-    """Return the child's lines as events. A line that is not one makes the report unusable, so it ends the list."""
+    """Return the events in the child's report, one per line.
+
+    At the first line that is not an event, end the list with `["broken"]`, which makes the report unusable.
+    """
     events: list[list[Any]] = []
     for line in data.splitlines():
         try:

@@ -65,7 +65,7 @@ class PytestGuard:
 
 
 class CanaryItem(pytest.Item):
-    """A test that must fail."""
+    """A canary, which is a test that must fail. If it passes, the results were forged."""
 
     body: str
 

@@ -30,7 +30,7 @@ def run_tests_by_value(job: dict[str, Any], link: Link) -> dict[str, Any]:
 
 
 class RemoteFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports modules of the worker."""
+    """An import hook of the judge: lets the worker import the module, and returns a `RemoteModule` for it."""
 
     def __init__(self, link: Link) -> None:
         self._link = link

@@ -98,7 +98,7 @@ def plan_nodes(nodes: Iterable[RayNode]) -> list[NodePlan]:
 
 
 def scoring_resources(nodes: Iterable[RayNode]) -> dict[str, float]:
-    """Return the resources of a scoring task: a scoring place if nodes offer any, else a processor."""
+    """Return the Ray resources of a scoring task: one `SCORING_RESOURCE` if any node offers it, else one CPU."""
     return {SCORING_RESOURCE: 1.0} if any(SCORING_RESOURCE in node.resources for node in nodes) else {"CPU": 1.0}
 
 

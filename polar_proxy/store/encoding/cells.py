@@ -108,7 +108,7 @@ class CellCodec:
         return bytes((VERSION, flags)) + body
 
     def _body(self, cell: bytes, kind: int, dictionary: bytes | bytearray = b"") -> tuple[bytes, int]:
-        """Return the uncompressed body and its width."""
+        """Return the uncompressed body, and its width (bytes per number)."""
         width, body = _read_header(cell, kind)
         if cell[1] & _DEFLATE:
             body = _inflate(body, dictionary)
@@ -185,7 +185,7 @@ def _frame_size(frame: bytes) -> int:
 
 
 def bytes_before(contents: Sequence[bytes]) -> bytes:
-    """Return the last `CONTEXT` bytes of the joined contents."""
+    """Return the preset dictionary for content that follows `contents`: the last `CONTEXT` bytes of them, joined."""
     pieces: list[bytes] = []
     missing = CONTEXT
     for content in reversed(contents):
@@ -222,7 +222,7 @@ def _inflate(body: bytes, dictionary: bytes | bytearray, limit: int = MAX_DEFLAT
     if not unpacker.eof:
         raise StoreError("A stored value is cut short: the database is damaged")
     if unpacker.unused_data:
-        raise StoreError("A stored value continues after its end: the database is damaged")
+        raise StoreError("A stored value has extra bytes after its end: the database is damaged")
     return found
 
 
@@ -260,8 +260,11 @@ def change_width(body: bytes | bytearray, old: int, new: int) -> bytes | bytearr
 
 
 class _TokenBuffer:
-    """A growing sequence of `size` tokens. They are kept as bytes, because they are read and compared as bytes; the
-    array of ids is filled on demand."""
+    """A growing sequence of tokens; `size` is their number so far.
+
+    The tokens are kept as bytes, because they are read and compared as bytes. `array` converts them to ids when a
+    caller needs these.
+    """
 
     __slots__ = ("_array", "_bytes", "_filled", "size", "width")
 

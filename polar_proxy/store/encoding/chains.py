@@ -156,9 +156,9 @@ class RequestChains:
         return (*stored, *bytes_chain("message", messages[shared:], stored[-1] if stored else None)), shared
 
     def extend_prompt(self, prompt: TokenIds, end_of_turn: tuple[int, ...]) -> tuple[list[ChainNode], ChainNode | None]:
-        """Return the nodes of a prompt that this request did not have, and the node of this request before them.
+        """Return the nodes that a later prompt adds to this request's chain, and the node that they follow.
 
-        That node is None if the prompt does not begin with `self.prompt`; the nodes are then the whole chain.
+        If the later prompt does not continue `self.prompt`, return the nodes of its whole chain, and None.
         """
         size = self.prompt.size
         continues = (

@@ -251,7 +251,10 @@ def _check_json(table: str, column: str, text: str, model: Callable[[Any], None]
 
 
 class UnpackedBytes:
-    """Counts what the packed values of the archive unpack to, from their headers. Raises ForgedRowError."""
+    """An upper bound on the total size of an archive's values after unpacking, computed from their headers.
+
+    Raises ForgedRowError if the total exceeds `limit`, or if the header and the row of a node state different lengths.
+    """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit

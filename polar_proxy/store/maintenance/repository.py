@@ -324,7 +324,7 @@ def _old_session(before: float) -> list[ColumnElement[bool]]:
 
 
 def _sessions_of(rollouts: Sequence[str]) -> Any:
-    """Select the sessions that belong to these rollouts only."""
+    """Select the sessions that belong to these rollouts and to no other rollout."""
     own = select(_r.session_id.label("session_id")).where(_r.rollout_id.in_(rollouts), _r.session_id.is_not(None))
     other = exists().where(_r.session_id == _s.session_id, _r.rollout_id.not_in(rollouts))
     return select(_s.session_id).where(or_(_s.session_id.in_(own), _s.rollout_id.in_(rollouts)), ~other)

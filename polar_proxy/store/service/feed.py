@@ -210,7 +210,7 @@ def _expired_error(lease_id: str) -> LeaseExpiredError:
 
 
 async def _expire(connection: AsyncConnection, now: float) -> None:
-    """End expired leases, so that their groups wait again."""
+    """End expired leases, so that their groups can be leased again."""
     expired = and_(_l.ended_at.is_(None), _l.expires_at < now)
     rows = (await connection.execute(select(_l.lease_id, _l.group_id).where(expired).with_for_update())).all()
     if rows:

@@ -213,7 +213,7 @@ async def _places(connection: AsyncConnection, task_id: str, which: ColumnElemen
 
 
 def _take_place(rollout: Any, places: list[Any]) -> Any | None:
-    """Remove from `places`, and return, the first rollout that `rollout` can change places with; None if none can."""
+    """Remove the first place that fits `rollout` from `places` and return it, or return None if no place fits."""
     for place in places:
         # The sandbox is not compared: it may be chosen later. The model is empty if the engine was not known yet.
         models = {rollout.model, place.model} - {""}

@@ -193,7 +193,7 @@ class CallbackRepository(Repository):
             return [CallbackRow(*row) for row in await connection.execute(_select_callbacks.where(mine))]
 
     async def fix_body(self, callback_id: str, body: str) -> str:
-        """Store the body that every attempt sends, and return it: the body of an earlier attempt, if there was one."""
+        """Store `body`, unless an earlier attempt stored one, and return the stored body, which every attempt sends."""
         mine = _b.callback_id == callback_id
         async with self._database.writing() as connection:
             await connection.execute(update(schema.callbacks).where(mine, _b.body.is_(None)).values(body=body))

@@ -201,7 +201,10 @@ class JobRepository(Repository):
             return claimed
 
     async def resume_due(self) -> list[str]:
-        """Open the jobs whose pause is over, and return their ids. Their rollouts may start even without this."""
+        """Set paused jobs whose pause is over to `open`, and return their ids.
+
+        Their rollouts do not wait for this: the queue already treats such a job as open.
+        """
         now = time.time()
         due = and_(_j.status == "paused", _j.paused_until <= now)
         if not await self._scalars(select(_j.job_id).where(due).limit(1)):

@@ -272,7 +272,7 @@ async def _fleet_is_paused(connection: AsyncConnection, now: float) -> bool:
 
 
 def _within(job_id: str | None) -> ColumnElement[bool]:
-    """Return a condition: rollouts of this job; without a job, rollouts that no process owns."""
+    """Return a condition: the rollout belongs to this job. If `job_id` is None: no process owns the rollout."""
     return _r.owner_pid.is_(None) if job_id is None else _r.job_id == job_id
 
 

@@ -2,8 +2,8 @@
 
 Revision ID: 0001
 
-No database of this schema has been released, so this revision follows `schema`. The change that adds revision 0002
-first writes a copy of the tables of `schema` here, because a released revision must not change.
+This schema has not been released yet, so this revision creates the tables as `schema` defines them now. A released
+revision must not change: before you add revision 0002, copy the table definitions from `schema` into this file.
 """
 
 from __future__ import annotations
