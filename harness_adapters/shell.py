@@ -61,7 +61,7 @@ class ShellCommand(BaseHarness):
     def install(self, cache_root: Path, version: str | None = None) -> Installation:
         del cache_root
         if version is not None and version != self.default_version:
-            raise InstallError("a command line has no version: the program in the sandbox is run as it is")
+            raise InstallError("a command line cannot have a version: its program is run as it is")
         try:
             words = self._words()
         except HarnessError as error:

@@ -326,11 +326,13 @@ class Sandbox(ABC):
 
     @abstractmethod
     async def read_tree(self, path: str | None = None) -> SandboxTree:
-        """End the sandbox's processes and return the files below `path` (`workdir` if None), read from outside: nothing
-        inside takes part in it. The caller closes the tree; afterwards the sandbox may run no more commands.
+        """End the sandbox's processes and return the files below `path` (`workdir` if None).
+
+        The files are read from outside, without any program inside the sandbox. The caller closes the tree. Afterwards
+        the sandbox may run no more commands.
 
         Raise `SandboxError` for a folder that this kind cannot read from outside (`workdir`, `home` and the folders of
-        the specification always work), `TreeTooLarge` if there is more than `sandboxes.tree` reads.
+        the specification always work), `TreeTooLarge` if the files exceed a limit of `sandboxes.tree`.
         """
 
     async def write_tree(self, files: Mapping[str, bytes], root: str | None = None) -> None:

@@ -30,7 +30,7 @@ class TreeTooLarge(OSError):
 
 @dataclass(frozen=True, slots=True)
 class TreeEntry:
-    """A regular file, or a link, whose content is its target."""
+    """A regular file or a symbolic link. The content of a link is the path to which it points."""
 
     mode: int
     size: int

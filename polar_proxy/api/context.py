@@ -216,8 +216,8 @@ async def allow_all(request: Request) -> Role:
 
 
 async def local_admin_key(store: Store, home: Path) -> Path:
-    """Return the file with this machine's admin key, which the store then knows. Creates a key if the file is missing
-    or its key was revoked."""
+    """Return the path of the file with this machine's admin key. If the file is missing or its key was revoked, write a
+    new key first. A key that is not in the store is added to it."""
     path = home / KEY_FILE
     key = path.read_text().strip() if path.exists() else ""
     row = await store.api_keys.get(hash_key(key)) if key else None

@@ -299,8 +299,9 @@ def import_archive(
     db: options.Db = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Import an archive. Everything in it is checked, and existing data is kept; if anything is wrong or contradicts
-    it, nothing is imported. Rollouts that had not ended arrive as cancelled, and keys are left out."""
+    """Import an archive. Existing data is kept. Everything in the archive is checked: if any of it is invalid or
+    contradicts existing data, nothing is imported. Rollouts that had not ended arrive as cancelled, and keys are left
+    out."""
     from polar_proxy.export import archives
 
     with progress_bars() as update:

@@ -168,7 +168,8 @@ JobId = Annotated[str, typer.Argument(help="A job's id, as `polar submit` prints
 @options.model_options(JobSpec)
 def submit(
     task: Annotated[
-        str, typer.Argument(help="As for `polar run`. A server reads files below its setting api.folders.")
+        str,
+        typer.Argument(help="As for `polar run`. A server reads only files in the folders of its setting api.folders."),
     ],
     *,
     seed: options.Seed = None,

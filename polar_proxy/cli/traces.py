@@ -47,7 +47,8 @@ def build(
     where: options.Where = None,
     builder: Annotated[str, typer.Option(help="merged, per_call or tree.")] = "merged",
     on_drift: Annotated[
-        str, typer.Option(help="If a prompt differs from the sampled tokens (merged): split, canonical or rescore.")
+        str,
+        typer.Option(help="What merged does if a prompt differs from the sampled tokens: split, canonical or rescore."),
     ] = "split",
     engine: options.Engine = None,
     engine_url: options.EngineUrl = None,

@@ -144,7 +144,10 @@ def _restyle(reply: ScriptedReply, style: StyledStep, tool: str, request: ChatRe
 
 
 def _restyle_object(text: str, style: JsonStyle) -> str:
-    """Return a text that is one JSON object (of a harness without tool calls) in that style; other text unchanged."""
+    """Return a text that is one JSON object in another style, and other text unchanged.
+
+    A harness without tool calls gets its commands as such an object.
+    """
     try:
         value = json.loads(text)
     except ValueError:

@@ -99,7 +99,7 @@ class RecordingProxy:
 
 
 class _RequestObserver:
-    """Callbacks of the parser of a connection's requests."""
+    """Makes an `Exchange` of each request of a connection. Its methods are callbacks of the HTTP parser."""
 
     def __init__(self, proxy: RecordingProxy, pending: deque[Exchange]) -> None:
         self._proxy = proxy
@@ -125,7 +125,7 @@ class _RequestObserver:
 
 
 class _ResponseObserver:
-    """Callbacks of the parser of a connection's responses."""
+    """Adds each response of a connection to its `Exchange`. Its methods are callbacks of the HTTP parser."""
 
     def __init__(self, pending: deque[Exchange]) -> None:
         self._pending = pending

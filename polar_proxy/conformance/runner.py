@@ -205,7 +205,7 @@ class ScenarioRunner:
         return ProgramRun(exit_code, outcome, detail, time.monotonic() - began)
 
     async def _wait_for_answer(self, run: ScenarioRun, program: asyncio.Task[object]) -> None:
-        """Wait until the engine has been answering for a moment."""
+        """Wait until the first request has been in the engine for `_BEFORE_KILL` seconds, or the program has ended."""
         while not program.done():
             if run.requests():
                 await asyncio.sleep(_BEFORE_KILL)

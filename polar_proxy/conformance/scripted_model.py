@@ -39,7 +39,7 @@ RUN = ("true",)
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """One run of the program, or two if there is a second user turn."""
+    """The script of one run of a harness's program, or of two runs if there is a second user turn."""
 
     name: str
     title: str

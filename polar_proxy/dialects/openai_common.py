@@ -149,7 +149,7 @@ class OpenAIEncoder(Encoder):
 
 
 def choice_mode(choice: Any) -> str | None:
-    """Return the mode of a `tool_choice`, which some clients send as an object; None if it has none of these modes."""
+    """Return a `tool_choice` that is none, auto or required; None for any other. Some clients send it in an object."""
     mode = choice.get("type") if isinstance(choice, dict) else choice
     return mode if mode in ("none", "auto", "required") else None
 

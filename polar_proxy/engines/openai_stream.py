@@ -235,7 +235,7 @@ def version_runs(spans: Sequence[Json]) -> tuple[tuple[int, str], ...]:
 
 
 def _chat_entries(logprobs: Json) -> Sequence[Json]:
-    """Return the log-probabilities of a chunk in the form of chats, one entry for each token."""
+    """Return a chunk's log-probabilities as Chat Completions writes them, one entry for each token."""
     if "token_logprobs" not in logprobs:
         return logprobs.get("content") or ()
     values = logprobs["token_logprobs"] or ()

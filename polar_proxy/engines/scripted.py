@@ -48,7 +48,7 @@ class ScriptedReply:
 
     @classmethod
     def of(cls, answer: ScriptedAnswer) -> ScriptedReply:
-        """Return the reply for an answer of a script, which may have a shorter form."""
+        """Return a script's answer as a reply. A script may also answer with a text, tool calls or an exception."""
         if isinstance(answer, ScriptedReply):
             return answer
         if isinstance(answer, str):

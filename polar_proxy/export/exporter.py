@@ -102,9 +102,10 @@ async def export(
 
 
 async def _rewards_by_group(store: Store, advantage: str, builder: str) -> dict[str, dict[str, float | None]]:
-    """Return the rewards of all rollouts: a baseline needs its whole group, even if only some rollouts are exported.
+    """Return group id -> rollout id -> reward for all rollouts of the database, not only for the exported ones.
 
-    Raise UsageError if there is no such advantage, or if the builder's rows are branches.
+    A baseline needs the rewards of its whole group. Raise UsageError if `advantage` is unknown, and for the builder
+    `tree`, whose rows are branches instead of whole sequences.
     """
     if advantage not in ADVANTAGES:
         raise UsageError(f"There is no advantage {advantage!r}: choose {', '.join(ADVANTAGES)}.")

@@ -49,7 +49,7 @@ class HealthCheck:
         self._began = self._ended = -math.inf
 
     async def result(self, max_age: float = MAX_AGE_SECONDS) -> str | None:
-        """Return the problem, or None, within two seconds."""
+        """Return the problem that the check finds, or None if there is none. Takes less than two seconds."""
         if time.monotonic() - self._ended < max_age:
             return self.problem
         if self._task is None or self._task.done():
@@ -124,7 +124,7 @@ class StoreMonitor:
         return self.problem
 
     async def run(self, operation: Callable[[], Awaitable[T]]) -> T:
-        """Run a store operation. Raises StoreError at once while the store is known to fail, else as `wait_for`."""
+        """Run a store operation, as `wait_for` does, or raise StoreError at once while the store is known to fail."""
         if self.problem is not None:
             raise StoreError(self.problem)
         return await self.wait_for(operation())

@@ -83,10 +83,10 @@ class InFlightCalls:
         return calls
 
     async def wait_and_take(self, session_id: str, timeout: float, *, own: bool) -> str | None:
-        """Wait for the calls of a session that was closed, then remove the rows that are left.
+        """Wait until other gateways have answered their calls of a closed session, then remove the rows that are left.
 
-        Returns one line about calls of other gateways that were lost or still run; None if there are none. `own`: this
-        gateway itself has calls that were lost or still run, so rows are removed even if no other gateway has any.
+        Returns one line about calls of other gateways that were lost or still run; None if there are none. `own`: True
+        if calls of this gateway were lost or still run. Their rows are then removed too, but not reported.
         """
         if not await self.wait(session_id, timeout) and not own:
             return None

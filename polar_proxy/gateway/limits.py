@@ -59,7 +59,10 @@ class Connections:
     """Those that wait for the head of a request; the one that has waited longest is first."""
 
     def add(self, connection: LimitedHttpProtocol) -> bool:
-        """Add a connection. If there are too many, close the one that waited longest; return False if none waits."""
+        """Add a connection. At the limit, close the connection that has waited longest for a request to make room.
+
+        Return False if there is no room, because every connection has a request.
+        """
         if self.parent is not None and not self.parent.add(connection):
             return False
         if len(self.open) >= self.limit:

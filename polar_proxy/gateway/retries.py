@@ -124,9 +124,10 @@ class ResponseBuffer:
             self._notify()
 
     def matches(self, request: RequestContext) -> bool:
-        """Return whether `request` repeats this buffer's request, of which it has the `RetryKey`.
+        """Return whether `request` repeats this buffer's request. The caller has compared their `RetryKey`s.
 
-        Messages and tools must be the same bytes. In the other fields, volatile ones and the order of keys are ignored.
+        Messages and tools must be the same bytes. Of the other fields, volatile ones and the order of keys are ignored.
+        If both requests name a thread of the client, it must be the same.
         """
         mine, theirs = self.request.parsed, request.parsed
         threads = {self.request.metadata.thread, request.metadata.thread} - {None}

@@ -143,8 +143,8 @@ def _unittest_word(word: str) -> Verdict:
 
 
 def parse_sympy(log: str) -> dict[str, Verdict]:
-    """Parse SymPy's ``bin/test -C --verbose``: function names; failures also as ``file.py:function`` from their
-    headings."""
+    """Parse SymPy's ``bin/test -C --verbose``. The ids are function names. Failed tests are also listed as
+    ``file.py:function``, as the headings of their tracebacks name them."""
     words: dict[str, Verdict] = {"ok": "passed", "F": "failed", "E": "error", "f": "xfailed", "s": "skipped"}
     verdicts: dict[str, Verdict] = {}
     for line in _lines(log):

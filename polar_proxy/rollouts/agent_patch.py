@@ -195,8 +195,9 @@ def _quoted(path: bytes) -> bytes:
 
 
 async def _check_repository(base: BaseTree) -> None:
-    """Raise `WorkspaceError` if git cannot work on this machine at all, for example because the disk is full; otherwise
-    what the agent left is at fault."""
+    """Raise `WorkspaceError` if git cannot work on this machine at all, for example because the disk is full.
+
+    Called after git has failed on the agent's work. If this check passes, the agent's work is at fault."""
     try:
         await clean_git("hash-object", "-w", "--stdin", repository=base.repository, stdin=os.urandom(1 << 16))
     except CleanGitError as error:

@@ -2,8 +2,11 @@
 
 An evaluation may end without a verdict: its sandbox died, a file could not be written, the test script left no reward.
 Then it is repeated without the agent's patch, as a control. If the control has a verdict, task and machine work, and
-the patch is at fault: the reward is 0, because no reward would take bad work out of the baseline. If the control
-has none either, the agent is not at fault, and there is no reward or an InfrastructureError.
+the patch is at fault. The reward is then 0, because a rollout without a reward would not count in the baseline. If the
+control has no verdict either, the agent is not at fault, and there is no reward or an InfrastructureError.
+
+After an InfrastructureError, the evaluation with the patch must fail a second time before the patch is at fault. A task
+with a `python` evaluator may have no reward on purpose, so a missing reward stays missing.
 """
 
 from __future__ import annotations

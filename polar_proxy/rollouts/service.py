@@ -67,9 +67,9 @@ class RolloutService:
         remote_scorer: RemoteScorer | None = None,
         code: AllowedCode = NO_CODE,
     ) -> None:
-        """`harnesses` is the folder of installed agents, `code` what tasks and rollouts may name. With `job_id`
-        the service works only on that job. `remote_scorer` scores on another machine when scoring
-        here would have to wait."""
+        """`harnesses` is the folder of installed agents. `code` lists the Python objects that tasks and rollouts may
+        refer to by name. With `job_id` the service works only on that job. `remote_scorer` scores on another machine
+        when scoring here would have to wait."""
         limits = limits or ServiceLimits()
         admission = limits.admission
         memory = MemoryAdmission(admission.memory_mb, admission.memory_reserve_mb)
@@ -166,7 +166,7 @@ class RolloutService:
         return in_flight
 
     def require_working(self) -> None:
-        """Raise UnsafeSandboxError if the worker stopped claiming rollouts because of a sandbox."""
+        """Raise UnsafeSandboxError if the worker stopped claiming rollouts because its sandboxes are unsafe."""
         if self.worker.problem is not None:
             raise UnsafeSandboxError(self.worker.problem)
 

@@ -145,7 +145,10 @@ def early_stop_check(metadata: Mapping[str, Any]) -> EarlyStopCheck | None:
 
 @contextlib.asynccontextmanager
 async def stop_early(sandbox: Sandbox, check: EarlyStopCheck | None) -> AsyncIterator[EarlyStop]:
-    """Run the check while the block runs an agent, and kill everything in the sandbox when the check succeeds."""
+    """While the block runs an agent, run `check` again and again; once it succeeds, kill everything in the sandbox.
+
+    Yields the `EarlyStop`, which has a reason after that. Without a check, do nothing.
+    """
     early = EarlyStop()
     watching = None if check is None else asyncio.create_task(_watch(sandbox, check, early))
     try:

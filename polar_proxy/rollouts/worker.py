@@ -113,7 +113,7 @@ class Worker:
         return len(self._tasks)
 
     def stop(self, rollout_ids: Collection[str]) -> list[asyncio.Task[None]]:
-        """Cancel the given rollouts that are in flight here, and return their tasks."""
+        """Cancel the given rollouts that are in flight here, and return the asyncio tasks that run them."""
         tasks = [self._tasks[rollout_id] for rollout_id in rollout_ids if rollout_id in self._tasks]
         for task in tasks:
             task.cancel()

@@ -1,7 +1,7 @@
 """The index of a session's calls, and the fingerprint from which a stored call is indexed again after a restart.
 
-A conversation is identified by its hash keys (see `hashing.HashChain`). Of its texts, only those of the newest answers
-are kept, and short quotes, by which a sub-agent's prompt or a summary is recognised.
+A conversation is identified by its hash keys (see `hashing.HashChain`). The only texts that are kept are those of the
+newest answers, and short quotes, by which a sub-agent's prompt or a summary is recognised.
 """
 
 from __future__ import annotations

@@ -262,7 +262,7 @@ class PromptBuilder:
         raise problem
 
     async def _texts_of_stops(self) -> dict[int, str]:
-        """Return the texts of the tokens that end an answer, by id."""
+        """Return the tokens that end an answer: token id -> text."""
         ids = self._engine.info.eos_token_ids
         if not all(token in self._stop_texts for token in ids):
             self._stop_texts = {token: await self._engine.decode([token]) for token in ids}

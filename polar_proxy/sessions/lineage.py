@@ -182,9 +182,9 @@ def find_base(index: CallIndex, query: PlacementQuery) -> Base | None:
 def choose_parent(
     found: Sequence[tuple[CallNode, AnswerNode]], query: PlacementQuery, end: int
 ) -> tuple[CallNode, bool]:
-    """Return which of several calls with the same meaning is extended, and whether that is certain.
+    """Return which of several matching calls the request extends, and whether that is certain.
 
-    `end`: how many of the request's messages are the messages and answer of such a call.
+    `found`: the calls, each with its matching answer. `end`: the number of the request's messages up to this answer.
     """
     left = list(found)
     turns = query.chain.turns
@@ -350,7 +350,10 @@ def _without_space(text: str) -> str:
 def _rewritten(
     found: Sequence[tuple[CallNode, AnswerNode]], query: PlacementQuery, turn: AssistantTurn, same: int
 ) -> Decision:
-    """Return the decision for a request with all assistant turns of a call, whose messages differ after `same` ones."""
+    """Return the decision for a request that has all assistant turns of an earlier call, but not all of its messages.
+
+    `found`: the calls with these turns. `turn`: the last of the turns. `same`: how many first messages are equal.
+    """
     parent, sure = choose_parent(found, query, turn.end)
     changed = query.messages[same : turn.end]
     outputs = [message for message in changed if message.role == "tool"]

@@ -285,7 +285,7 @@ def compare_fronts(base: MarkedRendering, whole: MarkedRendering, marker: Marker
 
 
 def _parts(fixed: str, marker: Marker) -> tuple[str, str]:
-    """Return a fixed text up to the end of the last message in it, and the rest."""
+    """Split a fixed text (one that is outside of the answers) after the last mark in it; return both parts."""
     end = marker.last_end(fixed)
     return fixed[:end], fixed[end:]
 

@@ -321,7 +321,10 @@ class SessionState:
         return found
 
     def remember_tokens(self, record: CallRecord, config: PromptConfig | None, base: Base | None) -> None:
-        """Keep the tokens of an answered call for the next one. `config`: None for a raw prompt."""
+        """Keep the tokens of an answered call in memory, so that the next call's prompt can be continued from them.
+
+        `config`: digests of the request's tools and template options; None for a raw prompt, whose tokens are not kept.
+        """
         if record.status != "ok" or record.prompt_ids is None or config is None or record.sampling.get("hidden_call"):
             return
         before = self.answered_call(base) if base is not None else None

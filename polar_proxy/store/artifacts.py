@@ -86,7 +86,7 @@ class RewardRepository(Repository):
         return row.reward_id
 
     async def of_rollout(self, rollout_id: str) -> list[RewardRow]:
-        """Return all rewards of a rollout, its traces and its calls, oldest first."""
+        """Return the rewards of a rollout, including those of its traces and calls, oldest first."""
         query = select(*row_columns(RewardRow, schema.rewards)).where(_w.rollout_id == rollout_id)
         return await self._rows(RewardRow, query.order_by(_w.reward_id))
 

@@ -66,7 +66,7 @@ class _NewSession:
 
     @property
     def found_by(self) -> ColumnElement[bool]:
-        """The condition of the stored row: the session of the key, which may be an earlier one."""
+        """Condition that finds the stored row. If the key already had a session, this is the row of that session."""
         return _s.session_id == self.row.session_id if self.key_hash is None else _s.key_hash == self.key_hash
 
 

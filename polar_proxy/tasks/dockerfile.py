@@ -52,7 +52,9 @@ def read_dockerfile(context: Path, workdir: str | None = None) -> DockerfileWork
             raise _needs_image(number, "a second FROM")
     root = current if current != "/" else workdir
     if root is None:
-        raise BadTaskError("environment/Dockerfile: has no WORKDIR line to name the workspace, so it needs the image")
+        raise BadTaskError(
+            "environment/Dockerfile: has no WORKDIR line to name the workspace; add one (not /) or remove without_image"
+        )
     files: dict[str, str] = {}
     executable: list[str] = []
     for number, source, target in copies:

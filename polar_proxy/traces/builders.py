@@ -253,8 +253,10 @@ class TraceBuilder:
         return "canonical" in self.reasons
 
     def shared_depth(self, prompt: TokenIds) -> int:
-        """Return the length of the common prefix of prompt and path, given that the first `branch_at` tokens are
-        equal."""
+        """Return how many first tokens the prompt has in common with the trace's whole path from the root.
+
+        The first `branch_at` tokens must be known to be equal.
+        """
         start = max(self.branch_at, shared_length(prompt, self._last_prompt))
         return start + common_prefix_length(prompt[start:], self.token_ids[start - self.branch_at :])
 

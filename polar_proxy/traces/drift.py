@@ -41,7 +41,7 @@ _TokenId = Annotated[int, Field(strict=True)]
 
 
 class DriftEvent(BaseModel):
-    """The first difference between the prompt of a drifted call and its base's tokens."""
+    """The first difference between a drifted call's prompt and the tokens of its base, the call that it continues."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

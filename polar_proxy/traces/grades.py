@@ -50,7 +50,7 @@ def grade_of(reasons: Iterable[str]) -> Grade:
 
 
 def grade_reasons(call: CallRecord, sampling: AnswerSampling) -> set[Reason]:
-    """Return why one answer of a call, sampled like this, is not `exact` by itself."""
+    """Return the reasons in a call itself for which its answer is not `exact`. `sampling`: how that was sampled."""
     found: set[Reason] = set()
     if call.prompt_mode == "continue":
         found.add("continued")

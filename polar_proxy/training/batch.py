@@ -252,7 +252,7 @@ def _make_sequences(
 
 
 def _check_sampled_once(trace: Trace, seen: set[tuple[str, int, int]]) -> None:
-    """Add the trace's sampled tokens (call, choice, position) to `seen`. Raises TrainingError if one is there."""
+    """Add the trace's sampled tokens (call, choice, position) to `seen`. Raises TrainingError for one that is in it."""
     for span in trace.spans:
         for position in range(span.start, span.end) if span.kind == "sampled" else ():
             if (sample := (span.call_id, span.choice, position)) in seen:

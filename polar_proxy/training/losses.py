@@ -163,12 +163,12 @@ def adaptive_bounds(
     high: tuple[float, float] = (1.2, 3.0),
     step: float = 0.05,
 ) -> ClipBounds:
-    """Return the first clip, starting at low[0] and high[0], with which positive advantages carry at least the share
-    `target` of the gradient, or else the last one tried.
+    """Choose clip bounds with which positive advantages carry at least the share `target` of the gradient.
 
     P = sum of r A over unclipped A > 0, N = sum of r |A| over unclipped A < 0; the goal is P / (P + N) >= target. The
-    lower bound is raised first, to at most low[1] (fewer negative tokens), then the upper one, to at most high[1]
-    (more positive tokens), both by `step`. Without negative tokens the share is 1.
+    search starts at low[0] and high[0] and ends at the first bounds that reach the goal. The lower bound is raised
+    first, to at most low[1] (fewer negative tokens), then the upper one, to at most high[1] (more positive tokens),
+    both by `step`. If the goal is not reached, the last bounds are returned. Without negative tokens the share is 1.
 
     Source: Xi et al., BAPO, arXiv 2510.18927. Target, ranges and order are those of the authors' repository. Their
     code also counts clipped tokens, with the clipped value, so that raising the lower bound can only lower the share;
@@ -333,14 +333,14 @@ def kl_to_reference(
 
     With d = log pi_theta - log pi_ref, the estimate of a token is k1 = d, k2 = d^2 / 2 or k3 = exp(-d) - 1 + d.
 
-    On policy (pi_theta sampled the tokens) the values of k1 and k3 are unbiased, but their gradients are not that of
-    the KL: the gradient of k1 is 0 on average. Only that of k2 is. With `old_logprobs` (log mu) each estimate is
-    multiplied by r = pi_theta / mu. For k1 and k3, r has a gradient, and value and gradient are then unbiased off
-    policy too (k3: DeepSeek-V3.2, arXiv 2512.02556, as TRL's paper index gives it). For k2 it has none,
-    sg(r) d^2 / 2, so that its gradient r d grad log pi_theta is that of the KL.
+    On policy (pi_theta sampled the tokens) the values of k1 and k3 are unbiased, but only the gradient of k2 is that of
+    the KL. (The gradient of k1, for example, is 0 on average.) With `old_logprobs` (log mu) each estimate is multiplied
+    by r = pi_theta / mu. For k1 and k3, r has a gradient, so that value and gradient are unbiased, off policy too (k3:
+    DeepSeek-V3.2, arXiv 2512.02556, as TRL's paper index gives it). For k2, r has no gradient: the estimate is
+    sg(r) d^2 / 2, and its gradient r d grad log pi_theta is that of the KL.
 
-    Value and gradient are those of r, multiplied by min(1, max_ratio / r): one token that pi_theta finds much likelier
-    than mu would otherwise outweigh all others.
+    To bound r, each estimate is also multiplied by the constant min(1, max_ratio / r): one token that pi_theta finds
+    much likelier than mu would otherwise outweigh all others.
 
     Source: Schulman, Approximating KL Divergence (joschu.net/blog/kl-approx.html).
     """
@@ -427,7 +427,7 @@ def _reduce(
 
 
 def _smallest_earlier(log_ratios: Tensor, sequences: Tensor) -> Tensor:
-    """Return for each token the minimum over the earlier tokens of its sequence [n]; 0 for a first token."""
+    """Return for each token the smallest log-ratio of the earlier tokens of its sequence [n]; 0 for a first token."""
     smallest = torch.zeros_like(log_ratios)
     for sequence in torch.unique(sequences):
         here = torch.nonzero(sequences == sequence).squeeze(1)

@@ -329,10 +329,10 @@ class Learner:
                 microbatch.older_logprobs = torch.where(here, values, microbatch.older_logprobs)
 
     def _version_numbers(self, microbatch: Microbatch, step: int) -> list[int]:
-        """Return the step after which the policy of each sampled token was current [s].
+        """Return for each sampled token [s] the number of the training step that made the policy which sampled it.
 
-        A token of an unknown version counts as current in a synchronous run. Raises TrainingError for other versions
-        that are not of this run.
+        `step`: the number of the current policy; in a synchronous run, tokens of an unknown version count as its own.
+        Raises TrainingError for every other version that is not of this run.
         """
         numbers = []
         for version in microbatch.versions:
@@ -472,5 +472,5 @@ class Learner:
 
 
 def _call_with(model: Any, weights: Mapping[str, Tensor], **inputs: Any) -> Any:
-    """Call the model with other weights."""
+    """Call the model with `weights` in place of its own."""
     return torch.func.functional_call(model, dict(weights), (), inputs)

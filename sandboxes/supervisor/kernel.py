@@ -87,7 +87,10 @@ def mount_image(image: str, folder: str) -> None:
 
 
 def _attach_loop_device(image: str) -> tuple[str, int]:
-    """Return the name and descriptor of a loop device of this file, which is detached with the last use of it."""
+    """Attach a file to a free loop device, and return the device's name and an open descriptor of it.
+
+    The kernel detaches the device when it is no longer mounted or open.
+    """
     control = os.open("/dev/loop-control", os.O_RDWR)
     backing = os.open(image, os.O_RDWR | os.O_DIRECT)
     try:

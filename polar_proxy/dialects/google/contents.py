@@ -67,7 +67,10 @@ def unpack(signature: str) -> SignedReasoning | None:
 
 
 def extend_reasoning(known: str, signed: SignedReasoning) -> str:
-    """Return the `known` reasoning with one more piece. A repeated signature, or one after a gap, changes nothing."""
+    """Return the `known` reasoning of a turn with one more piece of it.
+
+    A piece that is already known changes nothing, and neither does one that begins after the end of `known`.
+    """
     end = signed.start + len(signed.reasoning)
     if signed.start <= len(known) < end:
         return known[: signed.start] + signed.reasoning

@@ -199,7 +199,10 @@ class _ItemReader:
         self._append(Message("tool", content, tool_call_id=optional_string(item, "call_id") or ""))
 
     def _found_tools(self, item: Json, path: str) -> list[Json]:
-        """Return the tools that a search found as a short list. `collect_tools` offers their definitions."""
+        """Return the name and description of each tool in the result of a tool search.
+
+        The model reads no more of them here, because `collect_tools` adds their definitions to the offered tools.
+        """
         found: list[Json] = []
         for raw in item.get("tools") or ():
             for name in self._tools.add(raw, f"{path}.tools"):

@@ -72,7 +72,7 @@ class SequenceState:
 
     @property
     def unread(self) -> int:
-        """Number of tokens that did not go through the model yet; 1 while an answer is sampled."""
+        """Number of tokens that the model has not read yet: first those of the prompt, then the last sampled token."""
         return self.count - self.kv_length
 
 

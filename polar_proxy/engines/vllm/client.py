@@ -226,9 +226,9 @@ class TokenTexts:
 def at_temperature(logprob: float, known: Sequence[float], temperature: float) -> float:
     """Return the log-probability of a token at a temperature, from log-probabilities at temperature 1.
 
-    `known`: those of the most likely tokens and of the token itself. With a = 1 / T the result is
-    a log p - log sum_v p_v^a. Each unknown token is at most as likely as the least likely of the most likely ones,
-    which bounds the rest of the sum. NaN if the bounds leave the result open by more than 0.001 nats.
+    `known`: log-probabilities of the `_ALTERNATIVES` most likely tokens and of the token itself. With a = 1 / T the
+    result is a log p - log sum_v p_v^a. No other token is more likely than any of the most likely ones, which bounds
+    the rest of the sum. NaN if the bounds leave the result open by more than 0.001 nats.
     """
     power = 1.0 / temperature
     probabilities = [exp(value) for value in known]

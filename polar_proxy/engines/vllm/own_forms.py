@@ -45,7 +45,10 @@ def call_turn(arguments: Sequence[Json], content: str = "") -> Json:
 
 
 async def own_forms(render: Render, user: list[Json], end: int) -> list[OwnForm]:
-    """Return answers with tool calls in the template's own form; fewer if the template refuses some of them."""
+    """Return answers with tool calls to the conversation `user`, each written as the server's template writes it.
+
+    Answers that the template refuses are left out. `end`: the token that ends a turn.
+    """
     opened = await render(user, True)
     one, other = _ARGUMENTS
     out = []

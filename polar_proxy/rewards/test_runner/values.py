@@ -20,7 +20,10 @@ from .verdicts import TextFinder, VerdictRecorder
 
 
 def run_tests_by_value(job: dict[str, Any], link: Link) -> dict[str, Any]:
-    """Run the hidden tests here. Every module that this Python does not have is one of the worker's."""
+    """Run the hidden tests in this process, the judge.
+
+    A module that this Python cannot find is imported by the worker, and a call of its functions runs there.
+    """
     sys.meta_path.insert(0, TextFinder(job["hidden_files"]))
     sys.meta_path.append(RemoteFinder(link))
     verdicts: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Hidden tests as modules, and the verdicts of unittest."""
+"""Import of the hidden tests from their text, and a unittest result that reports one verdict for each test."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class RayNode:
 
 @dataclass(frozen=True, slots=True)
 class NodePlan:
-    """The work of one node."""
+    """How many agents one node runs, and which resources it reserves for them."""
 
     node_id: str
     address: str

@@ -146,7 +146,7 @@ def unpack_small_json(cell: bytes) -> bytes:
 
 
 def _read_header(cell: bytes, kind: int) -> tuple[int, bytes]:
-    """Return the width and the body. Raises StoreError unless the cell has this kind."""
+    """Return a cell's width and body. Raises StoreError if it is of another kind than `kind`, or of another version."""
     if len(cell) < 2 or cell[0] != VERSION:
         found = f"version {cell[0]}" if cell else "no content"
         raise StoreError(f"A stored value has {found}; this Polar reads version {VERSION}: update Polar")

@@ -131,9 +131,9 @@ def cut_segments(ids: TokenIds, end_of_turn: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class RequestChains:
-    """The chains of one request, without contents.
+    """The messages and prompt of one request with the nodes of their chains, which are kept without content.
 
-    Invariant: all their nodes are stored or belong to the batch that is being serialized.
+    Invariant: all nodes are stored or belong to the batch that is being serialized.
     """
 
     messages: tuple[bytes, ...]

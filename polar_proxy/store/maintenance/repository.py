@@ -116,7 +116,8 @@ class MaintenanceRepository(Repository):
         without a rollout whose last call is older than that. All their data is deleted, except nodes (see `vacuum`).
 
         Rollouts without a final status stay. A session without a rollout that is not closed stays, but empty, so that
-        its key remains valid. With `where`, only rollouts that meet these conditions are deleted, and no such sessions.
+        its key remains valid. With `where`, only rollouts that meet these conditions are deleted with their sessions;
+        sessions without a rollout stay.
         """
         pruned = PruneResult()
         conditions = [*_old_rollout(before), *(parse_where(where) if where else [])]

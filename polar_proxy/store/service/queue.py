@@ -118,10 +118,10 @@ class QueueRepository(Repository):
             return bool(status == "cancelled")
 
     async def reclaim_expired(self, *, attempts: int, job_id: str | None = None) -> dict[str, int]:
-        """Queue the rollouts of workers whose leases have expired, and return rollout id -> number of the next attempt.
+        """Queue again the rollouts whose leases have expired, and return rollout id -> number of the next attempt.
 
-        Two kinds end instead (number 0): a rollout that has had `attempts` attempts fails, and one whose cancellation
-        was requested is cancelled. `job_id`: only rollouts of this job; otherwise of all jobs that no process owns.
+        The number is 0 for a rollout that ends instead: it fails if it has had `attempts` attempts, and is cancelled if
+        its cancellation was requested. `job_id`: only rollouts of this job; otherwise of all jobs that no process owns.
         """
         return await self._reclaim(and_(_r.lease_expires_at < time.time(), _within(job_id)), attempts)
 
