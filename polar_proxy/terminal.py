@@ -33,7 +33,7 @@ def escape_controls(text: str) -> str:
 
 
 def escape_json_controls(document: str) -> str:
-    """Return a JSON document with the same value and without control characters, which can only be in its strings."""
+    """Return a JSON document with the control characters in its strings as `\\u` escapes, which keeps its value."""
     return _CONTROL.sub(_json_escaped, document)
 
 

@@ -76,7 +76,7 @@ def measure(folders: Sequence[Path], limits: ResourceLimits) -> DiskUsage:
 
 
 def describe_excess(usage: DiskUsage, limits: ResourceLimits) -> str | None:
-    """Return what is too much, or None."""
+    """Return which limit the usage exceeds, as text; None if it exceeds none."""
     if limits.disk_mb is not None and usage.size > limits.disk_mb << 20:
         return f"its files take more than the {limits.disk_mb} MiB that it may use"
     if limits.files is not None and usage.files > limits.files:

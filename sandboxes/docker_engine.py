@@ -243,7 +243,10 @@ async def kill_container(container: Any) -> None:
 
 
 async def changed_names(engine: aiodocker.Docker, name: str, folder: str) -> set[str] | None:
-    """Return the names directly below `folder` where the container differs from its image; None: perhaps all."""
+    """Return the names directly below `folder`, except `.git`, where the container differs from its image.
+
+    Returns None if any name may differ: the folder was replaced, or a changed file has a name that is not UTF-8.
+    """
     changes = await engine._query_json(f"containers/{name}/changes", method="GET")
     found: set[str] = set()
     for change in changes or ():

@@ -74,7 +74,10 @@ class SupervisedSandbox(Sandbox):
 
     @abstractmethod
     def _prepare(self) -> list[str] | None:
-        """Make the folders, in a thread. Return the bwrap command line, or None."""
+        """Make the sandbox's folders. Return the command line of bwrap; None for a sandbox that does not use bwrap.
+
+        Called in a thread.
+        """
 
     @property
     def _files(self) -> Path:

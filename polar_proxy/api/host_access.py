@@ -37,7 +37,7 @@ def check_source(context: ApiContext, name: str) -> None:
 
 
 def check_job(context: ApiContext, spec: JobSpec, tasks: Iterable[Task]) -> None:
-    """Raise UsageError for a job that uses more of this machine than its operator configured."""
+    """Raise UsageError if a job uses a sandbox or folder of this machine that the operator did not allow."""
     if context.from_this_process:
         return
     if spec.sandbox == "process" and context.settings.run.sandbox != "process":

@@ -60,9 +60,9 @@ def conformance(
     Writes conformance.md and conformance.json; harnesses that are not run keep their rows there. Most checks need the
     scripted engine. The exit code is 0 if no check failed and no call was lost or recorded twice.
 
-    --fidelity uses other answers, in both prompt modes, and counts the training sequences that drift splits. With
-    --out-dir, it writes fidelity.md and fidelity.json. The exit code is 0 if every run was possible, every sampled
-    token was counted, and drift split no sequence in continue mode.
+    With --fidelity, the engine gives answers that often drift, the agents run in both prompt modes, and the training
+    sequences that drift splits are counted. With --out-dir, fidelity.md and fidelity.json are written. The exit code
+    is 0 if every run was possible, every sampled token was counted, and drift split no sequence in continue mode.
     """
     from polar_proxy.conformance.checks import CHECKS
     from polar_proxy.conformance.fidelity import measure_fidelity

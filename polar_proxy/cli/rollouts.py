@@ -333,7 +333,10 @@ def reward(
     db: options.Db = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Add a reward to a rollout. Earlier rewards are kept; the newest one of the rollout as a whole is its reward."""
+    """Add a reward to a rollout. Earlier rewards are kept.
+
+    The rollout's reward is the newest one that was given to the whole rollout, not to one of its calls or traces.
+    """
     from polar_proxy.api_models import RewardRequest
 
     try:

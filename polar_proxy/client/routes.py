@@ -104,7 +104,8 @@ class ApiMethods:
     ) -> ApiCall[m.RolloutList]:
         """List rollouts that match conditions such as `reward>=1, harness=codex`.
 
-        A page has its oldest rollout first; `before` = that rollout's id returns the page before it.
+        The newest ones are returned, sorted from old to new. For the page before them, pass the id of the first rollout
+        as `before`.
         """
         return _get("/rollouts", m.RolloutList, where=where, limit=limit, before=before)
 

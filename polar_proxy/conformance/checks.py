@@ -1,14 +1,14 @@
 """The checks: one result for each, computed from the runs of a harness.
 
-A result is `ok`, `failed`, `n/a` (it does not apply to the harness; the detail says why), `gives up` (measured: the
-harness itself ends its run there, and Polar recorded that correctly) or `not run` (it could not be measured; the detail
-says why). Checks use the store, the exchanges of the recording proxy and the requests that reached the engine, and
-never guess.
+A result is `ok`, `failed`, `n/a` (the check does not apply to the harness; the detail says why), `gives up` (after the
+scenario's fault the harness ended its run by itself) or `not run` (nothing could be measured; the detail says why).
+Checks use the store, the exchanges of the recording proxy and the requests that reached the engine, and never guess.
 
 Two counts run over all scenarios:
 
 * *lost*: a model answer with status 200 whose last byte was handed to the agent's socket, and whose call is not in the
-  store. Both halves are seen from outside the pipeline: the answer at the proxy's sockets, the call in the database.
+  store. Polar's own pipeline is not trusted for this: the answer is observed at the recording proxy's sockets, and the
+  call is looked up in the database.
 * *doubled*: an answered call (`ok`, `no_tokens`) with the same request as an earlier answered call of the session,
   unless the edge of the later call is `retries`. Requests are the same if they have the same messages and tools, as
   JSON with sorted keys and without cache marks, or the same stored fingerprint. (A retry that was joined to the first

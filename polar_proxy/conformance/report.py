@@ -24,7 +24,7 @@ _SHOWN_DIFFERENCES = 3
 
 @dataclass(frozen=True, slots=True)
 class MeasurementReport:
-    """One kind of report: documents of rows, which are merged and saved."""
+    """One kind of report: makes JSON documents of measured rows, merges them, and saves them as JSON and Markdown."""
 
     name: str
     """Name of its files."""

@@ -129,7 +129,10 @@ class Answer:
 
 @dataclass
 class Encoder(ABC):
-    """Encodes the answer to one HTTP request. `request_index`: the number of an engine request within it."""
+    """Encodes the answer to one HTTP request.
+
+    A Completions body with several prompts makes several engine requests: `request_index` is the position of one.
+    """
 
     call_id: str
     created: int

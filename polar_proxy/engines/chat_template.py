@@ -86,7 +86,10 @@ class ModelFiles:
 
     @classmethod
     def load(cls, folder: Path) -> ModelFiles | None:
-        """Read a folder; None if it lacks a file, or if the `tokenizers` library is not installed."""
+        """Return the files of a model's folder.
+
+        Returns None if it has no chat template or no tokenizer.json, or if the `tokenizers` library is not installed.
+        """
         try:
             from tokenizers import Tokenizer
         except ImportError:

@@ -91,7 +91,7 @@ class HermesParser:
     # Each state consumes a part of the buffer and returns whether the next state may consume more.
 
     def _start(self, final: bool) -> bool:
-        """State at the beginning of the answer: only here, after white space at most, `<think>` is a tag."""
+        """State before the first text of the answer (white space does not count). Only here `<think>` is a tag."""
         body = self._buffer.lstrip()
         if body.startswith(THINK):
             self._buffer = body[len(THINK) :]

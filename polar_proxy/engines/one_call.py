@@ -28,7 +28,7 @@ class _ChoiceState:
 
 
 class OneCallLimit:
-    """The limit for one request with `choices` answers."""
+    """Ends each of the `choices` answers to one request after its first tool call."""
 
     def __init__(self, choices: int) -> None:
         self._left = choices

@@ -72,7 +72,10 @@ class ResponseBuffer:
         return buffered_send
 
     async def abandoned(self) -> None:
-        """Called when the client has disconnected. Wait until there was no other client for the grace period."""
+        """Wait until no client has followed this response for the whole grace period.
+
+        Called when the client that sent the request has disconnected.
+        """
         self.disconnected = True
         self._deadline = time.monotonic() + self._grace
         while await self.has_listener():

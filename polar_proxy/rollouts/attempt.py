@@ -77,7 +77,7 @@ Raises InfrastructureError."""
 
 @dataclass(slots=True)
 class RunningAttempt:
-    """An attempt that is running."""
+    """State of an attempt while it runs."""
 
     claim: Claim
     session_id: str | None = None
@@ -115,7 +115,7 @@ class PreparedAgent:
 
 @dataclass(frozen=True, slots=True)
 class AgentResult:
-    """The agent's outcome and its work."""
+    """How the agent's run ended, and the patch that it made."""
 
     status: RolloutStatus
     cause: str | None

@@ -11,9 +11,10 @@ Promises:
 
 * `build` never fails a call. If something prevents continuation, the engine renders the request, and the reason is
   recorded with the call.
-* Every turn is compared, not one of each shape: the rendering from which the base's answer was sampled must begin the
-  rendering with the new messages, except for the answers and the differences listed in `IGNORED_DIFFERENCES`. By
-  induction the prompt is what the engine would render, up to its answers.
+* Every continuation is checked: the rendering with the new messages must begin with the rendering from which the base's
+  answer was sampled. Not compared are the answers, the text that the template wrote to open the base's answer, and the
+  differences listed in `IGNORED_DIFFERENCES`. By induction the prompt equals what the engine would render, except for
+  these.
 * The marks do not influence the template: without them, the marked rendering is exactly the plain one.
 * The text of every new message is in the suffix.
 * The base's tokens are never rendered again, so whatever a harness did to its history (other JSON, dropped reasoning,

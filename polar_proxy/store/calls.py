@@ -148,7 +148,10 @@ _insert_open_calls = insert(schema.open_calls)
 
 
 class OpenCallRepository(Repository):
-    """Announcements of calls. Those that wait to be written are written together in one transaction."""
+    """Announcements of calls (see the top of this module).
+
+    Announcements that arrive during a transaction are written together in the next one.
+    """
 
     def __init__(self, database: Database, writer: GroupCommit) -> None:
         super().__init__(database)
@@ -197,7 +200,10 @@ class OpenCallRepository(Repository):
                 await connection.execute(update(schema.open_calls).where(mine).values(lease_expires_at=expires_at))
 
     async def of_session(self, session_id: str, *, without_gateway: str | None = None) -> list[OpenCall]:
-        """Return the calls of a session that are in progress or lost, oldest first; those of one gateway left out."""
+        """Return the calls of a session that are in progress or lost, oldest first.
+
+        `without_gateway`: leave out the calls of this gateway.
+        """
         query = select(*_open_columns).where(_o.session_id == session_id).order_by(_o.started_at, _o.call_id)
         if without_gateway is not None:
             query = query.where(_o.gateway != without_gateway)

@@ -170,7 +170,7 @@ class Database:
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
-        """Wait until no other SQLite writer of this process runs, and be the one that runs."""
+        """Let one SQLite writer of this process at a time into the block. PostgreSQL needs no turns."""
         if self.path is None:
             yield
             return

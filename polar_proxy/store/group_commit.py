@@ -206,8 +206,9 @@ class GroupCommit:
     def _settle_open_calls(self, connection: Connection, call_ids: set[str]) -> None:
         """Delete the announcements of committed calls, in the transaction of the commit.
 
-        If an announcement is already gone, its call is committed after the end of its session. If its rollout has ended
-        too, the call is excluded from the traces, and the rollout becomes incomplete if its last attempt made the call.
+        The end of a session removes its remaining announcements, so a call without one is late. If its rollout has
+        ended, a late call is excluded from the traces, and if the rollout's last attempt made it, the rollout becomes
+        incomplete.
         """
         deleted = delete(schema.open_calls).where(_o.call_id.in_(call_ids)).returning(_o.call_id)
         late = call_ids - set(connection.scalars(deleted))

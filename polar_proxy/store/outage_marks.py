@@ -28,7 +28,10 @@ _RESERVED_BYTES = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class OutageMark:
-    """A session that lost a call. `key_hash`: of a session that may not be stored yet."""
+    """A session that lost a call.
+
+    `key_hash`: the hash of the session's key, if the session itself may not be stored yet.
+    """
 
     session_id: str
     key_hash: bytes | None
@@ -64,7 +67,9 @@ class OutageMarks:
                 new.unlink()
                 raise
         except OSError as error:
-            raise StoreError(f"Polar cannot reserve {final} for marks of lost calls: {error.strerror}") from error
+            raise StoreError(
+                f"Polar cannot make the file {final}, in which it marks sessions that lose calls: {error.strerror}"
+            ) from error
         self._file = final
 
     def add(self, mark: OutageMark) -> None:
@@ -77,7 +82,9 @@ class OutageMarks:
         try:
             os.pwrite(self._fd, line, self._end)
         except OSError as error:
-            raise StoreError(f"The mark of {mark.session_id} cannot be written: {error.strerror}") from error
+            raise StoreError(
+                f"{self._file} cannot be written to mark that {mark.session_id} lost a call: {error.strerror}"
+            ) from error
         self._end += len(line)
         self._marked.add(mark)
 

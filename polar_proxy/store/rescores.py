@@ -35,7 +35,7 @@ _c = schema.calls.c
 
 @dataclass(frozen=True, slots=True)
 class Rescore:
-    """One answer in the tokens of `engine`.
+    """The tokens and log-probabilities that `engine` computed for one answer.
 
     `prompt_ids`: int32 [m], `token_ids`: int32 [n]. `logprobs`: float32 [n], in nats, raw (of the model's own
     distribution), each given the prompt and the tokens before it (teacher forcing).

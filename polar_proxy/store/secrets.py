@@ -125,7 +125,7 @@ def bytes_without_secrets(content: bytes) -> bytes:
 
 
 def log_without_secrets(content: bytes) -> bytes:
-    """Return text, in any encoding that extends ASCII, without secrets."""
+    """Return the bytes of a text without secrets, in the same encoding, which may be any that extends ASCII."""
     text = content.decode("utf-8", "surrogateescape")
     clean = without_secrets(text)
     return content if clean == text else clean.encode("utf-8", "surrogateescape")

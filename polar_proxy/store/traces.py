@@ -66,9 +66,9 @@ class TraceRepository(Repository):
         """Replace the traces and exclusions of this builder and session.
 
         `excluded` maps the ids of calls that are in no trace to the reason; `certificates` are by trace id. Raise
-        StoreError, and change nothing, if a trace does not match its calls (other tokens would be read back), or
+        StoreError, and change nothing, if a trace does not match its calls, from which its tokens are read back, or
         branches from a trace that is not among `traces`. `validated`: a builder has just checked the traces against the
-        session's calls, so this check is skipped.
+        session's calls, so that check is skipped.
         """
         ids = {trace.trace_id for trace in traces}
         for trace in traces:

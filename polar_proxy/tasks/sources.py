@@ -71,11 +71,11 @@ def get_source(name: str, code: AllowedCode = NO_CODE) -> TaskSource:
 def load_tasks(
     name: str, seed: int | None, instances: int | None, code: AllowedCode = NO_CODE
 ) -> tuple[list[Task], tuple[TaskRefusal, ...] | None]:
-    """Return the tasks that a user asked for, and the refused ones of a file or folder (None if the source is a
-    family).
+    """Return the tasks that a user asked for, and refusals of the listed tasks that cannot be used.
 
-    With neither `seed` nor `instances`: one task of a family, all tasks of a file or folder. Raises UsageError if
-    there is no such source, or the source has no such seed.
+    Files, folders and functions give lists of tasks. A family or a class makes a task from any seed: it has no list, so
+    the refusals are None. With neither `seed` nor `instances`, the result is one task of a family or class, or all
+    tasks of a list. Raises UsageError if there is no such source, or the source has no such seed.
     """
     if seed is not None and instances is not None:
         raise UsageError("Give --seed (one instance) or --instances (many), not both.")
@@ -131,7 +131,9 @@ def _inside(path: Path, folder: Path) -> Path | BadTaskError:
 
 
 def _read_rows(path: Path) -> Iterator[tuple[str, object]]:
-    """Yield the place and the content of each row: of each line of a JSONL file, or of the list in a JSON file.
+    """Yield each line of a JSONL file, or each element of the list in a JSON file, as (place, content).
+
+    The place is for messages, such as ``tasks.jsonl:3``. The content of a line that is not JSON is a `BadTaskError`.
 
     A first row ``{"defaults": {...}}`` holds values for fields that the others leave out. Raises `UsageError` for a
     file that cannot be read at all.

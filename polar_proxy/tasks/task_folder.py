@@ -1,4 +1,7 @@
-"""Reads the files of a task's folder, which may come from anyone: no link leads out of it, and no file is endless."""
+"""Reads the files of a task's folder.
+
+The folder may come from anyone, so links that leave it, special files and very large files are refused.
+"""
 
 from __future__ import annotations
 

@@ -205,7 +205,7 @@ def _deepest(traces: Sequence[TraceBuilder], call: CallRecord) -> tuple[TraceBui
 
 
 class TraceBuilder:
-    """A trace that grows answer by answer: its tokens in one buffer, with the spans that they came from."""
+    """A trace that grows answer by answer: tokens in one buffer, and spans that say which call each token is from."""
 
     def __init__(self, parent: TraceBuilder | None = None, branch_at: int = 0) -> None:
         """`branch_at`: how many tokens of the parent's whole path come before this trace's (builder `tree`)."""
@@ -268,9 +268,9 @@ class TraceBuilder:
         return begins_with(prompt[start:], self.token_ids[start:])
 
     def add(self, call: CallRecord, choice: Choice, start: int, *, joins_drift: bool = False) -> None:
-        """Add an answer, after the prompt's tokens from `start` on as context.
+        """Append the call's prompt from position `start` on, as context, and then its answer.
 
-        `joins_drift`: the prompt's tokens before `start` are not those of this trace.
+        `joins_drift`: the first `start` tokens of the prompt differ from the trace's tokens so far.
         """
         prompt = call.prompt_ids
         assert prompt is not None

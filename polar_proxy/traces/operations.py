@@ -1,6 +1,6 @@
 """Operations on a store that read calls and write traces: build, rebuild, audit, rescore.
 
-Each reads one session at a time, so memory stays that of one rollout.
+Each reads one session at a time, so the memory used does not grow with the number of sessions.
 """
 
 from __future__ import annotations

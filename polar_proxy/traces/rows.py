@@ -42,7 +42,10 @@ class RowError(PolarError):
 
 
 def trace_identity(trace: Trace, rollout: Json) -> Json:
-    """Return the fields that name a trace, after those of its rollout (or of its session, if it has no rollout)."""
+    """Return the first fields of a row: the format's version, those in `rollout`, and those that identify the trace.
+
+    `rollout`: the fields of the trace's rollout, or of its session if it has no rollout.
+    """
     return {
         "schema": SCHEMA,
         **rollout,

@@ -206,7 +206,8 @@ class GrpoConfig(BaseModel):
             raise ValueError("LoRA is trained by one process: leave out `lora`, or `processes`")
         if self.processes > 1 and self.loss == "bapo":
             raise ValueError(
-                "bapo chooses its clip bounds on a whole step, so one process must have it all: leave out `processes`"
+                "bapo chooses its clip bounds from all tokens of an update, so it is trained by one process: leave out "
+                "`processes`"
             )
         if self.processes > 1 and self.num_minibatches > 1:
             raise ValueError("several processes make one update per step: leave out `num_minibatches`, or `processes`")

@@ -71,8 +71,8 @@ NORMAL_95 = 1.96
 
 
 def mean_reward(rewards: Sequence[float]) -> Json:
-    """Return the mean reward, half the width of its 95 % interval (normal approximation), the number of rewards and the
-    share of at least 1. None for a value that needs more rewards."""
+    """Return the mean reward, half the width of its 95 % interval (normal approximation), the number of rewards, and
+    the share of rewards that are at least 1. A value is None if it needs more rewards than there are."""
     n = len(rewards)
     if n == 0:
         return {"reward": None, "reward_interval": None, "scored": 0, "solved_share": None}

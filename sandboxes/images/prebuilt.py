@@ -88,10 +88,12 @@ async def prune_prebuilt(
 ) -> list[StoredPrebuiltImage]:
     """Remove the prebuilt images that are out of date and unused.
 
-    `agents` are the paths of each installed harness. An image is up to date if prebuilding one of them on the current
-    base would give this image; with `everything` all count as out of date. An image is unused if no container is made
-    of it. `base` limits the removal to images on that base. A process that was started with an image since removed
-    cannot open sandboxes of the image until the process restarts. Raise SandboxError if an image cannot be removed.
+    `agents` has the paths of each installed harness. An image is up to date if prebuilding one of these harnesses now
+    would give the same image; with `everything`, every image counts as out of date. An image is unused if no container
+    exists that was made from it. `base` limits the removal to images on that base.
+
+    A Polar process looks up each image only once. If that image is removed later, the process can open no more
+    sandboxes with it until the process is restarted. Raise SandboxError if an image cannot be removed.
     """
     found: list[StoredPrebuiltImage] = []
     current: dict[str, tuple[set[str], int]] = {}

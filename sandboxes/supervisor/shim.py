@@ -46,7 +46,7 @@ class Identity:
                 os.setegid(0)
 
     def assume(self) -> None:
-        """Become the user of the commands, in a command's own process."""
+        """Make this process, which becomes the command, run as the command's user."""
         if self.uid is not None:
             kernel.become_user(self.uid)
 

@@ -40,7 +40,7 @@ def response_id(call_id: str) -> str:
 
 
 def call_id_of_response(value: Any) -> str:
-    """Return the call id in a response id. Raises the provider's RequestError for a string that is not one."""
+    """Return the call id in a response id. For any other value, raise RequestError with OpenAI's text and code."""
     found = _RESPONSE_ID.fullmatch(value) if isinstance(value, str) else None
     if found is None:
         raise RequestError(

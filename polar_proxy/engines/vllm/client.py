@@ -189,7 +189,8 @@ class TokenTexts:
         self._table: dict[int, str] = {}
 
     async def add_texts(self, events: list[SampleEvent]) -> list[SampleEvent]:
-        """Return the events with the texts of their alternatives, and of tokens that the server sent without text."""
+        """Return the events with the text of every alternative token, and of the sampled tokens that came without
+        text."""
         wanted = {other.token_id for event in events for row in event.top for other in row}
         wanted.update(token for event in events for token in event.token_ids)
         await self._look_up(sorted(token for token in wanted if token >= 0 and token not in self._table))

@@ -235,7 +235,7 @@ class VllmEngine(ServerEngine):
         return list(self.client.field(answer, "prompt_token_ids"))
 
     async def render_texts(self, requests: Sequence[ChatRequest], *, generation: bool = True) -> list[str]:
-        """Implement `Engine.render_texts`: in this process where that was proved (`local_rendering.py`)."""
+        """Implement `Engine.render_texts`: in this process, if that gives the server's ids (`local_rendering.py`)."""
         if self._local is not None and await self._local.renders(requests):
             return await self._local.texts(requests, generation=generation)
         return await super().render_texts(requests, generation=generation)

@@ -50,7 +50,7 @@ Render = Callable[..., Awaitable[list[int]]]
 
 
 class LocalRenderer:
-    """`await LocalRenderer.find(...)` returns one that was proved, or None."""
+    """Renders conversations with the template and tokenizer of the model's folder. Use `find` to make one."""
 
     def __init__(self, files: ModelFiles, form: MessageForm, render: Render) -> None:
         """`render` is the server's own rendering (`Engine.render`)."""

@@ -41,7 +41,10 @@ Parsers = tuple[str | None, str | None]
 
 
 class ParserProcess:
-    """`async with ParserProcess(python, model) as process:` starts it. `model`: a folder or a cached name."""
+    """A process that runs vLLM's answer parsers. It is started by `async with`, or else by the first request.
+
+    `python`: the Python of vLLM's environment. `model`: a folder, or a name in the Hugging Face cache.
+    """
 
     def __init__(self, python: str, model: str) -> None:
         self._python = python

@@ -269,7 +269,10 @@ class ParserProofs:
         return out
 
     async def _force_tags(self, tags: Sequence[tuple[str, str]], frame: Json) -> list[ForcedAnswer]:
-        """Return answers with a letter between the tags of each reasoning parser, as far as they could be sampled."""
+        """Sample one answer for each of these pairs of tags, with a letter as the reasoning between the tags.
+
+        Returns only the answers in which the server really sampled this.
+        """
         out = []
         for start, end in tags:
             ids = tuple(await self._client.encode(f"{start}{LETTER}{end}{PLAIN}"))
@@ -304,10 +307,10 @@ class ParserProofs:
         return read, texts[1] == "".join(event.text for event in plain)
 
     async def _call_form_problem(self, bare: list[int], frame: Json) -> str | None:
-        """Return why the Hermes parser cannot read tool calls as the chat template writes them, or None.
+        """Return why the Hermes parser cannot read tool calls in the form of the chat template, or None if it can.
 
-        The model writes them as its template does. `bare`: the rendered tokens before the assistant turn with the tool
-        call.
+        The model is expected to write tool calls in that form. `bare`: the rendered tokens of the conversation without
+        the assistant's turn, which makes the tool call.
         """
         if not self._tools:
             return None
@@ -349,8 +352,10 @@ class ParserProofs:
     async def _match_derender(
         self, config: ParserConfig, answers: list[ForcedAnswer], frame: Json, opened: list[int]
     ) -> ParserConfig | str:
-        """Return the configuration in which `DERENDER` parses these answers as the chat route does, or why there is
-        none."""
+        """Return the configuration that parses with the server's route `/derender`, or why there is none.
+
+        The route must parse these answers as the chat route does: in pieces, as they are sampled, or else as a whole.
+        """
         prompt = np.array(opened, dtype=np.int32)
 
         async def derender(answer: ForcedAnswer, config: ParserConfig) -> ParsedAnswer:

@@ -1,8 +1,11 @@
-"""Tinker: a row as `Datum`: tokens shifted by one, with the recorded log-probability and an advantage at each target.
+"""Tinker: a row becomes a `Datum`, with tokens shifted by one. Each target has its recorded log-probability and an
+advantage.
 
 For the losses `importance_sampling`, `ppo`, `cispo` and `gspo`. The advantage is 0 where nothing was sampled, so that
 such a position adds nothing whatever its log-probability. These losses compute log-probabilities at temperature 1, so
-rows of another temperature are refused. Record: tinker 0.38, `types/datum.py`, `tensor_data.py`.
+rows of another temperature are refused.
+
+Source: tinker 0.38, `types/datum.py`, `tensor_data.py`.
 """
 
 from __future__ import annotations

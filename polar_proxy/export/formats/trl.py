@@ -2,8 +2,10 @@
 
 `GRPOTrainer(rollout_func=RecordedRollouts(groups), reward_funcs=recorded_reward)` trains one sequence per rollout; the
 baseline is TRL's own. `AsyncGRPOTrainer(rollout_worker=RecordedWorker(groups))` trains several sequences per rollout;
-advantages are Polar's, each rollout counted once. Records are TRL 1.16's: `trainer/grpo_trainer.py` (`_generate`),
-`experimental/async_grpo/async_rollout_worker.py` (`RolloutSample`).
+advantages are Polar's, each rollout counted once.
+
+Source: TRL 1.16, `trainer/grpo_trainer.py` (`_generate`), `experimental/async_grpo/async_rollout_worker.py`
+(`RolloutSample`).
 """
 
 from __future__ import annotations

@@ -2,8 +2,10 @@
 
 verl's trainer repeats a prompt `rollout.n` times and calls the agent loop with `session_id` 0 .. n - 1; the loop may
 return several outputs, one for each trace, and the baseline counts the last of each session. So row k of the dataset is
-one group, and session i is its i-th rollout. Records: verl 0.9.1 `experimental/agent_loop/agent_loop.py`
-(AgentLoopOutput), `trainer/ppo/v1/agent_loop_tq.py`, `utils/dataset/rl_dataset.py`.
+one group, and session i is its i-th rollout.
+
+Source: verl 0.9.1, `experimental/agent_loop/agent_loop.py` (AgentLoopOutput), `trainer/ppo/v1/agent_loop_tq.py`,
+`utils/dataset/rl_dataset.py`.
 """
 
 from __future__ import annotations

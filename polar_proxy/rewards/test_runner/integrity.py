@@ -36,7 +36,7 @@ class Integrity:
         self._equal_to_anything = False
 
     def signs(self, tests: list[unittest.TestCase]) -> list[str]:
-        """Return the signs found after these tests: `changes_assertions`, `equals_everything`."""
+        """Return the signs of reward hacking after these tests: any of `changes_assertions`, `equals_everything`."""
         made = [kind for kind in _all_classes() if id(kind) not in self._classes]
         cases = [kind for kind in made if issubclass(kind, unittest.TestCase)]
         changed = (

@@ -259,7 +259,7 @@ class RayScorer:
             result: Score | InfrastructureError = await await_ref(ref)
         except RayError as error:
             line = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
-            raise InfrastructureError("evaluator", f"its scoring task was lost: {line}") from error
+            raise InfrastructureError("evaluator", f"the Ray task that scored the rollout failed: {line}") from error
         except asyncio.CancelledError:
             ray.cancel(ref)
             # The task closes its sandbox. If its node is gone, the next sweep of that machine removes the sandbox.

@@ -38,9 +38,11 @@ def artifact_member(sha256: str) -> str:
 
 
 def unpack(file: Path, folder: Path, max_bytes: int) -> UnpackedArchive:
-    """Unpack an archive into an empty folder. Raises StoreError for anything that an archive cannot contain.
+    """Unpack an archive into an empty folder.
 
-    `max_bytes`: the limit of all that it contains."""
+    `max_bytes`: the most that all its files together may unpack to. Raises UsageError if there is no file, and
+    StoreError if it is damaged, unpacks to too much, or contains what no archive of Polar contains.
+    """
     try:
         size = file.stat().st_size
         limit = min(max_bytes, _RATIO * size + _SLACK)

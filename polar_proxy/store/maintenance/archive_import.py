@@ -3,10 +3,11 @@
 Promises:
 
 * An archive is imported completely, in one transaction, or not at all. Importing it again changes nothing.
-* Existing rows are never overwritten, and nothing is added to them: if a row differs from the stored one, or belongs to
-  a stored session or rollout that does not have it, nothing is imported.
+* What is stored does not change. Nothing is imported if a row of the archive differs from the stored row, or would be a
+  new row of a stored session, rollout or training run, or of a group of this database's own jobs.
 * Nothing that was imported can be run, opened or delivered. Rollouts that had not ended arrive as cancelled; keys,
-  claims, deliveries and the places of kept rollouts are left out; jobs, leases and callbacks are not read at all.
+  claims and deliveries are left out; holding groups of overflow become ordinary groups; jobs, leases and callbacks are
+  not read at all.
 * Everything that is named by its hash is hashed again. Each value has the type of its column, and each reference leads
   to a row of the archive.
 * Tasks and certificates are what their own models say, if the caller gives these models (`export.archives` does).

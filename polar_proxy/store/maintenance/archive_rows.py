@@ -95,7 +95,9 @@ def refuse_programs(received: Path) -> None:
     try:
         with closing(_open(received)) as source:
             if found := source.execute(programs).fetchone():
-                raise ForgedRowError(f"The database in the archive is forged: it contains the program {found[0]!r:.80}")
+                raise ForgedRowError(
+                    f"The database in the archive is forged: it contains a trigger or virtual table, {found[0]!r:.80}"
+                )
     except sqlite3.Error as error:
         raise ForgedRowError(f"The database in the archive is damaged: {error}") from error
 

@@ -140,9 +140,9 @@ class _CallVerifier:
             yield from self.check_chains([(bytes(head), kind) for head, kind in heads if head is not None], seen)
 
     def check_chains(self, heads: Sequence[tuple[bytes, NodeKind]], seen: set[bytes]) -> Iterator[IntegrityFault]:
-        """Compute the ids of the nodes of these chains again, except those in `seen`, and add them to `seen`.
+        """Yield a fault for each node of these chains whose id or lengths do not match its content.
 
-        `heads`: the last node of each chain.
+        Nodes in `seen` are not checked again; the checked ones are added to it. `heads`: the last node of each chain.
         """
         for head, kind in heads:
             try:

@@ -75,8 +75,10 @@ class GroupRepository(Repository):
             return await cancel_rollouts(connection, _r.group_id == group_id, time.time())
 
     async def unsettled(self) -> list[str]:
-        """Return the open groups whose rollouts have all ended, without groups that have no job. The process that ended
-        the last rollout was killed before it could settle the group."""
+        """Return the open groups whose rollouts have all ended. Groups without a job are left out.
+
+        The process that ended the last rollout of such an open group was killed before it could settle the group.
+        """
         busy = select(_r.group_id).where(~_final)
         query = select(_g.group_id).where(_g.job_id.is_not(None), _g.status == "open", _g.group_id.not_in(busy))
         return await self._scalars(query)
@@ -149,9 +151,10 @@ class GroupRepository(Repository):
     async def carry_over(
         self, group_id: str, *, policy_version: str | None = None, max_staleness: int = 1
     ) -> list[str]:
-        """Fill places of a new group with overflow that waits in holding groups of the same task.
+        """Give a new group the overflow of the same task that waits in holding groups (see the top of this module).
 
-        Returns the ids of the rollouts that the new group got.
+        Each rollout takes the place of one of the new group that has not started. Returns the ids of the rollouts that
+        the new group got.
 
         If policy versions are numbers, overflow that is more than `max_staleness` versions older than `policy_version`
         is left out, because one such rollout would make the whole group stale.
@@ -224,7 +227,7 @@ def _take_place(rollout: Any, places: list[Any]) -> Any | None:
 
 
 async def _swap(connection: AsyncConnection, rollout: Any, place: Any, now: float) -> None:
-    """Move the rollout to the place, and cancel the place's rollout in the rollout's old group."""
+    """Exchange the groups of `rollout` and of `place`, a rollout that has not started. Then cancel `place`."""
     await _move(connection, rollout, place.group_id, place.group_index, place.job_id, now)
     which = _r.rollout_id == place.rollout_id
     old_place = {"group_id": rollout.group_id, "group_index": rollout.group_index, "job_id": rollout.job_id}

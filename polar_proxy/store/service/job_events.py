@@ -220,9 +220,11 @@ class CallbackRepository(Repository):
 def _merge(
     rollout_rows: Sequence[Row[Any]], more_rollout_rows: bool, job_rows: Sequence[Row[Any]], more_job_rows: bool
 ) -> Iterator[Row[Any]]:
-    """Merge two ordered sequences by time. If one may continue, rows of the other after its end are left out.
+    """Merge the rows of two ordered sequences by time.
 
-    At equal times, rollout events come before the end of the job that they cause and after the opening of the job.
+    If a sequence has more rows than were read (`more_...`), the merge stops after its last row: its next row may come
+    before the remaining rows of the other sequence. At equal times, rollout events come after the opening of the job,
+    and before the end of the job that they cause.
     """
     of_rollouts, of_jobs = deque(rollout_rows), deque(job_rows)
     while of_rollouts and of_jobs:
@@ -236,7 +238,7 @@ def _merge(
 async def insert_job_event(
     connection: AsyncConnection, job_id: str | None, group_id: str | None, at: float, kind: str, data: Json
 ) -> None:
-    """Record an event, unless the group belongs to no job."""
+    """Record an event of a job or of one of its groups. Do nothing if `job_id` is None."""
     if job_id is not None:
         values = {"job_id": job_id, "group_id": group_id, "at": at, "kind": kind, "data": data}
         await connection.execute(insert(schema.job_events).values(**values))

@@ -48,7 +48,7 @@ class OtherMachine:
     async def __call__(self, work: EvaluationInput, kind: SandboxKind, labels: Mapping[str, str]) -> Score:
         self.rollouts.append(labels["polar.rollout"])
         if len(self.rollouts) <= self.broken:
-            raise InfrastructureError("evaluator", "its scoring task was lost")
+            raise InfrastructureError("evaluator", "the Ray task that scored the rollout failed")
         while self.after is not None and not self.after.exists():
             await asyncio.sleep(0.01)
         task = work.task
