@@ -329,7 +329,10 @@ class RequestHandler:
             return await self._thread.run(large, dialect.parse, whole), large
 
     async def _read_json(self, parts: list[bytes], reservation: BodyReservation) -> tuple[Json, bool]:
-        """Return the JSON object of a body, within the limits of its values and lists, and whether it is large."""
+        """Return the JSON object in a body, and whether the request is large (see `_LARGE_BODY`).
+
+        Raises RequestError for a body with too many JSON values, messages or tools.
+        """
         limits = self._settings.limits
         reservation.reading = False
         large = reservation.size > _LARGE_BODY
@@ -380,7 +383,10 @@ class RequestHandler:
 
 @contextlib.asynccontextmanager
 async def _turn(session: SessionState, size: int) -> AsyncIterator[None]:
-    """Wait until no other request of the session is being parsed, and let other sessions be served before this one."""
+    """Wait for the turn to parse a large body. A body of at most `_TAKES_TURNS` bytes does not wait.
+
+    The large bodies of one session are parsed one at a time, and other sessions are served before each.
+    """
     if size <= _TAKES_TURNS:
         yield
         return
