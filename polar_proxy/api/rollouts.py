@@ -85,7 +85,7 @@ def add_routes(routers: Routers, context: ApiContext) -> None:
     async def add_reward(body: m.RewardRequest) -> m.Reward:
         """Add a reward to a rollout, or to one call or trace of it.
 
-        Earlier rewards are kept. The newest one of the rollout as a whole is its reward.
+        Earlier rewards are kept. The rollout's reward is the newest one that was given to it as a whole.
         """
         await _check_target(store, body)
         reward_id = await store.rewards.add(

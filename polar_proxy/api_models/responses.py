@@ -251,7 +251,7 @@ class RolloutDetail(Rollout):
     stages: list[Stage]
     """The stages of all attempts, in order."""
     rewards: list[Reward]
-    """All rewards ever given, oldest first; the newest one of the rollout as a whole is its `reward`."""
+    """All rewards ever given, oldest first; `reward` is the newest one that was given to the rollout as a whole."""
 
 
 class CancelResponse(ApiResponseModel):

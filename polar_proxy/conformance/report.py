@@ -233,13 +233,13 @@ log-probabilities. A TCP proxy between program and gateway recorded what passed,
 needs that.
 
 * **lost**: a model answer with status 200 whose last byte was handed to the program's socket, and whose call is not in
-  the database. Both halves are seen from outside Polar's pipeline.
+  the database. The answer is seen by a proxy and the call is read from the database, both outside Polar's pipeline.
 * **doubled**: an answered call with the same request as an earlier one of the session (the same messages and tools, as
   canonical JSON without cache marks, or the same stored fingerprint) that is not marked as a retry. A retry that was
   joined to the first call is not recorded as a separate call.
 
-Results: `ok`; `failed`; `n/a`, it does not apply to the program; `gives up`, the program itself ends its run there and
-Polar recorded that correctly; `not run`, it could not be measured. The section of each program has the details."""
+Results: `ok`; `failed`; `n/a`, it does not apply to the program; `gives up`, the program itself ends its run there;
+`not run`, it could not be measured. The section of each program has the details."""
 
 TEMPLATE_TITLES = {
     "keeps": "A template that shows the reasoning of every turn",

@@ -178,7 +178,7 @@ class Gateway:
         return self._monitor.problem
 
     def refusal(self, session_id: str) -> str | None:
-        """Return why the last call of a session was refused, if it could not be recorded."""
+        """Return why the last call of a session could not be recorded, so that it was refused or broken off."""
         return self.sessions.refusal(session_id)
 
     async def serve_on(self, listener: socket.socket) -> None:

@@ -29,7 +29,7 @@ class InfrastructureError(PolarError):
 
 
 class UnsafeSandboxError(PolarError):
-    """The sandboxes of this machine let programs out, so only other machines may attempt the rollout."""
+    """The sandboxes of this machine fail their self-test, so only other machines may attempt the rollout."""
 
 
 @contextlib.contextmanager

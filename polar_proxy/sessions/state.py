@@ -158,7 +158,7 @@ class SessionState:
         self.unstored_key: bytes | None = None
         """The hash of the key, while the session itself is not stored yet."""
         self.refusal: str | None = None
-        """Why the last call was refused, if it could not be recorded."""
+        """Why the last call could not be recorded. It was refused, or broken off if its answer had begun."""
         self.recorded = 0
         """Number of stored calls that are in this index, from this gateway and from others."""
 

@@ -3,7 +3,7 @@
 `Certificate` is the model; its JSON Schema is `Certificate.model_json_schema()`. Certificates are made as JSON, and the
 model reads those that came from elsewhere. The hash chain makes each span's hash cover everything before it:
 
-    seed   = H("", header)                                header: the fields that `header_of` names
+    seed   = H("", header)                                header: the fields of `Certificate.header`
     hash_k = H(hash_{k-1}, span_k, tokens_k, logprobs_k)  hash_0 = seed, head = the last hash
 
 H is blake2b with a 16-byte digest. Header and span (without its hash) are canonical JSON (sorted keys, no spaces,

@@ -25,7 +25,7 @@ from typing import Any
 from polar_proxy import __version__
 from polar_proxy.config import EngineSettings, Settings
 from polar_proxy.engines.factory import make_engine
-from polar_proxy.gateway import Gateway
+from polar_proxy.gateway import Gateway, is_loopback
 from polar_proxy.rewards import EvaluationInput, Score
 from polar_proxy.rollouts.admission import ServiceLimits
 from polar_proxy.rollouts.attempt import RemoteScorer
@@ -189,8 +189,8 @@ def node_limits(config: NodeConfig, settings: Settings) -> ServiceLimits:
 def gateway_host(host: str, address: str) -> str:
     """Return the address to bind a node's gateway to. `host`: the setting `gateway.host`; `address`: the node's own.
 
-    It is `address` if `host` means all interfaces (0.0.0.0 or ::), else loopback."""
-    return address if host in ("0.0.0.0", "::") else "127.0.0.1"
+    It is `address` if other machines can reach `host`, else loopback."""
+    return "127.0.0.1" if is_loopback(host) else address
 
 
 def _to_json_value(value: object) -> object:

@@ -179,8 +179,9 @@ def _frame_size(frame: bytes) -> int:
         size: int = zstandard.frame_content_size(frame)
     except zstandard.ZstdError as error:
         raise StoreError("A stored value cannot be decompressed: the database is damaged") from error
-    if not 0 <= size <= _MAX_LENGTH:  # -1: unknown
-        raise StoreError(f"A stored value unpacks to more than {_MAX_LENGTH >> 20} MiB: the database is damaged")
+    if not 0 <= size <= _MAX_LENGTH:
+        what = "does not say its size" if size < 0 else f"unpacks to more than {_MAX_LENGTH >> 20} MiB"
+        raise StoreError(f"A stored value {what}: the database is damaged")
     return size
 
 

@@ -102,7 +102,8 @@ def test_infrastructure_errors_can_be_sent_between_machines() -> None:
 
 def test_gateways_listen_where_the_heads_does() -> None:
     assert gateway_host("127.0.0.1", "10.0.0.1") == "127.0.0.1"
-    assert gateway_host("0.0.0.0", "10.0.0.1") == "10.0.0.1"
+    for reachable in ("0.0.0.0", "::", "10.0.0.5"):
+        assert gateway_host(reachable, "10.0.0.1") == "10.0.0.1"
 
 
 async def test_a_cluster_refuses_a_database_file(tmp_path: Path) -> None:
