@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from typing import Literal
 from sandboxes import bubblewrap, docker, docker_engine, orphans
 from sandboxes.base import Sandbox, SandboxError, SandboxKind, SandboxSpec, SandboxUnavailable
 from sandboxes.process import ProcessSandbox
+
+log = logging.getLogger(__name__)
 
 KINDS: dict[SandboxKind, type[Sandbox]] = {
     "docker": docker.DockerSandbox,
@@ -114,4 +117,7 @@ async def open_sandbox(
     if state_dir is None:
         state_dir = await asyncio.to_thread(orphans.default_state_dir)
     registry = orphans.SandboxRegistry(state_dir)
-    return await KINDS[kind].open(spec, registry)
+    sandbox = await KINDS[kind].open(spec, registry)
+    for limit in sandbox.unenforced:
+        log.info("the %s sandbox %s does not enforce %s", kind, sandbox.id, limit)
+    return sandbox
