@@ -58,6 +58,25 @@ def doctor(
     print_result(found, lambda: print_checks(checks), as_json, good=not failed)
 
 
+@doctor_app.command("serve")
+def serve_command(
+    model: Annotated[str, typer.Argument(help="Folder of the model, or its name in the Hugging Face cache.")],
+    as_json: options.AsJson = False,
+) -> None:
+    """Print the `vllm serve` command whose parsers read a model's answers. No server is started.
+
+    The model's chat template writes answers with reasoning and tool calls, and all parsers of vLLM are tried on them.
+    Needs vLLM on this machine (the `vllm` command, or the setting `engine.vllm_python`).
+    """
+    from polar_proxy.engines.vllm.serve_command import find_serve_command
+
+    with spinner("trying vLLM's parsers", quiet=as_json):
+        found = run_async(find_serve_command(model, load_settings().engine.vllm_python))
+    print_result({"command": found.line, "vllm": found.vllm_version, "parsers": found.parsers}, found.line, as_json)
+    if others := len(found.parsers) - 1:
+        print_note(f"{others} other pairs of parsers read its answers in the same way (--json lists them)")
+
+
 @app.command("list")
 def list_harnesses(as_json: options.AsJson = False) -> None:
     """List the built-in harnesses."""

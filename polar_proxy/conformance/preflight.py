@@ -238,5 +238,6 @@ async def _engine(settings: Settings) -> list[InstallCheck]:
     except PolarError as error:
         return [InstallCheck("engine", "failed", str(error), "start the server, or correct --engine-url")]
     works = "turns begin with the exact tokens of the turn before"
-    continuation = InstallCheck("continue mode", "missing" if problem else "ok", problem or works)
+    remedy = "`polar doctor serve MODEL` prints the command that serves this model with parsers for its answers"
+    continuation = InstallCheck("continue mode", "missing" if problem else "ok", problem or works, remedy)
     return [InstallCheck("engine", "ok", detail), continuation]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.cli.runner import polar_error, polar_json, polar_ok
@@ -52,3 +54,7 @@ def test_reports_invalid_options() -> None:
     assert "--engine-url" in polar_error(*drift, "pi", "--engine", "vllm", "--awkward")
     assert "no-such" in polar_error(*drift, "no-such", *SCRIPTED)
     assert "scripts/fidelity.sh" in polar_error("conformance", "--fidelity", "--engine", "local")
+
+
+def test_serve_names_what_a_folder_lacks(tmp_path: Path) -> None:
+    assert "chat template and tokenizer.json are needed" in polar_error("doctor", "serve", str(tmp_path))

@@ -17,8 +17,8 @@ from polar_proxy.types import Json
 
 CALL_IDS = ("polarcal1", "polarcal2")
 """Ids of nine letters and digits, because Mistral's templates refuse others."""
-_CONTENT, _REASONING = "I look.", "Slowly."
-_ARGUMENTS = {"path": "a"}, {"path": 'b é "c" <d> {e}\nf'}
+CONTENT, REASONING = "I look.", "Slowly."
+ARGUMENTS = {"path": "a"}, {"path": 'b é "c" <d> {e}\nf'}
 
 Render = Callable[[list[Json], bool], Awaitable[list[int]]]
 """Return the ids of a conversation; the flag adds the tokens that open an answer."""
@@ -50,11 +50,11 @@ async def own_forms(render: Render, user: list[Json], end: int) -> list[OwnForm]
     Answers that the template refuses are left out. `end`: the token that ends a turn.
     """
     opened = await render(user, True)
-    one, other = _ARGUMENTS
+    one, other = ARGUMENTS
     out = []
     for name, arguments, content in (
         ("a call in its template's form", (one,), ""),
-        ("text and a call in its template's form", (one,), _CONTENT),
+        ("text and a call in its template's form", (one,), CONTENT),
         ("two calls in its template's form", (one, other), ""),
         ("an awkward call in its template's form", (other,), ""),
     ):
@@ -72,12 +72,12 @@ async def own_forms(render: Render, user: list[Json], end: int) -> list[OwnForm]
 
 async def reasoning_end(client: VllmClient, render: Render, user: list[Json]) -> int | None:
     """Return the token that ends reasoning in the template; None if no single token does."""
-    turn = {"role": "assistant", "content": _CONTENT, "reasoning": _REASONING, "reasoning_content": _REASONING}
+    turn = {"role": "assistant", "content": CONTENT, "reasoning": REASONING, "reasoning_content": REASONING}
     whole = await unless_refused(render([*user, turn], False))
     if whole is None:
         return None
-    _, found, after = (await client.decode(whole)).rpartition(_REASONING)
-    tag = after.partition(_CONTENT)[0].strip()
+    _, found, after = (await client.decode(whole)).rpartition(REASONING)
+    tag = after.partition(CONTENT)[0].strip()
     ids = await client.encode(tag) if found and tag else []
     return ids[0] if len(ids) == 1 else None
 

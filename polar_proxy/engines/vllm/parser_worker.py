@@ -230,8 +230,7 @@ class ParserWorker:
         """Return the pairs (tool parser, reasoning parser) that parse every sample as the server did.
 
         Only the pair `given` is tried, or every pair if it is None. If several pairs of names denote the same classes,
-        one of them is returned. The more a tool parser's name resembles the model type and the reasoning parser's
-        name, the earlier the pair comes.
+        one of them is returned. The more the names resemble the model type, the earlier the pair comes.
 
         To save time, tool parsers are first tried alone on the samples in the template's own form (`own`).
         """
@@ -255,8 +254,7 @@ class ParserWorker:
 
     def _unlikeness(self, pair: list[str | None]) -> tuple[float, int]:
         model_type = self._model.config.hf_config.model_type
-        tool, reasoning = (name or "" for name in pair)
-        alike = SequenceMatcher(None, model_type, tool).ratio() + SequenceMatcher(None, tool, reasoning).ratio()
+        alike = sum(SequenceMatcher(None, model_type, name or "").ratio() for name in pair)
         return -alike, pair.count(None)
 
     def _agrees(
@@ -266,12 +264,24 @@ class ParserWorker:
             for sample in samples:
                 answer = OpenAnswer(self._model, parsers, request, prompt)
                 parsed = merged(answer.feed(0, sample["ids"], sample["raw_finish"]))
-                wanted = {key: sample[key] for key in parsed}
-                if parsed["calls"] != wanted["calls"] or (of == "all" and parsed != wanted):
+                if not same_calls(parsed["calls"], sample["calls"]):
+                    return False
+                if of == "all" and any(parsed[key] != sample[key] for key in ("text", "reasoning", "finish")):
                     return False
         except Exception:  # noqa: BLE001  a parser that cannot read this model's answers may fail in any way
             return False
         return True
+
+
+def same_calls(parsed: list[list[str]], wanted: list[list[Any]]) -> bool:
+    """Return whether two lists of [name, arguments] are equal. Wanted arguments that are no text are compared by value.
+
+    Raises ValueError if they are no JSON.
+    """
+    return len(parsed) == len(wanted) and all(
+        name == wanted_name and (arguments if isinstance(given, str) else json.loads(arguments)) == given
+        for (name, arguments), (wanted_name, given) in zip(parsed, wanted, strict=True)
+    )
 
 
 def merged(parsed: Json) -> Json:

@@ -1,0 +1,123 @@
+"""Find the `vllm serve` command for a model: the parsers that read answers in the form of its chat template.
+
+No server is needed. The model's template writes answers with reasoning and tool calls (`own_forms.py`), and vLLM's
+parsers are tried on their tokens in a side process (`parser_process.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from polar_proxy.engines.chat_template import MessageForm, ModelFiles, find_model_folder
+from polar_proxy.engines.vllm.answer_parser import parser_request
+from polar_proxy.engines.vllm.own_forms import ARGUMENTS, CONTENT, REASONING, call_turn
+from polar_proxy.engines.vllm.parser_process import ParserProcess, Parsers, find_vllm_python
+from polar_proxy.engines.vllm.parser_proof import TOOL, USER
+from polar_proxy.errors import EngineError, RequestError, UsageError
+from polar_proxy.sequences import common_prefix_length
+from polar_proxy.types import ChatRequest, Json, Message
+
+
+@dataclass(frozen=True, slots=True)
+class ServeCommand:
+    """A command that serves a model so that Polar can record and continue its conversations."""
+
+    model: str
+    vllm_version: str
+    parsers: tuple[Parsers, ...]
+    """Pairs of parsers that read the template's form, the best first; none if the model has no form of tool calls."""
+
+    @property
+    def line(self) -> str:
+        tool, reasoning = self.parsers[0] if self.parsers else (None, None)
+        flags = [] if tool is None else ["--enable-auto-tool-choice", "--tool-call-parser", tool]
+        flags += [] if reasoning is None else ["--reasoning-parser", reasoning]
+        return shlex.join(["vllm", "serve", self.model, *flags])
+
+
+async def find_serve_command(model: str, vllm_python: str | None = None) -> ServeCommand:
+    """Return the command for a model, a folder or a name in the Hugging Face cache.
+
+    `vllm_python` is the Python of an environment with vLLM; None: that of the `vllm` command, or this one. Raises
+    UsageError if the model's files or vLLM are not on this machine, EngineError if vLLM cannot load the model's
+    configuration or none of its parsers reads the template's tool calls.
+    """
+    folder = await asyncio.to_thread(find_model_folder, model)
+    files = await asyncio.to_thread(ModelFiles.load, folder) if folder is not None else None
+    if files is None:
+        raise UsageError(f"There is no model in {model!r}: its chat template and tokenizer.json are needed.")
+    python = find_vllm_python(vllm_python)
+    if python is None:
+        raise UsageError("vLLM was not found: install it, or name its Python by the setting engine.vllm_python.")
+    template = _Template(files)
+    samples = template.samples()
+    async with ParserProcess(python, str(folder)) as process:
+        tools = (TOOL,) if any(sample["calls"] for sample in samples) else ()
+        request = parser_request(model, ChatRequest("", (), tools=tools))
+        found = await process.match(request, template.opened, samples)
+        if not found:
+            raise EngineError(
+                f"No parsers of vLLM {process.version} read answers of {model} as its chat template writes them."
+            )
+        return ServeCommand(model, process.version, tuple(found))
+
+
+class _Template:
+    """Renderings of a model's chat template, and answers in its own form."""
+
+    def __init__(self, files: ModelFiles) -> None:
+        self._files = files
+        self._form = self._find_form()
+        self.opened = self._ids(USER, generation=True)
+
+    def samples(self) -> list[Json]:
+        """Return answers as `ParserProcess.match` takes them, with reasoning and tool calls if the template shows them.
+
+        Answers that the template refuses are left out.
+        """
+        out = []
+        for arguments, content in ((), CONTENT), (ARGUMENTS[:1], ""), (ARGUMENTS[1:], CONTENT), (ARGUMENTS, ""):
+            with contextlib.suppress(RequestError):
+                turn = call_turn(arguments, content) | {"reasoning_content": REASONING}
+                ids = self._answer(turn)
+                text = self._text(ids)
+                calls = [[TOOL["function"]["name"], each] for each in arguments]
+                shown = {"text": content, "reasoning": REASONING if REASONING in text else "", "calls": calls}
+                if all(name in text for each in arguments for name in each):
+                    finish = "tool_calls" if calls else "stop"
+                    out.append({"ids": ids, "raw_finish": "stop", "own": bool(calls), "finish": finish, **shown})
+        return out
+
+    def _answer(self, turn: Json) -> list[int]:
+        """Return the ids of an answer, with the token that ends it. Raises RequestError if the template refuses it."""
+        whole = self._ids([*USER, turn])
+        start = common_prefix_length(np.array(self.opened), np.array(whole))
+        end = next((place for place in range(start, len(whole)) if whole[place] in self._files.stop_ids), None)
+        if end is None:
+            raise UsageError("The model's chat template ends an answer with no token of generation_config.json.")
+        return whole[start : end + 1]
+
+    def _find_form(self) -> MessageForm:
+        """Return the form of messages with which the template shows the text of a user."""
+        for form in (MessageForm(), MessageForm(content_parts=True)):
+            with contextlib.suppress(RequestError):
+                if USER[0]["content"] in self._files.template.render(_request(USER), form):
+                    return form
+        raise UsageError("The model's chat template does not show the message of a user.")
+
+    def _ids(self, messages: list[Json], *, generation: bool = False) -> list[int]:
+        text = self._files.template.render(_request(messages), self._form, generation=generation)
+        return self._files.encode(text)
+
+    def _text(self, ids: Sequence[int]) -> str:
+        return str(self._files.tokenizer.decode(list(ids), skip_special_tokens=False))
+
+
+def _request(messages: list[Json]) -> ChatRequest:
+    return ChatRequest("", tuple(map(Message.from_openai, messages)), tools=(TOOL,))
