@@ -330,7 +330,10 @@ class RequestHandler:
             return await self._thread.run(large, dialect.parse, whole), large
 
     async def _read_json(self, parts: list[bytes], reservation: BodyReservation) -> tuple[Json, bool]:
-        """Return the JSON object of a body, within the limits of its values and lists, and whether it is large."""
+        """Return the JSON object in a body, and whether the request is large (see `_LARGE_BODY`).
+
+        Raises RequestError for a body with too many JSON values, messages or tools.
+        """
         limits = self._settings.limits
         reservation.reading = False
         large = reservation.size > _LARGE_BODY
@@ -381,10 +384,9 @@ class RequestHandler:
 
 @contextlib.asynccontextmanager
 async def _turn(session: SessionState, size: int) -> AsyncIterator[None]:
-    """Wait until no other request of the session is being parsed, and let other sessions be served before this one.
+    """Wait for the turn to parse a body. The bodies of one session are parsed in different turns of the event loop.
 
-    The next request of the session waits for the next turn of the event loop, which comes when this one waits for the
-    store or the engine.
+    Other sessions are served before each body of more than `_TAKES_TURNS` bytes.
     """
     lock = session.parsing_large if size > _TAKES_TURNS else session.parsing
     await lock.acquire()
