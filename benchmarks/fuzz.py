@@ -33,6 +33,7 @@ import httpx  # noqa: E402
 
 from benchmarks._stacks.fuzz_cases import CaseGenerator, FuzzCase  # noqa: E402
 from benchmarks._stacks.shared_gateway import (  # noqa: E402
+    HONEST_KEY,
     GatewayProcess,
     HonestSession,
     honest_session,
@@ -230,7 +231,7 @@ def judge_the_rest(honest: HonestSession, started: float, report: FuzzReport) ->
 async def run(requests: int, seed: int, only: int | None, folder: Path) -> FuzzReport:
     report = FuzzReport()
     keys = [f"sk-fuzz-{number}" for number in range(8)]
-    async with shared_gateway(folder, ["sk-honest", *keys]) as (gateway, _):
+    async with shared_gateway(folder, [HONEST_KEY, *keys]) as (gateway, _):
         async with httpx.AsyncClient() as http:
             openapi = (await http.get(f"http://127.0.0.1:{gateway.port}/openapi.json")).json()
         admin_key = (folder / "home" / "api-key").read_text().strip()
@@ -242,7 +243,7 @@ async def run(requests: int, seed: int, only: int | None, folder: Path) -> FuzzR
             if problem := judge(case, found, 0.0, report):
                 report.findings.append(f"--only {only}: {case.name}: {problem}")
             return report
-        with honest_session(gateway.port, "sk-honest") as honest:
+        with honest_session(gateway.port) as honest:
             while not honest.requests:  # noqa: ASYNC110 (a thread reads them)
                 await asyncio.sleep(0.1)
             started = time.monotonic()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from tests.fakes.vllm_server import Answer, FakeVllm, Json, text_of
+from tests.fakes.vllm_server import Answer, FakeVllm, Json, error, text_of
 
 LONG = 1 << 18
 """Bytes of the longest request that is answered."""
@@ -25,6 +25,13 @@ class EchoEngine(FakeVllm):
     """A scripted engine that delays only the answers to agents, and not the requests of a service that starts."""
 
     pause: float = 0.0
+
+    def refusal(self, path: str, body: Json) -> Json | None:
+        """Refuse a long text before it becomes a list of tokens, because meanwhile nobody else would be answered."""
+        texts = [message.get("content") for message in body.get("messages") or ()]
+        if any(isinstance(text, str) and len(text) >= self.context_length for text in texts):
+            return too_long()
+        return super().refusal(path, body)
 
     def unplanned(self, body: Json) -> Answer:
         return replace(self.default, first_delay=4 * self.pause, delay=self.pause) if words(body) else self.default
@@ -45,8 +52,11 @@ async def refuse_long_requests(request: web.Request, handler: Handler) -> web.St
     """Refuse long requests without reading them, because a Python process that reads them answers nobody else."""
     if (request.content_length or 0) <= LONG:
         return await handler(request)
-    message = "This model's maximum context length is 65536 tokens."
-    return web.json_response({"error": {"message": message, "type": "BadRequestError", "code": 400}}, status=400)
+    return web.json_response(too_long(), status=400)
+
+
+def too_long() -> Json:
+    return error("This model's maximum context length is 65536 tokens.", 400, None)
 
 
 async def serve(port: int, delay: float) -> None:

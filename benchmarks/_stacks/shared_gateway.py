@@ -22,13 +22,16 @@ from itertools import count
 from pathlib import Path
 
 from benchmarks._stacks.kill_targets import EngineProcess, ServerProcess
+from benchmarks._stacks.loop_stalls import NO_STALL, Stall, read_stalls
 from benchmarks._stacks.stacks import ROOT, free_port
 from polar_proxy.sessions.identity import hash_key
 from polar_proxy.store import open_store
 
 DESCRIPTORS = 256
+HONEST_KEY = "sk-honest"
 _PROGRAM = (
     f"import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, ({DESCRIPTORS}, {DESCRIPTORS}));"
+    "from benchmarks._stacks.loop_stalls import watch_new_loops; watch_new_loops(sys.argv.pop(1));"
     "from polar_proxy.cli import main; sys.exit(main())"
 )
 
@@ -41,7 +44,9 @@ class GatewayProcess(ServerProcess):
     def __init__(self, folder: Path, engine: EngineProcess) -> None:
         self.port = free_port()
         self.db = str(folder / "polar.db")
-        command = [sys.executable, "-c", _PROGRAM, "serve", "--port", str(self.port), "--db", self.db]
+        self._stalls = folder / "loop-stalls.jsonl"
+        command = [sys.executable, "-c", _PROGRAM, str(self._stalls)]
+        command += ["serve", "--port", str(self.port), "--db", self.db]
         command += ["--engine", "vllm", "--engine-url", engine.url, "--model", engine.model, "--require-known-keys"]
         url = f"http://127.0.0.1:{self.port}/healthz"
         super().__init__(command, folder, url, POLAR_HOME=str(folder / "home"))
@@ -59,6 +64,22 @@ class GatewayProcess(ServerProcess):
 
     def descriptors(self) -> int:
         return sum(1 for _ in (self._proc / "fd").iterdir())
+
+    def longest_stall(self, since: float) -> Stall:
+        """Return the stall of the event loop since this time (of `time.monotonic`) that took longest without the time
+        in which other processes had the processors."""
+        return max(read_stalls(self._stalls, since), key=lambda stall: stall.own, default=NO_STALL)
+
+
+class BareServer(ServerProcess):
+    """The control of a gateway under attack; see `bare_server.py`."""
+
+    name = "bare-server"
+
+    def __init__(self, folder: Path) -> None:
+        self.port = free_port()
+        command = [sys.executable, "-m", "benchmarks._stacks.bare_server", str(self.port)]
+        super().__init__(command, folder, f"http://127.0.0.1:{self.port}/ready")
 
 
 @dataclass
@@ -78,6 +99,13 @@ class HonestSession:
         """Return the requests that ended after `start` (of `time.monotonic`)."""
         return [request for request in self.requests if request[0] >= start]
 
+    async def begun_since(self, start: float) -> list[tuple[float, float, str | None]]:
+        """Return the requests that began between `start` and now, when all of them have ended."""
+        now = time.monotonic()
+        while not (self.requests and self.requests[-1][0] - self.requests[-1][1] > now):  # noqa: ASYNC110 (a thread reads them)
+            await asyncio.sleep(0.02)
+        return [request for request in self.requests if start <= request[0] - request[1] <= now]
+
 
 def quantile(values: list[float], q: float) -> float:
     ordered = sorted(values)
@@ -85,7 +113,7 @@ def quantile(values: list[float], q: float) -> float:
 
 
 @contextmanager
-def honest_session(port: int, key: str, pause: float = 0.02) -> Iterator[HonestSession]:
+def honest_session(port: int, key: str = HONEST_KEY, pause: float = 0.02) -> Iterator[HonestSession]:
     command = [sys.executable, "-m", "benchmarks._stacks.shared_gateway", str(port), key, str(pause)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         session = HonestSession(process)

@@ -56,7 +56,8 @@ _LARGE_BODY, _MANY_MESSAGES = 1 << 20, 500
 """Bytes (with `_BYTES_OF_VALUE`) and messages above which a request is `large`: what takes time that grows with it runs
 in a thread, to keep the event loop free."""
 _TAKES_TURNS = 1 << 16
-"""Size in bytes above which bodies of one session are parsed one at a time, with turns for other sessions."""
+"""Size in bytes above which a request lets others be served before it is parsed. Smaller requests of its session do
+not wait for it."""
 _BYTES_OF_VALUE = 64
 """Memory of a parsed JSON value, besides its text."""
 _MESSAGE_LISTS = ("messages", "input", "contents", "prompt")
@@ -383,16 +384,18 @@ class RequestHandler:
 
 @contextlib.asynccontextmanager
 async def _turn(session: SessionState, size: int) -> AsyncIterator[None]:
-    """Wait for the turn to parse a large body. A body of at most `_TAKES_TURNS` bytes does not wait.
+    """Wait for the turn to parse a body. The bodies of one session are parsed in different turns of the event loop.
 
-    The large bodies of one session are parsed one at a time, and other sessions are served before each.
+    Other sessions are served before each body of more than `_TAKES_TURNS` bytes.
     """
-    if size <= _TAKES_TURNS:
+    lock = session.parsing_large if size > _TAKES_TURNS else session.parsing
+    await lock.acquire()
+    try:
+        if size > _TAKES_TURNS:
+            await asyncio.sleep(0)
         yield
-        return
-    async with session.parsing:
-        await asyncio.sleep(0)
-        yield
+    finally:
+        asyncio.get_running_loop().call_soon(lock.release)
 
 
 async def _run_to_end(work: Awaitable[T]) -> T:

@@ -3,6 +3,8 @@
 * The head of a request (URL and headers) is bounded in size, in its number of headers, and in the time that it takes.
 * A body is bounded in size, in time, and in how slowly it may come. Chunk sizes and trailers are
   bounded like a head.
+* What of one connection is parsed in one turn of the event loop is bounded, however small its headers and chunks are.
+* A client that stops reading its answer is disconnected, so that its call ends.
 * Connections are bounded. If there are too many, the one that has waited longest for the head of a request is closed,
   so that unfinished connections cannot keep others out. If all of them are being answered, the new one is refused.
 * All bodies together are bounded in size, from their first byte until their requests are answered. If there are too
@@ -33,6 +35,10 @@ _LINGER_SECONDS = 1.0
 """How long to read and drop what a refused client still sends."""
 _PIPELINED = 8
 """Requests that a connection may send before the answer to its first one."""
+_SLICE_BYTES, _SLICE_PIECES = 1024, 64
+"""Heads and chunked bodies are parsed in slices of these bytes. A connection's turn ends after the slice with which it
+has this many pieces of content."""
+_NOTHING = memoryview(b"")
 _SESSION_SHARE = 4
 """A session may hold one part in this many of the budget for bodies."""
 
@@ -199,6 +205,13 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._content = 0
         self._content_of_window = 0
         self._windows = 0
+        self._chunked = False
+        self._held = _NOTHING
+        """What came but is not parsed before a later turn of the event loop."""
+        self._pieces_of_turn = 0
+        self._unread_answer = 0
+        """Bytes that waited for the client to read them when this was last checked."""
+        self._answer_timer: asyncio.TimerHandle | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._timed: Literal["head", "body"] | None = None
         """The part of a request that the timer is for."""
@@ -213,20 +226,68 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._closing = True
         self._set_timer(None)
+        self._stop_answer_timer()
         self.connections_of_listener.remove(self)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if not self._closing:
+        if self._held:
+            self._held = memoryview(bytes(self._held) + data)
+            self.transport.pause_reading()
+        else:
+            self._held = memoryview(data)
+            self._parse_held()
+
+    def _parse_held(self) -> None:
+        """Parse what came, as far as this turn of the event loop allows, and leave the rest to the next turns."""
+        self._pieces_of_turn = 0
+        while self._held and not self._closing and self._pieces_of_turn < _SLICE_PIECES:
+            # A body with a known length is passed on in one piece, whatever it contains.
+            whole = self._reading == "body" and not self._chunked
+            data = self._held if whole else self._held[:_SLICE_BYTES]
+            self._held = self._held[len(data) :]
             self._unread += len(data)
-            super().data_received(data)
+            super().data_received(data)  # type: ignore[arg-type]  # the parser reads any buffer
             self._check_progress()
+        if self._closing:
+            self._held = _NOTHING
+        if (self._held or self._closing) and not self.transport.is_closing():
+            self.transport.pause_reading()  # what a refused client still sends is read in turns, too
+            self.loop.call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        if self._held:
+            self._parse_held()
+        if not self._held and not self.flow.read_paused and not self.transport.is_closing():
+            self.transport.resume_reading()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread_answer = self.transport.get_write_buffer_size()
+        self._answer_timer = self.loop.call_later(self._limits.unread_seconds, self._check_answer)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_answer_timer()
+
+    def _check_answer(self) -> None:
+        """Disconnect a client that has read nothing of its answer since the last check."""
+        before, self._unread_answer = self._unread_answer, self.transport.get_write_buffer_size()
+        if self._unread_answer >= before:
+            self.transport.abort()
+        else:
+            self._answer_timer = self.loop.call_later(self._limits.unread_seconds, self._check_answer)
+
+    def _stop_answer_timer(self) -> None:
+        if self._answer_timer is not None:
+            self._answer_timer.cancel()
+            self._answer_timer = None
 
     def _check_progress(self) -> None:
         if self._closing:
             return
         limits = self._limits
-        if self._reading and (self._unread > limits.head_kb << 10 or len(self.headers or ()) > limits.headers):
+        if self._reading and self._unread > limits.head_kb << 10:
             self._refuse(self._head_problem())
         elif self._reading != self._timed:
             self._set_timer(self._reading)
@@ -241,17 +302,24 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._reading = "head"
         super().on_message_begin()
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        if len(self.headers) > self._limits.headers:
+            self._stop(self._head_problem())
+
     def on_headers_complete(self) -> None:
         problem = self._head_problem() if self._head_is_too_large() else self._request_problem()
         if problem is not None:
             self._stop(problem)
         self._reading, self._unread = "body", 0
+        self._chunked = any(name == b"transfer-encoding" for name, _ in self.headers)
         self._content = self._content_of_window = self._windows = 0
         self.connections_of_listener.set_waiting(self, False)
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         self._unread = 0
+        self._pieces_of_turn += 1
         self._content += len(body)
         self._content_of_window += len(body)
         if self._content > self._body_bytes:
@@ -278,7 +346,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def _head_is_too_large(self) -> bool:
         limits = self._limits
-        if len(self.headers) > limits.headers or len(self.url) > limits.url_kb << 10:
+        if len(self.url) > limits.url_kb << 10:
             return True
         if self._unread <= limits.head_kb << 10:
             return False

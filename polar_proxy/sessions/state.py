@@ -152,7 +152,9 @@ class SessionState:
         """Set while `in_flight` is 0."""
         self.idle.set()
         self.parsing = asyncio.Lock()
-        """Held while one of the session's larger requests is parsed."""
+        """Held while a request of the session is parsed."""
+        self.parsing_large = asyncio.Lock()
+        """As `parsing`, for larger requests."""
         self.lost = 0
         """Calls that were answered but could not be committed. The session is then incomplete and not trained on."""
         self.unstored_key: bytes | None = None

@@ -5,7 +5,7 @@ Headers are never recorded, but bodies, addresses and error texts can contain ke
 * the string values of JSON fields with the name of a secret (`FIELDS`) and of all fields in `headers`;
 * in every other string that is a parameter or a name (`model`, `user`, metadata, labels, consumers, sources), anything
   that looks like a provider's key, a bearer token, a private key, a password in a URL or a key among its query
-  parameters (`PATTERNS`), and Polar's own session keys.
+  parameters (`FORMS`), and Polar's own session keys.
 
 A secret without such a form, such as a password of plain words, is not recognised.
 
@@ -17,8 +17,8 @@ token.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from polar_proxy.store import json_codec
 
@@ -42,58 +42,109 @@ def _if_it_has_a_digit(found: re.Match[str]) -> str:
 
 
 _DIGIT = re.compile(r"\d")
-PATTERNS: tuple[tuple[str, re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = (
-    ("provider key (OpenAI, Anthropic, Stripe, Polar)", re.compile(r"\b[spr]k-[\w-]{16,}"), _if_it_has_a_digit),
-    ("key of Polar's API", re.compile(r"\b(?:polar-(?:admin|trainer)-|whsec_)[\w+/=-]{16,}"), REMOVED),
-    ("Google API key", re.compile(r"\bAIza[\w-]{30,}"), REMOVED),
-    ("GitHub token", re.compile(r"\b(?:gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,})"), REMOVED),
-    ("GitLab token", re.compile(r"\bglpat-[\w-]{16,}"), REMOVED),
-    ("Hugging Face token", re.compile(r"\bhf_[A-Za-z0-9]{20,}"), REMOVED),
-    ("Slack token", re.compile(r"\bxox[abeoprs]-[\w-]{10,}"), REMOVED),
-    ("AWS access key", re.compile(r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b"), REMOVED),
-    (
+
+
+class SecretForm(NamedTuple):
+    """A form of secrets that is recognised in text.
+
+    The pattern takes time linear in the text, whatever the text is: a text that it scans in vain is consumed by a match
+    that replaces nothing.
+    """
+
+    name: str
+    signs: tuple[str, ...]
+    """Texts in lower case, one of which every match contains in some case. A text without them is not scanned."""
+    pattern: re.Pattern[str]
+    replacement: str | Callable[[re.Match[str]], str] = REMOVED
+
+
+_PRIVATE_KEY = SecretForm(
+    "private key",
+    ("-----begin ",),
+    re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL),
+)
+FORMS = (
+    SecretForm(
+        "provider key (OpenAI, Anthropic, Stripe, Polar)",
+        ("sk-", "pk-", "rk-"),
+        re.compile(r"\b[spr]k-[\w-]{16,}"),
+        _if_it_has_a_digit,
+    ),
+    SecretForm(
+        "key of Polar's API",
+        ("polar-admin-", "polar-trainer-", "whsec_"),
+        re.compile(r"\b(?:polar-(?:admin|trainer)-|whsec_)[\w+/=-]{16,}"),
+    ),
+    SecretForm("Google API key", ("aiza",), re.compile(r"\bAIza[\w-]{30,}")),
+    SecretForm(
+        "GitHub token",
+        ("ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_"),
+        re.compile(r"\b(?:gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,})"),
+    ),
+    SecretForm("GitLab token", ("glpat-",), re.compile(r"\bglpat-[\w-]{16,}")),
+    SecretForm("Hugging Face token", ("hf_",), re.compile(r"\bhf_[A-Za-z0-9]{20,}")),
+    SecretForm("Slack token", ("xox",), re.compile(r"\bxox[abeoprs]-[\w-]{10,}")),
+    SecretForm("AWS access key", ("akia", "asia"), re.compile(r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b")),
+    SecretForm(
         "JSON web token",
+        ("eyj",),
         re.compile(r"\beyJ[\w-]{8,}+(?P<rest>\.[\w-]{8,}+\.[\w-]{8,})?"),
         lambda found: REMOVED if found["rest"] else found[0],
     ),
-    (
+    SecretForm(
         "Authorization value",
+        ("bearer", "basic"),
         re.compile(r"\b(Bearer|Basic)\s+(?=[\w.~+/=-]*\d)[\w.~+/=-]{12,}", re.IGNORECASE),
         rf"\1 {REMOVED}",
     ),
-    (
-        "private key",
-        re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL),
-        REMOVED,
-    ),
-    ("password in a URL", re.compile(r"(?<=://)[^/\s:@\"']*:[^/\s@\"']+(?=@)"), REMOVED),
-    (
+    SecretForm("password in a URL", ("://",), re.compile(r"(?<=://)[^/\s:@\"']*:[^/\s@\"']+(?=@)")),
+    SecretForm(
         "key in a query",
+        ("key=", "token=", "auth=", "sig=", "signature=", "secret=", "password="),
         re.compile(
             r"(?i)([?&;](?:x-)?(?:goog-)?(?:api[-_]?key|key|access[-_]?token|auth|token|sig|signature|secret|password)=)"
             r"(?!\[secret removed\])[^&\s\"'#;]+"
         ),
         rf"\1{REMOVED}",
     ),
-    ("session key in a path", re.compile(r"^(/s/)(?!\[secret removed\])[^/?]+"), rf"\1{REMOVED}"),
+    SecretForm("session key in a path", ("/s/",), re.compile(r"^(/s/)(?!\[secret removed\])[^/?]+"), rf"\1{REMOVED}"),
 )
-"""(name, pattern, replacement). A pattern takes time linear in the text, whatever the text is: a text that it scans in
-vain is consumed by a match that replaces nothing."""
-_QUICK_CHECK = re.compile(
-    r"[spr]k-|polar-(?:adm|tra)|whsec_|AIza|gh[pousr]_|github_pat_|glpat-|hf_|xox|A[KS]IA|eyJ|earer|asic|BEGIN|://|[?&;]|^/s/",
-    re.I,
-)
-"""Matches every text that any of the patterns matches."""
+"""The forms without line breaks in them. (A private key has lines.)"""
+_PIECE = 1 << 16
+_CUT = re.compile(r"(?<!earer)(?<!asic)(?<!\s)\s", re.IGNORECASE)
+"""White space that is in no match of `FORMS`."""
 
 
 def without_secrets(text: str) -> str:
     """Return the text without secrets; the same object if it has none."""
-    if not _QUICK_CHECK.search(text):
-        return text
+    folded = text.lower()
+    forms = [form for form in FORMS if any(sign in folded for sign in form.signs)]
     clean = text
-    for _, pattern, replacement in PATTERNS:
-        clean = pattern.sub(replacement, clean)
+    if _PRIVATE_KEY.signs[0] in folded:
+        clean = _PRIVATE_KEY.pattern.sub(_PRIVATE_KEY.replacement, clean)
+    if forms:
+        clean = "".join(_clean_piece(piece, forms) for piece in _pieces(clean))
     return text if clean == text else clean
+
+
+def _clean_piece(piece: str, forms: Sequence[SecretForm]) -> str:
+    for form in forms:
+        piece = form.pattern.sub(form.replacement, piece)
+    return piece
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """Yield the text in pieces, because a thread that searches in one holds up all others (the GIL).
+
+    A piece ends before white space, or inside a word of more than 65,536 characters, in which a key may be cut.
+    """
+    start = 0
+    while len(text) - start > 2 * _PIECE:
+        found = _CUT.search(text, start + _PIECE, start + 2 * _PIECE)
+        end = found.start() if found else start + 2 * _PIECE
+        yield text[start:end]
+        start = end
+    yield text[start:]
 
 
 def clean_label(text: str | None) -> str | None:

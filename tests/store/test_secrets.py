@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import create_autospec
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from sqlalchemy import select
 
-from polar_proxy.store import Store, schema
+from polar_proxy.store import Store, schema, secrets
 from polar_proxy.store.encoding.cells import CellCodec, bytes_before, unpack_small_json
 from polar_proxy.store.secrets import (
     REMOVED,
@@ -108,6 +110,23 @@ def test_removing_secrets_takes_time_linear_in_the_text(piece: str) -> None:
     started = time.thread_time()
     without_secrets(piece * (200_000 // len(piece)))
     assert time.thread_time() - started < 2
+
+
+def test_text_without_signs_of_secrets_is_not_scanned(monkeypatch: pytest.MonkeyPatch) -> None:
+    never = create_autospec(re.Pattern)
+    monkeypatch.setattr(secrets, "FORMS", [form._replace(pattern=never) for form in secrets.FORMS])
+    assert without_secrets(text := "How is the weather? Fine & dry; a=1, b/s. " * 100) is text
+    never.sub.assert_not_called()
+
+
+def test_long_text_is_scanned_in_pieces_that_cut_no_secret() -> None:
+    """Each piece is scanned by one call, which holds up all other threads."""
+    secret = _PLANTED["openai"]
+    for gap in range(60):
+        text = "w " * 32_750 + "w" * gap + f" Authorization: Bearer\t {secret[8:]} " + "w " * 32_768 + secret
+        assert secret[8:] not in without_secrets(text)
+    assert max(map(len, secrets._pieces("w" * 1_000_000))) <= 1 << 17
+    assert "".join(secrets._pieces(text)) == text
 
 
 def test_removes_secret_fields() -> None:
