@@ -378,12 +378,14 @@ class RequestHandler:
         self._thread.close()
 
 
+def _turn(session: SessionState, size: int) -> contextlib.AbstractAsyncContextManager[None]:
+    """Return a context in which a body of this size is parsed."""
+    return _alone_in_session(session) if size > _TAKES_TURNS else contextlib.nullcontext()
+
+
 @contextlib.asynccontextmanager
-async def _turn(session: SessionState, size: int) -> AsyncIterator[None]:
+async def _alone_in_session(session: SessionState) -> AsyncIterator[None]:
     """Wait until no other request of the session is being parsed, and let other sessions be served before this one."""
-    if size <= _TAKES_TURNS:
-        yield
-        return
     async with session.parsing:
         await asyncio.sleep(0)
         yield
