@@ -287,5 +287,8 @@ def is_any(ids: TokenIds, wanted: Sequence[int]) -> npt.NDArray[np.bool_]:
 
 
 def _same_short(one: TokenIds, other: TokenIds) -> bool:
-    """Compare two short runs of equal length as bytes, which is several times faster; return False for long ones."""
+    """Return whether two sequences of equal length are short and equal.
+
+    Their bytes are compared, which is several times faster for short sequences.
+    """
     return len(one) <= _COMPARE_AT_ONCE and one.tobytes() == other.tobytes()

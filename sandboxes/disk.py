@@ -38,9 +38,10 @@ class DiskUsage:
 
 
 def make_image(image: Path, content: Path, limits: ResourceLimits) -> bool:
-    """Make a sparse file with a file system of the size of the quota that holds `content`, owners included.
+    """Make a sparse file with a file system that is as large as the disk quota, and copy the folder `content` into it.
 
-    Return False if this user or machine cannot make one. Blocking; about 10 ms.
+    The copied files keep their owners. Return False if there is no disk quota, or if this user or machine cannot make
+    such a file. Blocking; about 10 ms.
     """
     program = shutil.which("mkfs.ext4", path=MKFS_PATH)
     if os.geteuid() != 0 or program is None or limits.disk_mb is None:

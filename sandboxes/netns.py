@@ -99,7 +99,10 @@ HELPER_SECONDS = 30.0
 async def listen_by_helper(
     engine: aiodocker.Docker, sandbox: str, port: int, labels: dict[str, str], why: CannotEnterNamespace
 ) -> socket.socket:
-    """Return a socket like `listen`, but without root, from a helper container of the default image (has Python)."""
+    """Return the same kind of socket as `listen`, without root: a helper container opens it and passes it out.
+
+    The container runs the default image, because that image has Python. `why`: why `listen` failed.
+    """
     image = await find_image(engine, None)
     name = f"{sandbox}-net"
     loop = asyncio.get_running_loop()

@@ -125,8 +125,9 @@ class ArchiveTree(SandboxTree):
     """A tree in tar archives that a container engine wrote, one after the other, into a file."""
 
     def __init__(self, file: BinaryIO, starts: Mapping[int, bytes], top_names: Collection[bytes] | None) -> None:
-        """`starts` gives for each archive its offset in the file and the path of what it holds, `b""` for the folder
-        itself. Blocking. Raises `TreeTooLarge`.
+        """`starts`: the offset of each archive in `file` -> the path of the file or folder that the archive contains.
+
+        The path `b""` is the folder of the tree itself. Blocking. Raises `TreeTooLarge`.
         """
         self._file = file
         self.entries = {}

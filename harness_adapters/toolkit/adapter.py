@@ -145,9 +145,10 @@ def skill_files(folder: str, skills: Iterable[Skill]) -> dict[str, str]:
 
 
 def mcp_table(servers: Iterable[McpServer], url_key: str = "url", **remote: object) -> dict[str, dict[str, object]]:
-    """Return `servers` in the form that most clients share, by name.
+    """Return the settings of each server by its name, in the form that most clients share.
 
-    A server with a command has command, args and env. One with a URL has it as `url_key`, and the fields `remote`.
+    The settings of a server with a command are command, args and env. Those of a server with a URL are the URL, under
+    the key `url_key`, and the settings in `remote`.
     """
     table: dict[str, dict[str, object]] = {}
     for server in servers:

@@ -42,7 +42,7 @@ class JobRequest(JobSpec):
         if self.seed is not None and self.instances is not None:
             raise ValueError("give seed (one instance) or instances (many), not both")
         if self.task_specs is not None and self.seed is not None:
-            raise ValueError("seed chooses an instance of task, not of task_specs")
+            raise ValueError("seed can be given with task only, not with task_specs")
         return self
 
 

@@ -55,7 +55,9 @@ def grpo(
     samples: Annotated[int | None, typer.Option(min=2, help="Rollouts per group.")] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
     loss: Annotated[str | None, typer.Option(help="Name of the loss (docs/reference/algorithms.md).")] = None,
-    advantage: Annotated[str | None, typer.Option(help="Name of the advantage (docs/reference/algorithms.md).")] = None,
+    advantage: Annotated[
+        str | None, typer.Option(help="Name of the advantage function (docs/reference/algorithms.md).")
+    ] = None,
     max_async_steps: Annotated[
         int | None, typer.Option(min=0, help="Steps by which rollouts may be ahead of training; 0: synchronous.")
     ] = None,

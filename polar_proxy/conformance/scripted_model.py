@@ -117,7 +117,7 @@ class ScriptedModel:
         return (*self.scenario.steps, *self.scenario.second)
 
     def instruction(self, turn: int) -> str:
-        """Return the user's text of the first or second turn."""
+        """Return the text with which the user begins a turn. `turn`: 0 for the first, 1 for the second."""
         if self.instructions is not None:
             return self.instructions[turn]
         word = "Look around in this folder" if turn == 0 else "Look around once more"

@@ -34,10 +34,10 @@ def recorded_request(call: CallRecord) -> EngineRequest:
 
 
 def parse_recorded(call: CallRecord, previous: ParsedRequest | None = None) -> ParsedRequest:
-    """Return the parsed body of a recorded call, which has one engine request.
+    """Return the parsed request of a recorded call. It contains exactly one engine request.
 
-    `previous`: the parsed body of another call of the same session and dialect. Messages of both are not parsed again.
-    Raises RequestError for a damaged record.
+    `previous`: the parsed request of another call of the same session and dialect. Messages that are also in it are not
+    parsed again. Raises RequestError for a damaged record.
     """
     try:
         dialect = get_dialect(call.dialect, call.model)

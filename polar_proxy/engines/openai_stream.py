@@ -372,7 +372,7 @@ class SseDecoder:
 
 
 def _payloads(block: bytes) -> list[bytes]:
-    """Return the data of each event in a block of whole events, without those that have none."""
+    """Return the data of each event in a block of whole events. Events without data are left out."""
     payloads = block.removeprefix(b"data: ").split(b"\n\ndata: ")
     if block.startswith(b"data: ") and b"\n" not in b"".join(payloads):  # one line of data each
         return [payload for payload in payloads if payload]

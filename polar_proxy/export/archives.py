@@ -31,7 +31,11 @@ def _check_task(spec: Any) -> None:
 
 
 def _check_certificate(certificate: Any) -> None:
-    """Certificates of earlier versions are kept, and never used (`certificate.restore`)."""
+    """Raise ValueError if this is not a certificate.
+
+    Certificates of earlier versions are not checked, because Polar keeps them but never uses them (see
+    `certificate.restore`).
+    """
     if certificate.get("schema") in range(1, SCHEMA):
         return
     try:

@@ -52,10 +52,11 @@ async def read_body(receive: Receive, take: Callable[[int], None]) -> list[bytes
 
 
 def count_values(body: bytes, limit: int) -> int:
-    """Return the number of JSON values in `body`, or, if the result is not above `limit`, at least that number.
+    """Return the number of JSON values in `body`, only as exactly as is needed to compare it with `limit`.
 
-    Nothing is parsed: a parsed value takes up to a hundred times the memory of its shortest text, and holds up all
-    other requests while it is made. Only if there are many separators, those inside strings are left out.
+    A result up to `limit` may be too high, because it may count separators inside strings. A result above `limit` may
+    be too low, because counting ends there. Nothing is parsed: a parsed value takes up to a hundred times the memory of
+    its shortest text, and holds up all other requests while it is made.
     """
     values = 1 + sum(map(_count_separators, _pieces(body)))
     if values <= limit:

@@ -329,7 +329,10 @@ class RequestHandler:
             return await self._thread.run(large, dialect.parse, whole), large
 
     async def _read_json(self, parts: list[bytes], reservation: BodyReservation) -> tuple[Json, bool]:
-        """Return the JSON object of a body, within the limits of its values and lists, and whether it is large."""
+        """Return the JSON object in a body, and whether the request is large (see `_LARGE_BODY`).
+
+        Raises RequestError for a body with too many JSON values, messages or tools.
+        """
         limits = self._settings.limits
         reservation.reading = False
         large = reservation.size > _LARGE_BODY
@@ -379,13 +382,15 @@ class RequestHandler:
 
 
 def _turn(session: SessionState, size: int) -> contextlib.AbstractAsyncContextManager[None]:
-    """Return a context in which a body of this size is parsed."""
-    return _alone_in_session(session) if size > _TAKES_TURNS else contextlib.nullcontext()
+    """Return the context in which to parse a body of `size` bytes. Bodies of at most `_TAKES_TURNS` bytes do not wait.
+
+    The large bodies of one session are parsed one at a time, and other sessions are served before each.
+    """
+    return _turn_of_large_body(session) if size > _TAKES_TURNS else contextlib.nullcontext()
 
 
 @contextlib.asynccontextmanager
-async def _alone_in_session(session: SessionState) -> AsyncIterator[None]:
-    """Wait until no other request of the session is being parsed, and let other sessions be served before this one."""
+async def _turn_of_large_body(session: SessionState) -> AsyncIterator[None]:
     async with session.parsing:
         await asyncio.sleep(0)
         yield

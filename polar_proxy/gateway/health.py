@@ -80,7 +80,7 @@ class OutageLog:
     """Logs the first of several failures in a row, and the end of them."""
 
     def __init__(self, what: str) -> None:
-        """`what`: what does not work meanwhile."""
+        """`what`: what does not work during an outage; it is part of the log messages."""
         self._what = what
         self._since: float | None = None
 

@@ -148,9 +148,10 @@ class BodyBudget:
         self._of_session[wanting.session_id] += size
 
     def _make_room(self, wanting: BodyReservation, size: int) -> None:
-        """Refuse the largest bodies that are still being read, until there is room for `size` bytes of `wanting`.
+        """Refuse the largest bodies that are still being read, until `wanting` can reserve `size` more bytes.
 
-        Only bodies larger than the wanting one are refused. Raises RequestError 429 if they free too little."""
+        A body is refused only if it is larger than that of `wanting` with these bytes. Raises RequestError 429 if
+        refusing all such bodies frees too little."""
         missing = self.held + size - self._limit
         for largest in sorted(self._reservations, key=lambda one: one.size, reverse=True):
             if missing <= 0 or largest.size <= wanting.size + size:

@@ -108,8 +108,9 @@ class CallRecorder:
     ) -> StoreError | None:
         """Commit the calls with their answers so far. Return why one could not be recorded, or None.
 
-        `seen`: the agent has a part of the answer. Such a call counts as lost if it cannot be recorded, and so does any
-        call of a session whose calls need not be recorded. Other calls are refused, as if they had not been sampled.
+        A call that cannot be recorded counts as lost, so that its session is not trained on. It does not if the caller
+        can refuse the request as if nothing had been sampled: the session's calls must be recorded, the agent has no
+        part of the answer yet (`seen` is False), the request has one call, and the commit has certainly failed.
         """
         failure: StoreError | None = None
         ended_at = time.time()

@@ -79,7 +79,7 @@ def _last_number(result: CommandResult) -> float:
     if last is None:
         raise ValueError("it printed nothing")
     if last == "null":
-        raise ValueError("it printed null: no reward")
+        raise ValueError("it printed null, which means that it gives no reward")
     try:
         value = float(last)
     except ValueError:

@@ -94,7 +94,9 @@ class HarborEvaluator(Evaluator):
 
 
 async def _read_rewards(workspace: Workspace, result: CommandResult, seconds: float) -> Json:
-    """Return the numbers of the reward file by name. Raises ValueError if there are none, or they are not trusted.
+    """Return the numbers of the reward file by name.
+
+    Raises ValueError if there is no valid reward file, or if the tests timed out or were killed.
 
     The sandbox's processes are ended first, and the files are read from outside: programs of the agent that still run
     cannot change them, and programs that the agent replaced do not read them."""
@@ -116,7 +118,7 @@ async def _read_rewards(workspace: Workspace, result: CommandResult, seconds: fl
         path = f"verifier/{found[0]}".encode()
         entry = tree.entries[path]
         if not stat.S_ISREG(entry.mode) or entry.size > _REWARD_FILE_LIMIT:
-            raise ValueError(f"{found[0]} is not a file of at most {_REWARD_FILE_LIMIT >> 20} MiB")
+            raise ValueError(f"{found[0]} is not a regular file, or is larger than {_REWARD_FILE_LIMIT >> 20} MiB")
         data = await asyncio.to_thread(tree.read, path)
     finally:
         tree.close()

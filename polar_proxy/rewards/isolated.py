@@ -1,7 +1,7 @@
-"""Runs tests of unittest by Polar's own runner (`test_runner/`) inside an evaluation sandbox.
+"""Runs unittest tests inside an evaluation sandbox, with Polar's own test runner (`test_runner/`).
 
-The runner's report is signed with a nonce that only its judge was given. A report that is missing or has another
-signature gives no verdicts, so that all tests have failed.
+The report is signed with a nonce that only one process of the runner, the judge, receives. If the report is missing or
+its signature is wrong, all tests count as failed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ load("polar_test_runner", "")
 
 @dataclass(frozen=True)
 class TestPlan:
-    """How the runner runs a task's tests: each group runs in its own process."""
+    """How the runner runs a task's tests. In the style `unittest`, each group runs in its own process."""
 
     __test__ = False
 

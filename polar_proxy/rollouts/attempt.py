@@ -292,7 +292,7 @@ class AttemptRunner:
         result: AgentResult,
         remote: RemoteScorer | None,
     ) -> Score:
-        """Score the agent's patch, on another machine if `remote` is given. Work that cannot be read scores 0."""
+        """Score the agent's patch, on another machine if `remote` is given. Without a readable patch the score is 0."""
         if result.no_patch is not None:
             return Score(0.0, {"solved": False, "no_patch": result.no_patch})
         calls: list[CallRecord] = []

@@ -221,11 +221,12 @@ async def submit(
     policy_version: str | None = None,
     code: AllowedCode = NO_CODE,
 ) -> tuple[JobRow, bool]:
-    """Queue a job, with or without a running worker; return it, and whether it is new (see `store.jobs.submit`).
+    """Queue a job, whether or not a worker runs. Return the job, and whether it is new (see `store.jobs.submit`).
 
-    `owned`: the job belongs to this process. If they are already known: `info` about the engine and `harness` (name and
-    version of the agent) are recorded, and `policy_version` limits how old kept rollouts may be. `code`: the agents
-    that the job may name besides Polar's own. Raises UsageError."""
+    `info` (the engine) and `harness` (name and version of the agent, by default those that `spec` names) are recorded
+    with the rollouts. `owned`: the job belongs to this process. `policy_version`: the current one, if it is known; kept
+    rollouts that are too old for it are not carried over to this job. `code`: the agents that the job may name besides
+    Polar's own. Raises UsageError."""
     check_job(spec)
     keep = spec.overflow == "keep"
     if keep and owned:

@@ -292,8 +292,11 @@ def _extended(index: CallIndex, query: PlacementQuery) -> Decision | None:
 
 
 def _longest_known(index: CallIndex, query: PlacementQuery) -> tuple[int, int]:
-    """Return how many first messages of the request are an earlier call's messages and answer, and how many are the
-    messages of a call (0 if that is shorter)."""
+    """Return the lengths, in messages, of the two longest beginnings of the request that are known.
+
+    The first beginning is an earlier call's messages with its answer. The second is an earlier call's messages without
+    the answer; its length is 0 if it is shorter than the first. A length is 0 if there is no such beginning.
+    """
     keys = query.chain.keys
     asked = 0
     for length in range(len(keys) - 1, 0, -1):
@@ -377,7 +380,10 @@ def _inserted_summary(index: CallIndex, query: PlacementQuery) -> CallNode | Non
 
 
 def _forked(index: CallIndex, query: PlacementQuery, extended: Decision) -> Decision:
-    """Make the call a sub-agent's if the harness says so: one that starts with a copy of its parent's conversation."""
+    """Return `extended`, or the decision for a sub-agent if the harness says that this call begins a new one.
+
+    Such a sub-agent starts with a copy of its parent's conversation, so its first call looks like a continuation.
+    """
     parent = extended.parent
     if parent is not None and _is_new_subagent(index, query) and parent.client_thread != query.metadata.thread:
         return Decision("subagent", parent, "harness_says_subagent", own_thread=True)

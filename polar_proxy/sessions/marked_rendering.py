@@ -113,7 +113,7 @@ class AfterAnswer:
 
 
 class Marker:
-    """Marks of one process. `word` is the beginning of all marks."""
+    """Puts marks into messages, and finds them in a rendering. All marks begin with `word`, by default a random one."""
 
     def __init__(self, word: str | None = None) -> None:
         self._word = word or f"zq{secrets.token_hex(6)}"
@@ -251,7 +251,7 @@ def cut(
     for place in seen:
         start, end = extents[place]
         if start < position:
-            raise RenderingError("history_changed", "answers are not in order")
+            raise RenderingError("history_changed", "the answers are rendered in another order")
         fixed.append(text[position:start])
         limit = min((begin for other, (begin, _) in extents.items() if other != place and begin >= end), default=None)
         found = pattern.search(text, end, len(text) if limit is None else limit) if stops else None
@@ -262,11 +262,12 @@ def cut(
 
 
 def compare_fronts(base: MarkedRendering, whole: MarkedRendering, marker: Marker, opening: str | None = None) -> None:
-    """Compare the rendering from which the base was sampled with the one that has its answer and new messages.
+    """Check that the conversation before the base's answer is still rendered as it was when this answer was sampled.
 
-    All fixed texts before the base's answer must be equal, up to IGNORED_DIFFERENCES, and up to how much of an answer
-    stands before its first mark. With `opening`, the text that the template wrote to open the base's answer need not be
-    shown in the new rendering: the answer was sampled after it. Raises RenderingError.
+    `base`: the marked rendering from which the base's answer was sampled; `whole`: the marked rendering of the new
+    request. The fixed texts before the base's answer must be equal in both, apart from IGNORED_DIFFERENCES. A fixed
+    text may also end with the beginning of an answer, if the answer's first mark comes later. `opening` is the text
+    with which the template opened the base's answer: if given, `whole` need not contain it. Raises RenderingError.
     """
     if base.answers != whole.answers[: len(base.answers)] or len(base.fixed) > len(whole.fixed) - 1:
         raise RenderingError("history_changed", "the template shows other past answers than before")

@@ -235,7 +235,7 @@ class SessionRegistry:
         return session.lost if session else 0
 
     def refusal(self, session_id: str) -> str | None:
-        """Return why the last call of this session was refused, if it could not be recorded."""
+        """Return why the last call of this session could not be recorded; None if it was, or if it need not be."""
         session = self._by_id.get(session_id)
         return session.refusal if session else None
 
@@ -257,10 +257,11 @@ class SessionRegistry:
                     del self._by_hash[digest]
 
     def _use(self, session: SessionState) -> None:
-        """Count a session as just used, and drop unused ones if all their calls do not fit.
+        """Record that a session was just used. If the sessions have too many calls for memory, drop unused sessions.
 
-        The least recently used are dropped first, except those that are in use or have lost calls. If those in use are
-        more than fit, all of them stay: reading each back for its next call would stop the gateway.
+        The least recently used session is dropped first. Sessions stay if they are in use, have lost calls, or wait to
+        be stored. All sessions in use stay even if they have too many calls, because reading each one back for its next
+        call would stop the gateway.
         """
         now = session.used_at = time.monotonic()
         self._by_id.move_to_end(session.session_id)

@@ -218,7 +218,7 @@ class OpenCallRepository(Repository):
             return [OpenCall(*row) for row in await connection.execute(deleted)]
 
     async def gateways(self) -> set[str]:
-        """Return the gateways that have announcements: some calls are in progress, or the gateway died with some."""
+        """Return the gateways that have announcements. Each is answering calls, or died before it committed them."""
         return set(await self._scalars(select(_o.gateway).distinct()))
 
     async def sweep(self, dead: Collection[str] = ()) -> list[OpenCall]:

@@ -38,10 +38,10 @@ class OutageMark:
 
 
 class OutageMarks:
-    """The marks of this process, and those that dead processes left. Blocking, for some microseconds each."""
+    """Outage marks of this process, and those that dead processes left. Each method blocks for some microseconds."""
 
     def __init__(self, folder: Path, database: str) -> None:
-        """`folder` is shared by the processes of this machine, also for other databases than `database` (its URL)."""
+        """`database`: the URL of the database. `folder` may also have the marks of other processes and databases."""
         self._folder = folder
         self._prefix = f"{hashlib.sha256(database.encode()).hexdigest()[:16]}-"
         self._file: Path | None = None

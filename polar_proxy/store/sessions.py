@@ -1,4 +1,4 @@
-"""Sessions, each with its own API key, and the keys of the HTTP API. Of any key only the SHA-256 is stored."""
+"""Sessions, each with its own API key, and the keys of the HTTP API. Only the SHA-256 of a key is stored."""
 
 from __future__ import annotations
 
@@ -158,8 +158,11 @@ class SessionRepository(Repository):
             await self._database.write_in_thread(lambda: None, write)
 
     async def mark_unrecorded(self, mark: OutageMark) -> str:
-        """Mark a session that lost a call, and store it first if it was opened while it could not be stored. Return its
-        id, which is another one if its key was known."""
+        """Mark a session that lost a call, and return its id.
+
+        If the session was opened while the database could not be written, it is stored first. If the database already
+        has a session with its key, that session is marked instead, and its id is returned.
+        """
         session_id = mark.session_id
         if mark.key_hash is not None:
             row = await self.create(key_hash=mark.key_hash, label=None, origin="open", session_id=session_id)

@@ -101,7 +101,10 @@ def _cases(rng: random.Random, right: Formula, wrong: Formula, count: int) -> li
 
 
 def _test_module(package: str, module: str, tests: list[tuple[str, list[tuple[int, int, int]]]]) -> str:
-    """Return the source of a unittest module; `tests` holds (function name, [(first, second, expected), ...])."""
+    """Return the source of a unittest module.
+
+    `tests`: the name of each tested function, with a list of (first argument, second argument, expected result).
+    """
     lines = ["import unittest", "", f"from {package} import {module}", "", ""]
     lines.append("class Test(unittest.TestCase):")
     for name, rows in tests:

@@ -119,7 +119,7 @@ CertificateSpan = Annotated[ContextSpan | SampledSpan, Field(discriminator="kind
 
 
 class StoredCertificate(CertificateModel):
-    """The fields of a certificate that do not follow from the trace and its calls, and its last hash."""
+    """The fields of a certificate that cannot be derived from the trace and its calls, and its last span's hash."""
 
     schema_version: Annotated[int, Field(alias="schema", strict=True, ge=SCHEMA, le=SCHEMA)]
     on_drift: DriftPolicy | None

@@ -155,8 +155,10 @@ def _hash_problems(trace: Trace, certificate: Certificate) -> Iterator[str]:
 
 
 def _span_problems(certificate: Certificate) -> Iterator[str]:
-    """Yield a problem for each answer that is not whole, occurs twice or does not follow its call's prompt (which the
-    reason `canonical` allows), and for other contradictions in the spans."""
+    """Yield the contradictions in the spans, such as an answer that is not whole or occurs twice.
+
+    An answer must follow its call's whole prompt, unless the certificate gives the reason `canonical`.
+    """
     for span, following in zip(certificate.spans, [*certificate.spans[1:], None], strict=True):
         answers_it = following is not None and (following.kind, following.call_id) == ("sampled", span.call_id)
         if span.kind == "context" and not answers_it:

@@ -111,12 +111,15 @@ def base_choice(call: CallRecord, base: CallRecord) -> Choice | None:
 def find_context_start(
     before: TokenIds, spans: Sequence[Span], call: CallRecord, base: CallRecord, *, drifted: bool
 ) -> int | str:
-    """Return the position in the call's prompt at which the context after `before` begins, or why there is none.
+    """Return the position in the call's prompt at which the context after the base's answer begins.
 
-    `before` int32 [n], with its spans, is the trace so far, which ends with the base's answer. The position is found by
-    counting end-of-turn tokens: they are special tokens, so re-tokenised text on either side does not move them. With k
-    of them in `before`, the text after the k-th in the prompt is new; if the last answer was cut before its end of
-    turn, the next token of this kind closes it. A call that did not drift is cut after its base's tokens.
+    If there is no such position, return the reason. `before` (int32 [n]) and `spans` are the trace so far, which ends
+    with the base's answer. If the call did not drift, the context begins after the base's tokens.
+
+    If it drifted, the position is found by counting end-of-turn tokens. They are special tokens, so text that was
+    tokenised differently does not change their number. If `before` has k of them and ends with one, the context begins
+    after the k-th one in the prompt. If the base's answer was cut before its end of turn, the context begins with the
+    next end-of-turn token, which ends that answer.
     """
     prompt, choice = call.prompt_ids, base_choice(call, base)
     if prompt is None or base.prompt_ids is None or choice is None:

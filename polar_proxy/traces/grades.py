@@ -95,7 +95,7 @@ def off_distribution_note(call: CallRecord) -> str | None:
 
 
 class DistributionNotes:
-    """Passes each `off_distribution_note` on once."""
+    """Calls `note` with the `off_distribution_note` of the calls that have one, once for each different text."""
 
     def __init__(self, note: Callable[[str], None]) -> None:
         self._note = note
@@ -109,9 +109,10 @@ class DistributionNotes:
 
 
 def weights_changed(versions: Sequence[tuple[int, str | None]]) -> bool:
-    """Return whether the weights changed at an unknown token of an answer with these `policy_versions`.
+    """Return whether the weights changed while an answer was sampled, and it is not known at which token.
 
-    The version is then "A..B": A was loaded before the answer and B after it.
+    `versions`: (first position, policy version) of each run of tokens of the answer. In this case there is one run,
+    with the version "A..B": A was loaded before the answer, and B after it.
     """
     return len(versions) == 1 and ".." in (versions[0][1] or "")
 

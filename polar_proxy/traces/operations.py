@@ -49,11 +49,11 @@ class SessionTarget:
 async def find_targets(
     store: Store, *, where: str | None = None, session_ids: Sequence[str] = (), limit: int | None = None
 ) -> list[SessionTarget]:
-    """Return the sessions of the rollouts that match `where`, or the named sessions, or by default all sessions with
-    calls.
+    """Return the named sessions, or the sessions of the rollouts that match `where`.
 
-    Rollouts come first, each kind newest first, and at most `limit` in total. Raise UsageError for an invalid
-    condition, an unknown session, and for both arguments at once.
+    Without both arguments, return the session of every rollout, then the sessions with calls that have no rollout, each
+    part newest first. `limit` bounds the total. Raise UsageError for an invalid condition, an unknown session, and for
+    both arguments at once.
     """
     if where is not None and session_ids:
         raise UsageError("Give either --where, which selects rollouts, or --session.")

@@ -262,9 +262,10 @@ def _no_rescore_reason(call: CallRecord) -> str | None:
 
 
 async def encode_answers(call: CallRecord, engine: Engine) -> list[tuple[Choice, TokenIds, TokenIds]]:
-    """Return each answer of a call with its prompt and its own tokens (int32), as the engine renders them.
+    """Return (answer, token ids of the prompt, token ids of the answer) for each answer of a call; the ids are int32.
 
-    Raise UnusableAnswerError with the reason if one of them has no clean rendering.
+    The ids are those of the engine's rendering. Raise UnusableAnswerError with the reason if the call needs no
+    rescoring or cannot be rescored: for example, if a rendered answer does not contain the recorded text.
     """
     if (reason := _no_rescore_reason(call)) is not None:
         raise UnusableAnswerError(reason)

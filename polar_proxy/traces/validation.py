@@ -69,7 +69,7 @@ def count_calls(calls: Sequence[CallRecord], build: BuildResult) -> Json:
 
 
 def _answer_problems(calls: Mapping[str, CallRecord], build: BuildResult) -> Iterator[str]:
-    """Yield a problem for each answer that is not trained once, unless its call is excluded."""
+    """Yield a problem for each call that is neither excluded nor trained with each of its answers exactly once."""
     spans = [span for trace in build.traces for span in trace.spans if span.kind == "sampled"]
     trained = Counter((span.call_id, span.choice) for span in spans)
     for answer, times in trained.items():

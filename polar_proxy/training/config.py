@@ -218,7 +218,10 @@ class GrpoConfig(BaseModel):
                 f'NCCL sends from a GPU: set device = "cuda", not {self.device!r}, or weight_transfer = "disk"'
             )
         if self.weight_transfer == "nccl" and self.lora is not None and self.lora.adapter_name is not None:
-            raise ValueError("an adapter is reloaded from disk: leave out `lora.adapter_name`, or `weight_transfer`")
+            raise ValueError(
+                "with `lora.adapter_name`, vLLM reloads the adapter from disk: leave out `lora.adapter_name`, or set "
+                'weight_transfer = "disk"'
+            )
         if self.echo_coef and self.builder == "per_call":
             raise ValueError(
                 "ECHO trains the tokens between two answers of a trace, and the traces of per_call have one answer: "
@@ -226,7 +229,8 @@ class GrpoConfig(BaseModel):
             )
         if self.recomputes_proximal and self.processes > 1:
             raise ValueError(
-                'several processes keep no older weights: set `proximal` to "start", "recorded" or "interpolated"'
+                'proximal = "sampler" needs older weights, which several processes do not keep: leave out `processes`, '
+                'or set `proximal` to "start", "recorded" or "interpolated"'
             )
         if self.recomputes_proximal and self.sync_every % self.checkpoint_every:
             raise ValueError(

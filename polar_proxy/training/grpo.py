@@ -62,7 +62,10 @@ class RolloutSource(Protocol):
         ...
 
     async def evaluate(self, step: int) -> list[float | None]:
-        """Run the held-out instances with the engine's current weights; return rewards. The feed does not get them."""
+        """Run the held-out instances with the engine's current weights, and return the rewards.
+
+        The feed does not offer these rollouts.
+        """
         ...
 
 
@@ -204,8 +207,8 @@ class GrpoTrainer:
                 break  # train a smaller step instead of no step
             elif empty_rounds == MAX_EMPTY_ROUNDS:
                 raise TrainingError(
-                    f"{MAX_EMPTY_ROUNDS} rounds of rollouts in a row ended without one group to train on ({stale} "
-                    "were too stale, or of an unknown policy version): look at them with `polar sessions`"
+                    f"{MAX_EMPTY_ROUNDS} rounds of rollouts in a row ended without a group to train on ({stale} groups "
+                    "were too stale, or of an unknown policy version): look at the rollouts with `polar sessions`"
                 )
             else:
                 empty_rounds += 1

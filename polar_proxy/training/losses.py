@@ -213,7 +213,7 @@ def decoupled(
     """Decoupled PPO for stale data: L = -sum_t w_t k_t min(u_t A_t, clip(u_t, 1 - clip_low, 1 + clip_high) A_t).
 
     The clip is centred on pi_prox instead of mu, so that stale tokens keep a gradient. Tokens
-    with k_t above `max_weight` are dropped.
+    with k_t above `max_weight` are dropped. (Notation: see the module.)
     Source: Hilton et al., arXiv 2110.00641; used by AReaL, arXiv 2505.24298.
     """
     weight = log_ratio(batch.proximal_logprobs, batch.old_logprobs).exp()

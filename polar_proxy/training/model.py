@@ -342,7 +342,7 @@ class Learner:
                 numbers.append(int(version))
             else:
                 raise TrainingError(
-                    f"a token was sampled by policy version {version!r}, which is none of this run up to step {step}: "
+                    f"a token was sampled by policy version {version!r}, which is not one of this run (0 to {step}): "
                     'let only this trainer update the engine, or set proximal = "start" or "recorded"'
                 )
         return numbers

@@ -152,7 +152,7 @@ async def test_rejects_a_server_that_reads_no_call_in_the_form_of_its_template()
     fake = FakeVllm(limits=frozenset({"other_form"}), derenders=True)
     fake.read = lambda tokens, body: ("", text_of([token for token in tokens if token != END]), ())  # type: ignore[method-assign]
     async with fake, VllmEngine(fake.url) as engine:
-        assert "read no tool call in the form of its template" in str(engine.continue_problem)
+        assert "did not recognise a tool call in the chat template's form" in str(engine.continue_problem)
 
 
 async def test_shows_parallel_calls_that_are_off() -> None:
@@ -238,7 +238,7 @@ async def test_rejects_exact_prompt_under_a_grammar(more: dict[str, Any]) -> Non
 
 async def test_rejects_prompt_that_ends_in_unproved_open_reasoning() -> None:
     async with FakeVllm() as fake, VllmEngine(fake.url) as engine:
-        with pytest.raises(RequestError, match="leaves reasoning 'open'"):
+        with pytest.raises(RequestError, match="reasoning at the end of the prompt is 'open'"):
             await run(engine, chat(), prompt=[*PROMPT, *ids("<think>")])
         # Reasoning in an earlier turn is not open.
         await run(engine, chat(), prompt=[*ids("<think>"), END, *ids("ab")])

@@ -46,7 +46,7 @@ def test_missing_vllm_names_the_package_to_install(tmp_path: Path) -> None:
     ("more", "reason"),
     [
         ({}, "NCCL sends from a GPU: set device"),
-        ({"device": "cuda", "lora": {"rank": 2, "adapter_name": "polar"}}, "an adapter is reloaded from disk"),
+        ({"device": "cuda", "lora": {"rank": 2, "adapter_name": "polar"}}, "vLLM reloads the adapter from disk"),
     ],
 )
 def test_rejects_unsupported_settings(more: dict[str, Any], reason: str) -> None:

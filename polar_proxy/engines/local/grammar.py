@@ -62,7 +62,10 @@ class GrammarCompiler:
         return hf.from_tokenizer(self._tokenizer, self._vocab_size, self._end_ids)
 
     def for_request(self, request: ChatRequest, reasoning: Reasoning) -> Callable[[], GrammarMask] | None:
-        """Return a factory of masks, one mask per choice; None if the answer is free. Raises RequestError."""
+        """Return a factory of masks, one mask per choice; None if the request enforces no form.
+
+        Raises RequestError for a form that cannot be enforced.
+        """
         body = self._body(request)
         if body is None:
             return None
@@ -74,8 +77,10 @@ class GrammarCompiler:
         return lambda: GrammarMask(LLMatcher(tokenizer, grammar, log_level=0))
 
     def _body(self, request: ChatRequest) -> str | None:
-        """Return the grammar rule `body` (the demanded tool calls, or the schema) in llguidance's Lark; None for a free
-        answer."""
+        """Return the grammar rule `body` in llguidance's Lark: the required tool calls, or the schema of the answer.
+
+        None if the request enforces neither.
+        """
         if (tools := demanded_tools(request)) is not None:
             names = " | ".join(f"tool_{place}" for place in range(len(tools)))
             more = "" if request.parallel_tool_calls is False or len(tools) < len(request.tools) else ' ("\\n" call)*'

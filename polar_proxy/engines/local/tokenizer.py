@@ -72,7 +72,7 @@ class ChatTokenizer:
         return TextStream(TokenDecoder(self.decode, self._hidden), stop)
 
     def reasoning(self, prompt: str) -> Reasoning:
-        """Return how answers to this rendered prompt contain reasoning: `off`, `tags` or `open`."""
+        """Return how answers to this rendered prompt mark reasoning: `off`, `tags` or `open` (see `Reasoning`)."""
         if self._template is None or THINK not in self._template:
             return "off"
         return "open" if prompt.rstrip().endswith(THINK) else "tags"

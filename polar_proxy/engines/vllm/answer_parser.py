@@ -105,7 +105,7 @@ def make_answer_parser(
 
 
 def parser_request(model: str, request: ChatRequest) -> Json:
-    """Return a short chat request that vLLM parses the answer to as it does for `request`.
+    """Return a short chat request for which vLLM parses an answer in the same way as for `request`.
 
     Of the conversation only the number of tool calls matters, because some parsers number the calls of a conversation.
     """

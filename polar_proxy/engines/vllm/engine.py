@@ -113,7 +113,7 @@ class VllmEngine(ServerEngine):
         await super().__aexit__(kind, error, trace)
 
     async def _find_local_renderer(self) -> None:
-        """Render in this process if it can read the model's folder and that gives the server's ids."""
+        """Render in this process if the model's folder can be read and gives the same ids as the server."""
         if not self._server.tokenize_renders or "continue" not in self._server.info.capabilities:
             return
         folder = await asyncio.to_thread(find_model_folder, self._server.model_path)

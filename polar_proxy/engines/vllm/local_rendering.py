@@ -109,7 +109,10 @@ class LocalRenderer:
         return await self._thread.run(len(text) > _LARGE_TEXT, self._files.encode, text)
 
     async def confirm(self, request: ChatRequest) -> bool:
-        """Return whether the server renders this request to the same ids. Most requests are not compared."""
+        """Return whether the server renders this request to the same ids as this process.
+
+        Most requests are not compared: for them, the last comparison with the same tools and template options counts.
+        """
         self._count += 1
         proved = self._proved.get(_key(request))
         return await self._compare(request) if proved is None or self._count % _COMPARE_EVERY == 0 else proved

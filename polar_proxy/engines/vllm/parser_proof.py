@@ -105,7 +105,7 @@ class ParserProofs:
         config = await self.prove(options)
         if config.kind == "hermes" and (tail := self.tail(prompt)) != config.tail:
             raise CannotContinueError(
-                f"the prompt leaves reasoning {tail!r}, but the template leaves it {config.tail!r}."
+                f"reasoning at the end of the prompt is {tail!r}, but the parser was verified with {config.tail!r}."
             )
         return config
 
@@ -170,8 +170,8 @@ class ParserProofs:
         own = [answer for answer in answers if answer.own and answer.raw_finish == "stop"]
         if own and not any(answer.parsed.calls for answer in own):
             raise CannotContinueError(
-                f"{problem} And its chat route read no tool call in the form of its template. Start vLLM with the "
-                "--tool-call-parser of this model."
+                f"{problem} And the server's chat route did not recognise a tool call in the chat template's form. "
+                "Start vLLM with the --tool-call-parser of this model."
             )
         problems = [problem]
         for find in (self._match_process, self._match_derender):

@@ -67,7 +67,10 @@ class ServedModel:
         return self._classes[key]
 
     def reasoning_tags(self) -> list[tuple[str, str]]:
-        """Return the texts around reasoning for those of vLLM's reasoning parsers that can be used with this model."""
+        """Return the texts before and after reasoning, such as `<think>` and `</think>`, that vLLM's parsers expect.
+
+        Reasoning parsers that cannot be used with this model are left out.
+        """
         found: dict[tuple[str, str], None] = {}
         for name in sorted(set(ReasoningParserManager.list_registered())):
             try:
@@ -272,7 +275,10 @@ class ParserWorker:
 
 
 def merged(parsed: Json) -> Json:
-    """Return one parsed answer without the white space around its texts, its calls as [name, arguments]."""
+    """Return a parsed answer with the pieces of each tool call joined as [name, arguments].
+
+    White space around the text and the reasoning is removed.
+    """
     calls: dict[int, list[str]] = {}
     for delta in parsed["calls"]:
         name, arguments = calls.get(delta["index"], ["", ""])

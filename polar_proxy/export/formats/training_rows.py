@@ -165,10 +165,10 @@ def group_advantages(rewards: Mapping[str, float | None], name: str = "grpo") ->
 def with_advantages(
     rows: Iterable[Json], name: str = "grpo", rewards: Mapping[str, Mapping[str, float | None]] | None = None
 ) -> list[Json]:
-    """Return the rows with `advantage`, each rollout counted once in its group.
+    """Return the rows with the field `advantage`. A rollout counts once in its group, even if it has several rows.
 
-    `rewards` (group_id -> rollout_id -> reward) are those of all rollouts of the groups: rollouts without a trace are
-    in the baseline too. Without it, only rollouts that have rows are known.
+    `rewards`: group_id -> rollout_id -> reward of all rollouts of the group, so that rollouts without a trace count in
+    the baseline, too. In a group that `rewards` does not contain, only the rollouts that have rows count.
     """
     rows = list(rows)
     known: dict[str, dict[str, float | None]] = {key: dict(value) for key, value in (rewards or {}).items()}

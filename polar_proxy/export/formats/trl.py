@@ -80,9 +80,9 @@ def completions(
 class RecordedRollouts:
     """A `rollout_func`: each run of `num_generations` equal prompts gets the next recorded group, whatever the prompt.
 
-    `groups` yields the rows of one group at a time, from a file or a feed. A group that GRPOTrainer cannot hold raises
-    RowError; with `on_refused = "skip"` it is counted in `left_out` and the next group is taken. Raise UsageError if
-    the groups run out, or if several processes share a generation batch.
+    `groups` yields the rows of one group at a time, from a file or a feed. A group that GRPOTrainer cannot use raises
+    RowError (see `completions`); with `on_refused = "skip"` it is counted in `left_out` and the next group is taken.
+    Raise UsageError if the groups run out, or if several processes share a generation batch.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ _END_LINE = b'["end", '
 
 
 def run_children(job: dict[str, Any], link: Link) -> None:
-    """Run the judge's groups, one after the other, until it ends."""
+    """Run each group of tests that the judge sends in a forked child, one after the other, until the judge ends."""
     while True:
         try:
             group = link.receive()

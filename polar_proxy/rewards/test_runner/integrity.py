@@ -70,7 +70,7 @@ class Integrity:
         return not self._is_projects_own(current)
 
     def _overrides_assertions(self, kind: type) -> bool:
-        """Return whether a class of tests has assertions of the patch, its own or inherited."""
+        """Return whether a test class defines or inherits an assertion method that is not the project's own."""
         bases = kind.__mro__[: kind.__mro__.index(unittest.TestCase)]
         found = [vars(base)[name] for base in bases for name in self._assertions if name in vars(base)]
         return any(callable(value) and not self._is_projects_own(value) for value in found)

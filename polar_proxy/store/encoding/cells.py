@@ -201,8 +201,11 @@ def _dictionary(before: TokenIds, width: int) -> bytes:
 
 
 def _deflate(body: bytes, dictionary: bytes) -> bytes:
-    """Compress a body. Most are short, and indexing a whole dictionary for them would take most of a commit's time: so
-    only the end of the dictionary is used, and a window that is just large enough. A reader needs neither number."""
+    """Compress a body with only the end of the dictionary, and with a window that is just large enough.
+
+    Most bodies are short, and indexing the whole dictionary for each would take most of a commit's time. `_inflate`
+    does not need the two sizes: it uses the whole dictionary and the largest window.
+    """
     dictionary = dictionary[-max(_MIN_DICTIONARY, _DICTIONARY_PER_BYTE * len(body)) :]
     window_bits = max(9, min(15, (len(dictionary) + len(body) + _LOOKAHEAD).bit_length()))
     memory_level = max(1, window_bits - 6)

@@ -156,7 +156,7 @@ def _copy_table(
 
 
 def _check_of(table: Table, column: Column[Any], model: Callable[[Any], None] | None = None) -> Callable[[Any], None]:
-    """Return the check of a column's values. It raises ValueError or StoreError."""
+    """Return a function that raises ValueError or StoreError for a value that the column cannot have."""
     check = _check_of_type(table, column, model)
 
     def checked(value: Any) -> None:
