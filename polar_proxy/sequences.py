@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -48,7 +48,7 @@ def assemble(spans: Sequence[Span], calls: Mapping[str, CallRecord]) -> tuple[To
             raise SpanError(f"a span names the call {span.call_id}, which the session does not have")
         tokens, values = call.prompt_ids, None
         if span.kind == "sampled":
-            choice = next((choice for choice in call.choices if choice.index == span.choice), None)
+            choice = find_choice(call, span.choice)
             if choice is None:
                 raise SpanError(f"the call {span.call_id} has no choice {span.choice}")
             tokens, values = choice.token_ids, choice.logprobs
@@ -96,13 +96,27 @@ def policy_versions(call: CallRecord, choice: Choice) -> tuple[tuple[int, str | 
 
 def samplings_of(spans: Iterable[Span], calls: Mapping[str, CallRecord]) -> tuple[AnswerSampling, ...]:
     """Return how the answer of each sampled span was sampled."""
-    found = []
+    return tuple(answer_sampling(call, choice) for _, call, choice in _sampled_answers(spans, calls))
+
+
+def _sampled_answers(
+    spans: Iterable[Span], calls: Mapping[str, CallRecord]
+) -> Iterator[tuple[Span, CallRecord, Choice]]:
+    """Yield each sampled span that names an answer, with its call and this answer."""
     for span in spans:
         if span.kind == "sampled":
             call = calls[span.call_id]
-            choice = next(choice for choice in call.choices if choice.index == span.choice)
-            found.append(answer_sampling(call, choice))
-    return tuple(found)
+            choice = find_choice(call, span.choice)
+            if choice is not None:
+                yield span, call, choice
+
+
+def find_choice(call: CallRecord, index: int) -> Choice | None:
+    """Return the answer of a call with this index, or None."""
+    for choice in call.choices:
+        if choice.index == index:
+            return choice
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,13 +175,14 @@ def find_layout_problem(trace: Trace) -> str | None:
     mask = _mask_of(trace.spans)
     if not np.array_equal(trace.loss_mask, mask):
         return "its loss mask is not 1 exactly on the sampled spans"
-    if not np.isnan(trace.logprobs[mask == 0]).all():
+    sampled = mask == 1
+    if not (sampled | np.isnan(trace.logprobs)).all():
         return "it has log-probabilities of tokens that were not sampled"
-    if not all_reported(trace.logprobs[mask == 1]):
+    if not all_reported(trace.logprobs[sampled]):
         return "log-probabilities of sampled tokens are missing or not finite"
     if len(trace.sampling) != sum(span.kind == "sampled" for span in trace.spans):
         return "it does not say of each answer how it was sampled"
-    before = int(mask.argmax()) if mask.any() else size
+    before = int(sampled.argmax()) if sampled.any() else size
     if trace.prompt_length != before:
         return f"its first answer begins at {before}, and its prompt has {trace.prompt_length} tokens"
     return None
@@ -188,24 +203,24 @@ def find_problem(trace: Trace, calls: Mapping[str, CallRecord]) -> str | None:
     if (problem := find_layout_problem(trace)) is not None:
         return problem
     try:
-        token_ids, _, logprobs = assemble(trace.spans, calls)
+        token_ids, mask, logprobs = assemble(trace.spans, calls)
     except SpanError as error:
         return str(error)
-    if trace.sampling != samplings_of(trace.spans, calls):
+    answers = list(_sampled_answers(trace.spans, calls))
+    if trace.sampling != tuple(answer_sampling(call, choice) for _, call, choice in answers):
         return "its answers were sampled in another way than recorded"
     differs = np.flatnonzero(trace.token_ids != token_ids)
     if differs.size:
         ends = list(accumulate(span.end - span.start for span in trace.spans))
         span = trace.spans[bisect_right(ends, int(differs[0]))]
         return f"its tokens are not those of the call {span.call_id}"
-    if not trace.rescored and not np.array_equal(trace.logprobs, logprobs, equal_nan=True):
+    sampled = mask == 1  # both have NaN elsewhere
+    if not trace.rescored and not np.array_equal(trace.logprobs[sampled], logprobs[sampled]):
         return "its log-probabilities are not those recorded at sampling"
-    sampled = [span for span in trace.spans if span.kind == "sampled"]
-    for span in sampled:
-        answer = next(choice for choice in calls[span.call_id].choices if choice.index == span.choice)
-        if (span.start, span.end) != (0, len(answer.token_ids)):
-            return f"it has only a part of an answer of the call {span.call_id}"
-    if tuple(dict.fromkeys(span.call_id for span in sampled)) != trace.call_ids:
+    for span, call, choice in answers:
+        if (span.start, span.end) != (0, len(choice.token_ids)):
+            return f"it has only a part of an answer of the call {call.call_id}"
+    if tuple(dict.fromkeys(call.call_id for _, call, _ in answers)) != trace.call_ids:
         return "its call_ids are not the calls whose answers it trains"
     return None
 

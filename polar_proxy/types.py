@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -308,8 +308,7 @@ class Span:
     choice: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerSampling:
+class AnswerSampling(NamedTuple):
     """The distribution from which an answer was sampled, and the weights that gave it."""
 
     temperature: float | None

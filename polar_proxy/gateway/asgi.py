@@ -10,6 +10,7 @@ import json
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import orjson
 
 from polar_proxy.errors import RequestError
@@ -71,7 +72,8 @@ def count_values(body: bytes, limit: int) -> int:
 
 
 def _count_separators(body: bytes) -> int:
-    return len(body) - len(body.translate(None, b",[{"))
+    signs = np.frombuffer(body, np.uint8)  # numpy compares many bytes at a time
+    return int(np.count_nonzero((signs == ord(",")) | (signs == ord("[")) | (signs == ord("{"))))
 
 
 def _pieces(body: bytes) -> Iterator[bytes]:

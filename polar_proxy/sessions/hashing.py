@@ -33,6 +33,7 @@ _LONGEST_NORMALISED = 4 << 20
 _SAFE_INTEGER = 2**53
 _ROLES = {"developer": "system", "function": "tool"}
 _SORTED = orjson.OPT_SORT_KEYS
+_NO_WHITE_SPACE = {code: None for code in range(128) if chr(code).isspace()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,7 +294,7 @@ class MessageHasher:
             if item.pattern is not None and role in item.roles and item.guard in text:
                 text = item.pattern.sub(item.replacement, text)
         if "white_space" in self._active:
-            return "".join(text.split()) if role == "assistant" else text.strip()
+            return _without_white_space(text) if role == "assistant" else text.strip()
         return text
 
     def _content(self, role: str, content: str | list[Json] | None) -> Any:
@@ -325,6 +326,11 @@ class MessageHasher:
 
 
 _THINKING = frozenset({"thinking", "redacted_thinking", "reasoning"})
+
+
+def _without_white_space(text: str) -> str:
+    # `translate` is several times as fast as `split`, but for ASCII only.
+    return text.translate(_NO_WHITE_SPACE) if text.isascii() else "".join(text.split())
 
 
 def call_ids(message: Message) -> tuple[str, ...]:

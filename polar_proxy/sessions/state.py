@@ -111,9 +111,10 @@ class ConversationCache(LRUCache[Hashable, Any]):
 
     def put(self, key: Hashable, entry: LastRequest | AnsweredCall | UnrecordedCall) -> None:
         """Insert or replace an entry. An entry larger than the capacity is not kept."""
-        self.pop(key, None)
         if entry.size <= self.maxsize:
             self[key] = entry
+        else:
+            self.pop(key, None)
 
 
 class SessionState:

@@ -12,7 +12,14 @@ import sqlite3
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    closing,
+    contextmanager,
+    nullcontext,
+)
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -65,6 +72,22 @@ class StoreUncertainError(StoreError):
     """It is unknown whether an operation took effect: the connection broke, or no answer came in time."""
 
 
+class _WriteLock(asyncio.Lock):
+    """The lock by which the SQLite writers of this process take turns."""
+
+    since: float | None = None
+    """When the running write got the lock."""
+
+    async def acquire(self) -> Literal[True]:
+        await super().acquire()
+        self.since = time.monotonic()
+        return True
+
+    def release(self) -> None:
+        self.since = None
+        super().release()
+
+
 class Database:
     """The connection pools of one database.
 
@@ -81,11 +104,9 @@ class Database:
         self.url = url
         self.path = sqlite_path(url)
         self.dialect: Literal["sqlite", "postgresql"] = "postgresql" if self.path is None else "sqlite"
-        self._write_lock = asyncio.Lock()
+        self._write_lock = _WriteLock()
         self._was_reached = False
         self._written_at = -math.inf
-        self._writing_since: float | None = None
-        """When the running SQLite write of this process began."""
         self._worker: ThreadPoolExecutor | None = None
         self._worker_engine: Engine | None = None
         common: dict[str, Any] = {"json_serializer": json_codec.dumps_text, "json_deserializer": json_codec.loads}
@@ -168,18 +189,9 @@ class Database:
         async with self._turn():
             return await asyncio.to_thread(work)
 
-    @asynccontextmanager
-    async def _turn(self) -> AsyncIterator[None]:
+    def _turn(self) -> AbstractAsyncContextManager[None]:
         """Let one SQLite writer of this process at a time into the block. PostgreSQL needs no turns."""
-        if self.path is None:
-            yield
-            return
-        async with self._write_lock:
-            self._writing_since = time.monotonic()
-            try:
-                yield
-            finally:
-                self._writing_since = None
+        return nullcontext() if self.path is None else self._write_lock
 
     @asynccontextmanager
     async def reading(self, patience: float | None = None) -> AsyncIterator[AsyncConnection]:
@@ -205,7 +217,7 @@ class Database:
                 await asyncio.to_thread(asyncio.run, self._probe_server())
         except (SQLAlchemyError, sqlite3.Error, OSError) as error:
             may_be_load = isinstance(error, TimeoutError) or (is_locked(error) and self._may_have_lock())
-            if not (may_be_load and (self._written_at > began or self._writing_since is not None)):
+            if not (may_be_load and (self._written_at > began or self._write_lock.since is not None)):
                 raise StoreError(self._describe(error)) from error
 
     def _may_have_lock(self) -> bool:
@@ -214,7 +226,8 @@ class Database:
         holders = write_lock_holders(self.path)
         if holders and os.getpid() not in holders:
             return False
-        seconds = 0.0 if self._writing_since is None else time.monotonic() - self._writing_since
+        since = self._write_lock.since
+        seconds = 0.0 if since is None else time.monotonic() - since
         if seconds > _STUCK_SECONDS:
             raise StoreError(f"A write of this process has not ended for {seconds:.0f} s")
         return True

@@ -20,7 +20,7 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from polar_proxy.sequences import begins_with, common_prefix_length, is_any
+from polar_proxy.sequences import begins_with, common_prefix_length, find_choice, is_any
 from polar_proxy.traces.grades import excluded_calls, in_start_order
 from polar_proxy.types import CallRecord, Choice, Span, TokenIds
 
@@ -105,8 +105,7 @@ def find_drift(call: CallRecord, base: CallRecord) -> DriftEvent | None:
 
 def base_choice(call: CallRecord, base: CallRecord) -> Choice | None:
     """Return the answer of the base that the call continues."""
-    wanted = call.base_choice or 0
-    return next((choice for choice in base.choices if choice.index == wanted), None)
+    return find_choice(base, call.base_choice or 0)
 
 
 def find_context_start(

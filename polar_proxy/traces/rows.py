@@ -17,7 +17,6 @@ A row of builder `tree` holds its own tokens only: they follow the first `branch
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -78,7 +77,7 @@ def write_row(trace: Trace, rollout: Json, certificate: Json | None = None) -> J
 def _write_spans(trace: Trace) -> Iterator[Json]:
     samplings = iter(trace.sampling)
     for span in trace.spans:
-        sampled = asdict(next(samplings)) if span.kind == "sampled" else {}
+        sampled = next(samplings)._asdict() if span.kind == "sampled" else {}
         yield {
             "kind": span.kind,
             "call_id": span.call_id,
