@@ -8,7 +8,7 @@ policy's tokenizer with each template's control tokens added, and every continue
 (`_families/continuing.py`).
 
 --vllm: fifteen families on a real vLLM with their own parsers, through a gateway (`_families/real.py`). A family takes
-about a minute. --write runs both, and writes docs/families.md.
+a minute or more. --write runs both, and writes docs/families.md.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks._families.continuing import FamilyResult, FamilyRun, TurnResult
 from benchmarks._families.families import load_families
-from benchmarks._families.page import grade_lines, page, served_table
+from benchmarks._families.page import grade_lines, page, served_row, served_table
 from benchmarks._families.real import ServedResult, run_families
 from benchmarks._families.served_families import SERVED
 from benchmarks._families.template_engine import TemplateEngine
@@ -66,10 +66,8 @@ async def run_served(only: str, servers: int) -> list[ServedResult]:
     out = []
     wanted = [served for served in SERVED if only.lower() in served.name.lower()]
     async for result in run_families(wanted, servers):
-        print(
-            f"{result.name}: {result.seconds:.0f} s, of which vLLM's start {result.start_seconds:.0f} s",
-            file=sys.stderr,
-        )
+        seconds = f"{result.seconds:.0f} s, of which {result.start_seconds:.0f} s until vLLM was started"
+        print(f"{served_row(result)} {seconds}", file=sys.stderr)
         out.append(result)
     return out
 

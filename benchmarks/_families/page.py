@@ -26,11 +26,14 @@ def grade_lines(results: Sequence[FamilyResult]) -> list[str]:
 
 
 def served_table(results: Sequence[ServedResult]) -> str:
-    rows = [_HEAD, ("---",) * len(_HEAD), *map(_row, results)]
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    return "\n".join([_line(_HEAD), _line(["---"] * len(_HEAD)), *map(served_row, results)])
 
 
-def _row(result: ServedResult) -> tuple[str, ...]:
+def _line(cells: Iterable[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def served_row(result: ServedResult) -> str:
     turns = f" of {len(PLAN) - 1}"
     largest = [session.largest for session in result.sessions if session.largest is not None]
     reasons: Counter[str] = Counter()
@@ -40,7 +43,7 @@ def _row(result: ServedResult) -> tuple[str, ...]:
     notes = [*([result.problem] if result.problem else []), *(f"{count} {name}" for name, count in reasons.items())]
     if misread:
         notes.append(f"{misread} answers that vLLM's chat route itself gives otherwise")
-    return (
+    cells = (
         result.name,
         result.template,
         result.parsers,
@@ -50,6 +53,7 @@ def _row(result: ServedResult) -> tuple[str, ...]:
         f"{max(largest):.1e}" if largest else "-",
         "; ".join(notes).replace("|", "\\|").replace("\n", " ") or "-",
     )
+    return _line(cells)
 
 
 def _both(texts: Iterable[str]) -> str:

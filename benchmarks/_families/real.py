@@ -145,19 +145,24 @@ async def run_family(served: ServedFamily, family: Family) -> ServedResult:
         try:
             async with serve_vllm(Path(folder), served.name, *served.flags) as url:
                 out.start_seconds = round(time.monotonic() - began, 1)
-                async with FamilyEngine(url, AnswerWriter(renderer)) as engine, temporary_store() as store:
-                    try:
-                        out.found = await engine.parsing(served.options)
-                    except CannotContinueError as error:
-                        out.problem = error.reason
-                    settings = GatewaySettings(host="127.0.0.1", port=0, require_known_keys=True)
-                    async with Gateway(engine, store, settings, grace=2) as gateway:
-                        sessions = [play(served, engine, store, gateway, stream=stream) for stream in (True, False)]
-                        out.sessions = list(await asyncio.gather(*sessions))
+                await play_both(out, served, renderer, url)
         except (PolarError, httpx.HTTPError, ServerError) as error:
             out.problem = f"{type(error).__name__}: {error}"
     out.seconds = round(time.monotonic() - began, 1)
     return out
+
+
+async def play_both(out: ServedResult, served: ServedFamily, renderer: TemplateEngine, url: str) -> None:
+    """Play a streamed and a whole session at the same time, and write their results into `out`."""
+    async with FamilyEngine(url, AnswerWriter(renderer)) as engine, temporary_store() as store:
+        try:
+            out.found = await engine.parsing(served.options)
+        except CannotContinueError as error:
+            out.problem = error.reason
+        settings = GatewaySettings(host="127.0.0.1", port=0, require_known_keys=True)
+        async with Gateway(engine, store, settings, grace=2) as gateway:
+            sessions = [play(served, engine, store, gateway, stream=stream) for stream in (True, False)]
+            out.sessions = list(await asyncio.gather(*sessions))
 
 
 async def play(
