@@ -190,7 +190,7 @@ def prebuild(
 
 @app.command("prune")
 def prune(
-    base: Annotated[str | None, typer.Option(help="Only images built on this one.")] = None,
+    base: Annotated[str | None, typer.Option(help="Base image: remove only images that were built on it.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="Also remove images of installed agents.")] = False,
     as_json: options.AsJson = False,
 ) -> None:
