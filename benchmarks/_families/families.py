@@ -24,6 +24,8 @@ CONTROL_TOKEN = re.compile(
     r"|<(?:start|end)_of_\w+>|</?(?:assistant|user|system|tool|think)>|<SPECIAL_\d+>|</?seed:\w+>|\]~!?b\]?\[?|\[e~\["
     r"|<sep>|<(?:begin|beginning|end)_of_sentence>"
 )
+# Texts around reasoning, tool calls and their arguments that a tokenizer has as one token, but not as a special one.
+_TAG = re.compile(r"</?(?:[a-z]+:)?[a-z_]*(?:think|tool|arg)[a-z_]*>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,16 @@ class Family:
     def control_tokens(self) -> list[str]:
         found = dict.fromkeys([*self.stops, self.bos, *CONTROL_TOKEN.findall(self.template)])
         return [token for token in found if token]
+
+    @property
+    def tags(self) -> list[str]:
+        return [tag for tag in dict.fromkeys(_TAG.findall(self.template)) if tag not in self.control_tokens]
+
+    @property
+    def whole(self) -> re.Pattern[str]:
+        """Matches each control token and tag."""
+        tokens = sorted([*self.control_tokens, *self.tags], key=len, reverse=True)
+        return re.compile("(" + "|".join(map(re.escape, tokens)) + ")")
 
 
 _LLAMA = ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")

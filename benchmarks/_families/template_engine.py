@@ -19,9 +19,10 @@ from polar_proxy.types import ChatRequest, EngineInfo, EngineRequest, Message, S
 
 
 def make_tokenizer(family: Family) -> Tokenizer:
-    """Return the bundled policy's tokenizer with the control tokens of a family."""
+    """Return the bundled policy's tokenizer with the control tokens and tags of a family."""
     tokenizer = Tokenizer.from_file(str(Path(POLAR_TINY) / "tokenizer.json"))
     tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in family.control_tokens])
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in family.tags])
     return tokenizer
 
 

@@ -198,15 +198,17 @@ def qwen_text(reply: ScriptedReply) -> str:
     return out
 
 
-def split_randomly(text: str, *, every: int) -> list[str]:
-    """Cut `text` at random places, on average one in `every` characters; 0 cuts nowhere. Tags stay whole.
+def split_randomly(text: str, *, every: int, whole: re.Pattern[str] = _TAG) -> list[str]:
+    """Cut `text` at random places, on average one in `every` characters; 0 cuts nowhere.
+
+    Texts that match `whole`, a pattern with one group around all of it, are not cut: by default the tags of Qwen.
 
     The same text is always cut at the same places, so that a repeated request gets the same tokens.
     """
     chance = random.Random(text)
     pieces: list[str] = []
-    for part in _TAG.split(text):
-        if _TAG.fullmatch(part) or not every:
+    for part in whole.split(text):
+        if whole.fullmatch(part) or not every:
             pieces += [part] if part else []
             continue
         start = 0

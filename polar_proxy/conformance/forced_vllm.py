@@ -2,7 +2,7 @@
 
 Template, tokenizer, parsers, prompts and log-probabilities are vLLM's own. Each request carries the tokens to sample,
 for a plugin in the server (`vllm_plugin/polar_forced_tokens.py`), for conversations and for exact prompts alike.
-`make_model` writes a model for such a server.
+`make_model` and `save_random_model` write models for such a server.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import asyncio
 import copy
 import json
 import sysconfig
-from collections.abc import AsyncGenerator, Iterable, Iterator
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Self
@@ -92,8 +92,9 @@ class ForcedVllmEngine(VllmEngine):
         script: Script | None = None,
         template: str | None = None,
         cut_every: int = CUT_EVERY,
+        vllm_python: str | None = None,
     ) -> None:
-        super().__init__(url, model=model)
+        super().__init__(url, model=model, vllm_python=vllm_python)
         self.script: Script = script or (lambda request: ScriptedReply("This is vLLM with a scripted answer."))
         self._cut_every = cut_every
         self.client = self._forcing_client = _ForcingClient(url, model=model, template=template)
@@ -116,10 +117,14 @@ class ForcedVllmEngine(VllmEngine):
         if reply.error is not None:
             raise reply.error
         forced = copy.copy(self)
-        forced.client = self._forcing_client.forcing(await self.tokens(qwen_text(reply)))
+        forced.client = self._forcing_client.forcing(await self.answer_tokens(request, reply))
         async with aclosing(VllmEngine.sample(forced, request, stream=stream, prompt=prompt)) as events:
             async for event in events:
                 yield event
+
+    async def answer_tokens(self, request: EngineRequest, reply: ScriptedReply) -> tuple[int, ...]:
+        """Return the token ids that are sampled for a reply: by default as a Qwen model writes it."""
+        return await self.tokens(qwen_text(reply))
 
     async def tokens(self, text: str) -> tuple[int, ...]:
         """Return the token ids of an answer, with its end-of-turn token.
@@ -195,9 +200,8 @@ def save_random_qwen3(
 
     The weights are sharp enough that tokens have different probabilities. `heads`: query heads, two for each key head.
     """
-    import torch
     from tokenizers import decoders, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers import PreTrainedTokenizerFast
 
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -210,10 +214,39 @@ def save_random_qwen3(
     fast.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
     fast.add_tokens(list(_TAGS))
     fast.chat_template = template
-    fast.save_pretrained(folder)
+    return save_random_model(
+        folder,
+        fast,
+        ("<|im_end|>",),
+        context_length=context_length,
+        intermediate_size=intermediate_size,
+        layers=layers,
+        heads=heads,
+    )
+
+
+def save_random_model(
+    folder: Path,
+    tokenizer: Any,
+    stops: Sequence[str],
+    *,
+    context_length: int,
+    intermediate_size: int = 64,
+    layers: int = 1,
+    heads: int = 2,
+) -> Path:
+    """Write a tokenizer of Transformers with its chat template, and a random Qwen3. Return the folder.
+
+    `stops`: the tokens at which the model stops, the first of them its end-of-turn token.
+    """
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
+    stop_ids = tokenizer.convert_tokens_to_ids(list(stops))
     config = Qwen3Config(
-        vocab_size=len(fast),
+        vocab_size=len(tokenizer),
         hidden_size=64,
         intermediate_size=intermediate_size,
         num_hidden_layers=layers,
@@ -223,11 +256,14 @@ def save_random_qwen3(
         max_position_embeddings=context_length,
         tie_word_embeddings=True,
         initializer_range=0.3,
-        eos_token_id=fast.convert_tokens_to_ids("<|im_end|>"),
-        pad_token_id=fast.convert_tokens_to_ids("<|endoftext|>"),
+        eos_token_id=stop_ids[0],
+        pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
     )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    model = Qwen3ForCausalLM(config)
+    if len(stop_ids) > 1:
+        model.generation_config.eos_token_id = stop_ids
+    model.save_pretrained(folder)
     return folder
 
 

@@ -343,6 +343,21 @@ async def test_finds_the_end_of_turn_after_other_tokens() -> None:
         assert engine.info.eos_token_ids == (END,)
 
 
+async def test_finds_an_end_of_turn_that_begins_the_next_message() -> None:
+    """As in GLM's templates, in which nothing ends a message."""
+    fake = FakeVllm()
+    plain = fake.render
+
+    def render(body: dict[str, Any]) -> list[int]:
+        if body["messages"][-1]["role"] == "assistant":
+            body = {**body, "continue_final_message": True}
+        return plain(body)
+
+    fake.render = render  # type: ignore[method-assign]
+    async with fake, VllmEngine(fake.url) as engine:
+        assert engine.info.eos_token_ids == (END,)
+
+
 async def test_end_of_turn_must_stop_the_server() -> None:
     fake = FakeVllm()
     plain = fake.sampled

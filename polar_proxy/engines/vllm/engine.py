@@ -42,7 +42,7 @@ from polar_proxy.engines.vllm.client import (
 from polar_proxy.engines.vllm.local_rendering import LocalRenderer
 from polar_proxy.engines.vllm.parser_process import find_vllm_python, read_parsers
 from polar_proxy.engines.vllm.parser_proof import ParserProofs
-from polar_proxy.engines.vllm.probe import ServerProbe, VerifiedServer
+from polar_proxy.engines.vllm.probe import ServerProbe, VerifiedServer, stops_at
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.types import ChatRequest, EngineInfo, EngineRequest, Json, SampleEvent, Sampling, TokenIds
 
@@ -99,7 +99,7 @@ class VllmEngine(ServerEngine):
         self._verified = await ServerProbe(self.client, self._vllm_python, self._parsers, self._model_folder).run()
         self._weight_version = self._server.weight_version
         self._weight_version_at = time.monotonic()
-        await self._find_local_renderer()
+        await self._read_model_folder()
         self._texts = TokenTexts(self.client, separator=next(iter(self._server.info.eos_token_ids), None))
         return self._server.info
 
@@ -112,8 +112,12 @@ class VllmEngine(ServerEngine):
             await parsers.close()
         await super().__aexit__(kind, error, trace)
 
-    async def _find_local_renderer(self) -> None:
-        """Render in this process if the model's folder can be read and gives the same ids as the server."""
+    async def _read_model_folder(self) -> None:
+        """Use the model's folder, if it can be read.
+
+        This process renders if it gives the same ids as the server. Of the tokens that the model's
+        `generation_config.json` names, those at which the server stops end a turn.
+        """
         if not self._server.tokenize_renders or "continue" not in self._server.info.capabilities:
             return
         folder = await asyncio.to_thread(find_model_folder, self._server.model_path)
@@ -124,10 +128,12 @@ class VllmEngine(ServerEngine):
                 self._server.model_path,
             )
         files = await asyncio.to_thread(ModelFiles.load, folder) if folder is not None else None
-        self._local = await LocalRenderer.find(files, self.render) if files is not None else None
-        if self._local is not None:
-            stops = dict.fromkeys((*self._server.info.eos_token_ids, *self._local.stop_ids))
-            self._verified = replace(self._server, info=replace(self._server.info, eos_token_ids=tuple(stops)))
+        if files is None:
+            return
+        self._local = await LocalRenderer.find(files, self.render)
+        known = self._server.info.eos_token_ids
+        named = [token for token in files.stop_ids if token not in known and await stops_at(self.client, token)]
+        self._verified = replace(self._server, info=replace(self._server.info, eos_token_ids=(*known, *named)))
 
     @property
     def _server(self) -> VerifiedServer:

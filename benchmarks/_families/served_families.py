@@ -1,0 +1,51 @@
+"""The model families that are run on a real vLLM, with the parsers that `vllm serve` needs for each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from polar_proxy.types import Json
+
+
+@dataclass(frozen=True, slots=True)
+class ServedFamily:
+    name: str
+    template: str
+    """Name of its template in the package (`families.py`)."""
+    tool_parser: str
+    reasoning_parser: str = ""
+    options: Mapping[str, Json | bool] = field(default_factory=dict)
+    """Template options of every request."""
+
+    @property
+    def flags(self) -> list[str]:
+        reasoning = ["--reasoning-parser", self.reasoning_parser] if self.reasoning_parser else []
+        return ["--tool-call-parser", self.tool_parser, *reasoning]
+
+    @property
+    def parsers(self) -> str:
+        return f"{self.tool_parser} / {self.reasoning_parser or '-'}"
+
+
+SERVED = (
+    ServedFamily("Qwen3", "Qwen-Qwen3-0.6B", "hermes", "qwen3"),
+    ServedFamily("Qwen3.5", "Qwen3.5-4B", "qwen3_coder", "qwen3"),
+    ServedFamily("Qwen3-Coder", "Qwen3-Coder", "qwen3_coder"),
+    ServedFamily("Kimi-K2", "moonshotai-Kimi-K2", "kimi_k2"),
+    ServedFamily("MiniMax-M2", "MiniMax-M2", "minimax_m2", "minimax_m2"),
+    ServedFamily("Nemotron-3", "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "qwen3_coder", "nemotron_v3"),
+    ServedFamily("Ministral-3", "mistralai-Ministral-3-14B-Reasoning-2512", "mistral", "mistral"),
+    ServedFamily("Seed-OSS", "ByteDance-Seed-OSS", "seed_oss", "seed_oss"),
+    ServedFamily("Granite-4", "ibm-granite-granite-4.0", "granite4"),
+    ServedFamily("DeepSeek-V3.1", "deepseek-ai-DeepSeek-V3.1", "deepseek_v31", "deepseek_v3"),
+    ServedFamily("Gemma-4", "google-gemma-4-31B-it", "gemma4", "gemma4", {"enable_thinking": True}),
+    ServedFamily("GLM-4.6", "GLM-4.6", "glm45", "glm45"),
+    ServedFamily("GLM-4.7", "GLM-4.7-Flash", "glm47", "glm47"),
+    ServedFamily("Llama-3.1", "meta-llama-Llama-3.1-8B-Instruct", "llama3_json"),
+    ServedFamily("Mistral-Small", "Mistral-Small-3.2-24B-Instruct-2506", "mistral"),
+)
+NOT_SERVED = {
+    "gpt-oss": "vLLM parses its answers only for a model of its architecture, with a vocabulary that it downloads.",
+}
+"""Families that cannot be run with a small random model, and why."""
