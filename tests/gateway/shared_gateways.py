@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,21 @@ async def run_gateway(
 ) -> AsyncIterator[tuple[Gateway, Store]]:
     """Run a gateway that shares the database `url`. Yields it and its own connection to the database."""
     given = GatewaySettings.model_validate({"port": 0, "require_known_keys": True, "shared": True, **settings})
-    async with open_store(url) as store, ScriptedEngine(script) as engine, Gateway(engine, store, given) as gateway:
+    async with (
+        open_shared_store(url) as store,
+        ScriptedEngine(script) as engine,
+        Gateway(engine, store, given) as gateway,
+    ):
         yield gateway, store
+
+
+@contextlib.asynccontextmanager
+async def open_shared_store(url: str) -> AsyncIterator[Store]:
+    """Open a database. The files of a PostgreSQL store are in a temporary folder, not in the current one."""
+    with tempfile.TemporaryDirectory() as folder:
+        artifacts = Path(folder) / "artifacts" if url.startswith("postgresql") else None
+        async with open_store(url, artifacts=artifacts) as store:
+            yield store
 
 
 def run_slow_gateway(url: str, wait: float) -> contextlib.AbstractAsyncContextManager[tuple[Gateway, Store]]:
