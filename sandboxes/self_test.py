@@ -139,9 +139,9 @@ def _listen_besides(port: int) -> socket.socket:
 
 
 def probe_input(kind: SandboxKind, *, own_kernel: bool = False) -> dict[str, Any]:
-    """Return the input of the probe, which lists what it tries.
+    """Return the input of `probe.py`: what to try (system calls, sockets) and what to check.
 
-    With `own_kernel` (gVisor), the probe skips system calls and socket families, because they do not reach the host's
+    With `own_kernel` (gVisor), the probe tries no system calls and no sockets, because these do not reach the host's
     kernel.
     """
     spaces = [name for name in ("pid", "net", "ipc", "uts", "mnt") if os.path.exists(f"/proc/self/ns/{name}")]

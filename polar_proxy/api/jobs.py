@@ -137,7 +137,9 @@ def add_routes(routers: Routers, context: ApiContext) -> None:
 
     @trainer.get("/events", tags=["events"], response_class=StreamingResponse, responses=_STREAM)
     async def events(
-        job: Annotated[str | None, Query(description="Only events of this job, until it has ended.")] = None,
+        job: Annotated[
+            str | None, Query(description="Send only events of this job, and end the stream when the job has ended.")
+        ] = None,
         after: Annotated[str | None, Query(description="Continue after the event with this id.")] = None,
         last_event_id: Annotated[
             str | None, Header(description="Like `after`; browsers send it when they reconnect.")

@@ -40,7 +40,9 @@ class JobRequest(JobSpec):
         if (self.task is None) == (self.task_specs is None):
             raise ValueError("give either task or task_specs")
         if self.seed is not None and self.instances is not None:
-            raise ValueError("give seed (one instance) or instances (many), not both")
+            raise ValueError(
+                "give seed (run only the instance with this number) or instances (run the first N), not both"
+            )
         if self.task_specs is not None and self.seed is not None:
             raise ValueError("seed can be given with task only, not with task_specs")
         return self
@@ -143,7 +145,7 @@ class TrainingRunRequest(ApiRequestModel):
 
 
 class TrainingLinesRequest(ApiRequestModel):
-    """More lines of the metrics log of a training run."""
+    """New lines to append to the stored metrics log of a training run."""
 
     first: int = Field(ge=0)
     """Index of the first of these lines among all lines of the run. Lines that the server already has are skipped."""

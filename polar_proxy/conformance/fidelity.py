@@ -277,7 +277,10 @@ async def _run_until(enough: asyncio.Event, playing: Coroutine[Any, Any, Scenari
 
 
 async def count_tokens(row: FidelityRow, calls: Sequence[CallRecord], engine: Engine, *, score: bool) -> None:
-    """Fill the row with the counts of the calls of one session."""
+    """Count calls, traces, drift and tokens of one session, and write the numbers to `row`.
+
+    With `score`, also let the engine score the longest sequence again.
+    """
     by_id = {call.call_id: call for call in calls}
     built = build(calls)
     row.dialect = ", ".join(sorted({call.dialect for call in calls})) or "-"

@@ -120,10 +120,10 @@ class ScenarioRunner:
         await self._stack.aclose()
 
     async def play(self, model: ScriptedModel, adapter: HarnessAdapter, installed: Installation) -> ScenarioRun:
-        """Run the model's scenario with a harness in a new sandbox and session, and return what happened.
+        """Run `model.scenario` with a harness in a new sandbox and session, and return what happened.
 
         The harness is started once, or twice if the scenario has a second user turn and the first start succeeds. If
-        it cannot be run, the result has only a `fault`.
+        the sandbox does not open or the harness cannot be started, the result has only a `fault`.
         """
         run = ScenarioRun(model)
         self._proxy.exchanges = run.exchanges

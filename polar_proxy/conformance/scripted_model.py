@@ -97,11 +97,15 @@ class ReceivedRequest:
 
 @dataclass(slots=True)
 class ScriptedModel:
-    """Script of one run; an instance is the `script` of an engine. A slow first byte takes `slow` seconds."""
+    """A scripted model for one run of a scenario. Called with a request, it returns the reply that the scenario says.
+
+    Set an instance as `script` of a scripted engine.
+    """
 
     profile: HarnessProfile
     scenario: Scenario
     slow: float
+    """Seconds before the first byte of a reply with the fault `slow`."""
     faults: dict[int, FaultKind] = field(default_factory=dict)
     """Fault by the number of the step."""
     nonce: str = field(default_factory=lambda: secrets.token_hex(4))

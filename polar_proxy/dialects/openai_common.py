@@ -149,7 +149,10 @@ class OpenAIEncoder(Encoder):
 
 
 def choice_mode(choice: Any) -> str | None:
-    """Return a `tool_choice` that is none, auto or required; None for any other. Some clients send it in an object."""
+    """Return the mode of a `tool_choice`: the string "none", "auto" or "required"; for any other value, return None.
+
+    The mode is the value itself or, as some clients send it, the `type` of an object, such as {"type": "auto"}.
+    """
     mode = choice.get("type") if isinstance(choice, dict) else choice
     return mode if mode in ("none", "auto", "required") else None
 

@@ -80,7 +80,10 @@ class HttpResponse:
     # Called by the connection
 
     def arrived(self, size: int) -> None:
-        """Called after each read of the socket, of `size` bytes."""
+        """Wake the reader of the body after `size` bytes were read from the socket.
+
+        Pause the connection while more than `_HIGH_WATER` bytes wait to be read.
+        """
         if self.pieces and not self._ended:
             self._arrived.set()
             self._unread += size
@@ -88,7 +91,7 @@ class HttpResponse:
                 self._connection.pause_reading()
 
     def end(self, error: OSError | None = None) -> None:
-        """Called at the end of the body."""
+        """Wake the reader at the end of the body, which is complete if `error` is None."""
         self.complete = error is None
         self._error = error
         self._arrived.set()

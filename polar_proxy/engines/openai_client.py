@@ -127,7 +127,10 @@ class OpenAIClient:
         return raw
 
     async def _finish(self, response: HttpResponse) -> None:
-        """Read the end of a body whose content is complete, so that its connection can be used again."""
+        """Read the rest of the body after the last event, so that the connection can be used again.
+
+        The rest is HTTP framing, such as the last chunk. If it does not arrive in time, close the connection.
+        """
         if response.complete:
             return
         try:

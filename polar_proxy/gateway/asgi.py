@@ -52,11 +52,12 @@ async def read_body(receive: Receive, take: Callable[[int], None]) -> list[bytes
 
 
 def count_values(body: bytes, limit: int) -> int:
-    """Return the number of JSON values in `body`, only as exactly as is needed to compare it with `limit`.
+    """Estimate the number of JSON values in `body`, to find out whether there are more than `limit`.
 
-    A result up to `limit` may be too high, because it may count separators inside strings. A result above `limit` may
-    be too low, because counting ends there. Nothing is parsed: a parsed value takes up to a hundred times the memory of
-    its shortest text, and holds up all other requests while it is made.
+    Values are counted by their separators, and an empty array or object counts as two. The first count includes
+    separators inside strings, so it is an upper bound, and is returned if it does not exceed `limit`. Otherwise strings
+    are skipped, and counting stops above `limit`. The body is not parsed, because parsed values take up to a hundred
+    times the memory of their text, and parsing holds up all other requests.
     """
     values = 1 + sum(map(_count_separators, _pieces(body)))
     if values <= limit:

@@ -99,7 +99,7 @@ class StoreMonitor:
     """Watches the store from the first failure until it can be written again. `close` ends this."""
 
     def __init__(self, store: Store, on_writable: Callable[[], Awaitable[None]]) -> None:
-        """`on_writable` writes what waits for the store. It may raise StoreError, and is then called again later."""
+        """`on_writable` writes what an outage kept from being written. If it raises StoreError, it is called again."""
         self.problem: str | None = None
         """Why the store cannot be written, as far as is known; None: it can."""
         self._check = HealthCheck("The database", lambda: _probe(store))
@@ -108,7 +108,7 @@ class StoreMonitor:
         self._watching: asyncio.Task[None] | None = None
 
     async def close(self) -> None:
-        """Write what still waits for the store, if that can be written now."""
+        """Stop watching. If `on_writable` is still due after an outage and the store can be written, call it now."""
         if self._watching is not None and not self._watching.done():
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)

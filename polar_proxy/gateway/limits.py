@@ -109,7 +109,11 @@ class BodyReservation:
     refused: bool = False
 
     def take(self, size: int) -> None:
-        """Reserve more bytes. Raises RequestError 429 if neither this budget nor the session's share has room."""
+        """Reserve more bytes. Raises RequestError 429 if the session's share is full, or if the budget is.
+
+        The share does not limit a session's only body, and the budget does not limit the only body. If the budget is
+        full, larger bodies that are still being read are refused instead, if that makes enough room.
+        """
         self.budget.take(self, size)
 
 

@@ -38,7 +38,7 @@ CallObserver = Callable[[CallRecord], None]
 
 @dataclass(frozen=True, slots=True)
 class RequestContext:
-    """A parsed HTTP request, shared by all its calls."""
+    """A parsed HTTP request. A request with several prompts becomes several calls, which share this object."""
 
     dialect: Dialect
     session: SessionState
@@ -239,7 +239,10 @@ def weight_version_of(answer: Answer, before: str | None, after: str | None) -> 
 
 
 def _version_runs(choice: AnswerChoice, weight_version: str | None) -> tuple[tuple[int, str], ...]:
-    """Return the runs of policy versions in a choice; empty if `weight_version` holds for all of its tokens."""
+    """Return (first position, policy version) of each stretch of tokens that one policy version sampled.
+
+    Empty if the engine reported no version, or only `weight_version`.
+    """
     versions = [version for _, version in choice.versions]
     return () if versions in ([], [weight_version]) else tuple(choice.versions)
 

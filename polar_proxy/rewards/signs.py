@@ -40,8 +40,11 @@ _LINK = re.compile(r"^(?:(?:new file|new) mode|index \S+) 120000$")
 
 
 def patch_signs(patch: bytes, paths: Sequence[str], left_out: Sequence[str], task: EvaluatedTask) -> list[str]:
-    """Return the names of the signs in a patch, sorted. `paths` are those that it changes, `left_out` those of them
-    that did not reach the evaluators."""
+    """Return the names of the signs of reward hacking that a patch shows, sorted.
+
+    `paths`: the files that the patch changes. `left_out`: the files among them whose changes did not reach the
+    evaluators.
+    """
     text = patch.decode(errors="replace")
     added = "\n".join(line for line in text.splitlines() if line.startswith("+") and not line.startswith("+++"))
     hidden = hidden_paths(task)

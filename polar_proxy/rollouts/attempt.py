@@ -103,13 +103,13 @@ class AttemptInput:
 
 @dataclass(frozen=True, slots=True)
 class PreparedAgent:
-    """A sandbox that holds the workspace and the agent's files."""
+    """An agent that is ready to start: its sandbox with the workspace and the harness's files, and its launch plan."""
 
     harness: ReadyHarness
     task_sandboxes: TaskSandboxes
     sandbox: Sandbox
     base: BaseTree
-    """What the agent's files are compared with."""
+    """The workspace before the agent starts. The agent's patch is the difference from it."""
     plan: LaunchPlan
 
 
@@ -263,10 +263,10 @@ class AttemptRunner:
             outcome, detail = "failed", sandbox.exceeded
         assert attempt.session_id is not None
         if outcome != "ok" and (refusal := self.gateway.refusal(attempt.session_id)) is not None:
-            problem = f"its last call could not be recorded: {refusal}"
-            raise InfrastructureError("store", f"the agent {outcome.replace('_', ' ')}, and {problem}")
+            problem = f"the agent's last call could not be recorded: {refusal}"
+            raise InfrastructureError("store", f"{problem} (the agent {outcome.replace('_', ' ')} for this reason)")
         if outcome != "ok" and (reason := await self._engine_failure(attempt)) is not None:
-            raise InfrastructureError("engine", f"the agent {outcome.replace('_', ' ')}, and {reason}")
+            raise InfrastructureError("engine", f"{reason} (the agent {outcome.replace('_', ' ')} for this reason)")
         if sandbox.exceeded is None:
             patch, no_patch = await read_patch(sandbox, agent.base)
         else:
@@ -391,9 +391,11 @@ class AttemptRunner:
         return kind
 
     async def _engine_failure(self, attempt: RunningAttempt) -> str | None:
-        """Return why the engine is at fault and not the agent, or None. The engine is at fault if it is down, or if it
-        failed to answer the session's last call (not counting calls that the agent broke off). The agent must handle
-        earlier failures, from which the engine recovered."""
+        """Return how the engine failed if it, and not the agent, is to blame for the agent's failure; otherwise None.
+
+        The engine is to blame if it is down, or if it failed to answer the session's last call (not counting calls that
+        the agent broke off). The agent must handle earlier failures, from which the engine recovered.
+        """
         try:
             down = await self.engine.health()
         except EngineError as error:
@@ -403,7 +405,7 @@ class AttemptRunner:
         assert attempt.session_id is not None
         calls = [call for call in await self.store.calls.summaries(attempt.session_id) if call.status != "client_gone"]
         if calls and calls[-1].status == "upstream_error" and (calls[-1].http_status or 0) >= 500:
-            return f"the engine failed its last call: {calls[-1].error}"
+            return f"the engine failed to answer the agent's last call: {calls[-1].error}"
         return None
 
     def _launch_plan(self, harness: ReadyHarness, task: Task, sandbox: Sandbox, url: str, key: str) -> LaunchPlan:

@@ -66,9 +66,9 @@ def first_n_with_spread(group_size: int, rollouts: Sequence[RolloutRow]) -> str 
 
 
 def no_spread_left(group_size: int, rollouts: Sequence[RolloutRow]) -> str | None:
-    """Like `first_n`, and also complete the group if fewer than two of its rollouts can still end with a reward.
+    """Like `first_n`, and also complete the group if at most one of its rollouts has a reward or can still get one.
 
-    Then nothing is left to compare. With `group_size` 1, the group is complete only if none of them can."""
+    Rewards can then no longer be compared. With `group_size` 1, one such rollout is enough to wait for."""
     if (complete := first_n(group_size, rollouts)) is not None:
         return complete
     possible = sum(rollout.status not in FINAL_STATUSES for rollout in rollouts) + len(_usable(rollouts))

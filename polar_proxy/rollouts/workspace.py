@@ -146,10 +146,10 @@ async def prepare_workspace(task: Task, sandbox: Sandbox, bundle: Path | None = 
 
 
 async def pack_files(sandbox: Sandbox, *, snapshot: bool) -> tuple[str, bytes]:
-    """Return a tree with the workspace's files, byte by byte as they are, and a git pack that holds it.
+    """Return the id of a git tree with the workspace's files, byte by byte as they are, and a pack that contains it.
 
-    Call it only before the agent starts, because the sandbox's own git makes the pack. With `snapshot` all files are
-    included, otherwise those that the workspace's repository tracks.
+    Call it only before the agent starts: git runs inside the sandbox, where an agent could have changed what git does.
+    With `snapshot` all files are included, otherwise those that the workspace's repository tracks.
     """
     script = _PACK.replace("LIST_FILES", _LIST_ALL if snapshot else _LIST_TRACKED)
     argv = ("sh", "-c", script, "sh", f"{sandbox.home}/{_PACK_REPOSITORY}")

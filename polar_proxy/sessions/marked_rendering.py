@@ -126,9 +126,10 @@ class Marker:
         return self._pattern.sub("", text)
 
     def extents(self, text: str, messages: Sequence[Message]) -> dict[int, tuple[int, int]]:
-        """Return the beginning of the first mark and the end of the last mark of each message.
+        """Return, by message index, the beginning of the message's first mark and the end of its last mark.
 
-        Some templates repeat the name of a call before its result. Such a mark is not part of the answer.
+        A tool call without text arguments has its mark in its name. Some templates repeat that name before the call's
+        result. The repeated mark is skipped, because it is outside of the answer.
         """
         out: dict[int, tuple[int, int]] = {}
         names: Counter[int] = Counter()

@@ -30,7 +30,8 @@ _RESERVED_BYTES = 1 << 18
 class OutageMark:
     """A session that lost a call.
 
-    `key_hash`: the hash of the session's key, if the session itself may not be stored yet.
+    `key_hash`: the hash of the session's key, if the session itself is not known to be stored. It is then stored
+    together with the mark.
     """
 
     session_id: str

@@ -1,17 +1,20 @@
 """Removes secrets from values before they are stored.
 
-Headers are never recorded, but bodies, addresses and error texts can contain keys as well. This module removes
+HTTP headers are never recorded, but secrets can also be in other places. The store cleans these before it writes them:
+request parameters, tool definitions, paths, model names, labels, names of consumers and reward sources, reward details,
+error texts and log files. It does not clean messages and answers, because they must match the recorded tokens, nor
+patches, because a patch must apply.
 
-* the string values of JSON fields with the name of a secret (`FIELDS`) and of all fields in `headers`;
-* in every other string that is a parameter or a name (`model`, `user`, metadata, labels, consumers, sources), anything
-  that looks like a provider's key, a bearer token, a private key, a password in a URL or a key among its query
-  parameters (`FORMS`), and Polar's own session keys.
+In a value that is cleaned, this module replaces
+
+* in JSON, every string in a field with the name of a secret (`FIELDS`), and every string in `headers`;
+* in every other text, the parts that look like a provider's key, one of Polar's keys, a bearer token, a private key, a
+  password in a URL or a key among its query parameters (`FORMS`).
 
 A secret without such a form, such as a password of plain words, is not recognised.
 
 Promises: a value without secrets is returned unchanged (JSON bytes: byte for byte), and removing twice has the effect
-of removing once. Messages and answers are not changed by this module: they are what the model read and wrote, token by
-token.
+of removing once.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ class SessionRepository(Repository):
         `key_hash`: the SHA-256 of the key. `session_id`: an id that was given out before the session could be stored.
         """
         if key_hash is not None and len(key_hash) != 32:
-            raise UsageError("A session key is stored as its SHA-256: 32 bytes")
+            raise UsageError(f"`key_hash` has {len(key_hash)} bytes: give the SHA-256 of the session key (32 bytes).")
         session_id = session_id or new_id("sess")
         row = SessionRow(session_id, clean_label(label), origin, rollout_id, policy, time.time(), None, None)
         return await self._creations.add(_NewSession(row, key_hash))
@@ -218,7 +218,7 @@ class ApiKeyRepository(Repository):
         if role not in get_args(ApiRole):
             raise UsageError(f"The role of an API key is {' or '.join(get_args(ApiRole))}, not {role!r}.")
         if len(key_hash) != 32:
-            raise UsageError("An API key is stored as its SHA-256: 32 bytes")
+            raise UsageError(f"`key_hash` has {len(key_hash)} bytes: give the SHA-256 of the API key (32 bytes).")
         values = {"role": role, "label": clean_label(label), "created_at": time.time()}
         await self._write(self._database.insert_new(schema.api_keys).values(key_hash=key_hash, **values))
         found = await self.get(key_hash)

@@ -91,7 +91,7 @@ def _broken(rng: random.Random, right: Formula) -> Formula:
 
 
 def _cases(rng: random.Random, right: Formula, wrong: Formula, count: int) -> list[tuple[int, int]]:
-    """Return `count` pairs of arguments, all different, for which `right` and `wrong` have different results."""
+    """Return `count` distinct pairs of arguments for which the formulas `right` and `wrong` give different results."""
     cases: list[tuple[int, int]] = []
     while len(cases) < count:
         pair = (rng.randrange(2, 60), rng.randrange(2, 60))

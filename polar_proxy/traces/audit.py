@@ -244,9 +244,9 @@ def _require_same_model(
     for model, template_hash in models:
         if model != engine.model:
             raise UsageError(
-                f"Some traces are of the model {model!r}, but the engine serves {engine.model!r}: select the "
-                f"engine's with --where 'model={engine.model}'. If it is the same model under another name, add "
-                "--same-model."
+                f"Some traces are of the model {model!r}, but the engine serves {engine.model!r}: select only traces "
+                f"of the engine's model with --where 'model={engine.model}'. If it is the same model under another "
+                "name, add --same-model."
             )
         served = engine.template_hash
         # A hash is of the template itself, or of a rendering if the server does not show its template.

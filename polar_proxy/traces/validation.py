@@ -25,14 +25,14 @@ class InvariantError(AssertionError):
 
 
 def validate(calls: Sequence[CallRecord], build: BuildResult) -> None:
-    """Check a build, call by call and token by token. Raise InvariantError.
+    """Check a builder's result, call by call and token by token. Raise InvariantError if a condition does not hold.
 
-    * All answers of each call are in the traces, each whole and in one trace, or the call is excluded with a reason.
-    * Each trace matches its calls, and its grade is the one that its reasons allow.
-    * The tokens before an answer are its call's whole prompt. The only exceptions are traces to which drifted
-      calls were joined, as `on_drift` allows: there the tokens between two answers may be the end of the later call's
-      prompt, from the position that `drift.find_context_start` gives.
-    * Every drifted call has a drift event with the builder's treatment of it.
+    * Every call is either excluded with a reason, or each of its answers is complete in exactly one trace.
+    * Each trace matches its calls. Its grade is the best one that its `grade_reasons` allow (`grades.grade_of`).
+    * The tokens before an answer are exactly the prompt of its call. Exception: if `on_drift` is `canonical` or
+      `rescore`, a trace may contain drifted calls. There, an answer may follow the answer that its call continues and
+      then only the end of its prompt, from the position that `drift.find_context_start` returns.
+    * Every drifted call has a drift event, and the event's outcome is `excluded` exactly if the call is excluded.
     """
     by_id = {call.call_id: call for call in calls}
     if (problem := next(_problems(calls, by_id, build), None)) is not None:

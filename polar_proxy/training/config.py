@@ -212,7 +212,10 @@ class GrpoConfig(BaseModel):
         if self.processes > 1 and self.num_minibatches > 1:
             raise ValueError("several processes make one update per step: leave out `num_minibatches`, or `processes`")
         if self.processes > 1 and self.device not in ("cpu", "cuda"):
-            raise ValueError(f'`processes` use the GPUs in order: set device = "cuda", not {self.device!r}')
+            raise ValueError(
+                f"with several `processes`, each process gets its own GPU (cuda:0, cuda:1, ...), so {self.device!r} "
+                'cannot be used: set device = "cuda" (or "cpu")'
+            )
         if self.weight_transfer == "nccl" and not self.device.startswith("cuda"):
             raise ValueError(
                 f'NCCL sends from a GPU: set device = "cuda", not {self.device!r}, or weight_transfer = "disk"'

@@ -1,5 +1,7 @@
-"""Metrics of a run: one JSON line per event in RUN/metrics.jsonl, copies of those lines in the database or at a server
-(`MetricsSink`) and in TensorBoard if it is installed; totals and curves of the lines.
+"""Write the metrics of a training run, and compute totals and curves from them.
+
+`MetricsLog` writes one JSON line per event to RUN/metrics.jsonl. It sends copies of the lines to a `MetricsSink` (the
+database, or a Polar server), and their numbers to TensorBoard, if that is installed.
 
 A line of `kind` "step" describes one training step, "eval" an evaluation, "sync" a weight sync, "checkpoint" a
 checkpoint and "start" a start or resume. A resumed run first drops the lines of steps that its checkpoint does not
@@ -280,14 +282,14 @@ def series(lines: Iterable[Json]) -> Json:
 
 
 def draw(curves: Json, title: str) -> bytes:
-    """Return a PNG of six panels. Raises UsageError if matplotlib is missing or there is no step yet."""
+    """Plot the curves and return a PNG of six panels. Raises UsageError without matplotlib or a finished step."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise UsageError("Curves need matplotlib: pip install 'polar-proxy[curves]'") from error
     step, heldout, sync = curves["step"], curves["eval"], curves["sync"]
     if not step["step"]:
-        raise UsageError("There is no step to draw yet.")
+        raise UsageError("The run has not finished a training step yet, so there are no curves to plot.")
     figure = Figure(figsize=(13, 7), layout="constrained")
     figure.suptitle(title)
     panels = figure.subplots(2, 3).ravel()

@@ -225,7 +225,8 @@ class Learner:
     def _optimise(self, minibatch: Sequence[Microbatch], totals: StepAccumulator, *, share: float, step: int) -> float:
         """Accumulate the gradients of the microbatches, clip them and update the weights.
 
-        Returns the norm of the gradient before clipping. `share` times the loss is added to `totals`.
+        Returns the norm of the gradient before clipping. `share` is 1 / number of minibatches: the minibatch's loss is
+        added to `totals` with this weight, so that they hold the mean loss of all minibatches.
         """
         self.optimiser.zero_grad(set_to_none=True)
         for microbatch in minibatch:

@@ -149,9 +149,9 @@ def choose_tasks(beliefs: Mapping[str, SolveRateBelief], count: int, generator: 
 def half_width(rewards: Rewards, *, n: int | None = None, confidence: float = 0.95) -> float:
     """Return half the confidence interval of a task's mean reward: h(n) = t_{1 - a/2, n - 1} s / sqrt(n).
 
-    a = 1 - confidence, and s is the sample deviation of the known rewards. `n` is the number of rewards by default;
-    with a larger `n`, h is that of more rewards with the same deviation. Infinite with fewer than two rewards. Source:
-    XRPO, arXiv 2510.06672.
+    a = 1 - confidence, and s is the sample standard deviation of the known rewards. `n` is their number by default.
+    With a larger `n`, return the half width that n rewards would have if s stayed the same. Infinite if fewer than two
+    rewards are known. Source: XRPO, arXiv 2510.06672.
     """
     known = known_rewards(rewards)
     if len(known) < 2:

@@ -238,7 +238,7 @@ async def test_rejects_exact_prompt_under_a_grammar(more: dict[str, Any]) -> Non
 
 async def test_rejects_prompt_that_ends_in_unproved_open_reasoning() -> None:
     async with FakeVllm() as fake, VllmEngine(fake.url) as engine:
-        with pytest.raises(RequestError, match="reasoning at the end of the prompt is 'open'"):
+        with pytest.raises(RequestError, match="at the end of this prompt, reasoning is 'open'"):
             await run(engine, chat(), prompt=[*PROMPT, *ids("<think>")])
         # Reasoning in an earlier turn is not open.
         await run(engine, chat(), prompt=[*ids("<think>"), END, *ids("ab")])

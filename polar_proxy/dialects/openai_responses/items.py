@@ -56,7 +56,10 @@ def item_id(prefix: str, call_id: str, position: int) -> str:
 
 
 def answer_of_item(value: Any) -> str | None:
-    """Return the part that the ids of all items of one answer share; None for an id that Polar did not make."""
+    """Return the id of the answer that an item id contains, or None if Polar did not make this item id.
+
+    It is the `<t>` of `msg_<t>_<n>`, and the same for all items of one answer.
+    """
     found = _ITEM_ID.fullmatch(value) if isinstance(value, str) else None
     return found[1] if found else None
 

@@ -1,11 +1,13 @@
 """`vllm`: a vLLM server as an engine.
 
-A probe of the server, and not its version number, decides what works:
+Polar finds out what a server can do by sending it requests, and does not rely on its version number. The features below
+are in vLLM since these versions:
 
-* Recording needs `return_token_ids`: vLLM 0.10.2 or newer.
-* Continuing from exact tokens also needs `structured_outputs` for its verification: vLLM 0.11 or newer.
-* Publishing new weights with their policy version needs `/update_weight_version`: vLLM 0.32 or newer.
-* Policy versions per token (`return_weight_versions`) need vLLM 0.33; older servers report one version per call.
+* 0.10.2: `return_token_ids`, needed to record calls.
+* 0.11: `structured_outputs`, needed to verify Polar's answer parser (`parser_proof.py`). Prompts are continued from
+  exact tokens only with a verified parser.
+* 0.32: `/update_weight_version`, needed to publish new weights with their policy version.
+* 0.33: `return_weight_versions`, the policy version of each token. Older servers report one version per call.
 
 Polar's tests run against vLLM 0.32.0 on CPU (`scripts/vllm_cpu.sh`).
 """

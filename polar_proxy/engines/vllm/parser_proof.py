@@ -105,7 +105,10 @@ class ParserProofs:
         config = await self.prove(options)
         if config.kind == "hermes" and (tail := self.tail(prompt)) != config.tail:
             raise CannotContinueError(
-                f"reasoning at the end of the prompt is {tail!r}, but the parser was verified with {config.tail!r}."
+                f"at the end of this prompt, reasoning is {tail!r}, but Polar's answer parser was verified only for "
+                f"prompts where it is {config.tail!r} (open: the answer begins inside reasoning; closed: reasoning has "
+                "just ended; none: no reasoning tag is there). Send the messages instead, so that the server renders "
+                "the prompt."
             )
         return config
 

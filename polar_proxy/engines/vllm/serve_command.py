@@ -69,7 +69,7 @@ async def find_serve_command(model: str, vllm_python: str | None = None) -> Serv
 
 
 class _Template:
-    """Renderings of a model's chat template, and answers in its own form."""
+    """A model's chat template, which renders conversations and sample answers to token ids."""
 
     def __init__(self, files: ModelFiles) -> None:
         self._files = files
@@ -77,9 +77,10 @@ class _Template:
         self.opened = self._ids(USER, generation=True)
 
     def samples(self) -> list[Json]:
-        """Return answers as `ParserProcess.match` takes them, with reasoning and tool calls if the template shows them.
+        """Return sample answers, as the template renders them, for `ParserProcess.match`.
 
-        Answers that the template refuses are left out.
+        They are made of fixed reasoning, text and tool calls. A sample is left out if the template refuses it or leaves
+        out its tool calls. Its reasoning is "" if the template leaves that out.
         """
         out = []
         for arguments, content in ((), CONTENT), (ARGUMENTS[:1], ""), (ARGUMENTS[1:], CONTENT), (ARGUMENTS, ""):
@@ -104,12 +105,18 @@ class _Template:
         return whole[start : end + 1]
 
     def _find_form(self) -> MessageForm:
-        """Return the form of messages with which the template shows the text of a user."""
+        """Return whether the template needs message content as a string or as a list of parts, as a `MessageForm`.
+
+        Raises UsageError if it renders the text of a user message in neither form.
+        """
         for form in (MessageForm(), MessageForm(content_parts=True)):
             with contextlib.suppress(RequestError):
                 if USER[0]["content"] in self._files.template.render(_request(USER), form):
                     return form
-        raise UsageError("The model's chat template does not show the message of a user.")
+        raise UsageError(
+            "The model's chat template leaves out the text of user messages, so no parsers can be found for it: use a "
+            "model with a chat template for conversations."
+        )
 
     def _ids(self, messages: list[Json], *, generation: bool = False) -> list[int]:
         text = self._files.template.render(_request(messages), self._form, generation=generation)

@@ -131,8 +131,9 @@ def recorded_reward(completions: Sequence[Any], reward: Sequence[float | None], 
 def recorded_ratios(trainer: type[Any]) -> type[Any]:
     """Return a subclass of GRPOTrainer that computes importance ratios with the *recorded* log-probabilities.
 
-    TRL uses the log-probabilities that it computes before the step (its vLLM mode corrects the gap with a weight),
-    which treats samples of older weights as if the trainer's current weights had made them.
+    TRL itself computes the old log-probabilities with the trainer's weights before the step. That treats all answers as
+    if these weights had sampled them, although recorded answers may come from older weights. (Only in its vLLM mode,
+    TRL corrects the difference, by an additional importance weight.)
     """
 
     class RecordedRatios(trainer):  # type: ignore[misc]

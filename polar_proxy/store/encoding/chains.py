@@ -131,9 +131,10 @@ def cut_segments(ids: TokenIds, end_of_turn: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class RequestChains:
-    """The messages and prompt of one request with the nodes of their chains, which are kept without content.
+    """The messages and the prompt of one request, and the nodes of their chains.
 
-    Invariant: all nodes are stored or belong to the batch that is being serialized.
+    The `content` of the nodes is empty, because it is in `messages` and `prompt` already. Invariant: all nodes are
+    stored or belong to the batch that is being serialized.
     """
 
     messages: tuple[bytes, ...]
@@ -145,8 +146,11 @@ class RequestChains:
     """The node at the end of `prompt`; None if `prompt` is empty."""
 
     def extend_messages(self, messages: Sequence[bytes]) -> tuple[tuple[ChainNode, ...], int]:
-        """Return the chain of a conversation (a node per message), and how many of its first nodes are those of this
-        request, which need not be stored again."""
+        """Return the chain of a new conversation (a node per message), and how many of its first nodes already exist.
+
+        These are the nodes of the leading messages that are equal to those of this earlier request. The caller need not
+        store them again.
+        """
         shared = 0
         for message, known in zip(messages, self.messages, strict=False):
             if message != known:

@@ -110,7 +110,10 @@ class JobEventRepository(Repository):
         return await self._position(func.max, job_id)
 
     async def _position(self, pick: Callable[..., Any], job_id: str | None) -> EventCursor:
-        """Return the first (`pick` = min) or last (max) event numbers of one job, or of all jobs; 0 without events."""
+        """Return the numbers of the first (`pick` = min) or last (max) rollout event and job event, as a cursor.
+
+        Only events of this job count, or of all jobs if `job_id` is None. A number is 0 if there is no such event.
+        """
         stage, job = select(pick(_e.event_id)), select(pick(_je.job_event_id))
         if job_id is not None:
             stage = stage.join(schema.rollouts, _r.rollout_id == _e.rollout_id).where(_r.job_id == job_id)

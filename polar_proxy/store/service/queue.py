@@ -190,7 +190,10 @@ class FleetRepository(Repository):
         return True
 
     async def in_flight(self) -> list[str]:
-        """Return the rollouts that the services of all servers have claimed."""
+        """Return the ids of the unfinished rollouts that the rollout services of all servers have claimed.
+
+        Rollouts that a process runs for itself (`owner_pid`) are not included.
+        """
         claimed = and_(_r.claimed_by.is_not(None), _r.owner_pid.is_(None), ~_final)
         return await self._scalars(select(_r.rollout_id).where(claimed).order_by(_r.rollout_id))
 
