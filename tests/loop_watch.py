@@ -23,6 +23,21 @@ class LoopWatch:
     turns = 0
 
 
+_WORK_SECONDS = 0.011
+"""Processor time of `slowness`'s work on the machine for which the tests' limits were chosen, while it was idle."""
+
+
+def slowness() -> float:
+    """Return how many times longer fixed work takes now than on an idle machine, at least 1.
+
+    Other programs slow a processor down (shared caches, hyper-threads), so limits on processor time are multiplied by
+    this.
+    """
+    began = time.thread_time()
+    sum(number * number for number in range(200_000))
+    return max(1.0, (time.thread_time() - began) / _WORK_SECONDS)
+
+
 @contextmanager
 def watched() -> Iterator[LoopWatch]:
     """Watch the running loop, from its next turn on."""

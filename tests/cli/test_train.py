@@ -21,7 +21,7 @@ def test_reports_invalid_options(tmp_path: Path) -> None:
         (["--set", "builder=longest"], "setting builder"),
         (["--set", "weight_transfer=nccl"], "NCCL sends from a GPU"),
         (["--submit-jobs"], "`submit_jobs` needs `feed`"),
-        (["--feed", "http://127.0.0.1:9", "--run", str(tmp_path / "fed")], "to the vLLM that the server samples"),
+        (["--feed", "http://127.0.0.1:9", "--run", str(tmp_path / "fed")], "to the vLLM server that samples"),
     ):
         assert message in polar_error("train", "grpo", *options), options
 

@@ -87,7 +87,7 @@ def test_rejects_unsupported_features_and_versions() -> None:
     for changes in ({"resume": True}, {"mcp_servers": launch_plans.MCP}, {"skills": (launch_plans.SKILL,)}):
         with pytest.raises(HarnessError):
             plan("a", **changes)
-    with pytest.raises(InstallError, match="has no version"):
+    with pytest.raises(InstallError, match="cannot have a version"):
         ShellCommand("a").install(CACHE, "1.0")
     assert split_version("shell:a@1 b") == ("shell:a@1 b", None)
     assert split_version("aider@0.86.1") == ("aider", "0.86.1")

@@ -67,7 +67,7 @@ async def test_code_that_ends_its_evaluation_scores_0(run_script: ScriptRunner, 
     [
         ("python3 /app/mean.py; echo 1 >/logs/verifier/reward.txt", "killed by signal"),
         ("echo 0 >/logs/verifier/reward.txt; python3 /app/mean.py", "reward.json and reward.txt"),
-        ("echo 0 >/logs/verifier/reward.txt; python3 /app/mean.py", "is not a file"),
+        ("echo 0 >/logs/verifier/reward.txt; python3 /app/mean.py", "a regular file"),
     ],
     ids=["kills", "writes-the-other-file", "link"],
 )
@@ -77,7 +77,7 @@ async def test_a_harbor_evaluation_that_the_patch_breaks_scores_0(
     attack = {
         "killed by signal": "import os; os.kill(-1, 9)",
         "reward.json and reward.txt": 'open("/logs/verifier/reward.json", "w").write("1")',
-        "is not a file": 'import os; p = "/logs/verifier/reward.txt"; os.unlink(p); os.symlink("/etc/hostname", p)',
+        "a regular file": 'import os; p = "/logs/verifier/reward.txt"; os.unlink(p); os.symlink("/etc/hostname", p)',
     }[expected]
     task = with_script(tmp_path, script)
     score = await run_script(task, f"cat >mean.py <<'EOF'\n{attack}\nEOF", kind)

@@ -78,7 +78,7 @@ def test_each_token_gets_the_weights_of_its_version(model: Path, tmp_path: Path)
 @pytest.mark.parametrize("version", [None, "other", "7"])
 def test_unknown_version_is_refused(model: Path, version: str | None) -> None:
     policy = learner(model, **STALE)
-    with pytest.raises(TrainingError, match="none of this run up to step 1"):
+    with pytest.raises(TrainingError, match=r"not one of this run \(0 to 1\)"):
         policy.update(sampled_by([version] * 4, model), 1, lambda step, model: {})
 
 

@@ -84,7 +84,7 @@ def test_rejects_unsupported_calls() -> None:
         run(None)
     with pytest.raises(ValueError, match="needs `tree_segments` and takes no mask"):
         run(tree, dense_mask(tree))
-    with pytest.raises(ValueError, match="a tree of 1 nodes, the model was given 3"):
+    with pytest.raises(ValueError, match="cover 1 nodes, but the model was given 3 tokens"):
         run(build_tree([np.array([1])]))
     policy.model.layers[0].self_attn.sliding_window = 2
     with pytest.raises(ValueError, match="no sliding window"):
