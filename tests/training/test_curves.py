@@ -68,7 +68,7 @@ def test_picture_is_a_png_and_changes_with_the_values() -> None:
     assert one.startswith(b"\x89PNG\r\n")
     other = [{**each, "reward": 0.0} if each["kind"] == "step" else each for each in LINES]
     assert metrics.draw(metrics.series(other), "run") != one
-    with pytest.raises(UsageError, match="no step"):
+    with pytest.raises(UsageError, match="not finished a training step"):
         metrics.draw(metrics.series(LINES[:3]), "run")
 
 

@@ -130,7 +130,7 @@ def test_steps_equal_those_of_one_process_and_a_dead_process_is_reported(model: 
         ({"lora": {"rank": 2}}, "LoRA"),
         ({"loss": "bapo"}, "bapo"),
         ({"num_minibatches": 2}, "num_minibatches"),
-        ({"device": "cuda:1"}, "GPUs in order"),
+        ({"device": "cuda:1"}, "each process gets its own GPU"),
     ],
 )
 def test_rejects_settings_that_several_processes_do_not_support(setting: dict[str, object], reason: str) -> None:
