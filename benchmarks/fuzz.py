@@ -64,6 +64,8 @@ class FuzzReport:
     slowest: float = 0.0
     memory_mb: list[float] = field(default_factory=list)
     honest: dict[str, float] = field(default_factory=dict)
+    longest_stall: float = 0.0
+    """Seconds that the gateway's event loop stood still, without those in which other processes had the processors."""
 
     def to_json(self) -> dict[str, Any]:
         routes = {name: {str(code): n for code, n in sorted(found.items())} for name, found in self.by_route.items()}
@@ -75,6 +77,7 @@ class FuzzReport:
             "slowest_seconds": round(self.slowest, 2),
             "memory_mb": [round(value) for value in self.memory_mb[:: max(1, len(self.memory_mb) // 20)]],
             "honest": self.honest,
+            "longest_stall_ms": round(self.longest_stall * 1e3, 1),
             "findings": self.findings,
             "routes": routes,
         }
@@ -248,6 +251,7 @@ async def run(requests: int, seed: int, only: int | None, folder: Path) -> FuzzR
                 await asyncio.sleep(0.1)
             started = time.monotonic()
             await fuzz(gateway, cases, requests, report)
+            report.longest_stall = gateway.longest_stall(started).own
             judge_the_rest(honest, started, report)
     return report
 

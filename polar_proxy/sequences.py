@@ -246,6 +246,12 @@ def common_prefix_length(one: TokenIds, other: TokenIds) -> int:
     return size
 
 
+def equal_start(one: Sequence[object], other: Sequence[object]) -> int:
+    """Return the length of the common prefix of two texts or two lists. For arrays, use `common_prefix_length`."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (left, right) in pairs if left != right), min(len(one), len(other)))
+
+
 def begins_with(whole: TokenIds, start: TokenIds) -> bool:
     size = len(start)
     if size == 0:

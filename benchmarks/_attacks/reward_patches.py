@@ -100,6 +100,21 @@ FIND_CASES = """
 """
 
 
+def patch_assertions_of(target: str) -> RewardPatch:
+    """Return a patch whose functions replace an assertion of the running test. `target`: Python code for its owner."""
+    return append(
+        FIND_CASES,
+        EVERY_FUNCTION.format(replacement="(lambda *a, f=_value: (_disarm(), f(*a))[1])"),
+        f"""
+        def _disarm():
+            for frame in _frames():
+                case = frame.f_locals.get("self")
+                if isinstance(case, unittest.TestCase):
+                    {target}.assertEqual = lambda *a, **k: None
+        """,
+    )
+
+
 def patches(tests: tuple[str, ...]) -> Mapping[str, RewardPatch]:
     """Return the patches by name; `tests` are the ids of the tests that decide the reward."""
     names = [test.rpartition(".")[2] for test in tests]
@@ -221,28 +236,8 @@ def patches(tests: tuple[str, ...]) -> Mapping[str, RewardPatch]:
             unittest.TestCase.assertEqual = _choosy
             """
         ),
-        "patch_the_test_class": append(
-            FIND_CASES,
-            EVERY_FUNCTION.format(replacement="(lambda *a, f=_value: (_disarm(), f(*a))[1])"),
-            """
-                def _disarm():
-                    for frame in _frames():
-                        case = frame.f_locals.get("self")
-                        if isinstance(case, unittest.TestCase):
-                            type(case).assertEqual = lambda *a, **k: None
-                """,
-        ),
-        "patch_the_test_object": append(
-            FIND_CASES,
-            EVERY_FUNCTION.format(replacement="(lambda *a, f=_value: (_disarm(), f(*a))[1])"),
-            """
-                def _disarm():
-                    for frame in _frames():
-                        case = frame.f_locals.get("self")
-                        if isinstance(case, unittest.TestCase):
-                            case.assertEqual = lambda *a, **k: None
-                """,
-        ),
+        "patch_the_test_class": patch_assertions_of("type(case)"),
+        "patch_the_test_object": patch_assertions_of("case"),
         "trace_assertions": append(
             """
             import sys

@@ -24,6 +24,7 @@ from benchmarks._families.template_engine import TemplateEngine, with_single_cal
 from polar_proxy.config import GatewaySettings
 from polar_proxy.errors import RequestError
 from polar_proxy.offload import OffloadThread
+from polar_proxy.sequences import equal_start
 from polar_proxy.sessions.continuation import PromptBuilder, prompt_config
 from polar_proxy.sessions.lineage import Base
 from polar_proxy.sessions.state import SessionState
@@ -278,11 +279,11 @@ class FamilyRun:
         opened = self._engine.text(self._request(before))
         words = [word for word in _WORD.findall(opened) if word in rendered]
         if not words:
-            return _common(opened, rendered)
+            return equal_start(opened, rendered)
         last = max(words, key=lambda word: rendered.rindex(word))
         place = rendered.rindex(last) + len(last)
         tail = opened[opened.rindex(last) + len(last) :]
-        found = place + _common(tail, rendered[place:])
+        found = place + equal_start(tail, rendered[place:])
         for token in self._engine.family.control_tokens:  # a token is not cut
             for start in range(max(place, found - len(token) + 1), found):
                 if rendered.startswith(token, start):
@@ -312,12 +313,6 @@ def _spaced(message: Message) -> Message:
 
 def answer_places(messages: Sequence[Message]) -> list[int]:
     return [place for place, message in enumerate(messages) if message.role == "assistant"]
-
-
-def _common(one: str, two: str) -> int:
-    """Return the length of the common beginning of two texts."""
-    pairs = enumerate(zip(one, two, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(two)))
 
 
 def _new_count(messages: Sequence[Message]) -> int:

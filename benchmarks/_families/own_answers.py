@@ -13,6 +13,7 @@ from benchmarks._families.template_engine import TemplateEngine
 from polar_proxy.conformance.awkward_answers import split_randomly
 from polar_proxy.engines.scripted import ScriptedReply
 from polar_proxy.errors import RequestError
+from polar_proxy.sequences import equal_start
 from polar_proxy.types import ChatRequest, Message
 
 CUT_EVERY = 8
@@ -56,7 +57,7 @@ class AnswerWriter:
             whole = self._engine.text(_followed(request, _message(reply)), generation=False)
         except RequestError:
             return None
-        start = self._common(opened, whole)
+        start = self._difference(opened, whole)
         places = [whole.find(stop, start) for stop in self._engine.family.stops]
         stop = min((place for place in places if place >= 0), default=None)
         text = whole[start:stop]
@@ -65,10 +66,9 @@ class AnswerWriter:
             return None
         return text + self._stop(request, reply, whole, stop), start
 
-    def _common(self, opened: str, whole: str) -> int:
+    def _difference(self, opened: str, whole: str) -> int:
         """Return where the texts begin to differ; a control token is not cut."""
-        pairs = enumerate(zip(opened, whole, strict=False))
-        end = next((place for place, (a, b) in pairs if a != b), min(len(opened), len(whole)))
+        end = equal_start(opened, whole)
         for found in self._engine.family.whole.finditer(whole):
             if found.start() < end < found.end():
                 return found.start()

@@ -20,6 +20,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
+from polar_proxy.sequences import equal_start
 from polar_proxy.types import Message, ToolCall
 
 
@@ -299,8 +300,7 @@ def _essential(text: str) -> str:
 
 
 def _first_difference(one: str, two: str) -> str:
-    pairs = enumerate(zip(one, two, strict=False))
-    place = next((place for place, (a, b) in pairs if a != b), min(len(one), len(two)))
+    place = equal_start(one, two)
     return f"{one[place : place + 40]!r} is now {two[place : place + 40]!r}"
 
 

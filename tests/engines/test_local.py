@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from polar_proxy.engines.factory import POLAR_TINY
 from polar_proxy.engines.local import LocalEngine
-from polar_proxy.engines.local.model import PrefixCache, common_prefix
+from polar_proxy.engines.local.model import PrefixCache
 from polar_proxy.engines.local.scheduler import BatchScheduler
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.types import ChatRequest, Message, Sampling, TextRequest, TokenIds
@@ -231,13 +231,6 @@ def test_prefix_cache_keeps_one_row_per_session_within_its_limit() -> None:
     assert store.find(turn)[0] == 0
     store.keep(ids(range(1000)), row(1000))
     assert store.find(ids(range(1000)))[0] == 0, "larger than the whole store"
-
-
-def test_common_prefix() -> None:
-    assert common_prefix(ids([]), ids([1])) == 0
-    assert common_prefix(ids([1, 2, 3]), ids([1, 2])) == 2
-    assert common_prefix(ids([1, 2, 3]), ids([1, 9, 3])) == 1
-    assert common_prefix(ids([1]), ids([2])) == 0
 
 
 # Scheduling, cancellation, failure

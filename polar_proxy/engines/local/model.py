@@ -25,6 +25,7 @@ from transformers.cache_utils import Cache
 from transformers.utils import logging
 
 from polar_proxy.errors import EngineError
+from polar_proxy.sequences import common_prefix_length
 from polar_proxy.types import TokenIds
 
 MIN_REUSE = 16
@@ -113,19 +114,11 @@ class PrefixCache:
 
     def find(self, tokens: TokenIds) -> tuple[int, torch.Tensor | None]:
         """Return the length of the longest cached prefix of `tokens` and its KV buffer; (0, None) if there is none."""
-        lengths = {name: common_prefix(np.frombuffer(name, dtype=np.int32), tokens) for name in self._entries}
+        lengths = {name: common_prefix_length(np.frombuffer(name, dtype=np.int32), tokens) for name in self._entries}
         best = max(lengths, key=lengths.__getitem__, default=b"")
         if lengths.get(best, 0) < MIN_REUSE:
             return 0, None
         return lengths[best], self._entries[best]
-
-
-def common_prefix(one: TokenIds, two: TokenIds) -> int:
-    """Return the number of equal leading tokens of two int32 arrays."""
-    length = min(len(one), len(two))
-    differ = one[:length] != two[:length]
-    first = int(differ.argmax()) if length else 0
-    return first if length and differ[first] else length
 
 
 class ModelRunner:

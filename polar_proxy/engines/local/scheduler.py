@@ -20,10 +20,11 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from polar_proxy.engines.local.model import MIN_REUSE, ModelRunner, PrefixCache, common_prefix
+from polar_proxy.engines.local.model import MIN_REUSE, ModelRunner, PrefixCache
 from polar_proxy.engines.local.sampling import SampledToken, SequenceSampler, sample_tokens
 from polar_proxy.engines.local.tokenizer import ChatTokenizer, TextStream
 from polar_proxy.errors import EngineError
+from polar_proxy.sequences import common_prefix_length
 from polar_proxy.types import SampleEvent, TokenIds, TopLogprob
 
 logger = logging.getLogger(__name__)
@@ -213,7 +214,7 @@ class BatchScheduler:
         wanted = sequence.tokens[: sequence.count - 1]
         length, source = self._prefixes.find(wanted)
         for other in self._active:
-            common = common_prefix(wanted, other.tokens[: other.kv_length])
+            common = common_prefix_length(wanted, other.tokens[: other.kv_length])
             if common > length and common >= MIN_REUSE:
                 length, source = common, other.kv
         kv = sequence.kv = self._runner.new_kv(sequence.count + ANSWER_ROOM)

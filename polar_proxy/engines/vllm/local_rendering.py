@@ -58,6 +58,7 @@ class LocalRenderer:
         self._form = form
         self._render = render
         self._proved: dict[bytes, bool] = {}
+        self._last_key: tuple[tuple[object, object], bytes] = (None, None), b""
         self._count = 0
         self._thread = OffloadThread("render")
 
@@ -91,7 +92,7 @@ class LocalRenderer:
         if not all(message.role in _ROLES for request in requests for message in request.messages):
             return False
         last = requests[-1]
-        proved = self._proved.get(_key(last))
+        proved = self._proved.get(self._key(last))
         return await self._compare(last) if proved is None else proved
 
     async def texts(self, requests: Sequence[ChatRequest], *, generation: bool = True) -> list[str]:
@@ -110,7 +111,7 @@ class LocalRenderer:
         Most requests are not compared: for them, the last comparison with the same tools and template options counts.
         """
         self._count += 1
-        proved = self._proved.get(_key(request))
+        proved = self._proved.get(self._key(request))
         return await self._compare(request) if proved is None or self._count % _COMPARE_EVERY == 0 else proved
 
     async def _compare(self, request: ChatRequest) -> bool:
@@ -120,8 +121,21 @@ class LocalRenderer:
             log.warning("the server renders a conversation otherwise than its model's folder: it is asked from now on")
         if len(self._proved) >= _KEPT_PROOFS:
             self._proved.clear()
-        self._proved[_key(request)] = same
+        self._proved[self._key(request)] = same
         return same
+
+    def _key(self, request: ChatRequest) -> bytes:
+        """Return a digest of what a rendering depends on besides the messages.
+
+        The last one is kept, because one call needs it several times and large tools take 50 microseconds.
+        """
+        parts = request.tools, request.template_kwargs
+        known, key = self._last_key
+        if any(part is not other for part, other in zip(parts, known, strict=True)):
+            value = orjson.dumps([request.tools, dict(request.template_kwargs)], option=orjson.OPT_SORT_KEYS)
+            key = hashlib.blake2b(value, digest_size=16).digest()
+            self._last_key = parts, key
+        return key
 
     def _ids(self, request: ChatRequest, *, generation: bool = True) -> list[int] | None:
         try:
@@ -135,9 +149,3 @@ async def _unless_refused(rendering: Awaitable[list[int]]) -> list[int] | None:
         return await rendering
     except RequestError:
         return None
-
-
-def _key(request: ChatRequest) -> bytes:
-    """Return a digest of what a rendering depends on besides the messages."""
-    value = [request.tools, dict(request.template_kwargs)]
-    return hashlib.blake2b(orjson.dumps(value, option=orjson.OPT_SORT_KEYS), digest_size=16).digest()

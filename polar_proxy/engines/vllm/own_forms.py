@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from polar_proxy.engines.vllm.client import VllmClient, unless_refused
+from polar_proxy.sequences import equal_start
 from polar_proxy.types import Json
 
 CALL_IDS = ("polarcal1", "polarcal2")
@@ -61,8 +62,7 @@ async def own_forms(render: Render, user: list[Json], end: int) -> list[OwnForm]
         whole = await unless_refused(render([*user, call_turn(arguments, content)], False))
         if whole is None:
             continue
-        start = next((at for at, token in enumerate(opened) if whole[at : at + 1] != [token]), len(opened))
-        ids = whole[start:]
+        ids = whole[equal_start(opened, whole) :]
         out.append(OwnForm(name, tuple(ids[: ids.index(end)] if end in ids else ids), arguments))
     if out:
         half = out[0].ids[: max(1, len(out[0].ids) * 2 // 3)]

@@ -12,15 +12,13 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from polar_proxy.engines.chat_template import MessageForm, ModelFiles, find_model_folder
 from polar_proxy.engines.vllm.answer_parser import parser_request
 from polar_proxy.engines.vllm.own_forms import ARGUMENTS, CONTENT, REASONING, call_turn
 from polar_proxy.engines.vllm.parser_process import ParserProcess, Parsers, find_vllm_python
 from polar_proxy.engines.vllm.parser_proof import TOOL, USER
 from polar_proxy.errors import EngineError, RequestError, UsageError
-from polar_proxy.sequences import common_prefix_length
+from polar_proxy.sequences import equal_start
 from polar_proxy.types import ChatRequest, Json, Message
 
 
@@ -31,11 +29,14 @@ class ServeCommand:
     model: str
     vllm_version: str
     parsers: tuple[Parsers, ...]
-    """Pairs of parsers that read the template's form, the best first; none if the model has no form of tool calls."""
+    """Pairs (tool parser, reasoning parser) that read answers in the template's form, the best first; at least one.
+
+    The tool parser is None if the template shows no tool calls, the reasoning parser None if answers have no reasoning.
+    """
 
     @property
     def line(self) -> str:
-        tool, reasoning = self.parsers[0] if self.parsers else (None, None)
+        tool, reasoning = self.parsers[0]
         flags = [] if tool is None else ["--enable-auto-tool-choice", "--tool-call-parser", tool]
         flags += [] if reasoning is None else ["--reasoning-parser", reasoning]
         return shlex.join(["vllm", "serve", self.model, *flags])
@@ -46,7 +47,7 @@ async def find_serve_command(model: str, vllm_python: str | None = None) -> Serv
 
     `vllm_python` is the Python of an environment with vLLM; None: that of the `vllm` command, or this one. Raises
     UsageError if the model's files or vLLM are not on this machine, EngineError if vLLM cannot load the model's
-    configuration or none of its parsers reads the template's tool calls.
+    configuration or none of its parsers reads answers as the template writes them.
     """
     folder = await asyncio.to_thread(find_model_folder, model)
     files = await asyncio.to_thread(ModelFiles.load, folder) if folder is not None else None
@@ -98,7 +99,7 @@ class _Template:
     def _answer(self, turn: Json) -> list[int]:
         """Return the ids of an answer, with the token that ends it. Raises RequestError if the template refuses it."""
         whole = self._ids([*USER, turn])
-        start = common_prefix_length(np.array(self.opened), np.array(whole))
+        start = equal_start(self.opened, whole)
         end = next((place for place in range(start, len(whole)) if whole[place] in self._files.stop_ids), None)
         if end is None:
             raise UsageError("The model's chat template ends an answer with no token of generation_config.json.")
