@@ -150,7 +150,8 @@ async def _stream_of(execution: Any) -> AsyncIterator[Any]:
             transport = stream._resp.connection.transport
             yield stream
     finally:
-        if transport is not None:
+        # A transport that has written everything and is closed cannot be aborted (Python 3.11: it forgets its loop).
+        if transport is not None and (not transport.is_closing() or transport.get_write_buffer_size()):
             transport.abort()
 
 
