@@ -149,8 +149,8 @@ class EngineSettings(_Section):
     """Python of an environment with vLLM (vllm). Its parsers read answers for models whose tool calls have another form
     than Hermes. Default: the Python of the `vllm` command, or this one if it has vLLM."""
     vllm_parsers: str | None = None
-    """The server's parsers as TOOL/REASONING (vllm), the names given to `vllm serve`; either may be empty. Needed if
-    `vllm_python` is used and several parsers agree with the server on the answers of its verification."""
+    """The server's parsers as TOOL/REASONING (vllm), the names given to `vllm serve`; either may be empty. Needed only
+    if `vllm_python` is used and the server cannot be made to show which of several parsers is its own."""
 
 
 class RunSettings(RolloutSpec):

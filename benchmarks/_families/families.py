@@ -20,12 +20,12 @@ _FOLDER = "models/templates/"
 
 # Texts in a template that a tokenizer has as one token.
 CONTROL_TOKEN = re.compile(
-    r"<\|[^|<>\s{}'\"]{1,40}\|>|<｜[^｜<>{}]{1,40}｜>|<\|[a-z_]+>|<[a-z_]+\|>|\[/?[A-Z_]{3,25}\]|</?s>"
+    r"<\|[^|<>\s{}'\"]{1,40}\|>|<｜(?!tool▁)[^｜<>{}]{1,40}｜>|<\|[a-z_]+>|<[a-z_]+\|>|\[/?[A-Z_]{3,25}\]|</?s>"
     r"|<(?:start|end)_of_\w+>|</?(?:assistant|user|system|tool|think)>|<SPECIAL_\d+>|</?seed:\w+>|\]~!?b\]?\[?|\[e~\["
     r"|<sep>|<(?:begin|beginning|end)_of_sentence>"
 )
 # Texts around reasoning, tool calls and their arguments that a tokenizer has as one token, but not as a special one.
-_TAG = re.compile(r"</?(?:[a-z]+:)?[a-z_]*(?:think|tool|arg)[a-z_]*>")
+_TAG = re.compile(r"</?(?:[a-z]+:)?[a-z_]*(?:think|tool|arg)[a-z_]*>|<｜tool▁[^｜<>{}]{1,40}｜>")
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,6 +83,10 @@ class Engine(ABC):
             raise CannotContinueError(f"the engine {self.info.engine} cannot sample a conversation from exact ids.")
         return ExactPrompt(token_ids)
 
+    async def constrains(self, request: EngineRequest) -> bool:
+        """Return whether a grammar of the engine's own constrains the answer to a request that the engine renders."""
+        return False
+
     @abstractmethod
     def sample(
         self, request: EngineRequest, *, stream: bool = True, prompt: ExactPrompt | None = None

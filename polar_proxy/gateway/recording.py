@@ -207,7 +207,7 @@ def make_record(
         tools=request.parsed.tools,
         params=request.parsed.params,
         sampling=recorded_sampling(call.request, engine, plan.past_reasoning)
-        | ({"constrained": True} if plan.prompt is not None and plan.prompt.constrained else {})
+        | ({"constrained": True} if plan.constrained else {})
         | ({"hidden_call": True} if call.limit is not None and call.limit.hides_tokens else {}),
         prompt_ids=None if answer.prompt_ids is None else to_token_ids(answer.prompt_ids),
         choices=choices,

@@ -96,6 +96,13 @@ class PromptPlan:
     """The setting with which the prompt was made, if it could have an effect."""
     config: PromptConfig | None = None
     """None for a raw prompt."""
+    under_grammar: bool = False
+    """The engine renders the request, and samples the answer under a grammar of its own."""
+
+    @property
+    def constrained(self) -> bool:
+        """Whether a grammar of the engine's own constrains the answer. Known once sampling has begun."""
+        return self.under_grammar if self.prompt is None else self.prompt.constrained
 
     @property
     def mode(self) -> PromptMode:
@@ -143,7 +150,8 @@ class PromptBuilder:
         except EngineError as error:
             log.warning("the engine could not render a request, so its prompt is not continued: %s", error)
             plan = PromptPlan(reason="engine_failed")
-        return replace(plan, config=config)
+        under_grammar = plan.prompt is None and await self._engine.constrains(request)
+        return replace(plan, config=config, under_grammar=under_grammar)
 
     async def _continue(
         self, request: ChatRequest, config: PromptConfig, base: Base | None, session: SessionState

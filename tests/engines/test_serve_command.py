@@ -10,7 +10,7 @@ import pytest
 from polar_proxy.engines.factory import POLAR_TINY
 from polar_proxy.engines.vllm.serve_command import ServeCommand, find_serve_command
 from polar_proxy.errors import UsageError
-from tests.engines.test_vllm_real import ENVIRONMENT
+from tests.engines.vllm_environment import vllm_python
 
 XML_CALLS = """\
 {%- for message in messages -%}<|im_start|>{{ message.role }}
@@ -32,14 +32,6 @@ XML_CALLS = """\
 {% endif %}"""
 
 
-@pytest.fixture
-def vllm_python() -> str:
-    python = ENVIRONMENT / "bin" / "python"
-    if not python.exists():
-        pytest.skip(f"no vLLM: run `scripts/vllm_cpu.sh install {ENVIRONMENT}`")
-    return str(python)
-
-
 def model_with(template: str, folder: Path) -> str:
     """Return a copy of the bundled policy with another chat template."""
     shutil.copytree(POLAR_TINY, folder)
@@ -49,8 +41,8 @@ def model_with(template: str, folder: Path) -> str:
 
 @pytest.mark.full
 @pytest.mark.timeout(300)
-async def test_finds_the_parsers_of_the_bundled_policy(vllm_python: str) -> None:
-    found = await find_serve_command(str(POLAR_TINY), vllm_python)
+async def test_finds_the_parsers_of_the_bundled_policy() -> None:
+    found = await find_serve_command(str(POLAR_TINY), vllm_python())
     assert found.parsers[0] == ("qwen3_json", "qwen3")
     assert found.line == (
         f"vllm serve {POLAR_TINY} --enable-auto-tool-choice --tool-call-parser qwen3_json --reasoning-parser qwen3"
@@ -59,16 +51,16 @@ async def test_finds_the_parsers_of_the_bundled_policy(vllm_python: str) -> None
 
 @pytest.mark.full
 @pytest.mark.timeout(300)
-async def test_finds_the_parsers_of_another_form(vllm_python: str, tmp_path: Path) -> None:
-    found = await find_serve_command(model_with(XML_CALLS, tmp_path / "model"), vllm_python)
+async def test_finds_the_parsers_of_another_form(tmp_path: Path) -> None:
+    found = await find_serve_command(model_with(XML_CALLS, tmp_path / "model"), vllm_python())
     assert found.parsers[0] == ("qwen3_xml", "qwen3")
 
 
 @pytest.mark.full
 @pytest.mark.timeout(300)
-async def test_a_template_without_calls_needs_no_tool_parser(vllm_python: str, tmp_path: Path) -> None:
+async def test_a_template_without_calls_needs_no_tool_parser(tmp_path: Path) -> None:
     plain = XML_CALLS[: XML_CALLS.index("{%- for call")] + XML_CALLS[XML_CALLS.index("<|im_end|>") :]
-    found = await find_serve_command(model_with(plain, tmp_path / "model"), vllm_python)
+    found = await find_serve_command(model_with(plain, tmp_path / "model"), vllm_python())
     assert {tool for tool, _ in found.parsers} == {None}
 
 

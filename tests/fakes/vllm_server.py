@@ -295,7 +295,7 @@ class FakeVllm:
         if "choice" in form:
             tokens = [*tokenized(form["choice"][0]), END]
         else:
-            tokens = [each["token"] for each in json.loads(form["structural_tag"])["format"]["elements"]] + [END]
+            tokens = [*map(int, re.findall(r"Token\((\d+)\)", form["grammar"])), END]
         reasoning, text, calls = self.read(tokens, body)
         return Answer(text, reasoning, calls, token_ids=tokens)
 

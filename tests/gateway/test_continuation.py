@@ -223,6 +223,24 @@ async def test_does_not_continue_a_changed_request(
     assert (last.prompt_mode, last.prompt_reason) == (mode, reason)
 
 
+async def test_a_rendered_answer_under_a_grammar_of_the_engines_own_is_recorded_as_constrained(
+    serve: Serve, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's chat route samples some models' tool calls so. Exact prompts say it themselves (`ExactPrompt`)."""
+
+    async def constrains(engine: ScriptedEngine, request: ChatRequest) -> bool:
+        return bool(request.tools)
+
+    monkeypatch.setattr(ScriptedEngine, "constrains", constrains)
+    async with serve(ScriptedEngine(script)) as gateway, client(gateway.url) as http:
+        await Conversation(http).say(user("hello"))
+        await two_rounds(http)
+    calls = await recorded_calls(store)
+    assert [call.prompt_mode for call in calls] == ["render", "render", "continue", "continue"]
+    assert [call.sampling.get("constrained") for call in calls] == [None, True, None, None]
+    assert len(build(calls[:2]).excluded) == 1, "the constrained answer is not trained"
+
+
 async def test_rewinding_to_an_earlier_turn_continues_that_turn(serve: Serve, store: Store) -> None:
     async with serve(ScriptedEngine(script)) as gateway, client(gateway.url) as http:
         conversation = Conversation(http)

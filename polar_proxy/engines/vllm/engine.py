@@ -23,7 +23,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from types import TracebackType
 
-from polar_proxy.engines.base import CannotContinueError, EngineLoad, ExactPrompt, is_constrained
+from polar_proxy.engines.base import CannotContinueError, EngineLoad, ExactPrompt, is_constrained, uses_tools
 from polar_proxy.engines.chat_template import ModelFiles, find_model_folder
 from polar_proxy.engines.http_client import HttpResponse
 from polar_proxy.engines.openai_client import ServerEngine, not_open
@@ -160,6 +160,15 @@ class VllmEngine(ServerEngine):
         config = await parsers.config_for(request.template_kwargs, token_ids)
         parser = make_answer_parser(self.client, request, token_ids, config, parsers.process)
         return VllmPrompt(token_ids, parser)
+
+    async def constrains(self, request: EngineRequest) -> bool:
+        parsers = self._server.parsers
+        return (
+            isinstance(request, ChatRequest)
+            and uses_tools(request)
+            and isinstance(parsers, ParserProofs)
+            and await parsers.constrains(request)
+        )
 
     async def sample(
         self, request: EngineRequest, *, stream: bool = True, prompt: ExactPrompt | None = None

@@ -44,6 +44,7 @@ class ForcedAnswer:
     text: str = ""
     sampled: tuple[int, ...] = ()
     """All ids, with the one that ended the answer."""
+    prompt: tuple[int, ...] = ()
     own: bool = False
     """It is a tool call in the template's own form."""
     cut: bool = False
@@ -58,7 +59,13 @@ class ForcedAnswer:
         """Return the answer as `ParserProcess.match` takes it."""
         parsed = self.parsed
         content = {"text": parsed.text, "reasoning": parsed.reasoning, "calls": parsed.calls, "finish": parsed.finish}
-        return {"ids": self.sampled, "raw_finish": self.raw_finish, "own": self.own, **content}
+        return {
+            "prompt": self.prompt,
+            "ids": self.sampled,
+            "raw_finish": self.raw_finish,
+            "own": self.own,
+            **content,
+        }
 
 
 def unforced(answers: Sequence[ForcedAnswer], optional: set[str]) -> str | None:

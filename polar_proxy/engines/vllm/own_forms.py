@@ -2,13 +2,14 @@
 
 A template shows how its model writes a tool call: the conversation is rendered with an answer that calls a tool, and
 what follows the opening of the answer is the call's tokens. The server is made to sample exactly these tokens by a
-grammar that is a sequence of tokens, so control tokens can be forced too. With a reasoning parser, vLLM applies a
+grammar that is a sequence of token ids, so control tokens can be forced too. With a reasoning parser, vLLM applies a
 grammar only after the reasoning; a bias for the token that ends the template's reasoning ends it at once.
 """
 
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
@@ -19,7 +20,13 @@ from polar_proxy.types import Json
 CALL_IDS = ("polarcal1", "polarcal2")
 """Ids of nine letters and digits, because Mistral's templates refuse others."""
 CONTENT, REASONING = "I look.", "Slowly."
+AWKWARD_CONTENT = 'In C:\\new & `d` <e>: "é".'
 ARGUMENTS = {"path": "a"}, {"path": 'b é "c" <d> {e}\nf'}
+TYPED_ARGUMENTS: Json = {"path": "a", "lines": 3, "share": 0.5, "all": True, "names": ["b", "1"], "more": {"c": None}}
+
+UNWANTED = "~"
+_TO_STOP = 8
+"""Tokens beyond a forced answer, in which the server can end it."""
 
 Render = Callable[[list[Json], bool], Awaitable[list[int]]]
 """Return the ids of a conversation; the flag adds the tokens that open an answer."""
@@ -45,6 +52,12 @@ def call_turn(arguments: Sequence[Json], content: str = "") -> Json:
     return {"role": "assistant", "content": content, "tool_calls": calls}
 
 
+def after_call(user: list[Json]) -> list[Json]:
+    """Return the conversation `user` with an answer that reasons and calls a tool, and the tool's result."""
+    turn = call_turn(ARGUMENTS[:1]) | {"reasoning": REASONING, "reasoning_content": REASONING}
+    return [*user, turn, {"role": "tool", "tool_call_id": CALL_IDS[0], "content": "1 2 3"}]
+
+
 async def own_forms(render: Render, user: list[Json], end: int) -> list[OwnForm]:
     """Return answers with tool calls to the conversation `user`, each written as the server's template writes it.
 
@@ -58,6 +71,8 @@ async def own_forms(render: Render, user: list[Json], end: int) -> list[OwnForm]
         ("text and a call in its template's form", (one,), CONTENT),
         ("two calls in its template's form", (one, other), ""),
         ("an awkward call in its template's form", (other,), ""),
+        ("awkward text and a call in its template's form", (one,), AWKWARD_CONTENT),
+        ("a call with arguments of several types in its template's form", (TYPED_ARGUMENTS,), ""),
     ):
         whole = await unless_refused(render([*user, call_turn(arguments, content)], False))
         if whole is None:
@@ -88,11 +103,19 @@ def after_reasoning(ids: Sequence[int], end_of_reasoning: int | None) -> tuple[i
     return tuple(ids[ended[-1] + 1 :] if ended else ids)
 
 
-def forcing(form: OwnForm, end_of_reasoning: int | None) -> Json:
-    """Return the fields of a chat request that make the server sample this answer."""
+def forcing(form: OwnForm, end_of_reasoning: int | None, unwanted: Sequence[int]) -> Json:
+    """Return the fields of a chat request that make the server sample this answer.
+
+    The grammar also allows a text behind the answer. It begins with UNWANTED, whose ids `unwanted` are made unlikely.
+    The text is different each time, because xgrammar 0.2.8 (vLLM 0.32) takes two sequences of tokens for the same
+    grammar if nothing but the tokens differs, and then forces those of the earlier one.
+    """
     ids = after_reasoning(form.ids, end_of_reasoning)
-    fields: Json = {} if end_of_reasoning is None else {"logit_bias": {str(end_of_reasoning): 100}}
-    elements = [{"type": "token", "token": token} for token in ids]
-    tag = {"type": "structural_tag", "format": {"type": "sequence", "elements": elements}}
-    limit = {"max_tokens": len(ids) + (end_of_reasoning is not None)} if form.cut else {}
-    return {**fields, **limit, "structured_outputs": {"structural_tag": json.dumps(tag)}}
+    biases = dict.fromkeys(unwanted, -100) | ({} if end_of_reasoning is None else {end_of_reasoning: 100})
+    tokens = " ".join(f"Token({token})" for token in ids)
+    limit = len(ids) + (end_of_reasoning is not None) + (0 if form.cut else _TO_STOP)
+    return {
+        "max_tokens": limit,
+        "logit_bias": {str(token): bias for token, bias in biases.items()},
+        "structured_outputs": {"grammar": f'root ::= {tokens} ("{UNWANTED}{secrets.token_hex(8)}")?'},
+    }

@@ -83,15 +83,31 @@ class ParserProcess:
             await process.wait()
 
     async def match(
-        self, request: Json, prompt: Sequence[int], samples: Sequence[Json], parsers: Parsers | None = None
+        self, request: Json, samples: Sequence[Json], parsers: Sequence[Parsers] | None = None
     ) -> list[Parsers]:
         """Return the pairs of parsers that parse all samples of a server's answers as the server did.
 
-        Only the pair `parsers` is tried if it is given, otherwise every pair that vLLM has.
+        Only the pairs `parsers` are tried if they are given, otherwise every pair that vLLM has. Pairs without a
+        reasoning parser come first; then, the more its names resemble the model type and each other, the earlier a pair
+        comes.
         """
         await self.ensure_started()
-        line = {"op": "match", "request": request, "prompt": list(prompt), "samples": list(samples), "parsers": parsers}
+        line = {"op": "match", "request": request, "samples": list(samples), "parsers": parsers}
         return [(tool, reasoning) for tool, reasoning in (await self._ask(line, START_SECONDS))["parsers"]]
+
+    async def distinguish(
+        self, request: Json, prompts: Sequence[Sequence[int]], answers: Json, parsers: Sequence[Parsers], seed: int
+    ) -> list[tuple[int, list[int]]]:
+        """Return answers that these pairs of parsers do not parse alike, each after the number of its prompt.
+
+        They are random variations of given answers; none is returned if none was found. `answers` has `start`, the
+        tokens with which every answer begins, `bodies`, which are varied, and `stop`, the token that ends every answer.
+        Start and stop are not in what is returned.
+        """
+        await self.ensure_started()
+        line = {"op": "distinguish", "request": request, "prompts": prompts, "answers": answers, "seed": seed}
+        reply = await self._ask(line | {"parsers": parsers}, START_SECONDS)
+        return [(number, list(body)) for number, body in reply["answers"]]
 
     async def open(self, parsers: Parsers, request: Json, prompt: Sequence[int]) -> ParsedStream:
         """Begin to parse the answer to a request. Raises EngineError if vLLM refuses the request."""

@@ -10,8 +10,13 @@ the server's parser at `/derender`. Polar's parser is other code than the server
 given texts were sampled. The others are vLLM's own code and are compared on whatever was sampled. If tool calls in the
 template's own form were sampled, the chat route must have read at least one of them as a call.
 
+Answers are forced to a first message and after a tool call, because some parsers look at the history. If several of
+vLLM's parsers fit, they are compared with each other on random variations of the answers. The server samples variations
+on which they differ, until the parsers that are left parse alike.
+
 How a text is forced:
 
+* An answer in the template's own form by a grammar of its token ids (`own_forms.forcing`).
 * Text and tool calls by `structured_outputs: {"choice": [text]}`. With a reasoning parser, vLLM applies this grammar
   only after the reasoning; a bias for the `</think>` token ends the reasoning at once.
 * Reasoning by descending biases for `<think>`, a letter and `</think>`. A repetition penalty excludes each token once
@@ -25,7 +30,8 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -41,7 +47,16 @@ from polar_proxy.engines.vllm.forced_answers import (
     matching_reasoning_mode,
     unforced,
 )
-from polar_proxy.engines.vllm.own_forms import OwnForm, after_reasoning, call_turn, forcing, own_forms, reasoning_end
+from polar_proxy.engines.vllm.own_forms import (
+    UNWANTED,
+    OwnForm,
+    after_call,
+    after_reasoning,
+    call_turn,
+    forcing,
+    own_forms,
+    reasoning_end,
+)
 from polar_proxy.engines.vllm.parser_process import ParserProcess, Parsers
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.types import ChatRequest, Json, SampleEvent, TokenIds
@@ -52,7 +67,18 @@ TOOL: Json = {
     "function": {
         "name": "look",
         "description": "Look at a file.",
-        "parameters": {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]},
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "path": {"type": "string"},
+                "lines": {"type": "integer"},
+                "share": {"type": "number"},
+                "all": {"type": "boolean"},
+                "names": {"type": "array", "items": {"type": "string"}},
+                "more": {"type": "object"},
+            },
+            "required": ["path"],
+        },
     },
 }
 LETTER = "Z"
@@ -74,6 +100,18 @@ _REMEDY = (
     "--enable-scale-out, so that its own parser can be called."
 )
 _PIECES = 8
+_TOGETHER = 8
+"""Answers that the server samples at a time."""
+_ROUNDS = 4
+"""How often the server is asked for answers on which several fitting pairs of parsers differ."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Conversation:
+    messages: list[Json]
+    prompt: tuple[int, ...]
+    place: str = ""
+    """Words for the names of its answers."""
 
 
 class ParserProofs:
@@ -99,6 +137,7 @@ class ParserProofs:
         self._tags: dict[str, tuple[int, ...]] = {}
         self._proved: dict[bytes, ParserConfig | CannotContinueError] = {}
         self._lock = asyncio.Lock()
+        self._slots = asyncio.Semaphore(_TOGETHER)
 
     async def config_for(self, options: Mapping[str, Any], prompt: TokenIds) -> ParserConfig:
         """Return how an answer to `prompt` under these template options is parsed. Raises CannotContinueError."""
@@ -112,13 +151,23 @@ class ParserProofs:
             )
         return config
 
+    async def constrains(self, request: ChatRequest) -> bool:
+        """Return whether the chat route samples the answer to this request under a grammar of the server's parser.
+
+        Known only if vLLM's parsers run in the side process, else False.
+        """
+        config = self._proved.get(_key(request.template_kwargs))
+        if self.process is None or not isinstance(config, ParserConfig) or config.kind != "process":
+            return False
+        return await self._has_grammar(config.parsers, parser_request(self._client.model, request))
+
     async def close(self) -> None:
         if self.process is not None:
             await self.process.stop()
 
     async def prove(self, options: Mapping[str, Any]) -> ParserConfig:
         """Return how this server's answers are parsed under these template options. Raises CannotContinueError."""
-        key = orjson.dumps(dict(options), option=orjson.OPT_SORT_KEYS)
+        key = _key(options)
         if key not in self._proved:
             async with self._lock:
                 if key not in self._proved:
@@ -142,7 +191,7 @@ class ParserProofs:
 
     async def _prove(self, options: Json) -> ParserConfig:
         if not self._tags:
-            texts = (THINK, END_THINK, CALL, END_CALL, LETTER)
+            texts = (THINK, END_THINK, CALL, END_CALL, LETTER, UNWANTED)
             ids = await asyncio.gather(*map(self._client.encode, texts))
             self._tags = dict(zip(texts, map(tuple, ids), strict=True))
         frame = options | ({"tools": [TOOL]} if self._tools else {})
@@ -150,12 +199,18 @@ class ParserProofs:
         if opened[: len(bare)] != bare:
             raise CannotContinueError("its template does not open an answer by appending tokens to the conversation.")
         settings = [options, frame] if self._tools else [options]
-        call_problem, reasons, shown = await asyncio.gather(
+        conversations = [_Conversation(USER, tuple(opened))]
+        later = after_call(USER)
+        if self._tools and (prompt := await unless_refused(self._render(later, True, frame))) is not None:
+            conversations.append(_Conversation(later, tuple(prompt), " after a tool call"))
+        call_problem, short, shown = await asyncio.gather(
             self._call_form_problem(bare, frame),
-            self._begins_in_reasoning(frame),
+            asyncio.gather(*(self._short_answer(frame, conversation) for conversation in conversations)),
             asyncio.gather(*map(self._shows_special, settings)),
         )
-        forced = await self._force_answers(frame, reasons) + await self._force_own_forms(frame)
+        reasons = bool(short[0].parsed.reasoning) and not short[0].parsed.text
+        forced = [replace(answer, prompt=tuple(opened)) for answer in await self._force_answers(frame, reasons)]
+        forced += [*short, *await self._force_own_forms(frame, conversations)]
         answers, tags_show = await self._read_back(forced, opened)
         # A parser needs to see the tags; apart from that, completions hide the same tokens as a chat.
         without_tools, with_tools = shown[0] or not tags_show, shown[-1] or not tags_show
@@ -165,7 +220,7 @@ class ParserProofs:
         problem = unforced(answers, optional) or call_problem
         mode: Reasoning | None = None
         if problem is None:
-            whole = [answer for answer in answers if not answer.cut]
+            whole = [answer for answer in answers if not answer.cut and self.tail(answer.prompt) == tail]
             mode, problem = matching_reasoning_mode(whole, tools=self._tools)
         config = ParserConfig("hermes", mode or "off", self._tools, without_tools, with_tools, tail)
         if mode is not None:
@@ -178,7 +233,7 @@ class ParserProofs:
             )
         problems = [problem]
         for find in (self._match_process, self._match_derender):
-            found = await find(config, answers, frame, opened)
+            found = await find(config, answers, frame, conversations)
             if isinstance(found, ParserConfig):
                 return found
             problems.append(found)
@@ -199,7 +254,8 @@ class ParserProofs:
         return await self._client.tokenize({"messages": messages, "add_generation_prompt": generation, **frame})
 
     async def _sample(self, path: str, body: Json) -> list[SampleEvent]:
-        return await self._client.sampled(path, {"temperature": 0, "return_token_ids": True, **body})
+        async with self._slots:
+            return await self._client.sampled(path, {"temperature": 0, "return_token_ids": True, **body})
 
     async def _chat(self, name: str, wanted: str, body: Json) -> ForcedAnswer:
         events = await self._sample(CHAT, {"messages": USER, "max_tokens": 200, **body})
@@ -214,9 +270,14 @@ class ParserProofs:
         tokens = {self._tags[texts[name]]: bias for name, bias in biases.items()}
         return {"logit_bias": {str(ids[0]): bias for ids, bias in tokens.items() if len(ids) == 1}}
 
-    async def _begins_in_reasoning(self, frame: Json) -> bool:
-        answer = await self._chat("", "", frame | self._bias(letter=100) | {"max_tokens": 2})
-        return bool(answer.parsed.reasoning) and not answer.parsed.text
+    def _forcing(self, form: OwnForm, end_of_reasoning: int | None) -> Json:
+        return forcing(form, end_of_reasoning, self._tags[UNWANTED])
+
+    async def _short_answer(self, frame: Json, conversation: _Conversation) -> ForcedAnswer:
+        """Return an answer of two letters, which are all reasoning if answers begin inside reasoning."""
+        body = frame | self._bias(letter=100) | {"max_tokens": 2, "messages": conversation.messages}
+        answer = await self._chat(f"two letters{conversation.place}", LETTER, body)
+        return replace(answer, prompt=conversation.prompt, cut=True)
 
     async def _shows_special(self, frame: Json) -> bool:
         """Return whether chats with these settings show a special token that is sampled in the middle of an answer."""
@@ -238,7 +299,8 @@ class ParserProofs:
                     raise
                 return None  # a model that samples other tokens there breaks vLLM's grammar, which ends the request
 
-        plain = self._bias(think=50, thought=100, call=100, called=100)
+        # Reasoning must end before a call, whose tag has the smaller bias: some parsers end it at the call's tag too.
+        plain = self._bias(think=25, thought=100, call=50, called=50)
         texts = TEXTS | (CALL_TEXTS if self._tools else {})
         requests = [force(name, text, plain) for name, text in texts.items()]
         thought = f"{THINK}{LETTER}{END_THINK}"
@@ -252,38 +314,44 @@ class ParserProofs:
             requests.append(force(TAGGED, f"{thought}{PLAIN}", plain))
         return [answer for answer in await asyncio.gather(*requests) if answer is not None]
 
-    async def _force_own_forms(self, frame: Json) -> list[ForcedAnswer]:
+    async def _force_own_forms(self, frame: Json, conversations: Sequence[_Conversation]) -> list[ForcedAnswer]:
+        """Sample answers with and without tool calls in the template's own form, in each of these conversations."""
         if not self._tools:
             return []
+        render = partial(self._render, frame=frame)
+        forms, end, plain = await asyncio.gather(
+            own_forms(render, USER, self._end), reasoning_end(self._client, render, USER), self._client.encode(PLAIN)
+        )
 
-        async def render(messages: list[Json], generation: bool) -> list[int]:
-            return await self._render(messages, generation, frame)
-
-        forms, end = await asyncio.gather(own_forms(render, USER, self._end), reasoning_end(self._client, render, USER))
-        out = []
-        for form in forms:
+        async def force(form: OwnForm, conversation: _Conversation) -> ForcedAnswer | None:
             # The last token may be one at which the server stops, and such a token cannot be forced.
             for each in (form, replace(form, ids=form.ids[:-1])):
-                answer = await unless_refused(self._chat(form.name, "", frame | forcing(each, end)))
+                body = frame | self._forcing(each, end) | {"messages": conversation.messages}
+                answer = await unless_refused(self._chat(f"{form.name}{conversation.place}", "", body))
                 if answer is not None:
-                    wanted = after_reasoning(each.ids, end)
-                    out.append(replace(answer, own=_last(answer.sampled, wanted) >= 0, cut=form.cut))
-                    break
-        return out
+                    sampled = _last(answer.sampled, after_reasoning(each.ids, end)) >= 0
+                    own = sampled and (form.cut or bool(form.arguments))
+                    return replace(answer, prompt=conversation.prompt, own=own, cut=form.cut)
+            return None
+
+        forms.append(OwnForm("plain text in its template's form", tuple(plain), ()))
+        forced = await asyncio.gather(*(force(form, each) for each in conversations for form in forms))
+        return [answer for answer in forced if answer is not None]
 
     async def _force_tags(self, tags: Sequence[tuple[str, str]], frame: Json) -> list[ForcedAnswer]:
         """Sample one answer for each of these pairs of tags, with a letter as the reasoning between the tags.
 
         Returns only the answers in which the server really sampled this.
         """
-        out = []
-        for start, end in tags:
+
+        async def force(start: str, end: str) -> ForcedAnswer | None:
             ids = tuple(await self._client.encode(f"{start}{LETTER}{end}{PLAIN}"))
             form = OwnForm(f"a letter between {start} and {end}", ids, ())
-            answer = await unless_refused(self._chat(form.name, "", frame | forcing(form, None)))
-            if answer is not None and _last(answer.sampled, ids) >= 0:
-                out.append(answer)
-        return out
+            answer = await unless_refused(self._chat(form.name, "", frame | self._forcing(form, None)))
+            return answer if answer is not None and _last(answer.sampled, ids) >= 0 else None
+
+        forced = await asyncio.gather(*(force(start, end) for start, end in tags))
+        return [answer for answer in forced if answer is not None]
 
     async def _read_back(self, answers: list[ForcedAnswer], opened: list[int]) -> tuple[list[ForcedAnswer], bool]:
         """Return the answers with their decoded texts, and whether completions show special tokens by default.
@@ -326,7 +394,7 @@ class ParserProofs:
         return "The template writes tool calls in another form than Hermes'."
 
     async def _match_process(
-        self, config: ParserConfig, answers: list[ForcedAnswer], frame: Json, opened: list[int]
+        self, config: ParserConfig, answers: list[ForcedAnswer], frame: Json, conversations: list[_Conversation]
     ) -> ParserConfig | str:
         """Return `config` with the pair of vLLM's parsers that parses these answers as the chat route does.
 
@@ -338,8 +406,11 @@ class ParserProofs:
         try:
             await self.process.ensure_started()
             tagged = await self._force_tags(self.process.reasoning_tags, frame)
-            samples = [answer.to_sample() for answer in (*answers, *tagged)]
-            found = await self.process.match(request, opened, samples, self._parsers)
+            answers = [*answers, *(replace(answer, prompt=conversations[0].prompt) for answer in tagged)]
+            given = None if self._parsers is None else [self._parsers]
+            found = await self.process.match(request, [answer.to_sample() for answer in answers], given)
+            if len(found) > 1:
+                found = await self._distinguish(found, answers, frame, conversations)
         except EngineError as error:
             return str(error)
         if not found:
@@ -352,16 +423,68 @@ class ParserProofs:
             )
         return replace(config, kind="process", parsers=found[0])
 
+    async def _distinguish(
+        self, found: list[Parsers], answers: list[ForcedAnswer], frame: Json, conversations: list[_Conversation]
+    ) -> list[Parsers]:
+        """Return those of several pairs of parsers that parse more answers as the server does.
+
+        The server samples answers on which the pairs differ, until one pair is left. If no such answer is found, the
+        pairs parse alike, and one is returned. Several are returned if the server cannot be made to sample an
+        answer on which they differ.
+        """
+        assert self.process is not None
+        request = parser_request(self._client.model, _request(frame))
+        end = await reasoning_end(self._client, partial(self._render, frame=frame), USER)
+        bodies = [after_reasoning(answer.ids, end) for answer in answers]
+        plain = next(answer.ids for answer in answers if answer.wanted == PLAIN)
+        start = plain[: len(plain) - len(after_reasoning(plain, end))]
+        known = {"start": start, "bodies": bodies, "stop": self._end}
+        prompts = [each.prompt for each in conversations]
+
+        async def force(number: int, body: list[int]) -> ForcedAnswer | None:
+            form = OwnForm("an answer that parsers do not parse alike", tuple(body), ())
+            asked = frame | self._forcing(form, end) | {"messages": conversations[number].messages}
+            answer = await unless_refused(self._chat(form.name, "", asked))
+            return None if answer is None else replace(answer, prompt=prompts[number])
+
+        for seed in range(_ROUNDS):
+            differing = await self.process.distinguish(request, prompts, known, found, seed)
+            if not differing:
+                return [await self._first_with_grammar(found, request)]
+            forced = await asyncio.gather(*(force(number, body) for number, body in differing))
+            samples = [answer.to_sample() for answer in forced if answer is not None]
+            found = await self.process.match(request, samples, found)
+            if len(found) < 2:
+                break
+        return found
+
+    async def _first_with_grammar(self, pairs: list[Parsers], request: Json) -> Parsers:
+        """Return the first pair of parsers that samples answers to this request under a grammar; else the first pair.
+
+        If the server uses another pair, its answers are recorded as constrained without need, and not trained. With
+        the other choice, answers under a grammar would be trained as free ones.
+        """
+        for pair in pairs:
+            if await self._has_grammar(pair, request):
+                return pair
+        return pairs[0]
+
+    async def _has_grammar(self, parsers: Parsers, request: Json) -> bool:
+        assert self.process is not None
+        stream = await self.process.open(parsers, request, [self._end])
+        stream.close()
+        return stream.sampling["constraint"] is not None
+
     async def _match_derender(
-        self, config: ParserConfig, answers: list[ForcedAnswer], frame: Json, opened: list[int]
+        self, config: ParserConfig, answers: list[ForcedAnswer], frame: Json, conversations: list[_Conversation]
     ) -> ParserConfig | str:
         """Return the configuration that parses with the server's route `/derender`, or why there is none.
 
         The route must parse these answers as the chat route does: in pieces, as they are sampled, or else as a whole.
         """
-        prompt = np.array(opened, dtype=np.int32)
 
         async def derender(answer: ForcedAnswer, config: ParserConfig) -> ParsedAnswer:
+            prompt = np.array(answer.prompt, dtype=np.int32)
             parser = DerenderAnswerParser(self._client, _request(frame), prompt, config)
             pieces = [answer.sampled[at : at + _PIECES] for at in range(0, len(answer.sampled), _PIECES)]
             events = [SampleEvent(token_ids=piece) for piece in pieces]
@@ -377,6 +500,10 @@ class ParserProofs:
                 return f"And {DERENDER} parses {answer.name} otherwise than its chat route."
         parsed = await asyncio.gather(*(unless_refused(derender(answer, pieces)) for answer in answers))
         return pieces if parsed == [answer.parsed for answer in answers] else whole
+
+
+def _key(options: Mapping[str, Any]) -> bytes:
+    return orjson.dumps(dict(options), option=orjson.OPT_SORT_KEYS)
 
 
 def _request(frame: Json) -> ChatRequest:

@@ -10,8 +10,10 @@ and output, one reply for each request, in order. The first line is a greeting w
     {"op": "feed", "answer": 1, "index": 0, "ids": [ids], "finish": null}
         -> {"text": "Hi", "reasoning": "", "calls": [], "finish": null}
     {"op": "close", "answer": 1} -> {}
-    {"op": "match", "request": {...}, "prompt": [ids], "samples": [...], "parsers": null}
+    {"op": "match", "request": {...}, "samples": [...], "parsers": null}
         -> {"parsers": [["hermes", "qwen3"]]}
+    {"op": "distinguish", "request": {...}, "prompts": [[ids]], "answers": {...}, "parsers": [...], "seed": 1}
+        -> {"answers": [[0, [ids]]]}
 
 A failed request is answered with {"error": text}. Each answer goes through the detokenizer and the parser of vLLM's
 chat route, one token at a time, with the request as that route changes it (`adjust_request`).
@@ -24,12 +26,21 @@ import os
 import sys
 from dataclasses import asdict
 from difflib import SequenceMatcher
+from itertools import combinations
+from random import Random
 from typing import Any
 
 Json = dict[str, Any]
 del sys.path[0]  # this folder, whose modules are not vLLM's
 _TEXT_TAIL = 64
 """Last tokens of a prompt on which the text of an answer's first token may depend."""
+
+_COMPARISONS = 600
+"""Answers that are parsed to find a difference between pairs of parsers: each of them by each pair."""
+_FEWEST = 20
+"""Answers that are compared even if there are many pairs."""
+_DIFFERENCES = 6
+"""Answers that are returned if the pairs parse them differently."""
 
 from vllm import __version__  # noqa: E402
 from vllm.config import ModelConfig  # noqa: E402
@@ -219,50 +230,50 @@ class ParserWorker:
             self._answers.pop(line["answer"], None)
             return {}
         if operation == "match":
-            return {"parsers": self._match(line["request"], line["prompt"], line["samples"], line["parsers"])}
+            return {"parsers": self._match(line["request"], line["samples"], line["parsers"])}
+        if operation == "distinguish":
+            answers, random = line["answers"], Random(line["seed"])
+            return {"answers": self._distinguish(line["request"], line["prompts"], answers, line["parsers"], random)}
         raise ValueError(f"There is no operation {operation!r}.")
 
     # Which parsers does a server use? Those that parse samples of its answers as it did.
 
     def _match(
-        self, request: Json, prompt: list[int], samples: list[Json], given: list[str | None] | None
+        self, request: Json, samples: list[Json], given: list[list[str | None]] | None
     ) -> list[list[str | None]]:
         """Return the pairs (tool parser, reasoning parser) that parse every sample as the server did.
 
-        Only the pair `given` is tried, or every pair if it is None. If several pairs of names denote the same classes,
-        one of them is returned. The more the names resemble the model type, the earlier the pair comes.
+        Only the pairs `given` are tried, or every pair if it is None. If several pairs of names denote the same
+        classes, one of them is returned. Pairs without a reasoning parser come first, if they fit; then, the more its
+        names resemble the model type and each other, the earlier a pair comes.
 
         To save time, tool parsers are first tried alone on the samples in the template's own form (`own`).
         """
         if given is not None:
-            return [given] if self._agrees(given, request, prompt, samples, "all") else []
+            return [pair for pair in given if self._agrees(pair, request, samples, "all")]
         names = self.greeting()
         tool_parsers: list[str | None] = [None]
         if request.get("tools"):
             own = [sample for sample in samples if sample["own"]]
-            tool_parsers = [
-                name for name in names["tool_parsers"] if self._agrees([name, None], request, prompt, own, "calls")
-            ]
+            tool_parsers = [name for name in names["tool_parsers"] if self._agrees([name, None], request, own, "calls")]
         pairs = [[tool, reasoning] for tool in tool_parsers for reasoning in (None, *names["reasoning_parsers"])]
         pairs.sort(key=self._unlikeness)
         found: dict[tuple[object, object], list[str | None]] = {}
         for pair in pairs:
-            if self._agrees(pair, request, prompt, samples, "all"):
+            if self._agrees(pair, request, samples, "all"):
                 parser = self._model.parser_class(*pair)
                 found.setdefault((parser and parser.tool_parser_cls, parser and parser.reasoning_parser_cls), pair)
         return list(found.values())
 
-    def _unlikeness(self, pair: list[str | None]) -> tuple[float, int]:
-        model_type = self._model.config.hf_config.model_type
-        alike = sum(SequenceMatcher(None, model_type, name or "").ratio() for name in pair)
-        return -alike, pair.count(None)
+    def _unlikeness(self, pair: list[str | None]) -> tuple[int, float]:
+        names = [self._model.config.hf_config.model_type, *(name for name in pair if name)]
+        alike = sum(SequenceMatcher(None, one, other).ratio() for one, other in combinations(names, 2))
+        return -pair.count(None), -alike
 
-    def _agrees(
-        self, parsers: list[str | None], request: Json, prompt: list[int], samples: list[Json], of: str
-    ) -> bool:
+    def _agrees(self, parsers: list[str | None], request: Json, samples: list[Json], of: str) -> bool:
         try:
             for sample in samples:
-                answer = OpenAnswer(self._model, parsers, request, prompt)
+                answer = OpenAnswer(self._model, parsers, request, sample["prompt"])
                 parsed = merged(answer.feed(0, sample["ids"], sample["raw_finish"]))
                 if not same_calls(parsed["calls"], sample["calls"]):
                     return False
@@ -271,6 +282,47 @@ class ParserWorker:
         except Exception:  # noqa: BLE001  a parser that cannot read this model's answers may fail in any way
             return False
         return True
+
+    def _distinguish(
+        self, request: Json, prompts: list[list[int]], answers: Json, pairs: list[list[str | None]], random: Random
+    ) -> list[tuple[int, list[int]]]:
+        """Return a few answers that these pairs of parsers do not parse alike; none if none was found.
+
+        `answers` has the tokens of some answers: `start`, the same for all, `bodies`, and `stop`, which ends an answer.
+        The bodies are varied at random. Each variation is returned without start and stop, after its prompt's number.
+        """
+        out: list[tuple[int, list[int]]] = []
+        for _ in range(max(_FEWEST, _COMPARISONS // len(pairs))):
+            number, body = random.randrange(len(prompts)), vary(answers["bodies"], random)
+            ids = [*answers["start"], *body, answers["stop"]]
+            if len({self._parse(pair, request, prompts[number], ids) for pair in pairs}) > 1:
+                out.append((number, body))
+                if len(out) == _DIFFERENCES:
+                    break
+        return out
+
+    def _parse(self, parsers: list[str | None], request: Json, prompt: list[int], ids: list[int]) -> str:
+        """Return a whole answer as JSON, or the name of the parser's error."""
+        try:
+            answer = OpenAnswer(self._model, parsers, request, prompt)
+            return json.dumps(merged(answer.feed(0, ids, "stop")))
+        except Exception as error:  # noqa: BLE001  a parser may fail in any way on what no model would write
+            return type(error).__name__
+
+
+def vary(bodies: list[list[int]], random: Random) -> list[int]:
+    """Return one of these sequences with one to three changes: tokens left out, repeated, or put in from another."""
+    out = list(random.choice(bodies))
+    for _ in range(random.randint(1, 3)):
+        place, size = random.randint(0, len(out)), random.randint(1, 6)
+        change = random.choice(["leave out", "repeat", "put in"])
+        if change == "leave out":
+            del out[place : place + size]
+        else:
+            source = out if change == "repeat" else random.choice(bodies)
+            start = random.randint(0, len(source))
+            out[place:place] = source[start : start + size]
+    return out
 
 
 def same_calls(parsed: list[list[str]], wanted: list[list[Any]]) -> bool:

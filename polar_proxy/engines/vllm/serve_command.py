@@ -11,10 +11,11 @@ import contextlib
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from polar_proxy.engines.chat_template import MessageForm, ModelFiles, find_model_folder
 from polar_proxy.engines.vllm.answer_parser import parser_request
-from polar_proxy.engines.vllm.own_forms import ARGUMENTS, CONTENT, REASONING, call_turn
+from polar_proxy.engines.vllm.own_forms import ARGUMENTS, CONTENT, REASONING, after_call, call_turn
 from polar_proxy.engines.vllm.parser_process import ParserProcess, Parsers, find_vllm_python
 from polar_proxy.engines.vllm.parser_proof import TOOL, USER
 from polar_proxy.errors import EngineError, RequestError, UsageError
@@ -61,7 +62,7 @@ async def find_serve_command(model: str, vllm_python: str | None = None) -> Serv
     async with ParserProcess(python, str(folder)) as process:
         tools = (TOOL,) if any(sample["calls"] for sample in samples) else ()
         request = parser_request(model, ChatRequest("", (), tools=tools))
-        found = await process.match(request, template.opened, samples)
+        found = await process.match(request, samples)
         if not found:
             raise EngineError(
                 f"No parsers of vLLM {process.version} read answers of {model} as its chat template writes them."
@@ -75,31 +76,32 @@ class _Template:
     def __init__(self, files: ModelFiles) -> None:
         self._files = files
         self._form = self._find_form()
-        self.opened = self._ids(USER, generation=True)
 
     def samples(self) -> list[Json]:
         """Return sample answers, as the template renders them, for `ParserProcess.match`.
 
-        They are made of fixed reasoning, text and tool calls. A sample is left out if the template refuses it or leaves
-        out its tool calls. Its reasoning is "" if the template leaves that out.
+        They are made of fixed reasoning, text and tool calls, and answer a first message or the result of a tool. A
+        sample is left out if the template refuses it or leaves out its tool calls. Its reasoning is "" if the template
+        leaves that out.
         """
         out = []
-        for arguments, content in ((), CONTENT), (ARGUMENTS[:1], ""), (ARGUMENTS[1:], CONTENT), (ARGUMENTS, ""):
+        answers = ((), CONTENT), (ARGUMENTS[:1], ""), (ARGUMENTS[1:], CONTENT), (ARGUMENTS, "")
+        for messages, (arguments, content) in product((USER, after_call(USER)), answers):
             with contextlib.suppress(RequestError):
-                turn = call_turn(arguments, content) | {"reasoning_content": REASONING}
-                ids = self._answer(turn)
+                prompt = self._ids(messages, generation=True)
+                ids = self._answer(messages, prompt, call_turn(arguments, content) | {"reasoning_content": REASONING})
                 text = self._text(ids)
                 calls = [[TOOL["function"]["name"], each] for each in arguments]
                 shown = {"text": content, "reasoning": REASONING if REASONING in text else "", "calls": calls}
                 if all(name in text for each in arguments for name in each):
-                    finish = "tool_calls" if calls else "stop"
-                    out.append({"ids": ids, "raw_finish": "stop", "own": bool(calls), "finish": finish, **shown})
+                    ended = {"raw_finish": "stop", "finish": "tool_calls" if calls else "stop"}
+                    out.append({"prompt": prompt, "ids": ids, "own": bool(calls), **ended, **shown})
         return out
 
-    def _answer(self, turn: Json) -> list[int]:
+    def _answer(self, messages: list[Json], prompt: list[int], turn: Json) -> list[int]:
         """Return the ids of an answer, with the token that ends it. Raises RequestError if the template refuses it."""
-        whole = self._ids([*USER, turn])
-        start = equal_start(self.opened, whole)
+        whole = self._ids([*messages, turn])
+        start = equal_start(prompt, whole)
         end = next((place for place in range(start, len(whole)) if whole[place] in self._files.stop_ids), None)
         if end is None:
             raise UsageError("The model's chat template ends an answer with no token of generation_config.json.")
