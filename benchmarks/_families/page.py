@@ -41,6 +41,8 @@ def served_row(result: ServedResult) -> str:
         reasons.update(session.reasons)
     misread = sum(session.misread for session in result.sessions)
     notes = [*([result.problem] if result.problem else []), *(f"{count} {name}" for name, count in reasons.items())]
+    if any(session.splits is None for session in result.sessions):
+        notes.append("all answers were sampled under a grammar of the server's parser, and are not trained")
     if misread:
         notes.append(f"{misread} answers that vLLM's chat route itself gives otherwise")
     cells = (
@@ -49,7 +51,7 @@ def served_row(result: ServedResult) -> str:
         result.parsers,
         _both(f"{session.continued}{turns}" for session in result.sessions),
         _both(f"{session.read} of {len(PLAN)}" for session in result.sessions),
-        _both(str(session.splits) for session in result.sessions),
+        _both("-" if session.splits is None else str(session.splits) for session in result.sessions),
         f"{max(largest):.1e}" if largest else "-",
         "; ".join(notes).replace("|", "\\|").replace("\n", " ") or "-",
     )

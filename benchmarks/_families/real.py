@@ -59,7 +59,8 @@ class SessionResult:
     """Answers that vLLM's own chat route gives otherwise than planned."""
     differences: list[str] = field(default_factory=list)
     """Answers that the agent received otherwise than planned, or than the chat route gives them."""
-    splits: int = 0
+    splits: int | None = 0
+    """None if nothing can be trained."""
     largest: float | None = None
     """The largest difference between a recorded log-probability and the one of the trace's ids (nats)."""
     reasons: dict[str, int] = field(default_factory=dict)
@@ -192,7 +193,8 @@ async def play(
             agent.add(choice)
     row = FidelityRow(served.name, "", "continue", served.template)
     await count_tokens(row, await store.calls.of_session(session.session_id), engine, score=True)
-    out.continued, out.splits, out.largest = row.continued, row.traces - 1, row.largest
+    out.continued, out.largest = row.continued, row.largest
+    out.splits = row.traces - 1 if row.traces else None
     out.reasons = {reason: count for reason, count in row.reasons.items() if reason != "no_base"}
     return out
 
