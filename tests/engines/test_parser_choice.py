@@ -15,8 +15,9 @@ from polar_proxy.engines.chat_template import ModelFiles
 from polar_proxy.engines.factory import POLAR_TINY
 from polar_proxy.engines.vllm import VllmEngine
 from polar_proxy.engines.vllm.answer_parser import parser_request
+from polar_proxy.engines.vllm.own_forms import TOOL
 from polar_proxy.engines.vllm.parser_process import ParsedStream, ParserProcess, Parsers
-from polar_proxy.engines.vllm.parser_proof import TOOL, ParserProofs
+from polar_proxy.engines.vllm.parser_proof import ParserProofs
 from polar_proxy.types import ChatRequest, Json
 from tests.engines.vllm_environment import vllm_python
 from tests.fakes.vllm_server import END, FakeVllm, tokenized

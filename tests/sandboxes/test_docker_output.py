@@ -32,17 +32,26 @@ class Execution:
 
     pauses: list[float]
     stalls: bool = False
+    closed: bool = False
+    """The engine has closed the connection, and everything was written to it."""
     asked: int = 0
     never: asyncio.Event = field(default_factory=asyncio.Event)
     cut: int = 0
     """How often its connection was aborted."""
 
     def __post_init__(self) -> None:
-        # As in an aiodocker stream, `abort` is a method of the transport.
+        # As in an aiodocker stream, these are methods of the transport.
         self._resp = SimpleNamespace(connection=SimpleNamespace(transport=self))
 
     def abort(self) -> None:
+        assert not self.closed, "asyncio's transports cannot be aborted then"
         self.cut += 1
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def get_write_buffer_size(self) -> int:
+        return 0
 
     @contextlib.asynccontextmanager
     async def start(self, *, detach: bool) -> AsyncIterator[Any]:
@@ -79,3 +88,10 @@ async def test_does_not_wait_for_background_processes() -> None:
     run = CommandStream(b"", None, 100)
     assert await asyncio.wait_for(run.follow(Execution([0.0])), 60) == 0
     assert run.out.value() == b"x"
+
+
+async def test_a_connection_that_is_closed_already_is_not_aborted() -> None:
+    run = CommandStream(b"", None, 100)
+    execution = Execution([0.0], closed=True)
+    assert await asyncio.wait_for(run.follow(execution), 60) == 0
+    assert execution.cut == 0

@@ -6,8 +6,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import get_args
 
-from polar_proxy.engines.hermes import HermesParser, Reasoning
+from polar_proxy.engines.hermes import CALL, END_CALL, HermesParser, Reasoning
 from polar_proxy.types import Json, SampleEvent
+
+LETTER = "Z"
+PLAIN = "Hello there."
+ONE_CALL = CALL + '\n{"name": "look", "arguments": {"path": "a"}}\n' + END_CALL
+EMPTY_CALL = CALL + '\n{"name": "look", "arguments": {}}\n' + END_CALL
+AWKWARD_CALL = CALL + '\n{"name": "look", "arguments": {"b" : true,"p":"a\\u00e9 é", "e":[ ]}}\n' + END_CALL
+TEXTS = {"plain text": PLAIN}
+CALL_TEXTS = {
+    "text and a call": f"I look.\n{ONE_CALL}",
+    "two calls": f"{EMPTY_CALL}\n{EMPTY_CALL}",
+    "awkward JSON": AWKWARD_CALL,
+}
+TAGGED, IN_REASONING = "tagged reasoning", "a call in reasoning"
 
 
 @dataclass(frozen=True, slots=True)

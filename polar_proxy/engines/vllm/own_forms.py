@@ -17,6 +17,26 @@ from polar_proxy.engines.vllm.client import VllmClient, unless_refused
 from polar_proxy.sequences import equal_start
 from polar_proxy.types import Json
 
+USER: list[Json] = [{"role": "user", "content": "Count to three."}]
+TOOL: Json = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "Look at a file.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "path": {"type": "string"},
+                "lines": {"type": "integer"},
+                "share": {"type": "number"},
+                "all": {"type": "boolean"},
+                "names": {"type": "array", "items": {"type": "string"}},
+                "more": {"type": "object"},
+            },
+            "required": ["path"],
+        },
+    },
+}
 CALL_IDS = ("polarcal1", "polarcal2")
 """Ids of nine letters and digits, because Mistral's templates refuse others."""
 CONTENT, REASONING = "I look.", "Slowly."
@@ -41,6 +61,16 @@ class OwnForm:
     arguments: tuple[Json, ...]
     cut: bool = False
     """The answer ends at its last token by `max_tokens`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A conversation that the server is made to answer."""
+
+    messages: list[Json]
+    prompt: tuple[int, ...]
+    place: str = ""
+    """Words for the names of its answers."""
 
 
 def call_turn(arguments: Sequence[Json], content: str = "") -> Json:

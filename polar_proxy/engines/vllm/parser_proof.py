@@ -30,7 +30,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -42,13 +42,23 @@ from polar_proxy.engines.hermes import CALL, END_CALL, END_THINK, THINK, HermesP
 from polar_proxy.engines.vllm.answer_parser import DerenderAnswerParser, ParserConfig, PromptTail, parser_request
 from polar_proxy.engines.vllm.client import CHAT, COMPLETIONS, DERENDER, VllmClient, unless_refused
 from polar_proxy.engines.vllm.forced_answers import (
+    CALL_TEXTS,
+    EMPTY_CALL,
+    IN_REASONING,
+    LETTER,
+    PLAIN,
+    TAGGED,
+    TEXTS,
     ForcedAnswer,
     ParsedAnswer,
     matching_reasoning_mode,
     unforced,
 )
 from polar_proxy.engines.vllm.own_forms import (
+    TOOL,
     UNWANTED,
+    USER,
+    Conversation,
     OwnForm,
     after_call,
     after_reasoning,
@@ -61,38 +71,6 @@ from polar_proxy.engines.vllm.parser_process import ParserProcess, Parsers
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.types import ChatRequest, Json, SampleEvent, TokenIds
 
-USER: list[Json] = [{"role": "user", "content": "Count to three."}]
-TOOL: Json = {
-    "type": "function",
-    "function": {
-        "name": "look",
-        "description": "Look at a file.",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "path": {"type": "string"},
-                "lines": {"type": "integer"},
-                "share": {"type": "number"},
-                "all": {"type": "boolean"},
-                "names": {"type": "array", "items": {"type": "string"}},
-                "more": {"type": "object"},
-            },
-            "required": ["path"],
-        },
-    },
-}
-LETTER = "Z"
-PLAIN = "Hello there."
-ONE_CALL = CALL + '\n{"name": "look", "arguments": {"path": "a"}}\n' + END_CALL
-EMPTY_CALL = CALL + '\n{"name": "look", "arguments": {}}\n' + END_CALL
-AWKWARD_CALL = CALL + '\n{"name": "look", "arguments": {"b" : true,"p":"a\\u00e9 é", "e":[ ]}}\n' + END_CALL
-TEXTS = {"plain text": PLAIN}
-CALL_TEXTS = {
-    "text and a call": f"I look.\n{ONE_CALL}",
-    "two calls": f"{EMPTY_CALL}\n{EMPTY_CALL}",
-    "awkward JSON": AWKWARD_CALL,
-}
-TAGGED, IN_REASONING = "tagged reasoning", "a call in reasoning"
 _TAIL_TOKENS = 16
 _KEPT_CONFIGS = 32
 _REMEDY = (
@@ -104,14 +82,6 @@ _TOGETHER = 8
 """Answers that the server samples at a time."""
 _ROUNDS = 4
 """How often the server is asked for answers on which several fitting pairs of parsers differ."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Conversation:
-    messages: list[Json]
-    prompt: tuple[int, ...]
-    place: str = ""
-    """Words for the names of its answers."""
 
 
 class ParserProofs:
@@ -199,10 +169,10 @@ class ParserProofs:
         if opened[: len(bare)] != bare:
             raise CannotContinueError("its template does not open an answer by appending tokens to the conversation.")
         settings = [options, frame] if self._tools else [options]
-        conversations = [_Conversation(USER, tuple(opened))]
+        conversations = [Conversation(USER, tuple(opened))]
         later = after_call(USER)
         if self._tools and (prompt := await unless_refused(self._render(later, True, frame))) is not None:
-            conversations.append(_Conversation(later, tuple(prompt), " after a tool call"))
+            conversations.append(Conversation(later, tuple(prompt), " after a tool call"))
         call_problem, short, shown = await asyncio.gather(
             self._call_form_problem(bare, frame),
             asyncio.gather(*(self._short_answer(frame, conversation) for conversation in conversations)),
@@ -273,7 +243,7 @@ class ParserProofs:
     def _forcing(self, form: OwnForm, end_of_reasoning: int | None) -> Json:
         return forcing(form, end_of_reasoning, self._tags[UNWANTED])
 
-    async def _short_answer(self, frame: Json, conversation: _Conversation) -> ForcedAnswer:
+    async def _short_answer(self, frame: Json, conversation: Conversation) -> ForcedAnswer:
         """Return an answer of two letters, which are all reasoning if answers begin inside reasoning."""
         body = frame | self._bias(letter=100) | {"max_tokens": 2, "messages": conversation.messages}
         answer = await self._chat(f"two letters{conversation.place}", LETTER, body)
@@ -314,7 +284,7 @@ class ParserProofs:
             requests.append(force(TAGGED, f"{thought}{PLAIN}", plain))
         return [answer for answer in await asyncio.gather(*requests) if answer is not None]
 
-    async def _force_own_forms(self, frame: Json, conversations: Sequence[_Conversation]) -> list[ForcedAnswer]:
+    async def _force_own_forms(self, frame: Json, conversations: Sequence[Conversation]) -> list[ForcedAnswer]:
         """Sample answers with and without tool calls in the template's own form, in each of these conversations."""
         if not self._tools:
             return []
@@ -323,7 +293,7 @@ class ParserProofs:
             own_forms(render, USER, self._end), reasoning_end(self._client, render, USER), self._client.encode(PLAIN)
         )
 
-        async def force(form: OwnForm, conversation: _Conversation) -> ForcedAnswer | None:
+        async def force(form: OwnForm, conversation: Conversation) -> ForcedAnswer | None:
             # The last token may be one at which the server stops, and such a token cannot be forced.
             for each in (form, replace(form, ids=form.ids[:-1])):
                 body = frame | self._forcing(each, end) | {"messages": conversation.messages}
@@ -394,7 +364,7 @@ class ParserProofs:
         return "The template writes tool calls in another form than Hermes'."
 
     async def _match_process(
-        self, config: ParserConfig, answers: list[ForcedAnswer], frame: Json, conversations: list[_Conversation]
+        self, config: ParserConfig, answers: list[ForcedAnswer], frame: Json, conversations: list[Conversation]
     ) -> ParserConfig | str:
         """Return `config` with the pair of vLLM's parsers that parses these answers as the chat route does.
 
@@ -424,7 +394,7 @@ class ParserProofs:
         return replace(config, kind="process", parsers=found[0])
 
     async def _distinguish(
-        self, found: list[Parsers], answers: list[ForcedAnswer], frame: Json, conversations: list[_Conversation]
+        self, found: list[Parsers], answers: list[ForcedAnswer], frame: Json, conversations: list[Conversation]
     ) -> list[Parsers]:
         """Return those of several pairs of parsers that parse more answers as the server does.
 
@@ -476,7 +446,7 @@ class ParserProofs:
         return stream.sampling["constraint"] is not None
 
     async def _match_derender(
-        self, config: ParserConfig, answers: list[ForcedAnswer], frame: Json, conversations: list[_Conversation]
+        self, config: ParserConfig, answers: list[ForcedAnswer], frame: Json, conversations: list[Conversation]
     ) -> ParserConfig | str:
         """Return the configuration that parses with the server's route `/derender`, or why there is none.
 

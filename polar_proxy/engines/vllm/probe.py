@@ -19,8 +19,9 @@ from polar_proxy.engines.base import CannotContinueError
 from polar_proxy.engines.hermes import END_THINK
 from polar_proxy.engines.openai_stream import MISSING_BELOW, version_runs
 from polar_proxy.engines.vllm.client import CHAT, COMPLETIONS, VllmClient, unless_refused
+from polar_proxy.engines.vllm.own_forms import TOOL, USER
 from polar_proxy.engines.vllm.parser_process import ParserProcess, Parsers
-from polar_proxy.engines.vllm.parser_proof import TOOL, USER, ParserProofs
+from polar_proxy.engines.vllm.parser_proof import ParserProofs
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.types import EngineInfo, Json, LogprobMode
 

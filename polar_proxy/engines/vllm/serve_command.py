@@ -15,9 +15,8 @@ from itertools import product
 
 from polar_proxy.engines.chat_template import MessageForm, ModelFiles, find_model_folder
 from polar_proxy.engines.vllm.answer_parser import parser_request
-from polar_proxy.engines.vllm.own_forms import ARGUMENTS, CONTENT, REASONING, after_call, call_turn
+from polar_proxy.engines.vllm.own_forms import ARGUMENTS, CONTENT, REASONING, TOOL, USER, after_call, call_turn
 from polar_proxy.engines.vllm.parser_process import ParserProcess, Parsers, find_vllm_python
-from polar_proxy.engines.vllm.parser_proof import TOOL, USER
 from polar_proxy.errors import EngineError, RequestError, UsageError
 from polar_proxy.sequences import equal_start
 from polar_proxy.types import ChatRequest, Json, Message
