@@ -1,7 +1,7 @@
 """Random requests to all routes of a real gateway, while an honest session goes on beside them.
 
     python benchmarks/fuzz.py                              # 100,000 requests
-    python benchmarks/fuzz.py --requests 3000 --seed 5
+    python benchmarks/fuzz.py --requests 3000 --seed 5 --db postgresql
     python benchmarks/fuzz.py --seed 5 --only 1234         # one request again, and its answer
 
 A finding is an answer 5xx that is not a documented refusal (503 with a reason, or the engine's own failure), an answer
@@ -24,7 +24,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -231,10 +231,12 @@ def judge_the_rest(honest: HonestSession, started: float, report: FuzzReport) ->
         report.findings.append(f"memory grew from {warm:.0f} to {last:.0f} MB")
 
 
-async def run(requests: int, seed: int, only: int | None, folder: Path) -> FuzzReport:
+async def run(
+    requests: int, seed: int, only: int | None, folder: Path, db: Literal["sqlite", "postgresql"] = "sqlite"
+) -> FuzzReport:
     report = FuzzReport()
     keys = [f"sk-fuzz-{number}" for number in range(8)]
-    async with shared_gateway(folder, [HONEST_KEY, *keys]) as (gateway, _):
+    async with shared_gateway(folder, [HONEST_KEY, *keys], db) as (gateway, _):
         async with httpx.AsyncClient() as http:
             openapi = (await http.get(f"http://127.0.0.1:{gateway.port}/openapi.json")).json()
         admin_key = (folder / "home" / "api-key").read_text().strip()
@@ -260,13 +262,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=15)
+    parser.add_argument("--db", choices=("sqlite", "postgresql"), default="sqlite")
     parser.add_argument("--only", type=int, metavar="NUMBER", help="send this request alone and print its answer")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the report to this file")
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="polar-fuzz-"))
     os.chmod(folder, 0o700)
     try:
-        report = asyncio.run(run(arguments.requests, arguments.seed, arguments.only, folder))
+        report = asyncio.run(run(arguments.requests, arguments.seed, arguments.only, folder, arguments.db))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     found = report.to_json()

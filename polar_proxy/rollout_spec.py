@@ -21,6 +21,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from polar_proxy.errors import UsageError, first_problem
 from polar_proxy.types import Json
 
+MAX_INTEGER = 2**31 - 1
+"""Largest value of an option that is an integer: what a column of PostgreSQL holds."""
+
 
 def whole_distribution(temperature: float) -> dict[str, float | int]:
     """Return the policy with which a session's calls are sampled from the model's own distribution at a temperature."""
@@ -41,7 +44,7 @@ class RolloutSpec(BaseModel):
     """Sampling temperature."""
     timeout: float = Field(600.0, gt=0)
     """Seconds that the agent may run, without the time for preparing, waiting and scoring."""
-    max_tokens: int = Field(2048, ge=1)
+    max_tokens: int = Field(2048, ge=1, le=MAX_INTEGER)
     """Maximum number of tokens in one answer."""
     train_timed_out: bool = False
     """Also train on rollouts whose agent ran out of time."""
@@ -73,7 +76,7 @@ class JobSpec(RolloutSpec):
 
     samples: int = Field(1, ge=1, le=4096)
     """Rollouts to start for each task (a group)."""
-    group_size: int | None = Field(None, ge=1)
+    group_size: int | None = Field(None, ge=1, le=MAX_INTEGER)
     """Number of rollouts that complete a group (see group_policy). Default: all samples."""
     group_policy: str = "wait_for_all"
     """When a group is complete: wait_for_all, first_n, first_n_with_spread, no_spread_left or token_budget=N."""
@@ -82,9 +85,9 @@ class JobSpec(RolloutSpec):
     group of the same task."""
     for_training: bool = False
     """Deliver finished groups to the trainer feed."""
-    max_staleness: int | None = Field(None, ge=0)
+    max_staleness: int | None = Field(None, ge=0, le=MAX_INTEGER)
     """With for_training: drop groups that are more than this many policy versions old."""
-    priority: int = Field(0, ge=-(2**31), lt=2**31)
+    priority: int = Field(0, ge=-MAX_INTEGER, le=MAX_INTEGER)
     """Jobs of higher priority run first."""
     label: str | None = None
     """A name to find the job by."""

@@ -60,8 +60,9 @@ class CaseGenerator:
         if kind < 0.88:
             return self._api_case(number, rng)
         if kind < 0.91:
-            path = rng.choice(_PATHS) + rng.choice(("", "", "?x=" + quote(rng.choice(_TEXTS))))
-            return FuzzCase(number, path, self._http(rng, rng.choice(_METHODS), path, b"", self._key(rng)))
+            path = rng.choice(_PATHS)
+            url = path + rng.choice(("", "", "?x=" + quote(rng.choice(_TEXTS))))
+            return FuzzCase(number, path, self._http(rng, rng.choice(_METHODS), url, b"", self._key(rng)))
         return self._damaged(number, rng)
 
     def _model_case(self, number: int, rng: random.Random) -> FuzzCase:

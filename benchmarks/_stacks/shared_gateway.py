@@ -20,8 +20,9 @@ from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException
 from itertools import count
 from pathlib import Path
+from typing import Literal
 
-from benchmarks._stacks.kill_targets import EngineProcess, ServerProcess
+from benchmarks._stacks.kill_targets import EngineProcess, Postgres, ServerProcess
 from benchmarks._stacks.loop_stalls import NO_STALL, Stall, read_stalls
 from benchmarks._stacks.stacks import ROOT, free_port
 from polar_proxy.sessions.identity import hash_key
@@ -41,9 +42,9 @@ class GatewayProcess(ServerProcess):
 
     name = "gateway"
 
-    def __init__(self, folder: Path, engine: EngineProcess) -> None:
+    def __init__(self, folder: Path, engine: EngineProcess, db: str) -> None:
         self.port = free_port()
-        self.db = str(folder / "polar.db")
+        self.db = db
         self._stalls = folder / "loop-stalls.jsonl"
         command = [sys.executable, "-c", _PROGRAM, str(self._stalls)]
         command += ["serve", "--port", str(self.port), "--db", self.db]
@@ -127,13 +128,20 @@ def honest_session(port: int, key: str = HONEST_KEY, pause: float = 0.02) -> Ite
 
 
 @asynccontextmanager
-async def shared_gateway(folder: Path, keys: list[str]) -> AsyncIterator[tuple[GatewayProcess, list[str]]]:
+async def shared_gateway(
+    folder: Path, keys: list[str], db: Literal["sqlite", "postgresql"] = "sqlite"
+) -> AsyncIterator[tuple[GatewayProcess, list[str]]]:
     """Run a gateway that knows sessions with these keys; also yield the ids of the sessions."""
     with ExitStack() as stack:
+        address = str(folder / "polar.db")
+        if db == "postgresql":
+            postgres = await asyncio.to_thread(Postgres)
+            stack.callback(postgres.stop)
+            address = postgres.url
         engine = EngineProcess(folder, "echo", delay=0.0)
         stack.callback(engine.stop)
         await asyncio.to_thread(engine.start)
-        gateway = GatewayProcess(folder, engine)
+        gateway = GatewayProcess(folder, engine, address)
         stack.callback(gateway.stop)
         await asyncio.to_thread(gateway.start)
         async with open_store(gateway.db) as store:

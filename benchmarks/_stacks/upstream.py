@@ -14,13 +14,16 @@ import asyncio
 import json
 import re
 import sys
+import tempfile
 from http.client import responses
+from pathlib import Path
 from typing import cast
 
 import uvloop
 
 from benchmarks._stacks.answers import FIXED_BEGIN, VARIED, Answers, CannedAnswer, answers
 from benchmarks._stacks.traffic import MARK, MODEL, TURNS
+from tests.fakes.vllm_folder import write_model_folder
 from tests.fakes.vllm_server import FakeVllm, sse
 
 STREAM = re.compile(rb'"stream": ?true')
@@ -114,11 +117,13 @@ def http(status: int, body: bytes, kind: str) -> bytes:
 
 
 async def main(port: int, lengths: list[int], per_chunk: int) -> None:
-    fake = FakeVllm(model=MODEL, context_length=1 << 20)
-    made = {tokens: answers(tokens, per_chunk) for tokens in lengths}
-    loop = asyncio.get_running_loop()
-    server = await loop.create_server(lambda: Upstream(fake, made), "127.0.0.1", port, backlog=512)
-    await server.serve_forever()
+    with tempfile.TemporaryDirectory() as folder:
+        root = write_model_folder(Path(folder))  # so that Polar can render, as beside most servers
+        fake = FakeVllm(model=MODEL, context_length=1 << 20, folder=str(root))
+        made = {tokens: answers(tokens, per_chunk) for tokens in lengths}
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(lambda: Upstream(fake, made), "127.0.0.1", port, backlog=512)
+        await server.serve_forever()
 
 
 if __name__ == "__main__":

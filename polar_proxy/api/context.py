@@ -25,6 +25,7 @@ from polar_proxy.errors import ApiError, PolarError, UsageError
 from polar_proxy.rollouts import RolloutService
 from polar_proxy.sessions.identity import hash_key
 from polar_proxy.store import Store
+from polar_proxy.store.database import UnstorableValueError
 from polar_proxy.store.service.feed import LeaseExpiredError
 from polar_proxy.store.training import MissingLinesError
 
@@ -161,7 +162,7 @@ def _to_api_error(error: PolarError | RequestValidationError | HTTPException) ->
             return ApiError(f"{error}.", status=409, code="lease_lost")
         case MissingLinesError():
             return ApiError(f"{error}.", status=409, code="conflict", detail={"lines": error.lines})
-        case UsageError():
+        case UsageError() | UnstorableValueError():
             return ApiError(str(error), status=400, code="bad_request")
         case HTTPException():
             return ApiError(str(error.detail), status=error.status_code, code="bad_request")

@@ -8,6 +8,7 @@ without a server, may use anything.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -31,7 +32,7 @@ def code_of_request(context: ApiContext, body: JobRequest) -> AllowedCode:
 
 def check_source(context: ApiContext, name: str) -> None:
     """Raise UsageError for a task source that is a file or folder outside of the configured folders."""
-    is_path = "/" in name or Path(name).exists()
+    is_path = "/" in name or os.path.exists(name)  # False for a name that no file can have
     if is_path and not is_family(name):
         _check_paths(context, "task", [name])
 
@@ -55,7 +56,10 @@ def _check_paths(context: ApiContext, what: str, paths: Iterable[str]) -> None:
         return
     folders = [folder.expanduser().resolve() for folder in context.settings.api.folders]
     for path in paths:
-        resolved = Path(path).expanduser().resolve()
+        try:
+            resolved = Path(os.path.expanduser(path)).resolve()
+        except (OSError, RuntimeError, ValueError) as error:  # too long, a circle of links, a NUL
+            raise UsageError(f"{what}: {path[:200]!r} is not the path of a file: {error}") from None
         if not any(resolved.is_relative_to(folder) for folder in folders):
             raise UsageError(
                 f"{what}: {path} is not in a folder that requests may use. The server's operator lists such folders in "

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from polar_proxy.rollout_spec import JobSpec
+from polar_proxy.rollout_spec import MAX_INTEGER, JobSpec
 
 Scope = Literal["server", "all"]
 PositiveSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -25,9 +25,9 @@ class JobRequest(JobSpec):
     """A task family, a file or folder on the server's machine, or module:Class, as for `polar run`."""
     task_specs: list[dict[str, Any]] | None = None
     """The tasks themselves, each as in a line of a task file."""
-    seed: int | None = Field(None, ge=0)
+    seed: int | None = Field(None, ge=0, le=MAX_INTEGER)
     """Only this instance of `task`; in a file: the task at this position."""
-    instances: int | None = Field(None, ge=1)
+    instances: int | None = Field(None, ge=1, le=MAX_INTEGER)
     """The first N tasks. Default: one of a family; all of a file, a folder or `task_specs`."""
 
     @model_validator(mode="before")
@@ -112,7 +112,7 @@ class SessionRequest(ApiRequestModel):
     """A name to find the session by."""
     temperature: float | None = Field(None, ge=0, allow_inf_nan=False)
     """Sample at this temperature, without top_p, top_k, min_p and penalties."""
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(None, ge=1, le=MAX_INTEGER)
     """Upper limit of tokens in one answer."""
     prompt_mode: Literal["continue", "render"] | None = None
     """How prompts are built; see the setting `gateway.prompt_mode`."""
@@ -127,7 +127,7 @@ class TrainingLine(BaseModel):
 
     kind: Literal["start", "step", "sync", "checkpoint", "eval"]
     """What the line reports."""
-    step: int = Field(ge=0)
+    step: int = Field(ge=0, le=MAX_INTEGER)
     """Number of completed steps."""
     at: float
     """When the line was written."""
@@ -147,7 +147,7 @@ class TrainingRunRequest(ApiRequestModel):
 class TrainingLinesRequest(ApiRequestModel):
     """New lines to append to the stored metrics log of a training run."""
 
-    first: int = Field(ge=0)
+    first: int = Field(ge=0, le=MAX_INTEGER)
     """Index of the first of these lines among all lines of the run. Lines that the server already has are skipped."""
     lines: list[TrainingLine]
     """The lines, in order."""
@@ -164,7 +164,7 @@ class LeaseRequest(ApiRequestModel):
     """Seconds until the leases expire, unless they are extended."""
     policy_version: str | None = None
     """The trainer's current policy version, from which staleness is counted."""
-    max_staleness: int | None = Field(None, ge=0)
+    max_staleness: int | None = Field(None, ge=0, le=MAX_INTEGER)
     """Drop groups that are more than this many policy versions old."""
     wait: float = Field(0.0, ge=0, le=300, allow_inf_nan=False)
     """Wait up to this many seconds if no group is ready."""

@@ -4,9 +4,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import orjson
@@ -364,9 +364,9 @@ def _make_request(model: type[M], **fields: Any) -> M:
 
 def _absolute_task(task: str, url: str | None) -> str:
     """Return `task`, or its absolute path if it is a local path, because the server may run in another folder."""
-    path = Path(task).expanduser()
+    path = os.path.expanduser(task)
     is_remote = url is not None and not is_local_url(url)
-    return task if is_remote or not path.exists() else str(path.absolute())
+    return task if is_remote or not os.path.exists(path) else os.path.abspath(path)
 
 
 def _job_json(job: Job) -> Json:

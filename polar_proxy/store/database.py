@@ -72,6 +72,10 @@ class StoreUncertainError(StoreError):
     """It is unknown whether an operation took effect: the connection broke, or no answer came in time."""
 
 
+class UnstorableValueError(StoreError):
+    """A value does not fit into its column: a larger integer, or a text that the database does not accept."""
+
+
 class _WriteLock(asyncio.Lock):
     """The lock by which the SQLite writers of this process take turns."""
 
@@ -270,8 +274,11 @@ class Database:
         """Raise driver errors of the block as StoreError."""
         try:
             yield
+        except OverflowError as error:  # sqlite3 raises it for an integer beyond 64 bits
+            raise UnstorableValueError(f"A value does not fit into its column: {error}") from error
         except (SQLAlchemyError, sqlite3.Error, OSError) as error:
-            raise StoreError(f"{self._describe(error)} ({display_url(self.url)})") from error
+            described = f"{self._describe(error)} ({display_url(self.url)})"
+            raise (UnstorableValueError if _is_data_error(error) else StoreError)(described) from error
 
     def _describe(self, error: SQLAlchemyError | sqlite3.Error | OSError) -> str:
         if self.path is not None and is_locked(error):
@@ -355,6 +362,16 @@ def _describe(error: SQLAlchemyError | sqlite3.Error | OSError) -> str:
     if isinstance(error, IntegrityError):
         return f"A row contradicts the stored rows (it names an unknown id, or its id is taken): {reason}"
     return f"The database refused the operation: {reason}"
+
+
+def _is_data_error(error: BaseException | None) -> bool:
+    """Return whether PostgreSQL, or its driver, refused a value."""
+    while error is not None:
+        # The driver is optional, so its class is recognised by its name.
+        if type(error).__name__ == "DataError" or str(getattr(error, "sqlstate", "")).startswith("22"):
+            return True
+        error = error.__cause__
+    return False
 
 
 def is_unavailable(error: BaseException | None) -> bool:

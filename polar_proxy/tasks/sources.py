@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,10 +54,10 @@ def get_source(name: str, code: AllowedCode = NO_CODE) -> TaskSource:
     """
     if name in _BUILT_IN:
         return _BUILT_IN[name]()
-    path = Path(name).expanduser()
-    if path.is_dir():
+    path = Path(os.path.expanduser(name))
+    if os.path.isdir(path):  # False for a name that no file can have
         return _from_folder(path, code)
-    if path.is_file():
+    if os.path.isfile(path):
         return make_task_list(path.name, _read_rows(path), path.parent, code)
     if is_code(name):
         return _from_python(name, code)

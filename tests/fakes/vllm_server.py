@@ -133,6 +133,8 @@ class FakeVllm:
     reports_versions: bool = False
     metrics: str | None = None
     """The text of `/metrics`."""
+    folder: str | None = None
+    """The folder that it names as its model's; `vllm_folder.py` writes one."""
 
     def __post_init__(self) -> None:
         self.scripted: deque[Answer | Fault] = deque()
@@ -220,7 +222,8 @@ class FakeVllm:
         if path == "/version" and "no_version" not in self.limits:
             return 200, {"version": self.version}
         if path == "/v1/models":
-            return 200, {"object": "list", "data": [{"id": self.model, "max_model_len": self.context_length}]}
+            card = {"id": self.model, "root": self.folder or self.model, "max_model_len": self.context_length}
+            return 200, {"object": "list", "data": [card]}
         if path == "/tokenize" and "no_tokenize" not in self.limits:
             tokens = self.render(body) if "messages" in body else tokenized(body["prompt"])
             return 200, {"count": len(tokens), "max_model_len": self.context_length, "tokens": tokens}

@@ -9,6 +9,7 @@ import pytest
 
 from polar_proxy.errors import StoreError
 from polar_proxy.store import Store, open_store
+from polar_proxy.store.database import UnstorableValueError
 from polar_proxy.types import Json
 
 
@@ -17,6 +18,12 @@ def line(step: int, kind: str = "step", **values: object) -> Json:
 
 
 LINES = [line(0, "start"), line(1, reward=0.5, groups=["a", "b"]), line(1, "sync", moved=None), line(2, reward=None)]
+
+
+@pytest.mark.parametrize("step", [2**63, 10**30])
+async def test_values_that_no_column_holds_are_refused(store: Store, step: int) -> None:
+    with pytest.raises(UnstorableValueError):
+        await store.training.put_run("run_1", "first", {}, [line(step)])
 
 
 async def test_lines_keep_their_order(store: Store) -> None:
