@@ -189,7 +189,7 @@ def find_layout_problem(trace: Trace) -> str | None:
 
 
 def all_reported(logprobs: Logprobs) -> bool:
-    """Return whether all values (float32 [n]) are real log-probabilities."""
+    """Return whether all log-probabilities (float32 [n]) are finite, and none has the value that means missing."""
     # A NaN makes both the minimum and the maximum NaN, and fails both comparisons.
     return not len(logprobs) or bool(logprobs.min() > _MISSING_LOGPROB and logprobs.max() < np.inf)
 

@@ -31,7 +31,7 @@ HOW_TO_GET: dict[SandboxKind, str] = {
 
 @dataclass(frozen=True)
 class Availability:
-    """The availability of one kind; if it does not work here, the reason and the way to get it."""
+    """Availability of one kind of sandbox on this machine: if it does not work, the reason and how to install it."""
 
     kind: SandboxKind
     ok: bool
@@ -41,7 +41,7 @@ class Availability:
 
 @dataclass(frozen=True)
 class SandboxChoice:
-    """The chosen kind. `reason` is one readable line: the stronger kinds that were not chosen, and why."""
+    """The chosen kind of sandbox. `reason` is one readable line: the stronger kinds that were not chosen, and why."""
 
     kind: SandboxKind
     reason: str

@@ -2,7 +2,7 @@
 
 The program may have nested thousands of folders, taken away permissions, made files immutable (as root), or left links
 to the host's files. So nothing here recurses, builds a long path or follows a link: every nested folder is first moved
-up to the root of the removal, where its name and one file descriptor reach it.
+directly into the folder to remove, and then opened by its name relative to that folder's file descriptor.
 """
 
 from __future__ import annotations

@@ -200,7 +200,7 @@ async def _engine_state(context: ApiContext) -> tuple[str | None, Json | None]:
 
 
 class ServiceCollector(Collector):
-    """A Prometheus collector, to be registered with the gateway's registry."""
+    """Prometheus collector of the feed's groups by state and, if there is a rollout service, its stages and pool."""
 
     def __init__(self, service: RolloutService | None, feed_depth: Callable[[], dict[str, int]]) -> None:
         self._service = service

@@ -1,4 +1,7 @@
-"""`polar conformance` measures the real agents with Polar; `polar doctor drift` explains one agent's prompts."""
+"""`polar conformance` runs the real agents through Polar and measures what arrives.
+
+`polar doctor drift` shows where and why the prompts of one agent differ from the sampled tokens.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,9 @@ def conformance(
     model: options.Model = None,
     check: Annotated[list[str] | None, typer.Option(help="Run only this check, and write no file. Repeatable.")] = None,
     sandbox: options.Sandbox = "auto",
-    slow: Annotated[float, typer.Option(min=0, help="Delay of a slow first byte, in seconds.")] = 20.0,
+    slow: Annotated[
+        float, typer.Option(min=0, help="Seconds before the first byte in the check slow_first_byte.")
+    ] = 20.0,
     patience: Annotated[float, typer.Option(min=0.1, help="Factor for all time limits.")] = 1.0,
     out_dir: Annotated[
         Path | None,

@@ -50,7 +50,11 @@ PromptMode = Annotated[
 ]
 PastReasoning = Annotated[
     str | None,
-    typer.Option(help="keep or strip: the reasoning of earlier turns in continued prompts.", show_default=False),
+    typer.Option(
+        help="keep: continued prompts keep the reasoning of earlier turns; strip: a prompt is rendered anew if the "
+        "chat template drops it.",
+        show_default=False,
+    ),
 ]
 Sandbox = Annotated[str, typer.Option(help="auto, docker, bubblewrap or process.", callback=_check_sandbox)]
 AllowCode = Annotated[

@@ -148,11 +148,12 @@ def node(
     *,
     ray_address: Annotated[str, typer.Option(help="HOST:PORT of the cluster, as `ray start --head` prints it.")],
     sandboxes: Annotated[
-        int | None, typer.Option(min=1, help="Agents at a time. Default: as processors and free memory allow.")
+        int | None,
+        typer.Option(min=1, help="Run at most N agents at a time. Default: as processors and free memory allow."),
     ] = None,
     scoring: Annotated[
         int | None,
-        typer.Option(min=1, help="Rollouts of other nodes scored here at a time. Default: number of processors."),
+        typer.Option(min=1, help="Score at most N rollouts of other nodes at a time. Default: number of processors."),
     ] = None,
 ) -> None:
     """Add this machine to a Ray cluster until stopped.

@@ -29,7 +29,7 @@ _NUMBERS = ("calls", "failed", "prompt", "sampled", "s")
 
 
 def sessions(
-    limit: Annotated[int, typer.Option(min=1, help="Show the newest N.")] = 20,
+    limit: Annotated[int, typer.Option(min=1, help="Only the newest N sessions.")] = 20,
     db: options.Db = None,
     as_json: options.AsJson = False,
 ) -> None:

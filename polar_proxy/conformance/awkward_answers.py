@@ -129,7 +129,7 @@ class FidelityModel(ScriptedModel):
 
 
 def _restyle(reply: ScriptedReply, style: StyledStep, tool: str, request: ChatRequest) -> ScriptedReply:
-    """Return the same answer, written in another style."""
+    """Return the reply with the JSON style and the texts of `style`, and the arguments and tool calls that it adds."""
     json_style = STYLES[style.json]
     reasoning = "" if style.silent else f"{reply.reasoning} {style.thought}"
     if not reply.calls:
@@ -199,7 +199,7 @@ def qwen_text(reply: ScriptedReply) -> str:
 
 
 def split_randomly(text: str, *, every: int, whole: re.Pattern[str] = _TAG) -> list[str]:
-    """Cut `text` at random places, on average one in `every` characters; 0 cuts nowhere.
+    """Cut `text` at random places, on average after one of `every` characters; 0 cuts nowhere.
 
     Texts that match `whole`, a pattern with one group around all of it, are not cut: by default the tags of Qwen.
 

@@ -199,7 +199,7 @@ class Dialect(ABC):
 
     def prepend_previous(self, body: Json, previous: PreviousCall) -> Json:
         """Return `body` with the messages and the answer of `previous`, the call it refers to, before its own input."""
-        raise NotImplementedError(f"{self.name} bodies do not refer to recorded calls")
+        raise NotImplementedError(f"the dialect {self.name} does not support continuing a recorded call by its id")
 
     def rebuild_body(self, messages: Sequence[bytes], tools: bytes | None, params: Json) -> Json:
         """Return a body from its stored fields. Parsed again, it gives the same engine request.

@@ -26,7 +26,7 @@ CONNECT_SECONDS = 5.0
 KEEPALIVE_SECONDS = 3.0
 """Less than the five seconds after which uvicorn, and therefore vLLM, closes an idle connection."""
 ANSWER_SECONDS = 30.0
-"""How long a server may take to answer a question about itself. Otherwise it hangs."""
+"""Time-out of a GET request until the headers of the response arrive."""
 RETRY_WITHIN_SECONDS = 1.0
 FINISH_SECONDS = 1.0
 
@@ -41,7 +41,7 @@ class OpenAIClient:
         self.url = url.rstrip("/").removesuffix("/v1")
         self.thread = OffloadThread("polar-engine-requests")
         self.opened = False
-        """Nothing is sent before the engine is entered, and after it is left."""
+        """Whether the engine is entered and not left yet. Requests are sent only then."""
         self.name = f"The engine at {self.url}"
         """Name of the server in error messages."""
         headers = {"content-type": "application/json", "accept": "*/*", "user-agent": "polar-proxy"}
@@ -61,7 +61,7 @@ class OpenAIClient:
         self, method: str, path: str, body: Json | None = None, *, samples: bool = False, large: bool = False
     ) -> HttpResponse:
         """Send a request and return the response once its headers are there, whatever its status. The caller closes it.
-        `large`: as `ChatRequest.large`.
+        With `large`, the body is encoded in a separate thread.
 
         A server may close an idle connection just when the request is written to it. If the connection closes without
         an answer within RETRY_WITHIN_SECONDS, the request is sent once more. But a request that `samples` and was sent
@@ -87,14 +87,14 @@ class OpenAIClient:
         raise AssertionError("unreachable")
 
     async def post(self, path: str, body: Json, *, large: bool = False) -> HttpResponse:
-        """Send a request to sample; raise for any status except 200. `large`: as `ChatRequest.large`."""
+        """Send a sampling request (see `send`). For any status except 200, raise the error that `failure` returns."""
         response = await self.send("POST", path, body, samples=True, large=large)
         if response.status != 200:
             raise await self.failure(response)
         return response
 
     async def json(self, method: str, path: str, body: Json | None = None) -> Any:
-        """Send a request and return its decoded JSON answer; raise for any status except 200."""
+        """Send a request and return its decoded JSON answer. For any status except 200, raise as `post` does."""
         response = await self.send(method, path, body)
         if response.status != 200:
             raise await self.failure(response)

@@ -76,10 +76,10 @@ class ServiceLimits:
 
     @classmethod
     def of(cls, settings: Settings, agents: int | None = None, **given: Any) -> Self:
-        """Return limits for this many agents at a time (default: `run.concurrency`); `given` replaces single limits.
+        """Return the limits for `agents` agents at a time (default: `run.concurrency`). `given` overrides fields.
 
-        As many rollouts may be scoring, and at most 4 preparing. The pool has room for two sandboxes per agent: one for
-        the evaluator and one for the next agent."""
+        At most `agents` rollouts are scored at a time, and at most 4 prepared. The pool has room for two sandboxes per
+        agent: one for the evaluator and one for the next agent."""
         agents = agents or settings.run.concurrency
         limits = {
             "in_flight": 2 * agents,

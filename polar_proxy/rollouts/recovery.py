@@ -76,8 +76,10 @@ async def _end_interrupted(store: Store, rollout: RolloutRow) -> None:
 
 
 async def _remove_lost_calls(store: Store) -> list[str]:
-    """Remove the records of calls that dead gateways had in flight, except for rollouts that still run, because the end
-    of such a rollout reports them."""
+    """Delete the announcements of lost calls, and return one readable line for each gateway.
+
+    Those of a rollout that still runs are kept, so that its lost calls are known when it ends.
+    """
     dead = [gateway for gateway in await store.open_calls.gateways() if _worker_is_dead(gateway)]
     swept = Counter(call.gateway for call in await store.open_calls.sweep(dead))
     return [f"{count} calls were in flight on the gateway {name} when it died" for name, count in sorted(swept.items())]
@@ -125,10 +127,10 @@ async def exclude_earlier_attempts(store: Store, rollout_id: str, session_id: st
 
 
 async def _take_calls_in_flight(store: Store, session_id: str, rollout_id: str) -> bool:
-    """Delete the announcements of calls in flight of a session that has ended. Return whether there were any.
+    """Delete the announcements of an ended session's uncommitted calls. Return whether there were any.
 
-    If so, this marks the rollout as incomplete: its agent receives no answers any more, or the calls were lost because
-    their gateway died. A call that is recorded later is excluded when it is committed.
+    If there were, mark the rollout as incomplete, because its traces lack these calls. If such a call is committed
+    later, the commit excludes it.
     """
     left = await store.open_calls.take(session_id)
     if left:

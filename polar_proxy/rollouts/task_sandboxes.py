@@ -164,7 +164,7 @@ def _pack_folder(folder: Path) -> bytes:
 
 
 async def _make_bundle(repository: GitRepository, folder: Path) -> Path:
-    """Return the bundle of a repository in `folder`, making it first if it is missing. Raises `WorkspaceError`."""
+    """Return the path of a repository's bundle in `folder`; make it if it is missing. Raises `WorkspaceError`."""
     source, commit = repository.source, repository.commit
     if Path(source).is_dir():  # the commit's full name
         output = await _git("-C", source, "rev-parse", "-q", "--verify", "--end-of-options", f"{commit}^{{commit}}")
@@ -200,7 +200,7 @@ async def _write_bundle(source: str, commit: str, path: Path) -> None:
 
 
 async def _fetch(work: Path, source: str, commit: str) -> None:
-    """Fetch the commit from a URL or a bundle: it alone if the server allows that, otherwise all refs."""
+    """Fetch the commit from a URL or a bundle; fetch all refs if the commit alone cannot be fetched."""
     if "://" in source:
         with contextlib.suppress(WorkspaceError):
             await _git("-C", str(work), "fetch", "-q", "--no-tags", "--", source, commit)

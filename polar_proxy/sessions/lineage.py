@@ -332,9 +332,10 @@ def _rewound(candidates: Sequence[CallNode], query: PlacementQuery, asked: int) 
 
 
 def _keeps_part(node: CallNode, rest: Sequence[Message]) -> bool:
-    """Return whether the assistant messages that `rest` begins with are a part of the node's answer.
+    """Return whether `rest` begins with assistant messages that keep a part of the node's answer.
 
-    If a stream breaks, harnesses keep the items that were complete: reasoning, text, some of the tool calls.
+    The part is the beginning of the text or, of a failed answer only, some of the tool calls or the reasoning. If a
+    stream breaks, harnesses keep the items that were complete.
     """
     run = list(itertools.takewhile(lambda message: message.role == "assistant", rest))
     text = _without_space("".join(map(text_of, run)))

@@ -122,7 +122,7 @@ class CallRepository(Repository):
         return await self._rows(CallSummary, query)
 
     async def lineages(self, session_id: str, *, known: Collection[str] = ()) -> list[StoredLineage]:
-        """Return how each call of the session relates to earlier ones, ordered by start. One statement, no messages.
+        """Return how each call of the session relates to earlier ones, ordered by start, without loading messages.
 
         `known`: ids of calls to leave out; ignored if there are too many for one statement.
         """
@@ -218,7 +218,7 @@ class OpenCallRepository(Repository):
             return [OpenCall(*row) for row in await connection.execute(deleted)]
 
     async def gateways(self) -> set[str]:
-        """Return the gateways that have announcements. Each is answering calls, or died before it committed them."""
+        """Return the names of gateways with announced calls that are not committed, including gateways that died."""
         return set(await self._scalars(select(_o.gateway).distinct()))
 
     async def sweep(self, dead: Collection[str] = ()) -> list[OpenCall]:

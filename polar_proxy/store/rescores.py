@@ -62,7 +62,7 @@ class BuilderCalls:
 
 
 class RescoreRepository(Repository):
-    """Rescores of sessions."""
+    """Stored rescores: tokens and log-probabilities of answers that were recorded as text, by session."""
 
     async def put(self, session_id: str, rescores: Sequence[Rescore]) -> None:
         """Replace the rescores of the session. Raises StoreError for arrays of different lengths."""
@@ -92,7 +92,7 @@ class RescoreRepository(Repository):
 
 
 def apply_rescores(calls: Iterable[CallRecord], rescores: Iterable[Rescore]) -> list[CallRecord]:
-    """Return the calls. A call without tokens gets those of its rescores if all its answers were rescored.
+    """Return the calls, with the rescored tokens in each call that has no tokens and whose answers were all rescored.
 
     The call's `engine` remains the one that sampled the text.
     """

@@ -33,7 +33,7 @@ _T = TypeVar("_T")
 
 
 def is_family(name: str) -> bool:
-    """Return whether `name` is a family of tasks that Polar brings along."""
+    """Return whether `name` is a built-in task family."""
     return name in _BUILT_IN
 
 
@@ -104,7 +104,10 @@ def _from_python(target: str, code: AllowedCode) -> TaskSource:
         return source
     if isinstance(source, Iterable) and not isinstance(source, str | bytes | Mapping):
         return _from_items(target, source, code)
-    raise UsageError(f"{target} is not a task source: it needs `name` and `task(seed)`, or must return tasks")
+    raise UsageError(
+        f"{target} is not a task source: a class must have `name` and `task(seed)`; a function must return a list of "
+        "tasks or rows"
+    )
 
 
 def _from_items(name: str, items: Iterable[object], code: AllowedCode) -> TaskList:

@@ -77,7 +77,10 @@ def is_swebench_row(row: Mapping[str, Any]) -> bool:
 
 
 def swebench_task(row: Row, position: int, folder: Path) -> Task:
-    """Make a task from a row; `repository` is relative to `folder`. Raises `BadTaskError`."""
+    """Make a task from a row of a file in `folder`. The row's own path in `repository` is relative to this folder.
+
+    `position`: the task's seed. Raises `BadTaskError`.
+    """
     r2e = "expected_output_json" in row
     task_id = _text(row, "instance_id", required=not r2e)
     repo = _text(row, "repo", required=False) or _text(row, "repo_name", required=r2e)

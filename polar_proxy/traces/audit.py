@@ -410,10 +410,10 @@ def wrong_mode(
 ) -> LogprobMode | None:
     """Return the mode of the `recorded` log-probabilities (float64 [n]) if it is clearly not `mode`, else None.
 
-    `fresh`, float64 [n]: the same tokens' log-probabilities at temperature 1. With the logits z and p = softmax(z), a
-    raw value is log p, and a processed value is log softmax(z / T) = log p / T - log sum p^(1/T). The sum is above 1
-    for T > 1 and below 1 for T < 1. So for processed values recorded - fresh / T has a known sign, although the rest of
-    the distribution is unknown. (top_p and the like make the sum smaller, which may hide the sign for T > 1.)
+    `fresh`, float64 [n]: the same tokens' log-probabilities at temperature 1. Raw values equal them. Values that do not
+    are taken for processed if recorded - fresh / T has the right sign: with the logits z and p = softmax(z), processed
+    values are log softmax(z / T) = log p / T - log sum p^(1/T), so the difference is negative for T > 1 and positive
+    for T < 1. (top_p and the like make the sum smaller, which may change the sign for T > 1.)
     """
     informative = fresh < _INFORMATIVE
     if np.count_nonzero(informative) < _INFORMATIVE_TOKENS or abs(1 / temperature - 1) < 0.1:

@@ -244,7 +244,7 @@ class TraceBuilder:
 
     @property
     def end(self) -> int:
-        """Length of the trace's whole path from the root."""
+        """Number of tokens of the whole path, from the root to the end of this trace."""
         return self.branch_at + self._size
 
     @property

@@ -1,4 +1,4 @@
-"""Which calls are trained (`excluded_calls`), and grades: how far a trace can be trusted, and for which reasons.
+"""Calls that are not trained (`excluded_calls`), and grades: how far a trace can be trusted, and for which reasons.
 
 exact        the engine rendered every prompt, and every log-probability was reported at sampling
 continued    Polar continued some prompts from exact tokens
@@ -41,7 +41,7 @@ _GRADE_BY_REASON: Mapping[str, Grade] = {
 
 
 _NOTES = 20
-"""Different notes that are passed on: a client may ask for any number of values."""
+"""The most notes that are passed on; clients may send any number of different values."""
 
 
 def grade_of(reasons: Iterable[str]) -> Grade:
@@ -50,7 +50,7 @@ def grade_of(reasons: Iterable[str]) -> Grade:
 
 
 def grade_reasons(call: CallRecord, sampling: AnswerSampling) -> set[Reason]:
-    """Return the reasons in a call itself for which its answer is not `exact`. `sampling`: how that was sampled."""
+    """Return why a call's answer is not `exact`, as far as the call itself shows. `sampling`: how it was sampled."""
     found: set[Reason] = set()
     if call.prompt_mode == "continue":
         found.add("continued")
@@ -72,7 +72,10 @@ def is_off_distribution(sampling: AnswerSampling) -> bool:
 
 
 def off_distribution_note(call: CallRecord) -> str | None:
-    """Return why a call's traces are only approximate, if its distribution is the reason, and how to change that."""
+    """Return a note for the user if a call's log-probabilities are `off_distribution`, otherwise None.
+
+    The note names the sampling parameters that are the cause, and the option that avoids it.
+    """
     for choice in call.choices:
         sampling = answer_sampling(call, choice)
         if not choice.token_ids.size or not is_off_distribution(sampling):

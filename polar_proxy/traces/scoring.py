@@ -118,11 +118,11 @@ def find_containing(sequences: Sequence[TokenIds]) -> list[int]:
 
 
 async def rescore(build: BuildResult, engine: Engine) -> BuildResult:
-    """Return the build with the engine's log-probabilities in the traces where drift was joined (`on_drift = rescore`).
+    """Rescore the traces to which drifted calls were joined (`on_drift = rescore`), and return the build with them.
 
-    The sampled positions of these traces get teacher-forced log-probabilities (raw, of the whole sequence) in place of
-    the recorded ones; the grade gets the reason `rescored`. Other traces stay as they are. Raise EngineError if the
-    engine gives no value for a sampled token, and every error of its `score`.
+    The sampled tokens of these traces get teacher-forced log-probabilities (raw, given the trace's own tokens) in place
+    of the recorded ones, and their grade gets the reason `rescored`. Other traces stay as they are. Raise EngineError
+    if the engine gives no value for a sampled token, and every error of its `score`.
     """
     traces: list[Trace] = []
     reasons = dict(build.grade_reasons)

@@ -3,11 +3,12 @@
 Promises:
 
 * A rollout counts once in its group's baseline, however many traces it has; all its traces get its advantage.
-* A trace is trained only if its grade is `TRAINABLE` (traces/grades.py) and its rollout was recorded completely. The
-  other traces of its rollout are trained all the same. Each sampled token is trained at most once.
-* With ECHO the observed tokens of every rollout are trained, also where the sampled ones are skipped. (Not those of
-  rejected traces, whose tokens may be wrong.)
-* A rollout that is masked (timed out) or incomplete is not trained; its reward stays in the baseline.
+* The sampled tokens of a trace are trained only if its grade is `TRAINABLE` (traces/grades.py). If they are skipped,
+  the other traces of its rollout are trained nevertheless. Each sampled token is trained at most once.
+* The sampled tokens of a rollout that is masked (timed out) or incomplete are skipped; its reward counts in the
+  baseline.
+* With ECHO (`echo_coef`, a loss on observed tokens), observed tokens are trained even if the sampled ones are skipped,
+  except in traces that are too long or rejected.
 * Everything skipped is counted by reason: trained and skipped sampled tokens add up to all sampled tokens.
 """
 
@@ -99,7 +100,7 @@ class TrainingBatch:
     sequences: tuple[TrainingSequence, ...]
     group_ids: tuple[str, ...]
     rewards: tuple[float, ...]
-    """Rewards of all rollouts of all groups that have one."""
+    """Rewards of all rollouts, without those that have none."""
     rollouts: int
     """All rollouts, trained or not."""
     sampled_tokens: int
@@ -252,7 +253,7 @@ def _make_sequences(
 
 
 def _check_sampled_once(trace: Trace, seen: set[tuple[str, int, int]]) -> None:
-    """Add the trace's sampled tokens (call, choice, position) to `seen`. Raises TrainingError for one that is in it."""
+    """Add the trace's sampled tokens (call, choice, position) to `seen`. Raises TrainingError for a repeated token."""
     for span in trace.spans:
         for position in range(span.start, span.end) if span.kind == "sampled" else ():
             if (sample := (span.call_id, span.choice, position)) in seen:

@@ -361,7 +361,7 @@ class Learner:
         )
 
     def _forward(self, model: Any, tree: PrefixTree, rows: Tensor | None = None) -> Tensor:
-        """Return logits [r, V] at the nodes `rows` of a tree (ascending), or at all nodes if None."""
+        """Return logits [r, V] at the tree's nodes `rows` (ascending indices), or at all nodes if `rows` is None."""
         autocast = (
             torch.autocast(self._device.type, torch.bfloat16)
             if self._config.dtype == "bfloat16"

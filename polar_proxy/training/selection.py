@@ -50,7 +50,7 @@ def select_groups(
     best: float = 1.0,
     tolerance: float = 0.0,
 ) -> GroupSelection:
-    """Train the groups whose rewards differ; the others have advantage 0 and no signal.
+    """Select for training the groups whose rewards differ; the others have advantage 0 and no signal.
 
     A group with equal rewards below `best`, or with too few scored rollouts, is queued again until it has had
     `max_attempts`. `attempts`: the attempts of each group so far, with this one; 1 by default. Groups that are solved
@@ -192,11 +192,13 @@ def allocate_more(
 
 @dataclass(frozen=True, slots=True)
 class ReplayCandidate:
-    """A rollout that was trained and could be used again. `version` is the policy version that sampled it."""
+    """A rollout that the policy was trained on, and may be trained on again."""
 
     name: str
     version: int
+    """Policy version that sampled it."""
     uses: int = 1
+    """Number of times the policy was trained on it."""
 
 
 def replay(
@@ -208,11 +210,11 @@ def replay(
     max_age: int = 4,
     max_uses: int = 2,
 ) -> list[str]:
-    """Return at most `count` different rollouts to train again at policy `version`, fresh ones with priority.
+    """Return at most `count` different rollouts to train on again at policy `version`; fresh ones are more likely.
 
     Rollouts that were sampled more than `max_age` versions ago or used `max_uses` times are excluded. The others are
     drawn without replacement with probability proportional to 1 / (1 + age), age = version - sampled version. Train
-    them with a loss that corrects for staleness (`losses.decoupled`, `losses.tis`, `losses.icepop`), with the recorded
+    on them with a loss that corrects for staleness (`losses.decoupled`, `losses.tis`, `losses.icepop`), the recorded
     log-probabilities and the original advantages. `effective_sample_size` measures their remaining value.
     Source: ours; freshness as in TorchRL's StalenessAwareSampler.
     """

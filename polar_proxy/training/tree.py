@@ -32,7 +32,7 @@ Ids = npt.NDArray[np.integer]
 
 @dataclass(frozen=True, slots=True)
 class PrefixTree:
-    """A forest of n tokens in preorder that holds s sequences."""
+    """Token sequences merged by their common prefixes: a forest of n nodes in preorder, with one token each."""
 
     token_ids: IntArray
     """[n]"""
@@ -372,8 +372,9 @@ def tree_attention(
     softcap: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention over a prefix tree without an n x n mask, in Transformers' interface: query [b, heads, n, d], key and
-    value [b, kv heads, n, d], output [b, n, heads, d].
+    """Compute the attention over a prefix tree without an n x n mask, in Transformers' interface.
+
+    query: [b, heads, n, d]; key and value: [b, kv heads, n, d]; output: [b, n, heads, d].
 
     A dense mask would make SDPA compare all n * n pairs and hide most of them. Here each segment is compared with its
     own past only, in one causal call. The result is the same up to rounding, on every device and in every dtype that

@@ -1,4 +1,4 @@
-"""New weights into the engine that samples, and the proof that they arrived.
+"""Send new weights to the engine that samples, and check that it loaded them.
 
 After each sync engine and trainer both score a fixed prompt (the probe), and three things are checked:
 
@@ -8,8 +8,8 @@ After each sync engine and trainer both score a fixed prompt (the probe), and th
 * The engine is not much further from the trainer than at the first sync, compared with how far the weights moved.
   Otherwise it loaded only a part of them.
 
-Every way into vLLM (from disk, as a LoRA adapter, from GPU to GPU by NCCL) uses its development mode: the server
-pauses, loads the weights, gets their version, and resumes. The NCCL part uses vLLM's own code on both sides. Source:
+Each kind of sync with vLLM (from disk, as a LoRA adapter, from GPU to GPU by NCCL) uses vLLM's development mode: the
+server pauses, loads the weights, gets their version, and resumes. NCCL uses vLLM's own code on both sides. Source:
 https://docs.vllm.ai/en/latest/training/weight_transfer/ (0.32: `WeightTransferTrainerFactory`, backend `nccl`).
 """
 
@@ -145,7 +145,7 @@ async def probe(
             "the engine was sent new weights and loaded only a part of them: on the probe, engine and trainer differ "
             f"by {mean:.3g} nats on average. They differed by {noise:.3g} at the first sync, and the trainer's old and "
             f"new weights differ by {moved:.3g}. (vLLM on a CPU keeps the old head if head and embedding are tied: "
-            "serve a copy with both, as scripts/vllm_cpu.sh does)"
+            "serve a copy of the model with a separate head, as scripts/vllm_cpu.sh does)"
         )
     return ProbeResult(largest, mean, moved)
 
@@ -371,7 +371,7 @@ async def request(
 
 
 def with_head(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Add a tied head under its own name as well. Servers with a separate head need it, other servers skip it."""
+    """Return the weights, a tied head also under its own name. Servers with a separate head need it; others skip it."""
     if HEAD in weights or EMBEDDING not in weights:
         return dict(weights)
     return {**weights, HEAD: weights[EMBEDDING]}

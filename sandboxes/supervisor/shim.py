@@ -46,7 +46,7 @@ class Identity:
                 os.setegid(0)
 
     def assume(self) -> None:
-        """Make this process, which becomes the command, run as the command's user."""
+        """Switch this process to the user `uid`, if it is set. Irreversible: only for the command's own process."""
         if self.uid is not None:
             kernel.become_user(self.uid)
 

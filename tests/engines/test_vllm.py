@@ -104,7 +104,7 @@ async def test_measures_the_logprob_mode(processed: bool) -> None:
         ({"a": -0.1, "b": -4.1, "c": -9999.0}, {"a": -0.3, "b": -2.3, "c": -9999.0}, "processed"),
         ({"a": -0.1, "b": -4.1, "d": -6.0}, {"b": -4.09, "a": -0.11, "e": -5.0}, "raw"),
         ({"a": -0.7, "b": -0.7}, {"a": -0.7, "b": -0.7}, "no two tokens with different probabilities"),
-        ({"a": -0.1, "b": -4.1}, {"a": -0.3, "b": -3.3}, "neither in raw nor in processed"),
+        ({"a": -0.1, "b": -4.1}, {"a": -0.3, "b": -3.3}, "neither raw nor processed"),
         ({"a": 12.0, "b": 3.0}, {"a": 12.0, "b": 3.0}, "logits"),
         ({"a": -0.1, "b": -0.2}, {"a": -0.1, "b": -0.2}, "logits"),
         ({"a": -0.1}, {"b": -0.1}, "no two tokens with different probabilities"),

@@ -1,16 +1,17 @@
 """Input items of the Responses API as Polar's messages.
 
 An answer comes back as several items (reasoning, message, one for each tool call); they become one assistant message
-again, as it was recorded. Items with ids from Polar belong together if the ids say so. Others do if no item of another
-kind lies between them and they are in the order in which an answer is written.
+again, as it was recorded. Items with ids from Polar belong together if the ids say so. Others do unless a message of
+another role or a tool output lies between them; and text or reasoning directly after text begins another answer.
 
 Every item that holds something for the model to read is kept. These are ignored: web search calls (no engine here made
 them), lists of MCP tools, reasoning that another provider encrypted, items of unknown type without content, and
-references to items that the input contains. Every other item that cannot be shown to the model is refused by its path
-`input[i]`.
+references to items that the input contains. Any other item that cannot be shown to the model raises RequestError with
+the item's path `input[i]`.
 
 System and developer messages at the beginning become one system message that starts with `instructions`, because chat
-templates of open models have no developer role and no second system message there. Later ones are system messages.
+templates of open models have no developer role and accept only one system message at the beginning. Later ones become
+one system message each.
 """
 
 from __future__ import annotations

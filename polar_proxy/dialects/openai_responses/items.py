@@ -4,10 +4,10 @@ Every id contains the id of the recorded call: `resp_<t>` and `msg_<t>_<n>`, `rs
 `call_<t>`, where n is the item's position in the answer. So a response can be found by its id alone, and items that a
 client sends back are recognised as parts of one answer.
 
-If the arguments of a custom tool's call are not of the form `{"input": text}`, the item holds the argument string
-itself, which must be read back unchanged. Such a string is recognised because it begins with `{"input": "`; if it does
-not, the item's id begins with `ctcraw`. A call of a built-in tool is sent as a `function_call` if the arguments do not
-fit into the tool's own item.
+The item of a custom tool's call holds the text of the arguments `{"input": text}`. If the arguments are not of this
+form, it holds the whole argument string, which is read back unchanged. There are two signs of such a string: it begins
+with `{"input": "` but is not complete JSON of this form, or the item's id begins with `ctcraw`. A call of a built-in
+tool is sent as a `function_call` if the arguments do not fit into the tool's own item.
 
 Reasoning is sent as a summary (an open model has nothing to hide), and also as `encrypted_content`, because many
 clients keep only that. Reasoning is read back from either field.
@@ -146,12 +146,12 @@ def custom_input(arguments: str) -> str | None:
 
 
 def begins_as_input(arguments: str) -> bool:
-    """Return whether the arguments begin as `{"input": "`, so that their text can be streamed."""
+    """Return whether a custom tool's arguments begin with `{"input": "`. If so, the text after it can be streamed."""
     return _HEAD.match(arguments) is not None
 
 
 def is_broken_input(arguments: str) -> bool:
-    """Return whether the arguments begin as `{"input": "`, but are not of the form `{"input": text}` as a whole."""
+    """Return whether the arguments begin with `{"input": "`, but are not of the form `{"input": text}` as a whole."""
     return begins_as_input(arguments) and custom_input(arguments) is None
 
 

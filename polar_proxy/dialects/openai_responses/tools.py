@@ -160,7 +160,10 @@ class Toolbox:
         return [offered]
 
     def offered_name(self, namespace: str | None, name: str) -> str:
-        """Return the name under which a called tool is offered, or was offered if it is no longer among the tools."""
+        """Return the name under which the engine is offered the client's tool `name`.
+
+        If the body no longer has this tool: `namespace__name`, or `name` without a namespace.
+        """
         return self._names.get((namespace, name)) or _qualified(namespace, name)
 
     def functions(self, names: Iterable[str] | None = None) -> tuple[Json, ...]:

@@ -143,7 +143,7 @@ class ProcessAnswerParser(AnswerParser):
         self._stream: ParsedStream | None = None
 
     async def open(self, body: Json) -> Json:
-        """Begin the answer. If vLLM's chat route would sample it under a grammar, add this grammar to the body."""
+        """Implement `AnswerParser.open`: also add the grammar by which vLLM's chat route would constrain the answer."""
         self._stream = await self._process.open(self._parsers, self._request, self._prompt.tolist())
         sampling = self._stream.sampling
         body = {**body, "skip_special_tokens": not sampling["special"]}

@@ -64,8 +64,9 @@ class VllmPrompt(ExactPrompt):
 
 
 class VllmEngine(ServerEngine):
-    """`async with VllmEngine("http://127.0.0.1:8000") as engine:` connects to the server and verifies it.
+    """An engine behind a vLLM server.
 
+    `async with VllmEngine("http://127.0.0.1:8000") as engine:` connects to the server and verifies it.
     Entering raises EngineError if the server cannot be reached, serves another model, or does not return token ids and
     log-probabilities.
     """
@@ -174,7 +175,7 @@ class VllmEngine(ServerEngine):
         self, request: EngineRequest, *, stream: bool = True, prompt: ExactPrompt | None = None
     ) -> AsyncGenerator[SampleEvent, None]:
         if prompt is not None and not (isinstance(prompt, VllmPrompt) and isinstance(request, ChatRequest)):
-            raise TypeError("prompt must come from this engine's accept_prompt, for a chat request")
+            raise TypeError("`prompt` must be made by this engine's accept_prompt, and `request` must be a ChatRequest")
         decoder = ChunkDecoder(request.sampling, self.client.name)
         if prompt is None and isinstance(request, ChatRequest):
             stream = stream or bool(request.tools)  # see the module docstring

@@ -70,11 +70,11 @@ class Conversation:
     messages: list[Json]
     prompt: tuple[int, ...]
     place: str = ""
-    """Words for the names of its answers."""
+    """Words to append to the names of its answers, such as " after a tool call"."""
 
 
 def call_turn(arguments: Sequence[Json], content: str = "") -> Json:
-    """Return an assistant message that calls `look` once with each of the arguments."""
+    """Return an assistant message with one call of the tool `look` for each element of `arguments`, at most two."""
     calls = [
         {"id": id_, "type": "function", "function": {"name": "look", "arguments": json.dumps(each, ensure_ascii=False)}}
         for id_, each in zip(CALL_IDS, arguments, strict=False)
@@ -136,7 +136,7 @@ def after_reasoning(ids: Sequence[int], end_of_reasoning: int | None) -> tuple[i
 def forcing(form: OwnForm, end_of_reasoning: int | None, unwanted: Sequence[int]) -> Json:
     """Return the fields of a chat request that make the server sample this answer.
 
-    The grammar also allows a text behind the answer. It begins with UNWANTED, whose ids `unwanted` are made unlikely.
+    The grammar also allows a text after the answer. It begins with UNWANTED, whose ids `unwanted` are made unlikely.
     The text is different each time, because xgrammar 0.2.8 (vLLM 0.32) takes two sequences of tokens for the same
     grammar if nothing but the tokens differs, and then forces those of the earlier one.
     """

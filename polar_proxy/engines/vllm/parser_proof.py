@@ -244,7 +244,7 @@ class ParserProofs:
         return forcing(form, end_of_reasoning, self._tags[UNWANTED])
 
     async def _short_answer(self, frame: Json, conversation: Conversation) -> ForcedAnswer:
-        """Return an answer of two letters, which are all reasoning if answers begin inside reasoning."""
+        """Make the server answer with two letters. They are parsed as reasoning if answers begin inside reasoning."""
         body = frame | self._bias(letter=100) | {"max_tokens": 2, "messages": conversation.messages}
         answer = await self._chat(f"two letters{conversation.place}", LETTER, body)
         return replace(answer, prompt=conversation.prompt, cut=True)
@@ -429,10 +429,10 @@ class ParserProofs:
         return found
 
     async def _first_with_grammar(self, pairs: list[Parsers], request: Json) -> Parsers:
-        """Return the first pair of parsers that samples answers to this request under a grammar; else the first pair.
+        """Return the first pair of parsers with which vLLM constrains the answer by a grammar; else the first pair.
 
-        If the server uses another pair, its answers are recorded as constrained without need, and not trained. With
-        the other choice, answers under a grammar would be trained as free ones.
+        If the server uses another pair, its answers are recorded as constrained without need, and not trained. If a
+        pair without a grammar were returned, constrained answers might be trained as free ones.
         """
         for pair in pairs:
             if await self._has_grammar(pair, request):

@@ -328,8 +328,9 @@ def read_precision(description: str) -> str | None:
 def logprob_mode(at_one: dict[str, float], at_two: dict[str, float]) -> LogprobMode:
     """Return `raw` or `processed`, from the log-probabilities of the same tokens at temperature 1 and 2.
 
-    log p_a - log p_b is the difference of two logits divided by the temperature that was applied: the gap between two
-    tokens stays the same in raw mode and is halved in processed mode. The widest gap is used, as the least noisy one.
+    log p_a - log p_b is the difference of two logits divided by the temperature that was applied: from temperature 1
+    to 2 it stays the same in raw mode and is halved in processed mode. The pair of tokens with the largest difference
+    at temperature 1 is used, because it is the least noisy.
     Raises ValueError if neither fits; the error text is written to follow the server's name.
     """
     if any(value > 1e-3 for value in at_one.values()) or sum(map(math.exp, at_one.values())) > 1.01:
@@ -348,6 +349,6 @@ def logprob_mode(at_one: dict[str, float], at_two: dict[str, float]) -> LogprobM
     if abs(ratio - 0.5) < 0.15:
         return "processed"
     raise ValueError(
-        f"is neither in raw nor in processed mode: at temperature 2 the gap between two tokens is {ratio:.2f} times "
-        "that at temperature 1 (1.0 or 0.5 was expected)."
+        "returns log-probabilities that are neither raw nor processed: their difference between two tokens at "
+        f"temperature 2 is {ratio:.2f} times that at temperature 1 (1.0 or 0.5 was expected)."
     )

@@ -47,7 +47,7 @@ async def find_serve_command(model: str, vllm_python: str | None = None) -> Serv
 
     `vllm_python` is the Python of an environment with vLLM; None: that of the `vllm` command, or this one. Raises
     UsageError if the model's files or vLLM are not on this machine, EngineError if vLLM cannot load the model's
-    configuration or none of its parsers reads answers as the template writes them.
+    configuration or none of its parsers reads answers in the template's form.
     """
     folder = await asyncio.to_thread(find_model_folder, model)
     files = await asyncio.to_thread(ModelFiles.load, folder) if folder is not None else None
@@ -64,7 +64,8 @@ async def find_serve_command(model: str, vllm_python: str | None = None) -> Serv
         found = await process.match(request, samples)
         if not found:
             raise EngineError(
-                f"No parsers of vLLM {process.version} read answers of {model} as its chat template writes them."
+                f"No parser of vLLM {process.version} reads answers in the form of the chat template of {model}: use a "
+                "vLLM version that supports this model, or another model."
             )
         return ServeCommand(model, process.version, tuple(found))
 

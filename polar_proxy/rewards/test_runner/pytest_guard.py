@@ -18,7 +18,7 @@ from .integrity import Integrity
 
 
 class PytestGuard:
-    """The plugin of one pytest process."""
+    """A pytest plugin that runs canaries before and after the tests, and writes signs of forged results to `report`."""
 
     def __init__(self, report: str, changed_paths: list[str]) -> None:
         self._report = report

@@ -56,7 +56,7 @@ _MIN_CAPACITY = 1024
 
 
 class CellCodec:
-    """Packs and unpacks cells. It holds zstd contexts, so one thread at a time may use an instance."""
+    """Codec of cells, the packed values of binary columns. Only one thread at a time may use it (zstd contexts)."""
 
     def __init__(self, level: int = 3) -> None:
         self._compressor = zstandard.ZstdCompressor(level=level)

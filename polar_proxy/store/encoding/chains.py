@@ -146,10 +146,9 @@ class RequestChains:
     """The node at the end of `prompt`; None if `prompt` is empty."""
 
     def extend_messages(self, messages: Sequence[bytes]) -> tuple[tuple[ChainNode, ...], int]:
-        """Return the chain of a new conversation (a node per message), and how many of its first nodes already exist.
+        """Return the chain of a later request's messages, and how many of its first nodes it shares with this request.
 
-        These are the nodes of the leading messages that are equal to those of this earlier request. The caller need not
-        store them again.
+        The caller need not store the shared nodes again.
         """
         shared = 0
         for message, known in zip(messages, self.messages, strict=False):
@@ -176,7 +175,7 @@ class RequestChains:
 
     @property
     def size(self) -> int:
-        """Bytes of memory, about; most nodes are shared with no other request."""
+        """Approximate memory in bytes; most nodes are shared with no other request."""
         return sum(map(len, self.messages)) + _NODE_BYTES * len(self.messages) + int(self.prompt.nbytes) + 200
 
 

@@ -183,7 +183,7 @@ class CallSerializer:
             self._chains[record.session_id] = chains
 
     def _add_node(self, batch: RowBatch, node: ChainNode, before: bytes | TokenIds) -> None:
-        """Add the row of a node, if it is new. `before`: as for `node_row`."""
+        """Add the node's row to the batch, unless it is there already or stored. `before`: see `node_row`."""
         if node.id not in self._stored and node.id not in batch.nodes:
             batch.nodes[node.id] = (node.depth, node_row(node, self._codec, before))
 

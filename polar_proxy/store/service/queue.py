@@ -153,11 +153,12 @@ class QueueRepository(Repository):
 
 @dataclass(frozen=True, slots=True)
 class FleetRow:
-    """The pause of all servers. Times in seconds since the epoch."""
+    """The pause state of the fleet (all servers). Times in seconds since the epoch."""
 
     paused_at: float | None
     """None: not paused. A pause that has ended may still be recorded here."""
     paused_until: float | None
+    """None: until it is resumed."""
 
     @property
     def paused(self) -> bool:
