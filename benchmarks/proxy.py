@@ -51,6 +51,7 @@ from benchmarks._stacks.stacks import (  # noqa: E402
     wait_ready,
 )
 from benchmarks._stacks.traffic import Kind  # noqa: E402
+from tests.fakes.vllm_folder import write_model_folder  # noqa: E402
 
 STACKS = "direct,passthrough,polar,litellm,rllm-model-gateway"
 POLAR = {"render": "polar", "continue": "polar-continue"}
@@ -298,6 +299,7 @@ def main() -> int:
     port = free_port()
     command = [sys.executable, "-m", "benchmarks._stacks.upstream"]
     command += [str(port), ",".join(map(str, arguments.tokens)), str(arguments.tokens_per_chunk)]
+    command.append(str(write_model_folder(folder / "model")))
     process, log = spawn("upstream", command, load_core, folder)
     stacks: list[RunningStack] = []
     upstream = RunningStack("upstream", "", port, process=process, log=log)

@@ -40,6 +40,7 @@ from benchmarks._stacks.kill_targets import Postgres  # noqa: E402
 from benchmarks._stacks.stacks import RunningStack, StackError, free_port, spawn, tail, wait_ready  # noqa: E402
 from benchmarks._stacks.traffic import MODEL  # noqa: E402
 from polar_proxy.store import open_store, schema  # noqa: E402
+from tests.fakes.vllm_folder import write_model_folder  # noqa: E402
 
 SHORT = Shape(first=128, added=24, tokens=8, turns=100)
 LONG = Shape(first=2000, added=105, tokens=16, turns=200)
@@ -78,6 +79,7 @@ class Soak:
         port = free_port()
         command = [sys.executable, "-m", "benchmarks._soak.engine", "--port", str(port)]
         command += ["--faults", str(self.arguments.faults), "--seed", str(self.arguments.seed)]
+        command += ["--folder", str(write_model_folder(self.folder / "model"))]
         for name in ("first", "added", "tokens", "turns"):
             command += [f"--{name}", str(getattr(self.shape, name))]
         process, log = spawn("engine", command, None, self.folder)

@@ -212,7 +212,7 @@ def _header(head: bytes, name: bytes) -> bytes:
 
 async def _read_chunks(reader: asyncio.StreamReader) -> bytes:
     parts = []
-    while size := int(await reader.readline(), 16):
+    while size := int(await reader.readuntil(b"\r\n"), 16):
         parts.append(await reader.readexactly(size))
         await reader.readexactly(2)
     await reader.readexactly(2)

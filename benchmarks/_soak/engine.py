@@ -1,6 +1,6 @@
 """The engine of `benchmarks/soak.py`: canned answers at once in vLLM's format, and now and then a fault.
 
-python -m benchmarks._soak.engine --port 8000 --first 128 --added 24 --turns 100 --tokens 8 --faults 0.01
+python -m benchmarks._soak.engine --port 8000 --first 128 --added 24 --turns 100 --tokens 8 --faults 0.01 --seed 1 --folder F
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class SoakUpstream(Upstream):
 
 
 async def main(arguments: argparse.Namespace) -> None:
-    fake = FakeVllm(model=MODEL, context_length=1 << 20)
+    fake = FakeVllm(model=MODEL, context_length=1 << 20, folder=arguments.folder)
     answers = SoakAnswers(Shape(arguments.first, arguments.added, arguments.tokens, arguments.turns))
     chance = random.Random(arguments.seed)
     server = await asyncio.get_running_loop().create_server(
@@ -102,6 +102,7 @@ async def main(arguments: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--faults", type=float, required=True)
+    parser.add_argument("--folder", required=True, help="the model's folder (tests/fakes/vllm_folder.py)")
     for name in ("port", "seed", "first", "added", "tokens", "turns"):
         parser.add_argument(f"--{name}", type=int, required=True)
     uvloop.run(main(parser.parse_args()))

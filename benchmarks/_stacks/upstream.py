@@ -1,11 +1,12 @@
 """The engine of the benchmark: it answers at once, at the least cost that Python allows.
 
-    python -m benchmarks._stacks.upstream PORT TOKENS[,TOKENS...] TOKENS_PER_CHUNK
+    python -m benchmarks._stacks.upstream PORT TOKENS[,TOKENS...] TOKENS_PER_CHUNK MODEL_FOLDER
 
 A protocol on uvloop. A benchmark request is recognised by the 12 digits that make it unique, or, if it consists of
 token ids, by its first ids. Its answer is prepared (`answers.py`; `max_tokens` selects the length) except for the
 prompt ids: either 16 ids derived from the digits, so that all prompts differ, or the ids that were sent. Everything
-else (version, models, rendering, Polar's requests at its start) is answered by the scripted vLLM of the tests.
+else (version, models, rendering, Polar's requests at its start) is answered by the scripted vLLM of the tests. It names
+MODEL_FOLDER (`tests/fakes/vllm_folder.py`) as its model's, so that Polar can render conversations itself.
 """
 
 from __future__ import annotations
@@ -14,16 +15,13 @@ import asyncio
 import json
 import re
 import sys
-import tempfile
 from http.client import responses
-from pathlib import Path
 from typing import cast
 
 import uvloop
 
 from benchmarks._stacks.answers import FIXED_BEGIN, VARIED, Answers, CannedAnswer, answers
 from benchmarks._stacks.traffic import MARK, MODEL, TURNS
-from tests.fakes.vllm_folder import write_model_folder
 from tests.fakes.vllm_server import FakeVllm, sse
 
 STREAM = re.compile(rb'"stream": ?true')
@@ -116,15 +114,15 @@ def http(status: int, body: bytes, kind: str) -> bytes:
     return head.encode() + body
 
 
-async def main(port: int, lengths: list[int], per_chunk: int) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        root = write_model_folder(Path(folder))  # so that Polar can render, as beside most servers
-        fake = FakeVllm(model=MODEL, context_length=1 << 20, folder=str(root))
-        made = {tokens: answers(tokens, per_chunk) for tokens in lengths}
-        loop = asyncio.get_running_loop()
-        server = await loop.create_server(lambda: Upstream(fake, made), "127.0.0.1", port, backlog=512)
-        await server.serve_forever()
+async def main(port: int, lengths: list[int], per_chunk: int, folder: str) -> None:
+    fake = FakeVllm(model=MODEL, context_length=1 << 20, folder=folder)
+    made = {tokens: answers(tokens, per_chunk) for tokens in lengths}
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(lambda: Upstream(fake, made), "127.0.0.1", port, backlog=512)
+    await server.serve_forever()
 
 
 if __name__ == "__main__":
-    uvloop.run(main(int(sys.argv[1]), [int(length) for length in sys.argv[2].split(",")], int(sys.argv[3])))
+    uvloop.run(
+        main(int(sys.argv[1]), [int(length) for length in sys.argv[2].split(",")], int(sys.argv[3]), sys.argv[4])
+    )
