@@ -56,7 +56,6 @@ def test_reports_invalid_options() -> None:
         (("submit", "swe-task", "--samples", "2", "--group-size", "3"), "needs at least 3 samples"),
         (("submit", "swe-task", "--group-policy", "luck"), "no policy 'luck'"),
         (("submit", "swe-task", "--overflow", "sell"), "'cancel', 'keep'"),
-        (("submit", "swe-task", "--seed", "1", "--instances", "2"), "not both"),
         (("submit", "swe-task", "--harness", "no-such"), "no-such"),
         (("cancel", "roll_none"), "no job, group or rollout"),
         (("results", "job_none"), "no job job_none"),

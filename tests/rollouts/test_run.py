@@ -220,7 +220,6 @@ async def _until_calls(home: Path, count: int) -> None:
         ["swe-task", "--engine", "no-such-engine"],
         ["swe-task", "--engine", "vllm"],
         ["swe-task", "--harness", "no-such-harness", *PLAYER],
-        ["swe-task", "--seed", "1", "--instances", "2"],
     ],
 )
 def test_usage_errors_are_one_line(polar_home: Path, arguments: list[str]) -> None:
