@@ -244,7 +244,7 @@ def find_adapter(name: str, version: str | None = None) -> tuple[HarnessAdapter,
         if version is not None and inline is not None and version != inline:
             raise UsageError(f"Two versions are given: {name} and --version {version}.")
         return get_adapter(bare), version or inline
-    except (HarnessError, TypeError) as error:
+    except HarnessError as error:
         raise UsageError(str(error)) from error
 
 
