@@ -10,14 +10,14 @@ import importlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_group
 
 from polar_proxy import __version__
-from polar_proxy.errors import PolarError
+from polar_proxy.errors import PolarError, UsageError
 from polar_proxy.terminal import configure_logging, message_lines
 
 
@@ -116,6 +116,17 @@ def make_command(name: str) -> Any:
     return get_group(group).commands[name]
 
 
+_EXTRAS = {
+    **dict.fromkeys(("llguidance", "torch", "transformers", "tokenizers", "safetensors"), "local"),
+    "aiodocker": "docker",
+    "asyncpg": "postgres",
+    "ray": "ray",
+    "peft": "lora",
+    "matplotlib": "curves",
+    "tensorboard": "tensorboard",
+}
+"""Packages that are not installed with Polar alone, each with the extra of pyproject.toml that brings it."""
+
 app = typer.Typer(
     name="polar",
     cls=VerbGroup,
@@ -148,11 +159,19 @@ def main() -> None:
         app()
     except SystemExit:
         raise
+    except ModuleNotFoundError as error:
+        if (extra := _EXTRAS.get((error.name or "").partition(".")[0])) is None:
+            raise
+        _exit_with(UsageError(f"This command needs {error.name}: pip install 'polar-proxy[{extra}]'."))
     except _expected_errors() as error:
-        from polar_proxy.cli.output import err, styled
+        _exit_with(error)
 
-        err.print(styled("[bold red]error:[/] "), message_lines(str(error)), sep="", soft_wrap=True)
-        sys.exit(getattr(error, "exit_code", 1))
+
+def _exit_with(error: Exception) -> NoReturn:
+    from polar_proxy.cli.output import err, styled
+
+    err.print(styled("[bold red]error:[/] "), message_lines(str(error)), sep="", soft_wrap=True)
+    sys.exit(getattr(error, "exit_code", 1))
 
 
 def _expected_errors() -> tuple[type[Exception], ...]:

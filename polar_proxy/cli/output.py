@@ -218,6 +218,10 @@ class RolloutProgressView:
     def show(self) -> contextlib.AbstractContextManager[object]:
         return _live(self._table, self._is_live)
 
+    @property
+    def rollout_ids(self) -> list[str]:
+        return list(self._lines)
+
     def stage(self, rollout_id: str, status: str, detail: str = "") -> None:
         line = self._lines.get(rollout_id)
         if line is None:

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 import pytest
 
+from polar_proxy.errors import StoreError
 from polar_proxy.store import RewardRow, Store, open_store
 from polar_proxy.traces.builders import build
 from sandboxes import self_test
@@ -197,6 +199,34 @@ async def test_a_stopped_run_leaves_nothing_behind(polar_home: Path, kind: str, 
         assert [row.reward for row in stopped] == [None, None]
         assert [row.trained_tokens == row.completion_tokens > 0 for row in stopped] == [True, True]
     assert not strays(polar_home)
+
+
+async def test_ctrl_c_prints_the_rollouts_that_finished(polar_home: Path, tmp_path: Path) -> None:
+    """The first rollout makes a folder and ends; the second finds it and sleeps."""
+    agent = f"shell:sh -c 'mkdir {tmp_path}/first 2>/dev/null || sleep 600'"
+    command = [*POLAR, *PLAYER, "--harness", agent, "--instances", "2", "--concurrency", "1", "--sandbox", "process"]
+    process = subprocess.Popen([*command, "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while "running" not in (statuses := await _statuses_by_seed(polar_home))[1:]:
+        assert time.monotonic() < deadline, statuses
+        await asyncio.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    document, words = process.communicate(timeout=120)
+    assert process.returncode == 130, words
+    (row,) = orjson.loads(document)["rollouts"]
+    assert (row["seed"], row["status"]) == (0, statuses[0])
+    assert "stopped by SIGINT" in words
+    assert not strays(polar_home)
+
+
+async def _statuses_by_seed(home: Path) -> list[str]:
+    if not (home / "polar.db").exists():
+        return []
+    try:
+        async with await open_recorded(home) as store:
+            return [row.status for row in sorted(await store.rollouts.find(), key=lambda row: row.seed or 0)]
+    except StoreError:  # the schema may be half made yet
+        return []
 
 
 async def _until_calls(home: Path, count: int) -> None:
