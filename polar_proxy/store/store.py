@@ -43,11 +43,11 @@ class Store:
         self.display_url = display_url(database.url)
         self._artifacts_folder = artifacts
         self._marks_folder = artifacts.parent / "unrecorded"
-        self._writers = AsyncExitStack()
+        self._flushing = AsyncExitStack()
         """Stops what writes in batches, the newest first."""
         # One conversation (calls, open_calls, traces, rescores: below)
         self.sessions = SessionRepository(database)
-        self._writers.push_async_callback(self.sessions.stop)
+        self._flushing.push_async_callback(self.sessions.stop)
         # One rollout
         self.tasks = TaskRepository(database)
         self.rollouts = RolloutRepository(database)
@@ -67,25 +67,25 @@ class Store:
         # The whole database (maintenance, archive: below)
 
     @cached_property
-    def _call_writer(self) -> GroupCommit:
+    def _writer(self) -> GroupCommit:
         from polar_proxy.store.group_commit import GroupCommit
 
         writer = GroupCommit(self.database)
-        self._writers.push_async_callback(writer.stop)
+        self._flushing.push_async_callback(writer.stop)
         return writer
 
     @cached_property
     def calls(self) -> CallRepository:
         from polar_proxy.store.calls import CallRepository
 
-        return CallRepository(self.database, self._call_writer)
+        return CallRepository(self.database, self._writer)
 
     @cached_property
     def open_calls(self) -> OpenCallRepository:
         from polar_proxy.store.calls import OpenCallRepository
 
-        open_calls = OpenCallRepository(self.database, self._call_writer)
-        self._writers.push_async_callback(open_calls.stop)
+        open_calls = OpenCallRepository(self.database, self._writer)
+        self._flushing.push_async_callback(open_calls.stop)
         return open_calls
 
     @cached_property
@@ -128,7 +128,7 @@ class Store:
 
     async def flush(self) -> None:
         """Write the calls that wait for their commit, and refuse more."""
-        await self._writers.aclose()
+        await self._flushing.aclose()
 
 
 @asynccontextmanager
