@@ -216,7 +216,7 @@ def list_adapters() -> tuple[str, ...]:
 def get_adapter(name: str) -> HarnessAdapter:
     """Return an adapter. `name`: a built-in name, ``module:Class`` for your own, or ``shell:`` and a command line.
 
-    Raises `UnknownHarnessError` if there is no such adapter, `TypeError` if the class is not an adapter.
+    Raises `UnknownHarnessError` if there is no such adapter, or the class is not an adapter.
     """
     if name.startswith(_SHELL_PREFIX):
         from harness_adapters.shell import ShellCommand  # imported here, because it imports this module
@@ -233,6 +233,20 @@ def get_adapter(name: str) -> HarnessAdapter:
         adapter = getattr(importlib.import_module(module_name), class_name)()
     except (ImportError, AttributeError) as error:
         raise UnknownHarnessError(f"cannot load harness adapter {target!r}: {error}") from error
+    except TypeError as error:  # a function, or a class that needs arguments
+        raise UnknownHarnessError(f"{_not_an_adapter(target)}, without arguments: {error}") from error
     if not isinstance(adapter, HarnessAdapter):
-        raise TypeError(f"{target} is not a harness adapter: see harness_adapters.base.HarnessAdapter")
+        raise UnknownHarnessError(f"{_not_an_adapter(target)}: it lacks {', '.join(_missing_members(adapter))}")
     return adapter
+
+
+def _not_an_adapter(target: str) -> str:
+    return (
+        f"{target} is not a harness adapter: name a class that is derived from NpmHarness, VenvHarness or BaseHarness "
+        "(harness_adapters.toolkit)"
+    )
+
+
+def _missing_members(adapter: object) -> list[str]:
+    members = ("name", "default_version", "info", "install", "is_installed", "launch", "interpret")
+    return [name for name in members if not hasattr(adapter, name)]

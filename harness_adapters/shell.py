@@ -28,6 +28,9 @@ from harness_adapters.base import (
 from harness_adapters.toolkit.adapter import BaseHarness
 
 _PLACEHOLDER = re.compile(r"\{\{|\}\}|\{mount:(?P<path>[^{}]+)\}|\{(?P<name>[a-z_]+)\}")
+_QUOTED = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*"|\\.""", re.DOTALL)
+_OPERATOR = re.compile(r"\d*(?:<|>>?)\S*|&>\S*|\|\|?|&&?|\S*;", re.ASCII)
+"""A word that a shell would not pass to the program: a redirection, a pipe, or what separates two commands."""
 _SHELLS = {"sh", "bash", "dash", "zsh", "ksh", "fish"}
 _KEY_NAME = "OPENAI_API_KEY"
 _CONTEXT_NAMES = ("base_url", "root_url", "model", "instruction", "home", "workdir")
@@ -107,6 +110,11 @@ class ShellCommand(BaseHarness):
             words = shlex.split(self._command)
         except ValueError as error:
             raise HarnessError(f"the command after shell: cannot be split into words ({error})") from error
+        if (operator := _find_operator(self._command)) is not None:
+            raise HarnessError(
+                f"the command after shell: has {operator}, but no shell reads it, so the program would get it as an "
+                "argument: write shell:bash -c 'COMMAND', with \"$POLAR_INSTRUCTION\" in it for the task, or quote it"
+            )
         if not words:
             raise HarnessError("the command is missing: --harness 'shell:my-agent --model {model} {instruction}'")
         for word in words:
@@ -121,6 +129,12 @@ class ShellCommand(BaseHarness):
                 'use "$POLAR_INSTRUCTION" inside the script instead of {instruction}'
             )
         return words
+
+
+def _find_operator(command: str) -> str | None:
+    """Return the first unquoted word that only a shell understands, such as `>` or `&&`."""
+    words = _QUOTED.sub("_", command).split()
+    return next((word for word in words if _OPERATOR.fullmatch(word)), None)
 
 
 def _mounts(words: Iterable[str]) -> tuple[Path, ...]:

@@ -7,6 +7,7 @@ settings: `POLAR_GATEWAY__PORT=9000`. No other module reads the environment.
 
 from __future__ import annotations
 
+import ipaddress
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -296,6 +297,16 @@ class Settings(BaseSettings):
     @property
     def harness_cache(self) -> Path:
         return (self.harnesses or self.home / "harnesses").expanduser().absolute()
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine can reach a socket bound to `host`."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def child_environment(added: Mapping[str, str]) -> dict[str, str]:

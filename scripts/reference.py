@@ -91,22 +91,22 @@ class Parameter:
 
 def commands() -> Iterator[tuple[str, str, list[Parameter]]]:
     """Yield every command and group of `polar`: full name, help text, parameters."""
-    from polar_proxy.cli.app import app
+    from polar_proxy.cli.app import VERBS, app
 
-    def walk(name: str, group: typer.Typer) -> Iterator[tuple[str, str, list[Parameter]]]:
-        root = group.registered_callback.callback if group.registered_callback else None
-        documented = root if root is not None and root.__doc__ else None
-        text = documented.__doc__ if documented else group.info.help
+    def describe(name: str, command: Callable[..., None] | typer.Typer) -> Iterator[tuple[str, str, list[Parameter]]]:
+        if not isinstance(command, typer.Typer):
+            yield name, inspect.cleandoc(command.__doc__ or ""), _parameters(command)
+            return
+        root = command.registered_callback.callback if command.registered_callback else None
+        text = root.__doc__ if root is not None and root.__doc__ else command.info.help
         yield name, inspect.cleandoc(str(text or "")), _parameters(root) if root is not None else []
-        for command in group.registered_commands:
-            function = command.callback
-            assert function is not None
-            yield f"{name} {command.name}", inspect.cleandoc(function.__doc__ or ""), _parameters(function)
-        for child in group.registered_groups:
-            assert child.typer_instance is not None
-            yield from walk(f"{name} {child.name}", child.typer_instance)
+        for single in command.registered_commands:
+            assert single.callback is not None
+            yield from describe(f"{name} {single.name}", single.callback)
 
-    yield from walk("polar", app)
+    yield from describe("polar", app)
+    for name, verb in VERBS.items():
+        yield from describe(f"polar {name}", verb.load())
 
 
 def _parameters(function: Callable[..., Any]) -> list[Parameter]:

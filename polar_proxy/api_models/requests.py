@@ -26,9 +26,9 @@ class JobRequest(JobSpec):
     task_specs: list[dict[str, Any]] | None = None
     """The tasks themselves, each as in a line of a task file."""
     seed: int | None = Field(None, ge=0, le=MAX_INTEGER)
-    """Only this instance of `task`; in a file: the task at this position."""
+    """Number of the first instance of `task`; in a file: position of the first task, from 0. Alone: only this one."""
     instances: int | None = Field(None, ge=1, le=MAX_INTEGER)
-    """The first N tasks. Default: one of a family; all of a file, a folder or `task_specs`."""
+    """N tasks, from `seed` on. Default: one of a family; all of a file, a folder or `task_specs`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -39,10 +39,6 @@ class JobRequest(JobSpec):
     def _check_source(self) -> JobRequest:
         if (self.task is None) == (self.task_specs is None):
             raise ValueError("give either task or task_specs")
-        if self.seed is not None and self.instances is not None:
-            raise ValueError(
-                "give seed (run only the instance with this number) or instances (run the first N), not both"
-            )
         if self.task_specs is not None and self.seed is not None:
             raise ValueError("seed can be given with task only, not with task_specs")
         return self

@@ -1,44 +1,140 @@
-"""The `polar` command. Each verb parses its options, calls the library and prints the result."""
+"""The `polar` command. Each verb parses its options, calls the library and prints the result.
+
+A verb's module is imported when the verb is used: `polar --version` and `polar --help` import none of them, and no verb
+imports what only another one needs. `tests/cli/test_imports.py` lists what a verb may import.
+"""
 
 from __future__ import annotations
 
+import importlib
 import sys
-from typing import Annotated
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_group
 
-from harness_adapters.base import HarnessError
 from polar_proxy import __version__
-from polar_proxy.cli import admin, conformance, harness, rollouts, serve, show, traces, train
-from polar_proxy.cli.output import err, styled
-from polar_proxy.errors import PolarError
+from polar_proxy.errors import PolarError, UsageError
 from polar_proxy.terminal import configure_logging, message_lines
-from sandboxes.base import SandboxError
+
+
+@dataclass(frozen=True, slots=True)
+class Verb:
+    """A command of `polar`, or a group of commands, which is imported when it is used."""
+
+    target: str
+    """The function or the `typer.Typer`, as module:name in `polar_proxy.cli`."""
+    help: str
+    """The first paragraph of its help text, for `polar --help`."""
+
+    def load(self) -> Callable[..., None] | typer.Typer:
+        """Import the function or the group."""
+        module, _, name = self.target.partition(":")
+        loaded: Callable[..., None] | typer.Typer = getattr(importlib.import_module(f"polar_proxy.cli.{module}"), name)
+        return loaded
+
+
+VERBS = {
+    "run": Verb(
+        "rollouts:run", "Run an agent on tasks; record its model calls, score its work and build training sequences."
+    ),
+    "serve": Verb(
+        "serve:serve",
+        "Serve the gateway and the HTTP API until stopped. --json prints one JSON document when the server is ready.",
+    ),
+    "node": Verb("serve:node", "Add this machine to a Ray cluster until stopped."),
+    "submit": Verb("rollouts:submit", "Queue rollouts and print the job's id."),
+    "status": Verb("rollouts:status", "Show the progress of jobs."),
+    "results": Verb("rollouts:results", "Show the rollouts of a job with their rewards."),
+    "watch": Verb(
+        "rollouts:watch",
+        "Show the progress of a job until it has ended. The exit code is 0 if it is done, 1 if it was cancelled.",
+    ),
+    "events": Verb("rollouts:events", "Print events as they happen, one JSON object per line."),
+    "cancel": Verb("rollouts:cancel", "Cancel a job, a group or a rollout."),
+    "pause": Verb("rollouts:pause", "Pause a job: start no more of its rollouts. Running rollouts continue."),
+    "resume": Verb("rollouts:resume", "Resume a paused job."),
+    "reward": Verb("rollouts:reward", "Add a reward to a rollout. Earlier rewards are kept."),
+    "sessions": Verb("show:sessions", "List sessions, newest first."),
+    "show": Verb("show:show", "Show a rollout, a session or a call in full."),
+    "export": Verb(
+        "traces:export",
+        "Write recorded runs as JSON lines, and print counts of what was left out to standard error.",
+    ),
+    "build": Verb(
+        "traces:build",
+        "Build the traces of rollouts and sessions from their recorded calls, replacing the builder's earlier traces.",
+    ),
+    "audit": Verb(
+        "traces:audit", "Score traces again with the engine, and compare with the recorded log-probabilities."
+    ),
+    "rescore": Verb(
+        "traces:rescore",
+        "Give recorded text the tokens and log-probabilities of another engine, and build off-policy traces from it.",
+    ),
+    "conformance": Verb(
+        "conformance:conformance",
+        "Run the real agents through Polar and measure what arrives: calls, edges, retries, losses.",
+    ),
+    "session": Verb("admin:session_app", "Create sessions for agents that you start yourself."),
+    "key": Verb("admin:key_app", "Manage keys of the HTTP API."),
+    "service": Verb("admin:service_app", "Pause, resume and drain servers."),
+    "harness": Verb("harness:app", "List, install and check agents."),
+    "db": Verb("admin:db_app", "Inspect, check, prune and archive the database."),
+    "doctor": Verb(  # the module of its last command, which adds that command to it
+        "conformance:doctor_app",
+        "Show what is installed, what is missing and how to get it. The exit code is 1 if a required part is missing.",
+    ),
+    "train": Verb("train:app", "Train a policy on rollouts."),
+}
+"""The verbs in the order of `polar --help`."""
+
+
+class VerbGroup(TyperGroup):
+    """The group of all verbs. Listed, completed and misspelt verbs are not imported; the one that is used is."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self.commands = {name: TyperCommand(name, help=verb.help) for name, verb in VERBS.items()}
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        name, listed, rest = super().resolve_command(ctx, args)
+        return name, listed if name is None else make_command(name), rest
+
+
+def make_command(name: str) -> Any:
+    """Import a verb, and return its command."""
+    loaded = VERBS[name].load()
+    group = typer.Typer(rich_markup_mode="markdown")
+    if isinstance(loaded, typer.Typer):
+        group.add_typer(loaded, name=name)
+    else:
+        group.command(name)(loaded)
+    return get_group(group).commands[name]
+
+
+_EXTRAS = {
+    **dict.fromkeys(("llguidance", "torch", "transformers", "tokenizers", "safetensors"), "local"),
+    "aiodocker": "docker",
+    "asyncpg": "postgres",
+    "ray": "ray",
+    "peft": "lora",
+    "matplotlib": "curves",
+    "tensorboard": "tensorboard",
+}
+"""Packages that are not installed with Polar alone, each with the extra of pyproject.toml that brings it."""
 
 app = typer.Typer(
     name="polar",
+    cls=VerbGroup,
     help="A flight recorder for coding agents: point an agent at Polar, get token-faithful trajectories.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-for verb in (
-    *(rollouts.run, serve.serve, serve.node),
-    *(rollouts.submit, rollouts.status, rollouts.results, rollouts.watch, rollouts.events, rollouts.cancel),
-    *(rollouts.pause, rollouts.resume, rollouts.reward, show.sessions, show.show),
-    *(traces.export, traces.build, traces.audit, traces.rescore, conformance.conformance),
-):
-    app.command(verb.__name__)(verb)
-for name, group in {
-    "session": admin.session_app,
-    "key": admin.key_app,
-    "service": admin.service_app,
-    "harness": harness.app,
-    "db": admin.db_app,
-    "doctor": harness.doctor_app,
-    "train": train.app,
-}.items():
-    app.add_typer(group, name=name)
 
 
 def _print_version(value: bool) -> None:
@@ -61,6 +157,26 @@ def main() -> None:
     configure_logging()
     try:
         app()
-    except (PolarError, HarnessError, SandboxError) as error:
-        err.print(styled("[bold red]error:[/] "), message_lines(str(error)), sep="", soft_wrap=True)
-        sys.exit(getattr(error, "exit_code", 1))
+    except SystemExit:
+        raise
+    except ModuleNotFoundError as error:
+        if (extra := _EXTRAS.get((error.name or "").partition(".")[0])) is None:
+            raise
+        _exit_with(UsageError(f"This command needs {error.name}: pip install 'polar-proxy[{extra}]'."))
+    except _expected_errors() as error:
+        _exit_with(error)
+
+
+def _exit_with(error: Exception) -> NoReturn:
+    from polar_proxy.cli.output import err, styled
+
+    err.print(styled("[bold red]error:[/] "), message_lines(str(error)), sep="", soft_wrap=True)
+    sys.exit(getattr(error, "exit_code", 1))
+
+
+def _expected_errors() -> tuple[type[Exception], ...]:
+    """Return the errors that are printed in one line. Called for an error only: a command without one imports less."""
+    from harness_adapters.base import HarnessError
+    from sandboxes.base import SandboxError
+
+    return PolarError, HarnessError, SandboxError

@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
+import importlib
+import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from importlib.machinery import PathFinder
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 import typer
 from pydantic import ValidationError
 
+from polar_proxy.allowed_code import is_code
 from polar_proxy.cli.output import err, styled
-from polar_proxy.config import Settings
+from polar_proxy.config import Settings, is_loopback
 from polar_proxy.errors import UsageError
 
 if TYPE_CHECKING:  # sqlalchemy, httpx and fastapi take a second to import, and `polar --help` needs none of them
@@ -45,6 +49,27 @@ def load_settings(
         raise UsageError(f"The settings (polar.toml, POLAR_... variables) cannot be read: {error}.") from error
     settings.allowed_code = settings.allowed_code.union(allow_code or ())
     return settings
+
+
+def import_named_code(*names: str | None) -> None:
+    """Import the modules of names `module:object` that are in the current folder, as `python -m` would find them.
+
+    Only for names that the user typed. The folder is on the module path during these imports and not after them, so
+    that a name in a task, a request or a settings file finds nothing there. A module that is not in the folder is left
+    to whoever uses the name. Raises UsageError if a module cannot be imported.
+    """
+    folder = os.getcwd()
+    for name in names:
+        module = (name or "").partition(":")[0]
+        if name is None or not is_code(name) or PathFinder.find_spec(module.partition(".")[0], [folder]) is None:
+            continue
+        sys.path.insert(0, folder)
+        try:
+            importlib.import_module(module)
+        except Exception as error:
+            raise UsageError(f"Cannot load {name} from {folder}: {type(error).__name__}: {error}.") from error
+        finally:
+            sys.path.remove(folder)
 
 
 def given(flags: dict[str, Any]) -> dict[str, Any]:
@@ -177,8 +202,6 @@ def api_key_for(settings: Settings) -> str | None:
 
 def is_local_url(url: str) -> bool:
     """Return whether the server is on this machine. Raises UsageError for an invalid URL."""
-    from polar_proxy.gateway import is_loopback
-
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise UsageError(f"{url!r} is not the URL of a server: write http://HOST:PORT.")

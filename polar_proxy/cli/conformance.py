@@ -16,7 +16,7 @@ from rich.text import Text
 
 from harness_adapters.base import HarnessAdapter, list_adapters
 from polar_proxy.cli import options
-from polar_proxy.cli.common import load_settings, run_async
+from polar_proxy.cli.common import import_named_code, load_settings, run_async
 from polar_proxy.cli.harness import doctor_app, find_adapter, install_harness
 from polar_proxy.cli.output import err, make_table, out, print_result, styled
 from polar_proxy.terminal import one_line
@@ -80,6 +80,7 @@ def conformance(
         options.require_choice("check", name, CHECKS)
     for name in template or ():
         options.require_choice("template", name, TEMPLATES)
+    import_named_code(engine)
     settings = load_settings(None, engine={"kind": engine, "url": engine_url, "model": model})
     adapters = _find_adapters(harness or ["all"])
     common: Json = {"cache": settings.harness_cache, "patience": patience, "progress": _print_progress}
@@ -187,6 +188,7 @@ def drift(
     from polar_proxy.conformance.forced_vllm import prescribed_engine
     from polar_proxy.engines.factory import make_engine
 
+    import_named_code(engine)
     settings = load_settings(None, engine={"kind": engine, "url": engine_url, "model": model})
     awkward = awkward or settings.engine.kind == "scripted"
     used = (prescribed_engine if awkward else make_engine)(settings.engine)

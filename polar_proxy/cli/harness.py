@@ -21,7 +21,7 @@ from harness_adapters.base import (
     split_version,
 )
 from polar_proxy.cli import options
-from polar_proxy.cli.common import load_settings, open_database, run_async
+from polar_proxy.cli.common import import_named_code, load_settings, open_database, run_async
 from polar_proxy.cli.output import make_table, out, print_checks, print_note, print_result, spinner, styled
 from polar_proxy.errors import UsageError
 from polar_proxy.terminal import one_line
@@ -112,16 +112,45 @@ def show_info(name: NameArgument, as_json: options.AsJson = False) -> None:
 
 
 @app.command("install")
-def install(name: NameArgument, version: VersionOption = None, as_json: options.AsJson = False) -> None:
-    """Install a harness into the cache, unless it is already there."""
+def install(
+    names: Annotated[
+        list[str], typer.Argument(metavar="NAME...", help="NAME[@VERSION] or module:Class, several times.")
+    ],
+    version: VersionOption = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Install harnesses into the cache, unless they are already there.
+
+    One that cannot be installed does not stop the others. The exit code is then 1.
+    """
+    if version is not None and len(names) > 1:
+        raise UsageError("--version is for one harness; with several, write NAME@VERSION.")
     cache = load_settings().harness_cache
-    adapter, version = find_adapter(name, version)
+    adapters = [find_adapter(name, version) for name in names]
+    installed: list[Json] = []
+    failed: list[Json] = []
+    for adapter, wanted in adapters:
+        try:
+            installed.append(_install_timed(adapter, wanted, cache, quiet=as_json))
+        except HarnessError as error:
+            failed.append({"name": adapter.name, "error": str(error)})
+            if not as_json:
+                print_note(f"{adapter.name} was not installed: {error}")
+    print_result({"installed": installed, "failed": failed}, lambda: None, as_json, good=not failed)
+
+
+def _install_timed(adapter: HarnessAdapter, version: str | None, cache: Path, *, quiet: bool) -> Json:
+    """Install a harness, and print how long it took."""
     already = adapter.is_installed(cache, version)
     started = time.monotonic()
-    installed = install_harness(adapter, version, cache, quiet=as_json)
+    installed = install_harness(adapter, version, cache, quiet=quiet)
     seconds = round(time.monotonic() - started, 1)
     megabytes = _megabytes(installed.root)
-    found = {
+    if not quiet:
+        did = "already installed" if already else f"installed in {seconds:.0f} s"
+        text = f"{installed.name} {installed.version}: {did}, {megabytes} MB in {installed.root}"
+        out.print(one_line(text), soft_wrap=True)
+    return {
         "name": installed.name,
         "version": installed.version,
         "already_there": already,
@@ -129,9 +158,6 @@ def install(name: NameArgument, version: VersionOption = None, as_json: options.
         "megabytes": megabytes,
         "path": str(installed.root),
     }
-    did = "already installed" if already else f"installed in {seconds:.0f} s"
-    text = f"{installed.name} {installed.version}: {did}, {megabytes} MB in {installed.root}"
-    print_result(found, text, as_json)
 
 
 @app.command("check")
@@ -243,8 +269,9 @@ def find_adapter(name: str, version: str | None = None) -> tuple[HarnessAdapter,
             check_version(version)
         if version is not None and inline is not None and version != inline:
             raise UsageError(f"Two versions are given: {name} and --version {version}.")
+        import_named_code(bare)
         return get_adapter(bare), version or inline
-    except (HarnessError, TypeError) as error:
+    except HarnessError as error:
         raise UsageError(str(error)) from error
 
 

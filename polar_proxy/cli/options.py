@@ -72,10 +72,14 @@ Where = Annotated[
 Sessions = Annotated[list[str] | None, typer.Option("--session", help="Only this session. Repeatable.")]
 Seed = Annotated[
     int | None,
-    typer.Option(min=0, help="Run only instance N of a task family, or task N (from 0) of a file or folder."),
+    typer.Option(
+        min=0,
+        help="First instance of a task family, or first task (from 0) of a file or folder. Alone: run only this one.",
+    ),
 ]
 Instances = Annotated[
-    int | None, typer.Option(min=1, help="Run the first N tasks. Default: all of a file or folder, one of a family.")
+    int | None,
+    typer.Option(min=1, help="Run N tasks, from --seed on. Default: all of a file or folder, one of a family."),
 ]
 Concurrency = Annotated[int | None, typer.Option(min=1, help="Rollouts at a time.")]
 PauseFor = Annotated[float | None, typer.Option("--for", help="Resume automatically after N seconds.")]

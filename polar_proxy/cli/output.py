@@ -16,7 +16,6 @@ import typer
 from pydantic import BaseModel
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Span, Text
@@ -162,6 +161,8 @@ def last_command(message: Message) -> str:
 @contextlib.contextmanager
 def progress_bars() -> Iterator[Callable[..., None]]:
     """Yield `update(kind of work, done, total, note="")`; each kind of work gets a bar at its first update."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
     bars: dict[str, TaskID] = {}
     name, end = (TextColumn(field, markup=False) for field in ("{task.description}", "{task.fields[note]}"))
     columns = (name, BarColumn(), MofNCompleteColumn(), end)
@@ -217,6 +218,10 @@ class RolloutProgressView:
 
     def show(self) -> contextlib.AbstractContextManager[object]:
         return _live(self._table, self._is_live)
+
+    @property
+    def rollout_ids(self) -> list[str]:
+        return list(self._lines)
 
     def stage(self, rollout_id: str, status: str, detail: str = "") -> None:
         line = self._lines.get(rollout_id)

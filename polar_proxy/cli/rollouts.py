@@ -4,9 +4,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import orjson
@@ -19,6 +20,7 @@ from polar_proxy.cli import options
 from polar_proxy.cli.common import (
     database_url,
     given,
+    import_named_code,
     is_local_url,
     load_client_settings,
     load_settings,
@@ -85,11 +87,13 @@ def run(
 ) -> None:
     """Run an agent on tasks; record its model calls, score its work and build training sequences.
 
-    The exit code is 0 if every rollout reached a final status, whatever its reward.
+    The exit code is 0 if every rollout reached a final status, whatever its reward. Ctrl-C prints those that had, and
+    the exit code is 130.
     """
     from polar_proxy.store import display_url
     from polar_proxy.tasks import load_tasks
 
+    import_named_code(task, rollout_options.get("harness"), engine, *(allow_code or ()))
     settings = load_settings(
         db,
         allow_code=allow_code,
@@ -105,15 +109,26 @@ def run(
         print_refused_task(str(refusal))
     if not tasks:
         raise UsageError(f"{task} contains no task that can be run ({len(refused or ())} refused).")
-    rows = run_async(_run(settings, tasks, code, quiet=as_json))
     url = display_url(database_url(settings))
-    document: Json = {"rollouts": [{name: getattr(row, name) for name in _SUMMARY} for row in rows], "db": url}
-    if refused is not None:
-        document["refused"] = refused
-    print_result(document, lambda: _print_summary(rows, url), as_json)
+
+    def report(rows: list[RolloutRow]) -> None:
+        document: Json = {"rollouts": [{name: getattr(row, name) for name in _SUMMARY} for row in rows], "db": url}
+        if refused is not None:
+            document["refused"] = refused
+        print_result(document, lambda: _print_summary(rows, url), as_json)
+
+    run_async(_run(settings, tasks, code, report, quiet=as_json))
 
 
-async def _run(settings: Settings, tasks: list[Task], code: AllowedCode, *, quiet: bool) -> list[RolloutRow]:
+async def _run(
+    settings: Settings,
+    tasks: list[Task],
+    code: AllowedCode,
+    report: Callable[[list[RolloutRow]], None],
+    *,
+    quiet: bool,
+) -> None:
+    """Run the tasks and report their rollouts; if the run is cancelled, report those that finished before."""
     from polar_proxy.engines.factory import make_engine
     from polar_proxy.rollouts import local_gateway, recover, run_job
     from polar_proxy.traces.grades import DistributionNotes
@@ -128,9 +143,15 @@ async def _run(settings: Settings, tasks: list[Task], code: AllowedCode, *, quie
             async with local_gateway(settings, engine, store) as gateway:
                 gateway.observe(view.call)
                 gateway.observe(DistributionNotes(print_note))
-                with view.show():
-                    spec = settings.run.job_spec()
-                    return await run_job(tasks, spec, settings, engine, store, gateway, view, print_note, code)
+                spec = settings.run.job_spec()
+                try:
+                    with view.show():
+                        rows = await run_job(tasks, spec, settings, engine, store, gateway, view, print_note, code)
+                except asyncio.CancelledError:
+                    known = [await store.rollouts.get(rollout_id) for rollout_id in view.rollout_ids]
+                    report([row for row in known if row is not None and row.final and row.status != "cancelled"])
+                    raise
+        report(rows)
 
 
 def _print_summary(rows: list[RolloutRow], url: str) -> None:
@@ -190,7 +211,10 @@ def submit(
     from polar_proxy.client import BadRequestError
 
     chosen = given({"seed": seed, "instances": instances}) | rollout_options
-    task = _absolute_task(task, load_client_settings(url, db).url)
+    server = load_client_settings(url, db).url
+    if server is None:
+        import_named_code(task, rollout_options.get("harness"))
+    task = _absolute_task(task, server)
     request = _make_request(JobRequest, task=task, **chosen)
     try:
         job = with_client(url, db, lambda client: client.submit(request, idempotency_key=key), create=True)

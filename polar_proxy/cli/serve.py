@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from polar_proxy.cli import options
-from polar_proxy.cli.common import load_settings, open_database, run_async
+from polar_proxy.cli.common import import_named_code, load_settings, open_database, run_async
 from polar_proxy.cli.output import out, print_json, print_note, styled
 from polar_proxy.config import Settings
 from polar_proxy.errors import PolarError, UsageError
@@ -60,6 +60,7 @@ def serve(
     as_json: options.AsJson = False,
 ) -> None:
     """Serve the gateway and the HTTP API until stopped. --json prints one JSON document when the server is ready."""
+    import_named_code(engine, *(allow_code or ()))
     settings = load_settings(
         db,
         allow_code=allow_code,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import sys
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, BinaryIO, cast
 import typer
 
 from polar_proxy.cli import options
-from polar_proxy.cli.common import load_settings, with_store
+from polar_proxy.cli.common import import_named_code, load_settings, with_store
 from polar_proxy.cli.output import (
     err,
     format_counts,
@@ -65,6 +66,7 @@ def build(
         raise UsageError("Give either ids or --where, not both.")
     if on_drift == "rescore" and engine is None:
         raise UsageError("--on-drift rescore scores with an engine: name it with --engine.")
+    import_named_code(engine)
     settings = load_settings(db, engine={"kind": engine, "url": engine_url, "model": model})
 
     async def work(store: Store) -> RebuildReport:
@@ -138,6 +140,7 @@ def audit(
 
     Each trace gets a grade, which is stored. The exit code is 1 if a trace was rejected.
     """
+    import_named_code(engine)
     settings = load_settings(db, engine={"kind": engine, "url": engine_url, "model": model})
 
     async def work(store: Store) -> Json:
@@ -231,6 +234,7 @@ def rescore(
     """
     if engine is None:
         raise UsageError("Name the engine that scores: --engine vllm --engine-url URL, or --engine local.")
+    import_named_code(engine)
     settings = load_settings(db, engine={"kind": engine, "url": engine_url, "model": model})
 
     async def work(store: Store) -> Json:
@@ -287,31 +291,43 @@ def export(
 ) -> None:
     """Write recorded runs as JSON lines, and print counts of what was left out to standard error.
 
-    --json prints these counts as one JSON document on standard output; --out must then be a file.
+    --json prints these counts as one JSON document on standard output; --out must then be a file. Ctrl-C prints the
+    counts of what is on standard output so far; a file is written completely or not at all.
     """
     if as_json and file == "-":
         raise UsageError("--json reports on standard output, so --out must be a file.")
 
     async def work(store: Store) -> ExportReport:
+        from polar_proxy.export import ExportReport
         from polar_proxy.export import export as write_rows
 
-        with open_output(file) as target:
-            return await write_rows(
-                store,
-                form,
-                target.write,
-                where=where,
-                session_ids=session or (),
-                builder=builder,
-                all_grades=all_grades,
-                advantage=advantage,
-            )
+        report = ExportReport()
+        try:
+            with open_output(file) as target:
+                return await write_rows(
+                    store,
+                    form,
+                    target.write,
+                    where=where,
+                    session_ids=session or (),
+                    builder=builder,
+                    all_grades=all_grades,
+                    advantage=advantage,
+                    report=report,
+                )
+        except asyncio.CancelledError:
+            fate = "written so far" if file == "-" else f"{file} was not written, because it would be incomplete"
+            print_note(f"{_export_counts(report)}; {fate}")
+            raise
 
     report = with_store(load_settings(db), work)
-    counts = f"{report.rows} rows from {report.rollouts} rollouts and {report.sessions} other sessions"
     left_out = format_counts(report.left_out) if report.left_out else "nothing"
     found = {"out": file, "format": form, **report.to_json()}
-    print_result(found, lambda: err.print(one_line(f"{counts}; left out: {left_out}")), as_json)
+    print_result(found, lambda: err.print(one_line(f"{_export_counts(report)}; left out: {left_out}")), as_json)
+
+
+def _export_counts(report: ExportReport) -> str:
+    return f"{report.rows} rows from {report.rollouts} rollouts and {report.sessions} other sessions"
 
 
 @contextlib.contextmanager
@@ -319,8 +335,10 @@ def open_output(file: str) -> Iterator[BinaryIO]:
     """Yield standard output, or a file that gets its name only when it is complete."""
     if file == "-":
         try:
-            yield cast(BinaryIO, JsonOutput())
-            sys.stdout.flush()
+            try:
+                yield cast(BinaryIO, JsonOutput())
+            finally:
+                sys.stdout.flush()
         except BrokenPipeError:  # the reader (`| head`) ended; Python's own flush at exit must not fail again
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(1) from None

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from polar_proxy.cli import options
-from polar_proxy.cli.common import api_key_for, given, load_settings, open_database, run_async, with_client
+from polar_proxy.cli.common import (
+    api_key_for,
+    given,
+    import_named_code,
+    load_settings,
+    open_database,
+    run_async,
+    with_client,
+)
 from polar_proxy.cli.output import format_counts, format_number, format_time, make_table, out, print_note, print_result
 from polar_proxy.config import Settings
 from polar_proxy.errors import UsageError
@@ -79,6 +87,7 @@ def grpo(
     """
     from polar_proxy.training.config import make_config, read_assignments, read_toml
 
+    import_named_code(task, rollout_options.get("harness"), engine, *(allow_code or ()))
     own, tables = read_toml(config) if config is not None else ({}, {})
     if unknown := tables.keys() - {"engine", "run", "gateway"}:
         raise UsageError(

@@ -65,6 +65,7 @@ async def export(
     builder: str = "merged",
     all_grades: bool = False,
     advantage: str = "grpo",
+    report: ExportReport | None = None,
 ) -> ExportReport:
     """Write rows of the format `form` through `write`, one line at a time.
 
@@ -72,6 +73,8 @@ async def export(
     rollout and every session without a rollout. Records of other trainers are made from the rows of tokens-jsonl; those
     of trl and tinker have an advantage. Raise UsageError for an unknown format, builder, advantage, or session, and
     for invalid conditions.
+
+    `report` is counted up while rows are written, for a caller that may be cancelled; it is also returned.
     """
     convert: Convert = list
     records: RecordConverter | None = None
@@ -82,7 +85,7 @@ async def export(
     _require_known(form, builder)
     if where is not None and session_ids:
         raise UsageError("Give either conditions, which select rollouts, or sessions, not both.")
-    report = ExportReport()
+    report = ExportReport() if report is None else report
     async for session_id, rollout in _selected(store, where, session_ids, builder):
         report.rollouts += rollout is not None
         report.sessions += rollout is None

@@ -1,6 +1,5 @@
 """The gateway: the HTTP server that agents talk to."""
 
-from polar_proxy.gateway.app import is_loopback
 from polar_proxy.gateway.server import Gateway
 
-__all__ = ["Gateway", "is_loopback"]
+__all__ = ["Gateway"]

@@ -7,7 +7,6 @@ Every route is also served below `/s/{key}`, for programs that cannot send an AP
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import re
 import time
 from collections.abc import Awaitable, Callable
@@ -23,6 +22,7 @@ from starlette.exceptions import HTTPException
 
 from polar_proxy import __version__
 from polar_proxy.api_models import API_PREFIX
+from polar_proxy.config import is_loopback
 from polar_proxy.dialects import get_dialect
 from polar_proxy.dialects.base import Dialect
 from polar_proxy.dialects.google.dialect import GoogleGenerateContent, google_model_card, google_route
@@ -125,16 +125,6 @@ async def _refuse_host(path: str, foreign: str, send: asgi.Send) -> None:
 
 
 @lru_cache(maxsize=256)
-def is_loopback(host: str) -> bool:
-    """Return whether only this machine can reach a socket bound to `host`."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
 def split_path(path: str) -> tuple[str | None, str]:
     """Split `/s/{key}/rest` into (key, /rest). Any other path is returned as (None, path)."""
     if not path.startswith("/s/"):

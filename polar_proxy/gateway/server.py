@@ -16,11 +16,11 @@ from typing import Any, NoReturn, Self
 import uvicorn
 from fastapi import APIRouter
 
-from polar_proxy.config import GatewaySettings
+from polar_proxy.config import GatewaySettings, is_loopback
 from polar_proxy.engines.base import Engine
 from polar_proxy.errors import PolarError, UsageError
 from polar_proxy.gateway import asgi
-from polar_proxy.gateway.app import create_app, is_loopback, refusal_body
+from polar_proxy.gateway.app import create_app, refusal_body
 from polar_proxy.gateway.engine_timeouts import EngineTimeouts
 from polar_proxy.gateway.handler import RequestHandler
 from polar_proxy.gateway.health import HealthCheck, StoreMonitor

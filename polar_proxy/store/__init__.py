@@ -4,7 +4,6 @@ One schema for SQLite (a file, the default) and PostgreSQL. `docs/guide/data.md`
 """
 
 from polar_proxy.store.artifacts import ArtifactRow, RewardRow
-from polar_proxy.store.calls import CallSummary
 from polar_proxy.store.database import default_url, display_url, normalise_url
 from polar_proxy.store.migrate import upgrade
 from polar_proxy.store.rollouts import EventRow, RolloutRow, TaskRow
@@ -16,7 +15,6 @@ __all__ = [
     "FINAL_STATUSES",
     "ROLLOUT_STATUSES",
     "ArtifactRow",
-    "CallSummary",
     "EventRow",
     "RewardRow",
     "RolloutRow",

@@ -23,9 +23,10 @@ from sqlalchemy import Connection, and_, delete, func, insert, or_, select, upda
 
 from polar_proxy.errors import StoreError
 from polar_proxy.store import schema
+from polar_proxy.store.batch_writer import BatchWriter
 from polar_proxy.store.database import Database, Repository, row_columns
 from polar_proxy.store.encoding.loader import fetch
-from polar_proxy.store.group_commit import PATIENCE_SECONDS, BatchWriter, GroupCommit
+from polar_proxy.store.group_commit import PATIENCE_SECONDS, GroupCommit
 from polar_proxy.types import CallRecord, CallStatus, Edge, StoredLineage
 
 _MAX_BOUND_VALUES = 10_000

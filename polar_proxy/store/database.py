@@ -22,10 +22,10 @@ from contextlib import (
 )
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from sqlalchemy import ColumnElement, Connection, Engine, Executable, Select, Table, create_engine
-from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.dialects import sqlite
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
@@ -44,6 +44,9 @@ from polar_proxy.store.sqlite_file import (
     probe_file,
     write_lock_holders,
 )
+
+if TYPE_CHECKING:
+    from sqlalchemy.dialects import postgresql
 
 P = TypeVar("P")
 T = TypeVar("T")
@@ -147,6 +150,8 @@ class Database:
         """Return an INSERT that leaves existing rows unchanged."""
         if self.dialect == "sqlite":
             return sqlite.insert(table).on_conflict_do_nothing()
+        from sqlalchemy.dialects import postgresql  # an SQLite database needs none of it
+
         return postgresql.insert(table).on_conflict_do_nothing()
 
     @asynccontextmanager

@@ -17,28 +17,23 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Generic, TypeVar
 
 from sqlalchemy import BindParameter, Connection, bindparam, case, delete, func, insert, select, update
-from sqlalchemy.exc import DBAPIError, OperationalError
-from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from polar_proxy.errors import StoreError
 from polar_proxy.offload import OffloadThread
 from polar_proxy.store import schema
+from polar_proxy.store.batch_writer import BatchWriter, concerns_any_record
 from polar_proxy.store.database import Database, StoreUncertainError, StoreUnreachableError, is_unavailable
 from polar_proxy.store.encoding.serializer import CallSerializer, SerializedCalls
 from polar_proxy.types import CallRecord
 
-_MAX_BATCH = 256
 PATIENCE_SECONDS = 3.0
 """How long a commit or an announcement waits for a server that is away."""
 _DEFAULT_BUILDER = "merged"
 """The builder whose traces are made when a rollout ends."""
 LATE_CALL = "a call of another gateway was recorded after the end of the rollout; the rollout must not be trained on"
 
-ItemT = TypeVar("ItemT")
-ResultT = TypeVar("ResultT")
 _Commits = Sequence[tuple[CallRecord, "asyncio.Future[None]"]]
 
 _log = logging.getLogger(__name__)
@@ -57,41 +52,6 @@ _add_to_session = (
 )
 _insert_calls = insert(schema.calls)
 _insert_completions = insert(schema.completions)
-
-
-class BatchWriter(Generic[ItemT, ResultT]):
-    """Collects the items that arrive while a batch is written, and writes them together as the next one.
-
-    `write` gets each item with the future of its caller, and must resolve all futures.
-    """
-
-    def __init__(self, write: Callable[[Sequence[tuple[ItemT, asyncio.Future[ResultT]]]], Awaitable[None]]) -> None:
-        self._write_batch = write
-        self._waiting: list[tuple[ItemT, asyncio.Future[ResultT]]] = []
-        self._task: asyncio.Task[None] | None = None
-
-    def add(self, item: ItemT) -> asyncio.Future[ResultT]:
-        future: asyncio.Future[ResultT] = asyncio.get_running_loop().create_future()
-        self._waiting.append((item, future))
-        if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._run(), name="polar-store-writer")
-        return future
-
-    def take_waiting(self) -> Sequence[tuple[ItemT, asyncio.Future[ResultT]]]:
-        """Return the items that wait, which the caller must resolve."""
-        waiting, self._waiting = self._waiting, []
-        return waiting
-
-    async def stop(self) -> None:
-        """Wait until everything is written."""
-        if self._task is not None:
-            await self._task
-
-    async def _run(self) -> None:
-        while self._waiting:
-            batch = self._waiting[:_MAX_BATCH]
-            del self._waiting[:_MAX_BATCH]
-            await self._write_batch(batch)
 
 
 class _Lane:
@@ -231,14 +191,6 @@ class GroupCommit:
         incomplete = sorted({row.rollout_id for row in found if row.reason == "incomplete"})
         changes = {"incomplete": True, "error": func.coalesce(_r.error, LATE_CALL)}
         connection.execute(update(schema.rollouts).where(_r.rollout_id.in_(incomplete)).values(changes))
-
-
-def concerns_any_record(error: Exception) -> bool:
-    """Return whether any other record would fail in the same way: database locked, full or unreachable."""
-    cause = error.__cause__
-    return isinstance(cause, OperationalError | PoolTimeout | OSError) or (
-        isinstance(cause, DBAPIError) and cause.connection_invalidated
-    )
 
 
 def _resolve(future: asyncio.Future[None], record: CallRecord, error: Exception | None) -> None:

@@ -11,8 +11,6 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from alembic import command
-from alembic.config import Config
 from sqlalchemy import Connection, inspect, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
@@ -118,6 +116,9 @@ def _revision(connection: Connection) -> str | None:
 
 
 def _run_migrations(connection: Connection) -> None:
+    from alembic import command  # takes as long to import as the rest of the store, and is rarely needed
+    from alembic.config import Config
+
     config = Config()
     config.set_main_option("script_location", "polar_proxy.store:migrations")
     config.set_main_option("version_locations", " ".join(VERSION_LOCATIONS))

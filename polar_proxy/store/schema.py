@@ -28,7 +28,7 @@ from sqlalchemy import (
 from sqlalchemy.engine import Dialect
 
 from polar_proxy.store import json_codec
-from polar_proxy.store.encoding import cells
+from polar_proxy.store.encoding.packed_json import pack_small_json, unpack_small_json
 
 RolloutStatus = Literal[
     "queued", "preparing", "ready", "running", "scoring", "done", "failed", "cancelled", "timed_out"
@@ -58,10 +58,10 @@ class PackedJson(TypeDecorator[Any]):
     cache_ok = True
 
     def process_bind_param(self, value: Any, dialect: Dialect) -> bytes | None:
-        return None if value is None else cells.pack_small_json(json_codec.dumps(value))
+        return None if value is None else pack_small_json(json_codec.dumps(value))
 
     def process_result_value(self, value: Any, dialect: Dialect) -> Any:
-        return None if value is None else json_codec.loads(cells.unpack_small_json(value))
+        return None if value is None else json_codec.loads(unpack_small_json(value))
 
 
 def _json(name: str, *, nullable: bool = False) -> Column[Any]:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from polar_proxy.store import migrate
 from polar_proxy.store.artifacts import ArtifactRepository, RewardRepository
-from polar_proxy.store.calls import CallRepository, OpenCallRepository
 from polar_proxy.store.database import Database, display_url
-from polar_proxy.store.group_commit import GroupCommit
-from polar_proxy.store.maintenance.archive import ArchiveRepository
-from polar_proxy.store.maintenance.repository import MaintenanceRepository
 from polar_proxy.store.outage_marks import OutageMarks
-from polar_proxy.store.rescores import RescoreRepository
 from polar_proxy.store.rollouts import RolloutRepository, TaskRepository
 from polar_proxy.store.service.feed import FeedRepository
 from polar_proxy.store.service.groups import GroupRepository
@@ -22,28 +19,35 @@ from polar_proxy.store.service.job_events import CallbackRepository, JobEventRep
 from polar_proxy.store.service.jobs import JobRepository
 from polar_proxy.store.service.queue import FleetRepository, QueueRepository
 from polar_proxy.store.sessions import ApiKeyRepository, SessionRepository
-from polar_proxy.store.traces import TraceRepository
 from polar_proxy.store.training import TrainingRepository
+
+if TYPE_CHECKING:
+    from polar_proxy.store.calls import CallRepository, OpenCallRepository
+    from polar_proxy.store.group_commit import GroupCommit
+    from polar_proxy.store.maintenance.archive import ArchiveRepository
+    from polar_proxy.store.maintenance.repository import MaintenanceRepository
+    from polar_proxy.store.rescores import RescoreRepository
+    from polar_proxy.store.traces import TraceRepository
 
 
 class Store:
     """One open database. Several processes may open the same database.
 
     Each attribute is a repository with the queries on a few related tables. All of them raise StoreError if the
-    database reports an error.
+    database reports an error. The repositories of tokens and of maintenance are imported when they are first used,
+    because a command that lists sessions or jobs would spend most of its time on importing them.
     """
 
     def __init__(self, database: Database, artifacts: Path) -> None:
         self.database = database
         self.display_url = display_url(database.url)
+        self._artifacts_folder = artifacts
         self._marks_folder = artifacts.parent / "unrecorded"
-        self._writer = GroupCommit(database)
-        # One conversation
+        self._flushing = AsyncExitStack()
+        """Stops what writes in batches, the newest first."""
+        # One conversation (calls, open_calls, traces, rescores: below)
         self.sessions = SessionRepository(database)
-        self.calls = CallRepository(database, self._writer)
-        self.open_calls = OpenCallRepository(database, self._writer)
-        self.traces = TraceRepository(database)
-        self.rescores = RescoreRepository(database)
+        self._flushing.push_async_callback(self.sessions.stop)
         # One rollout
         self.tasks = TaskRepository(database)
         self.rollouts = RolloutRepository(database)
@@ -60,9 +64,53 @@ class Store:
         # Training
         self.feed = FeedRepository(database)
         self.training = TrainingRepository(database)
-        # The whole database
-        self.maintenance = MaintenanceRepository(database, artifacts)
-        self.archive = ArchiveRepository(database, artifacts)
+        # The whole database (maintenance, archive: below)
+
+    @cached_property
+    def _writer(self) -> GroupCommit:
+        from polar_proxy.store.group_commit import GroupCommit
+
+        writer = GroupCommit(self.database)
+        self._flushing.push_async_callback(writer.stop)
+        return writer
+
+    @cached_property
+    def calls(self) -> CallRepository:
+        from polar_proxy.store.calls import CallRepository
+
+        return CallRepository(self.database, self._writer)
+
+    @cached_property
+    def open_calls(self) -> OpenCallRepository:
+        from polar_proxy.store.calls import OpenCallRepository
+
+        open_calls = OpenCallRepository(self.database, self._writer)
+        self._flushing.push_async_callback(open_calls.stop)
+        return open_calls
+
+    @cached_property
+    def traces(self) -> TraceRepository:
+        from polar_proxy.store.traces import TraceRepository
+
+        return TraceRepository(self.database)
+
+    @cached_property
+    def rescores(self) -> RescoreRepository:
+        from polar_proxy.store.rescores import RescoreRepository
+
+        return RescoreRepository(self.database)
+
+    @cached_property
+    def maintenance(self) -> MaintenanceRepository:
+        from polar_proxy.store.maintenance.repository import MaintenanceRepository
+
+        return MaintenanceRepository(self.database, self._artifacts_folder)
+
+    @cached_property
+    def archive(self) -> ArchiveRepository:
+        from polar_proxy.store.maintenance.archive import ArchiveRepository
+
+        return ArchiveRepository(self.database, self._artifacts_folder)
 
     async def schema_revision(self) -> str:
         async with self.database.reading() as connection:
@@ -80,9 +128,7 @@ class Store:
 
     async def flush(self) -> None:
         """Write the calls that wait for their commit, and refuse more."""
-        await self.sessions.stop()
-        await self.open_calls.stop()
-        await self._writer.stop()
+        await self._flushing.aclose()
 
 
 @asynccontextmanager

@@ -75,19 +75,15 @@ def load_tasks(
     """Return the tasks that a user asked for, and refusals of the listed tasks that cannot be used.
 
     Files, folders and functions give lists of tasks. A family or a class makes a task from any seed: it has no list, so
-    the refusals are None. With neither `seed` nor `instances`, the result is one task of a family or class, or all
-    tasks of a list. Raises UsageError if there is no such source, or the source has no such seed.
+    the refusals are None. The tasks are `instances` ones from number `seed` on; of a list, refused tasks are skipped.
+    Default of `seed`: 0. Default of `instances`: 1, or all tasks of a list if `seed` is not given either. Raises
+    UsageError if there is no such source, or the source has no such seed.
     """
-    if seed is not None and instances is not None:
-        raise UsageError("Give --seed (one instance) or --instances (many), not both.")
     source = get_source(name, code)
-    seeds: Iterable[int] = range(instances or 1)
-    refused = None
     if isinstance(source, TaskList):
-        seeds, refused = source.seeds[:instances], source.refused
-    if seed is not None:
-        seeds = [seed]
-    return [source.task(number) for number in seeds], refused
+        return source.select(seed, instances), source.refused
+    first = seed or 0
+    return [source.task(number) for number in range(first, first + (instances or 1))], None
 
 
 def tasks_from_rows(
@@ -95,7 +91,7 @@ def tasks_from_rows(
 ) -> tuple[list[Task], tuple[TaskRefusal, ...]]:
     """Like `load_tasks`, for the rows of a task file; paths in them are relative to the working directory."""
     source = _from_items(name, rows, code)
-    return [source.task(position) for position in source.seeds[:instances]], source.refused
+    return source.select(None, instances), source.refused
 
 
 def _from_python(target: str, code: AllowedCode) -> TaskSource:
@@ -211,6 +207,15 @@ class TaskList:
     @property
     def refused(self) -> tuple[TaskRefusal, ...]:
         return tuple(entry for entry in self._entries if isinstance(entry, TaskRefusal))
+
+    def select(self, seed: int | None, instances: int | None) -> list[Task]:
+        """Return the tasks that can be run from position `seed` on, at most `instances` (see `load_tasks`)."""
+        if seed is None:
+            return [self.task(position) for position in self.seeds[:instances]]
+        following = [position for position in self.seeds if position >= seed][:instances]
+        if instances is None or not following:
+            following = [seed]  # `task` says why it cannot be used, if it cannot
+        return [self.task(position) for position in following]
 
     def task(self, seed: int) -> Task:
         """Return the task at position `seed`. Raises `UsageError` if there is no such task, or if it was refused."""

@@ -90,12 +90,18 @@ def test_observe_is_another_name_of_render() -> None:
     assert "prompt_mode" in polar_error("session", "new", "--prompt-mode", "watch")
 
 
-def test_help_imports_no_heavy_module() -> None:
-    code = (
-        "import sys; sys.argv = ['polar', '--help']\n"
-        "from polar_proxy.cli.app import app\n"
-        "try: app()\n"
-        "except SystemExit: print(sorted({'fastapi', 'torch', 'httpx', 'sqlalchemy', 'alembic'} & set(sys.modules)))\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "[]"
+def test_a_misspelt_verb_names_the_right_one() -> None:
+    assert "Did you mean 'status'" in polar_error("statsu")
+
+
+def test_a_missing_package_is_one_line_that_names_the_extra(tmp_path: Path) -> None:
+    """`sys.modules` refuses the package as if it were not installed."""
+    code = "import sys; sys.modules['torch'] = None; from polar_proxy.cli import main; main()"
+    for command in (["train", "adapter", "folder"], ["run", "swe-task", "--sandbox", "process"]):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *command], env=environment(), cwd=tmp_path, capture_output=True, text=True
+        )
+        assert done.returncode == 2, done.stderr
+        error = next(line for line in done.stderr.splitlines() if line.startswith("error:"))
+        assert "needs torch: pip install 'polar-proxy[local]'" in error
+        assert "Traceback" not in done.stderr

@@ -6,16 +6,18 @@ import asyncio
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import orjson
 import pytest
 
 from polar_proxy.cli.traces import open_output
 from polar_proxy.errors import UsageError
+from polar_proxy.export import SessionExport, exporter
 from polar_proxy.store import open_store
 from polar_proxy.training.advantages import dr_grpo
 from polar_proxy.types import Json
-from tests.cli.runner import polar_error, polar_json
+from tests.cli.runner import polar, polar_error, polar_json
 from tests.export.recorded_runs import rollout, session_without_rollout
 
 pytestmark = pytest.mark.slow
@@ -138,3 +140,28 @@ def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
 def test_rejects_names_that_cannot_be_written(tmp_path: Path, file: str) -> None:
     with pytest.raises(UsageError, match="Cannot write"):
         write(file.format(tmp=tmp_path), b"x")
+
+
+@pytest.mark.usefixtures("recorded_groups")
+@pytest.mark.parametrize("file", ["-", "rows.jsonl"])
+def test_a_stopped_export_says_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str) -> None:
+    """The export is cancelled, as Ctrl-C does, when it reads its second rollout."""
+    read, reads = exporter._read_session, 0
+
+    async def read_one(*given: Any) -> SessionExport:
+        nonlocal reads
+        reads += 1
+        if reads > 1:
+            raise asyncio.CancelledError
+        return await read(*given)
+
+    monkeypatch.setattr(exporter, "_read_session", read_one)
+    done = polar("export", "--format", "tokens-jsonl", "--out", file)
+    assert done.exit_code == 130
+    assert "2 rows from 2 rollouts and 0 other sessions" in done.stderr
+    if file == "-":
+        assert len(done.stdout.splitlines()) == 2
+        assert "written so far" in done.stderr
+    else:
+        assert "rows.jsonl was not written, because it would be incomplete" in done.stderr
+        assert not (tmp_path / file).exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -107,7 +108,37 @@ def test_prune_removes_nothing_of_an_unknown_base_image() -> None:
 def test_install_reports_an_installed_harness() -> None:
     code, found, _ = harness("install", "shell:my-agent {instruction}")
     assert code == 0
-    assert (found["name"], found["version"], found["already_there"]) == ("shell", "my-agent", True)
+    (installed,) = found["installed"]
+    assert (installed["name"], installed["version"], installed["already_there"]) == ("shell", "my-agent", True)
+
+
+def test_installs_several_harnesses_although_one_of_them_fails() -> None:
+    code, found, _ = harness("install", "shell:my-agent", "shell", own("CompleteHarness"))
+    assert code == 1
+    assert [one["version"] for one in found["installed"]] == ["my-agent", "1.2"]
+    (failure,) = found["failed"]
+    assert failure["name"] == "shell"
+    assert "the command is missing" in failure["error"]
+    done = polar("harness", "install", "shell:my-agent", own("CompleteHarness"))
+    assert [line.split(":")[0] for line in done.stdout.splitlines()] == ["shell my-agent", "shell 1.2"]
+    assert "was not installed: the command is missing" in polar("harness", "install", "shell").stderr
+
+
+def test_finds_an_adapter_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "adapter_of_this_folder.py").write_text(
+        "from harness_adapters.shell import ShellCommand\n\n\n"
+        "class Mine(ShellCommand):\n    def __init__(self) -> None:\n        super().__init__('mine')\n"
+    )
+    before = list(sys.path)
+    code, found, _ = harness("info", "adapter_of_this_folder:Mine")
+    assert (code, found["version"]) == (0, "mine")
+    assert sys.path == before
+    (tmp_path / "broken_in_this_folder.py").write_text("1 / 0\n")
+    code, _, error = harness("info", "broken_in_this_folder:Mine")
+    assert code == 2
+    assert "Cannot load broken_in_this_folder:Mine" in error
+    assert "ZeroDivisionError" in error
 
 
 def test_check_passes_for_a_complete_harness() -> None:
@@ -163,7 +194,9 @@ def test_check_without_installing_says_how_to_install() -> None:
         (["check", "collections:OrderedDict"], 2, "is not a harness adapter"),
         (["check", "shell:true", "--sandbox", "jail"], 2, "There is no sandbox 'jail'"),
         (["install", "aider@1", "--version", "2"], 2, "Two versions"),
-        (["install", "shell"], 1, "the command is missing"),
+        (["install", "aider", "codex", "--version", "2"], 2, "--version is for one harness"),
+        (["install", "aider", "nothing"], 2, "the known ones are: "),
+        (["info", "tests.cli.test_harness:harness"], 2, "is not a harness adapter"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

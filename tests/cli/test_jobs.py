@@ -56,7 +56,6 @@ def test_reports_invalid_options() -> None:
         (("submit", "swe-task", "--samples", "2", "--group-size", "3"), "needs at least 3 samples"),
         (("submit", "swe-task", "--group-policy", "luck"), "no policy 'luck'"),
         (("submit", "swe-task", "--overflow", "sell"), "'cancel', 'keep'"),
-        (("submit", "swe-task", "--seed", "1", "--instances", "2"), "not both"),
         (("submit", "swe-task", "--harness", "no-such"), "no-such"),
         (("cancel", "roll_none"), "no job, group or rollout"),
         (("results", "job_none"), "no job job_none"),
@@ -64,3 +63,10 @@ def test_reports_invalid_options() -> None:
         (("reward", "roll_none", "much", "--source", "me"), "A reward is a number or `none`"),
     ):
         assert message in polar_error(*arguments), arguments
+
+
+def test_seed_and_instances_submit_the_instances_from_the_seed_on() -> None:
+    job = polar_json("submit", "swe-task", "--seed", "500", "--instances", "4")
+    assert job["groups"] == 4
+    rows = polar_json("results", job["job_id"])["rollouts"]
+    assert sorted(row["seed"] for row in rows) == [500, 501, 502, 503]

@@ -10,10 +10,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from polar_proxy.config import GatewaySettings
+from polar_proxy.config import GatewaySettings, is_loopback
 from polar_proxy.engines.scripted import INFO, ScriptedEngine
 from polar_proxy.engines.vllm.client import chat_body
-from polar_proxy.gateway import is_loopback
 from polar_proxy.gateway.recording import apply_policy, recorded_sampling
 from polar_proxy.rollouts import JobSpec, submit
 from polar_proxy.sessions import registry

@@ -43,6 +43,13 @@ def test_instruction_stays_within_its_word(instruction: str) -> None:
     assert plan("a '{instruction}!' b", instruction=instruction).argv == ("a", instruction + "!", "b")
 
 
+def test_quoted_operators_are_arguments() -> None:
+    assert plan("a '>' \"b && c\" --range=1>2 http://x/?y=1&z=2 \\;").argv == (
+        "a", ">", "b && c", "--range=1>2", "http://x/?y=1&z=2", ";",
+    )  # fmt: skip
+    assert plan("bash -c 'a | tee log; b > c'").argv == ("bash", "-c", "a | tee log; b > c")
+
+
 def test_double_braces_are_literal() -> None:
     assert plan("a '{{\"x\": 1}}' {{model}}").argv == ("a", '{"x": 1}', "{model}")
     assert plan("""a '{"x": 1}'""").argv == ("a", '{"x": 1}'), "not a placeholder"
@@ -58,6 +65,12 @@ def test_double_braces_are_literal() -> None:
         ("/bin/sh -c \"x '{instruction}'\"", "POLAR_INSTRUCTION"),
         ("{mount:/no/such/folder}/a", "no such file or folder on this machine"),
         ("{mount:relative}/a", "give an absolute path"),
+        ("a {instruction} > log", "has >, but no shell reads it"),
+        ("a {instruction} 2>&1", "has 2>&1, but"),
+        ("a >>log", "write shell:bash -c 'COMMAND'"),
+        ("cd src && a {instruction}", "has &&, but"),
+        ("a | tee log", "has |, but"),
+        ("cd src; a", "has src;, but"),
     ],
 )
 def test_install_rejects_invalid_commands(command: str, message: str) -> None:

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 import pytest
 
+from polar_proxy.errors import StoreError
 from polar_proxy.store import RewardRow, Store, open_store
 from polar_proxy.traces.builders import build
 from sandboxes import self_test
@@ -199,6 +201,38 @@ async def test_a_stopped_run_leaves_nothing_behind(polar_home: Path, kind: str, 
     assert not strays(polar_home)
 
 
+async def test_ctrl_c_prints_the_rollouts_that_finished(polar_home: Path, tmp_path: Path) -> None:
+    """The first rollout makes a folder and ends; the second finds it and sleeps."""
+    agent = f"shell:sh -c 'mkdir {tmp_path}/first 2>/dev/null || sleep 600'"
+    command = [*POLAR, *PLAYER, "--harness", agent, "--instances", "2", "--concurrency", "1", "--sandbox", "process"]
+    process = subprocess.Popen([*command, "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not _one_ended_and_one_runs(statuses := await _read_statuses_by_seed(polar_home)):
+        assert time.monotonic() < deadline, statuses
+        await asyncio.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    document, words = process.communicate(timeout=120)
+    assert process.returncode == 130, words
+    (row,) = orjson.loads(document)["rollouts"]
+    assert statuses[row["seed"]] == row["status"] != "running"
+    assert "stopped by SIGINT" in words
+    assert not strays(polar_home)
+
+
+def _one_ended_and_one_runs(statuses: dict[int | None, str]) -> bool:
+    return "running" in statuses.values() and bool({"done", "failed"} & set(statuses.values()))
+
+
+async def _read_statuses_by_seed(home: Path) -> dict[int | None, str]:
+    if not (home / "polar.db").exists():
+        return {}
+    try:
+        async with await open_recorded(home) as store:
+            return {row.seed: row.status for row in await store.rollouts.find()}
+    except StoreError:  # the schema may be half made yet
+        return {}
+
+
 async def _until_calls(home: Path, count: int) -> None:
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
@@ -220,7 +254,6 @@ async def _until_calls(home: Path, count: int) -> None:
         ["swe-task", "--engine", "no-such-engine"],
         ["swe-task", "--engine", "vllm"],
         ["swe-task", "--harness", "no-such-harness", *PLAYER],
-        ["swe-task", "--seed", "1", "--instances", "2"],
     ],
 )
 def test_usage_errors_are_one_line(polar_home: Path, arguments: list[str]) -> None:

@@ -9,14 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from polar_proxy.errors import StoreError
-from polar_proxy.store.encoding.cells import (
-    CONTEXT,
-    VERSION,
-    CellCodec,
-    bytes_before,
-    pack_small_json,
-    unpack_small_json,
-)
+from polar_proxy.store.encoding.cells import CONTEXT, CellCodec, bytes_before
+from polar_proxy.store.encoding.packed_json import VERSION, pack_small_json, unpack_small_json
 
 codec = CellCodec()
 

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from sqlalchemy import select
 
 from polar_proxy.store import Store, schema, secrets
-from polar_proxy.store.encoding.cells import CellCodec, bytes_before, unpack_small_json
+from polar_proxy.store.encoding.cells import CellCodec, bytes_before
+from polar_proxy.store.encoding.packed_json import unpack_small_json
 from polar_proxy.store.secrets import (
     REMOVED,
     bytes_without_secrets,

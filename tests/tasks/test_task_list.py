@@ -11,7 +11,7 @@ import pytest
 from polar_proxy.allowed_code import NO_CODE
 from polar_proxy.errors import BadTaskError, UsageError
 from polar_proxy.rewards import CommandEvaluator, HiddenTestsEvaluator, PythonEvaluator
-from polar_proxy.tasks import Task, TaskList, get_source, task_from_json, task_to_json
+from polar_proxy.tasks import Task, TaskList, get_source, load_tasks, task_from_json, task_to_json
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "tasks"
 GOOD: dict[str, Any] = {"task_id": "t", "instruction": "Do it.", "evaluator": {"kind": "command", "argv": ["true"]}}
@@ -160,3 +160,41 @@ def test_reads_tasks_and_rows_from_a_function() -> None:
     assert source("examples.tasks.arithmetic:tasks").seeds == (0, 1, 2)
     with pytest.raises(UsageError, match="is not a task source"):
         get_source(f"{__name__}:no_tasks", CODE)
+
+
+@pytest.mark.parametrize(
+    ("seed", "instances", "expected"),
+    [
+        (None, None, [0]),
+        (None, 3, [0, 1, 2]),
+        (500, None, [500]),
+        (500, 3, [500, 501, 502]),
+    ],
+)
+def test_seed_and_instances_choose_the_instances_of_a_family(
+    seed: int | None, instances: int | None, expected: list[int]
+) -> None:
+    tasks, refused = load_tasks("swe-task", seed, instances)
+    assert ([task.seed for task in tasks], refused) == (expected, None)
+
+
+@pytest.mark.parametrize(
+    ("seed", "instances", "expected"),
+    [
+        (None, None, [0, 2, 3]),
+        (None, 2, [0, 2]),
+        (2, None, [2]),
+        (1, 2, [2, 3]),  # task 1 is refused
+        (2, 40, [2, 3]),
+    ],
+)
+def test_seed_and_instances_choose_the_tasks_of_a_file(
+    tmp_path: Path, seed: int | None, instances: int | None, expected: list[int]
+) -> None:
+    file = tmp_path / "f.json"
+    file.write_text(json.dumps([GOOD, 5, {**GOOD, "task_id": "u"}, {**GOOD, "task_id": "v"}]))
+    tasks, refused = load_tasks(str(file), seed, instances)
+    assert [task.seed for task in tasks] == expected
+    assert len(refused or ()) == 1
+    with pytest.raises(UsageError, match="there is no number 4"):
+        load_tasks(str(file), 4, 2)

@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from polar_proxy import __version__
-from polar_proxy.config import EngineSettings, Settings
+from polar_proxy.config import EngineSettings, Settings, is_loopback
 from polar_proxy.engines.factory import make_engine
-from polar_proxy.gateway import Gateway, is_loopback
+from polar_proxy.gateway import Gateway
 from polar_proxy.rewards import EvaluationInput, Score
 from polar_proxy.rollouts.admission import ServiceLimits
 from polar_proxy.rollouts.attempt import RemoteScorer

@@ -22,7 +22,6 @@ kind raises StoreError.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -30,28 +29,27 @@ import numpy as np
 import zstandard
 
 from polar_proxy.errors import StoreError
+from polar_proxy.store.encoding.packed_json import (
+    BYTES,
+    DEFLATE,
+    MAX_DEFLATE_LENGTH,
+    VERSION,
+    ZSTD,
+    deflate,
+    inflate,
+    read_header,
+)
 from polar_proxy.types import Logprobs, TokenIds
 
-VERSION = 1
+_IDS, _LOGPROBS = 1, 2
 CONTEXT = 32_768
 """Bytes of preceding content in the dictionary: the window of deflate. Part of the format."""
 NO_IDS: TokenIds = np.empty(0, dtype=np.int32)
 
-_BYTES, _IDS, _LOGPROBS = 0, 1, 2
-_DEFLATE = 0x40
-_ZSTD = 0x80
 _MIN_LENGTH = 32
 """Shorter bodies are stored uncompressed: a zstd frame of them is never smaller."""
-MAX_DEFLATE_LENGTH = 16_384
-"""Longer bodies gain little from the dictionary, and zstd is five times faster."""
-_DEFLATE_LEVEL = 5
-_MIN_DICTIONARY, _DICTIONARY_PER_BYTE = 8192, 64
-"""Bytes of a preset dictionary that are used: at least, and for each byte to compress."""
-_LOOKAHEAD = 262
-"""Bytes of a deflate window that cannot be referred to (zlib's MIN_LOOKAHEAD)."""
 _MAX_LENGTH = 512 << 20
 """Longer bodies are refused when they are read, because only a forged cell has them."""
-_MAX_SMALL_JSON = 64 << 20
 _MIN_CAPACITY = 1024
 
 
@@ -64,7 +62,7 @@ class CellCodec:
 
     def pack_bytes(self, content: bytes, before: bytes = b"") -> bytes:
         """Pack bytes. `before`: the preceding content (`bytes_before`), needed again for unpacking."""
-        return self._cell(_BYTES, 1, content, before[-CONTEXT:])
+        return self._cell(BYTES, 1, content, before[-CONTEXT:])
 
     def pack_ids(self, ids: TokenIds, before: TokenIds = NO_IDS) -> bytes:
         """Pack int32 [n]. `before`: int32 [m], the preceding tokens, needed again for unpacking."""
@@ -77,7 +75,7 @@ class CellCodec:
         return self._cell(_LOGPROBS, 4, numbers.view(np.uint8).reshape(-1, 4).T.tobytes())
 
     def unpack_bytes(self, cell: bytes, before: bytes = b"") -> bytes:
-        return self._body(cell, _BYTES, before[-CONTEXT:])[0]
+        return self._body(cell, BYTES, before[-CONTEXT:])[0]
 
     def unpack_ids(self, cell: bytes, before: TokenIds | TokenPrefix = NO_IDS) -> TokenIds:
         return ids_from_bytes(*self.unpack_id_bytes(cell, before))
@@ -85,7 +83,7 @@ class CellCodec:
     def unpack_id_bytes(self, cell: bytes, before: TokenIds | TokenPrefix = NO_IDS) -> tuple[bytes, int]:
         """Return the ids as little-endian bytes and the bytes per id (see `ids_from_bytes`)."""
         dictionary: bytes | bytearray = b""
-        if len(cell) > 1 and cell[1] & _DEFLATE:
+        if len(cell) > 1 and cell[1] & DEFLATE:
             width = cell[1] >> 3 & 7
             dictionary = _dictionary(before, width) if isinstance(before, np.ndarray) else before.low_bytes(width)
         return self._body(cell, _IDS, dictionary)
@@ -98,21 +96,21 @@ class CellCodec:
     def _cell(self, kind: int, width: int, body: bytes, dictionary: bytes = b"") -> bytes:
         flags = kind | width << 3
         if dictionary and _MIN_LENGTH <= len(body) <= MAX_DEFLATE_LENGTH:
-            packed, compression = _deflate(body, dictionary), _DEFLATE
+            packed, compression = deflate(body, dictionary), DEFLATE
             if len(packed) < len(body):
                 return bytes((VERSION, flags | compression)) + packed
         if len(body) >= _MIN_LENGTH:
             packed = self._compressor.compress(body)
             if len(packed) < len(body):
-                return bytes((VERSION, flags | _ZSTD)) + packed
+                return bytes((VERSION, flags | ZSTD)) + packed
         return bytes((VERSION, flags)) + body
 
     def _body(self, cell: bytes, kind: int, dictionary: bytes | bytearray = b"") -> tuple[bytes, int]:
         """Return the uncompressed body, and its width (bytes per number)."""
-        width, body = _read_header(cell, kind)
-        if cell[1] & _DEFLATE:
-            body = _inflate(body, dictionary)
-        elif cell[1] & _ZSTD:
+        width, body = read_header(cell, kind)
+        if cell[1] & DEFLATE:
+            body = inflate(body, dictionary)
+        elif cell[1] & ZSTD:
             try:
                 _frame_size(body)
                 body = self._decompressor.decompress(body)
@@ -121,40 +119,6 @@ class CellCodec:
         if len(body) % width:
             raise StoreError("A stored array is cut short: the database is damaged")
         return body, width
-
-
-_JSON_DICTIONARY = (
-    b'{"quotes":[["summary","agent_prompt"]],"compaction":true,"thread":"","assistant_chain":"","form":1,'
-    b'"asked":"0123456789abcdef","ids":"","answers":[{"end":"","assistant_chain":"","digest":"",'
-    b'"ids":["call_","toolu_"],"length":100}]}'
-)
-"""The preset dictionary of small JSON values: the keys of fingerprints. Part of the format."""
-
-
-def pack_small_json(text: bytes) -> bytes:
-    """Pack a JSON text. May be called on any thread."""
-    flags = _BYTES | 1 << 3
-    packed = _deflate(text, _JSON_DICTIONARY)
-    if len(packed) < len(text):
-        return bytes((VERSION, flags | _DEFLATE)) + packed
-    return bytes((VERSION, flags)) + text
-
-
-def unpack_small_json(cell: bytes) -> bytes:
-    _, body = _read_header(cell, _BYTES)
-    return _inflate(body, _JSON_DICTIONARY, _MAX_SMALL_JSON) if cell[1] & _DEFLATE else body
-
-
-def _read_header(cell: bytes, kind: int) -> tuple[int, bytes]:
-    """Return a cell's width and body. Raises StoreError if it is of another kind than `kind`, or of another version."""
-    if len(cell) < 2 or cell[0] != VERSION:
-        found = f"version {cell[0]}" if cell else "no content"
-        raise StoreError(f"A stored value has {found}; this Polar reads version {VERSION}: update Polar")
-    flags = cell[1]
-    width = flags >> 3 & 7
-    if flags & 7 != kind or not 1 <= width <= 4 or flags & (_ZSTD | _DEFLATE) == _ZSTD | _DEFLATE:
-        raise StoreError(f"A stored value has kind {flags & 7}, expected {kind}: the database is damaged")
-    return width, cell[2:]
 
 
 def width(cell: bytes) -> int:
@@ -169,9 +133,9 @@ def unpacked_size(cell: bytes) -> int | None:
     StoreError for a zstd frame without a size, or with a larger one than Polar writes."""
     if len(cell) < 2:
         raise StoreError("A stored value has no content: the database is damaged")
-    if cell[1] & _DEFLATE:
+    if cell[1] & DEFLATE:
         return None
-    return _frame_size(cell[2:]) if cell[1] & _ZSTD else len(cell) - 2
+    return _frame_size(cell[2:]) if cell[1] & ZSTD else len(cell) - 2
 
 
 def _frame_size(frame: bytes) -> int:
@@ -199,35 +163,6 @@ def bytes_before(contents: Sequence[bytes]) -> bytes:
 
 def _dictionary(before: TokenIds, width: int) -> bytes:
     return low_bytes(before[-(CONTEXT // width) :], width)
-
-
-def _deflate(body: bytes, dictionary: bytes) -> bytes:
-    """Compress a body with only the end of the dictionary, and with a window that is just large enough.
-
-    Most bodies are short, and indexing the whole dictionary for each would take most of a commit's time. `_inflate`
-    does not need the two sizes: it uses the whole dictionary and the largest window.
-    """
-    dictionary = dictionary[-max(_MIN_DICTIONARY, _DICTIONARY_PER_BYTE * len(body)) :]
-    window_bits = max(9, min(15, (len(dictionary) + len(body) + _LOOKAHEAD).bit_length()))
-    memory_level = max(1, window_bits - 6)
-    strategy = zlib.Z_DEFAULT_STRATEGY
-    packer = zlib.compressobj(_DEFLATE_LEVEL, zlib.DEFLATED, -window_bits, memory_level, strategy, dictionary)
-    return packer.compress(body) + packer.flush()
-
-
-def _inflate(body: bytes, dictionary: bytes | bytearray, limit: int = MAX_DEFLATE_LENGTH) -> bytes:
-    unpacker = zlib.decompressobj(-15, dictionary)
-    try:
-        found = unpacker.decompress(body, limit + 1)
-    except zlib.error as error:
-        raise StoreError("A stored value cannot be decompressed: the database is damaged") from error
-    if len(found) > limit:
-        raise StoreError("A stored value is longer than any that Polar writes: the database is damaged")
-    if not unpacker.eof:
-        raise StoreError("A stored value is cut short: the database is damaged")
-    if unpacker.unused_data:
-        raise StoreError("A stored value has extra bytes after its end: the database is damaged")
-    return found
 
 
 _LOW_BYTES = {

@@ -24,6 +24,7 @@ from polar_proxy.rollout_spec import RolloutSpec
 from polar_proxy.store import json_codec, schema
 from polar_proxy.store.encoding import cells
 from polar_proxy.store.encoding.loader import engine_info
+from polar_proxy.store.encoding.packed_json import MAX_DEFLATE_LENGTH, unpack_small_json
 from polar_proxy.store.maintenance.verify import ProgressCallback
 from polar_proxy.types import CallStatus, Edge, LogprobMode, PromptMode, SpanKind
 
@@ -171,7 +172,7 @@ def _check_of(table: Table, column: Column[Any], model: Callable[[Any], None] | 
 def _check_of_type(table: Table, column: Column[Any], model: Callable[[Any], None] | None) -> Callable[[Any], None]:
     kind = column.type
     if isinstance(kind, schema.PackedJson):
-        return lambda value: _json(cells.unpack_small_json(_typed(value, bytes)).decode())
+        return lambda value: _json(unpack_small_json(_typed(value, bytes)).decode())
     if isinstance(kind, JSON):
         return lambda value: _check_json(table.name, column.name, _typed(value, str), model)
     if isinstance(kind, LargeBinary):
@@ -275,7 +276,7 @@ class UnpackedBytes:
         elif table in ("completions", "rescores"):
             for name in ("message", "token_ids", "logprobs"):
                 if row.get(name) is not None:
-                    self._add(cells.unpacked_size(row[name]) or cells.MAX_DEFLATE_LENGTH)
+                    self._add(cells.unpacked_size(row[name]) or MAX_DEFLATE_LENGTH)
 
     def _add(self, size: int) -> None:
         self._total += size

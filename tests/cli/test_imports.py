@@ -1,0 +1,94 @@
+"""A verb imports what it needs and no more: the time of a short command is the time of its imports."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+import typer
+from typer.main import solve_typer_info_help
+
+from polar_proxy.cli.app import VERBS
+from tests.cli.process import environment
+from tests.cli.runner import polar_json, polar_ok
+
+MODELS = {"torch", "transformers", "tokenizers", "safetensors", "peft", "ray", "matplotlib"}
+SERVER = {"fastapi", "starlette", "uvicorn", "prometheus_client", "httptools", "polar_proxy.gateway", "polar_proxy.api"}
+AGENTS = {"harness_adapters", "sandboxes", "polar_proxy.rollouts", "polar_proxy.engines"}
+STORE = {"sqlalchemy", "polar_proxy.store"}
+CLIENT = {"httpx", "polar_proxy.client"}
+TOKENS = {"numpy", "zstandard", "polar_proxy.sequences"}
+SETTINGS = {"pydantic", "pydantic_settings", "polar_proxy.config"}
+READING = MODELS | SERVER | AGENTS | CLIENT | {"alembic"}
+"""What no verb needs that reads the database."""
+
+PROGRAM = """
+import sys
+from polar_proxy.cli import main
+try:
+    main()
+finally:
+    print("\\n" + " ".join(sys.modules))
+"""
+
+
+def imported(*arguments: str) -> set[str]:
+    """Run a command that succeeds in a process of its own, and return the modules that it imported."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *arguments], env=environment(), capture_output=True, text=True, check=True
+    )
+    return set(done.stdout.splitlines()[-1].split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "forbidden"),
+    [
+        (["--version"], MODELS | SERVER | AGENTS | STORE | CLIENT | TOKENS | SETTINGS | {"rich", "asyncio"}),
+        (["--help"], MODELS | SERVER | AGENTS | STORE | CLIENT | TOKENS | SETTINGS | {"asyncio"}),
+        (["serve", "--help"], MODELS | SERVER | AGENTS | STORE | CLIENT | TOKENS),
+        (["run", "--help"], MODELS | SERVER | AGENTS | STORE | CLIENT | TOKENS),
+        (["harness", "list"], MODELS | SERVER | STORE | CLIENT | TOKENS),
+        (["sessions"], READING | TOKENS),
+        (["key", "list"], READING | TOKENS),
+        (["db", "path"], READING | TOKENS),
+        (["db", "stats"], READING),
+        (["export"], READING),
+        (["status"], MODELS),
+        (["results", "JOB"], MODELS),
+        (["train", "list"], MODELS),
+    ],
+    ids=" ".join,
+)
+@pytest.mark.slow
+def test_a_verb_imports_only_what_it_needs(arguments: list[str], forbidden: set[str]) -> None:
+    job = polar_json("submit", "swe-task")["job_id"] if "JOB" in arguments else polar_ok("db", "upgrade")
+    found = imported(*(job if one == "JOB" else one for one in arguments))
+    assert found & forbidden == set()
+
+
+@pytest.mark.slow
+def test_showing_a_session_starts_no_server() -> None:
+    session = polar_json("session", "new")["session_id"]
+    assert imported("show", session) & READING == set()
+
+
+@pytest.mark.slow
+def test_a_remote_verb_imports_neither_store_nor_server() -> None:
+    """The server does not answer, which changes nothing in what the verb needs."""
+    program = "import polar_proxy.client.requests as r; r.MAX_PAUSE_SECONDS = 0.01\n" + PROGRAM
+    remote = {**environment(), "POLAR_URL": "http://127.0.0.1:9", "POLAR_API_KEY": "none"}
+    done = subprocess.run([sys.executable, "-c", program, "status"], env=remote, capture_output=True, text=True)
+    assert "Is `polar serve` running there" in done.stderr
+    assert set(done.stdout.splitlines()[-1].split()) & (MODELS | SERVER | STORE | {"numpy", "alembic"}) == set()
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_help_of_all_verbs_is_the_first_paragraph_of_each(name: str) -> None:
+    loaded = VERBS[name].load()
+    if isinstance(loaded, typer.Typer):
+        text = solve_typer_info_help(typer.models.TyperInfo(loaded))
+    else:
+        text = inspect.cleandoc(loaded.__doc__ or "")
+    assert VERBS[name].help == " ".join(text.split("\n\n")[0].split())
