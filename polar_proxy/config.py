@@ -8,7 +8,7 @@ settings: `POLAR_GATEWAY__PORT=9000`. No other module reads the environment.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -298,6 +298,6 @@ class Settings(BaseSettings):
         return (self.harnesses or self.home / "harnesses").expanduser().absolute()
 
 
-def child_environment(added: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a child process: this process's and `added`."""
-    return {**os.environ, **added}
+def child_environment(added: Mapping[str, str], *, without: Collection[str] = ()) -> dict[str, str]:
+    """Return the environment of a child process: this process's except for `without`, and `added`."""
+    return {**{name: value for name, value in os.environ.items() if name not in without}, **added}

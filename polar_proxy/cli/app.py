@@ -9,7 +9,7 @@ import typer
 
 from harness_adapters.base import HarnessError
 from polar_proxy import __version__
-from polar_proxy.cli import admin, conformance, harness, rollouts, serve, show, traces, train
+from polar_proxy.cli import admin, conformance, connect, harness, rollouts, serve, show, traces, train
 from polar_proxy.cli.output import err, styled
 from polar_proxy.errors import PolarError
 from polar_proxy.terminal import configure_logging, message_lines
@@ -29,6 +29,7 @@ for verb in (
     *(traces.export, traces.build, traces.audit, traces.rescore, conformance.conformance),
 ):
     app.command(verb.__name__)(verb)
+app.command("connect", cls=connect.ConnectCommand)(connect.connect)
 for name, group in {
     "session": admin.session_app,
     "key": admin.key_app,

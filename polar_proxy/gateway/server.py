@@ -91,10 +91,7 @@ class Gateway:
     @property
     def url(self) -> str:
         """The base URL for programs on this machine, without /v1."""
-        host = self.settings.host
-        if host in ("0.0.0.0", "::"):
-            host = "127.0.0.1"
-        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+        return local_url(self.settings.host, self.port)
 
     async def __aenter__(self) -> Self:
         await asyncio.to_thread(self.sessions.reserve_marks)
@@ -210,6 +207,13 @@ class Gateway:
         if server is not None:
             server.close()  # closes the socket too; open connections end with their clients
             listener.close()
+
+
+def local_url(host: str, port: int) -> str:
+    """Return the URL, for programs on this machine, of a server that listens on `host`."""
+    if host in ("0.0.0.0", "::"):
+        host = "127.0.0.1"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _tune_interpreter() -> None:
