@@ -48,6 +48,7 @@ class GeminiCli(NpmHarness):
             arguments=(f"--model={endpoint.model}",),
             settings={_SETTINGS: settings},
             unset=("GOOGLE_API_KEY", "GOOGLE_GENAI_USE_VERTEXAI", "GOOGLE_GENAI_USE_GCA"),
+            note="Gemini CLI asks whether to trust the folder; with --prompt it needs --skip-trust instead.",
         )
 
     def make_plan(self, installed: Installation, context: LaunchContext, wire_api: WireApi) -> LaunchPlan:

@@ -50,7 +50,7 @@ class ConnectCommand(TyperCommand):
 
 
 @dataclass(frozen=True)
-class ServedModel:
+class ModelCard:
     name: str
     context_length: int | None
 
@@ -64,7 +64,7 @@ class AgentSession:
     key: str
     session_id: str | None
     """None if the user gave the key."""
-    model: ServedModel
+    model: ModelCard
 
     def endpoint(self, home: Path) -> Endpoint:
         """Return the endpoint for an agent whose settings are in the folder `home`."""
@@ -113,23 +113,10 @@ def connect(
     settings = load_client_settings(url, db)
     session = _open_session(harness, settings, url, db, key, model)
     folder = settings.home / "connect"
-    if program is not None:
-        raise typer.Exit(_start(harness, session, [program], arguments or [], folder))
-    home = folder / re.sub(r"[^\w.-]+", "-", urlsplit(session.server).netloc) / harness.name
-    connection = harness.connect(session.endpoint(home))
-    files = {str(home / name): text for name, text in settings_files(connection.settings).items()}
-    found = {
-        **_describe(harness),
-        "url": session.server,
-        "model": session.model.name,
-        "session_id": session.session_id,
-        "env": connection.env,
-        "unset": connection.unset,
-        "files": files,
-        "start": _command_line(harness, connection),
-        "note": connection.note,
-    }
-    print_result(found, lambda: typer.echo(_shell_lines(harness, session, connection, files)), as_json)
+    if program is None:
+        _print_connection(harness, session, folder, as_json)
+        return
+    raise typer.Exit(_start(harness, session, [program], arguments or [], folder))
 
 
 # The agents
@@ -193,7 +180,7 @@ def _open_session(
     server = _server_url(settings)
     served = _ask_model(server)
     if model is not None:
-        served = ServedModel(_printable("--model", model), served.context_length)
+        served = ModelCard(_printable("--model", model), served.context_length)
     if key is not None:
         if not key.isascii() or not key.isprintable() or not key or " " in key:
             raise UsageError("--key must consist of visible ASCII characters, so that an HTTP header can carry it.")
@@ -221,7 +208,7 @@ def _server_url(settings: Settings) -> str:
     return local_url(settings.gateway.host, settings.gateway.port)
 
 
-def _ask_model(server: str) -> ServedModel:
+def _ask_model(server: str) -> ModelCard:
     """Return the model that the server serves. Raises UsageError if it does not answer as a Polar server does."""
     import httpx
 
@@ -240,7 +227,7 @@ def _ask_model(server: str) -> ServedModel:
         name = str(card["id"])
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{server} is not a Polar server: its list of models is not Polar's.") from error
-    return ServedModel(_printable("The model of the server", name), length if isinstance(length, int) else None)
+    return ModelCard(_printable("The model of the server", name), length if isinstance(length, int) else None)
 
 
 def _printable(what: str, name: str) -> str:
@@ -250,6 +237,25 @@ def _printable(what: str, name: str) -> str:
 
 
 # Printing
+
+
+def _print_connection(harness: ConnectableHarness, session: AgentSession, folder: Path, as_json: bool) -> None:
+    """Print the connection. Its settings files are for a folder of this server and agent below `folder`."""
+    home = folder / re.sub(r"[^\w.-]+", "-", urlsplit(session.server).netloc) / harness.name
+    connection = harness.connect(session.endpoint(home))
+    files = {str(home / name): text for name, text in settings_files(connection.settings).items()}
+    found = {
+        **_describe(harness),
+        "url": session.server,
+        "model": session.model.name,
+        "session_id": session.session_id,
+        "env": connection.env,
+        "unset": connection.unset,
+        "files": files,
+        "start": _command_line(harness, connection),
+        "note": connection.note,
+    }
+    print_result(found, lambda: typer.echo(_shell_lines(harness, session, connection, files)), as_json)
 
 
 def _command_line(harness: ConnectableHarness, connection: Connection) -> list[str]:
@@ -306,9 +312,14 @@ def _run_in_foreground(argv: Sequence[str], environment: dict[str, str]) -> int:
     Ctrl-C reaches the program from the terminal, and does not end this process. SIGTERM and SIGHUP are passed on.
     """
     process: subprocess.Popen[bytes] | None = None
+    came_early: list[int] = []
 
     def pass_on(number: int, frame: FrameType | None) -> None:
-        if process is not None and number != signal.SIGINT:
+        if number == signal.SIGINT:
+            return
+        if process is None:
+            came_early.append(number)
+        else:
             process.send_signal(number)
 
     # Handlers, because the program would inherit ignored signals.
@@ -316,6 +327,8 @@ def _run_in_foreground(argv: Sequence[str], environment: dict[str, str]) -> int:
     before = {number: signal.signal(number, pass_on) for number in numbers}
     try:
         process = subprocess.Popen(argv, env=environment)
+        for number in came_early:
+            process.send_signal(number)
         code = process.wait()
     except OSError as error:
         raise UsageError(f"{argv[0]} cannot be started: {error.strerror}.") from error
