@@ -7,8 +7,18 @@ from __future__ import annotations
 
 import re
 
-from harness_adapters.base import ExitOutcome, HarnessInfo, Installation, LaunchContext, LaunchPlan, WireApi
-from harness_adapters.toolkit.python_venv import LITELLM_ENV, VenvHarness
+from harness_adapters.base import (
+    Connection,
+    Endpoint,
+    ExitOutcome,
+    HarnessInfo,
+    Installation,
+    LaunchContext,
+    LaunchPlan,
+    WireApi,
+)
+from harness_adapters.toolkit.adapter import make_launch_plan
+from harness_adapters.toolkit.python_venv import LITELLM_ENV, LITELLM_UNSET, VenvHarness
 
 # What aider prints after a request has failed for good, and before it retries one.
 _FAILED = re.compile(r"^litellm\.\w+: .*|^Model .* has hit a token limit!$", re.MULTILINE)
@@ -30,29 +40,36 @@ class Aider(VenvHarness):
         "instruction, edits and commits; it runs no commands and reads only files that the answer names.",
         needs=("git",),
         version_command=("{program}", "-m", "aider", "--version"),
+        summary="Pair programming in the terminal; edits by text blocks, without tools",
+        command="aider",
     )
     imports = "litellm, aider.main, aider.coders"
     pythons = ("3.12", "3.11", "3.10")
 
+    def make_connection(self, endpoint: Endpoint, wire_api: WireApi) -> Connection:
+        return Connection(
+            env={"OPENAI_API_BASE": endpoint.base_url, "OPENAI_API_KEY": endpoint.api_key},
+            arguments=(
+                *("--model", f"openai/{endpoint.model}", "--no-show-model-warnings"),
+                *("--timeout", f"{endpoint.request_timeout_seconds:g}"),
+            ),
+            unset=LITELLM_UNSET,
+        )
+
     def make_plan(self, installed: Installation, context: LaunchContext, wire_api: WireApi) -> LaunchPlan:
-        argv = [str(installed.program), "-m", "aider", "--model", f"openai/{context.model}"]
-        argv += ["--yes-always", "--no-check-update", "--analytics-disable", "--no-show-model-warnings"]
+        connection = self.make_connection(context, wire_api)
+        argv = [str(installed.program), "-m", "aider", *connection.arguments]
+        argv += ["--yes-always", "--no-check-update", "--analytics-disable"]
         argv += ["--no-show-release-notes", "--no-gitignore", "--no-pretty", "--no-fancy-input", "--no-detect-urls"]
-        argv += ["--timeout", f"{context.request_timeout_seconds:g}"]
         # In HOME and not in the workspace, whose files become part of the patch.
         argv += ["--chat-history-file", f"{context.home}/chat.md", "--input-history-file", f"{context.home}/input.txt"]
         if context.resume:
             argv += ["--restore-chat-history"]
         argv += [f"--message={context.instruction}"]  # one word, because it may begin with a dash
-        env = {
-            "OPENAI_API_BASE": context.base_url,
-            "OPENAI_API_KEY": context.api_key,
-            "GIT_TERMINAL_PROMPT": "0",
-            **LITELLM_ENV,
-        }
+        env = {"GIT_TERMINAL_PROMPT": "0", **LITELLM_ENV}
         # It caches a map of the repository at the root of the workspace; that path cannot be changed.
         files = {".config/git/ignore": ".aider*\n", _PRICES: '{"none": {}}\n'}
-        return LaunchPlan(argv=tuple(argv), env=env, files=files)
+        return make_launch_plan(connection, argv, env=env, files=files)
 
     def interpret(self, exit_code: int | None, stdout_tail: str) -> tuple[ExitOutcome, str]:
         if exit_code != 0:

@@ -1,6 +1,7 @@
 """The protocol of a harness adapter, and the adapters by name.
 
-An adapter describes how to install one agent program, how to start it with a base URL, and how to interpret its exit.
+An adapter describes how to install one agent program, how to point it at an endpoint, how to start it on a task, and
+how to interpret its exit.
 It starts no agent and opens no sandbox. Promises:
 
 * `install` is idempotent and safe to call from several processes at once; the installation it returns is complete.
@@ -56,6 +57,10 @@ class HarnessInfo:
     """Command that prints the installed version. ``{program}`` and ``{root}`` are those of `Installation`."""
     tested_versions: tuple[str, str] | None = None
     """The lowest and the highest version that this adapter was run with; None: its default version only."""
+    summary: str = ""
+    """Description of the harness in a few words."""
+    command: str = ""
+    """Name of the program that users start after they have installed the harness themselves, such as ``codex``."""
 
 
 @dataclass(frozen=True)
@@ -97,40 +102,64 @@ class Installation:
     """Host paths, `root` included, that a sandbox must mount read-only at the same path."""
 
 
-@dataclass(frozen=True)
-class LaunchContext:
-    """The settings of one run. All paths are paths inside the sandbox."""
+@dataclass(frozen=True, kw_only=True)
+class Endpoint:
+    """The model API for a harness, and the folder for the settings that point the harness at it."""
 
     base_url: str
     """OpenAI base URL, ending in ``/v1``. Anthropic and Google clients add the version themselves: `root_url`."""
     api_key: str
-    """Key of the run's session."""
+    """Key of the session."""
     model: str
     """Model name as the endpoint lists it."""
+    home: str
+    """A writable folder for settings. In a sandbox it is HOME, and empty."""
+    request_timeout_seconds: float = 300.0
+    """Time limit of one model call."""
+    context_length: int | None = None
+    """Context length of the model in tokens. A harness with such a setting summarises before the context is full."""
+    wire_api: WireApi | None = None
+    """Dialect to speak, one of `HarnessInfo.wire_apis`; None: the first of them."""
+
+    @property
+    def root_url(self) -> str:
+        return self.base_url.removesuffix("/v1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchContext(Endpoint):
+    """The settings of one run. All paths are paths inside the sandbox."""
+
     instruction: str
     """The task in natural language."""
-    home: str
-    """An empty, writable HOME."""
     workdir: str
     """The workspace, which is the program's working directory."""
     max_steps: int = 15
     """Maximum number of model calls, for harnesses with such a limit."""
     command_timeout_seconds: int = 30
     """Time limit of each command that the agent runs, for harnesses with such a limit."""
-    request_timeout_seconds: float = 300.0
-    """Time limit of one model call."""
-    context_length: int | None = None
-    """Context length of the model in tokens. A harness with such a setting summarises before the context is full."""
     resume: bool = False
     """Continue the last conversation of this HOME and workspace instead of starting one."""
-    wire_api: WireApi | None = None
-    """Dialect to speak, one of `HarnessInfo.wire_apis`; None: the first of them."""
     mcp_servers: tuple[McpServer, ...] = ()
     skills: tuple[Skill, ...] = ()
 
-    @property
-    def root_url(self) -> str:
-        return self.base_url.removesuffix("/v1")
+
+@dataclass(frozen=True)
+class Connection:
+    """What points a harness at an endpoint. It is part of each launch plan, and all that a user's own start needs.
+
+    It grants no permission, sets no limit of steps, and has the key in `env` only.
+    """
+
+    env: Mapping[str, str]
+    arguments: tuple[str, ...] = ()
+    """The first arguments of the program."""
+    settings: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    """Settings files: path relative to `Endpoint.home`, ending in .json or .toml -> content."""
+    unset: tuple[str, ...] = ()
+    """Variables that would lead the harness elsewhere. A sandbox does not have them; a user's shell may."""
+    note: str = ""
+    """What the user must know before the first start."""
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from harness_adapters.base import HarnessInfo, Installation, LaunchContext, LaunchPlan, WireApi
-from harness_adapters.toolkit.adapter import RunLimit, json_text, mcp_table
+from harness_adapters.base import Connection, Endpoint, HarnessInfo, Installation, LaunchContext, LaunchPlan, WireApi
+from harness_adapters.toolkit.adapter import RunLimit, json_text, make_launch_plan, mcp_table
 from harness_adapters.toolkit.npm import NpmHarness
 
 # It chooses other models for titles, summaries and sub-agents; all of them are set to the model that Polar serves.
@@ -15,6 +15,15 @@ _MODELS = (
     "ANTHROPIC_DEFAULT_SONNET_MODEL",
     "ANTHROPIC_DEFAULT_HAIKU_MODEL",
     "CLAUDE_CODE_SUBAGENT_MODEL",
+)
+
+# Credentials and providers that it prefers to the API key.
+_OTHER_ACCOUNTS = (
+    "ANTHROPIC_AUTH_TOKEN",
+    "CLAUDE_CODE_OAUTH_TOKEN",
+    "CLAUDE_CODE_USE_BEDROCK",
+    "CLAUDE_CODE_USE_VERTEX",
+    "CLAUDE_CODE_USE_FOUNDRY",
 )
 
 
@@ -31,9 +40,24 @@ class ClaudeCode(NpmHarness):
         runtime="native",
         features=frozenset({"stream", "resume", "mcp", "skills", "subagents", "parallel_tools", "reasoning"}),
         notes="Exits with 1 at its turn limit too, so the adapter reads its last line.",
+        summary="Anthropic's agent for the terminal",
+        command="claude",
     )
 
+    def make_connection(self, endpoint: Endpoint, wire_api: WireApi) -> Connection:
+        return Connection(
+            env={
+                "ANTHROPIC_BASE_URL": endpoint.root_url,
+                "ANTHROPIC_API_KEY": endpoint.api_key,
+                **dict.fromkeys(_MODELS, endpoint.model),
+                "API_TIMEOUT_MS": str(round(endpoint.request_timeout_seconds * 1000)),
+            },
+            unset=_OTHER_ACCOUNTS,
+            note="Claude Code asks once whether to use the API key: answer Yes.",
+        )
+
     def make_plan(self, installed: Installation, context: LaunchContext, wire_api: WireApi) -> LaunchPlan:
+        connection = self.make_connection(context, wire_api)
         milliseconds = str(context.command_timeout_seconds * 1000)
         argv = [*self.command(installed), "--print", "--dangerously-skip-permissions"]
         argv += ["--max-turns", str(context.max_steps)]
@@ -44,10 +68,6 @@ class ClaudeCode(NpmHarness):
             argv += ["--strict-mcp-config", f"--mcp-config={context.home}/.claude/mcp.json"]
         argv += ["--", context.instruction]
         env = {
-            "ANTHROPIC_BASE_URL": context.root_url,
-            "ANTHROPIC_API_KEY": context.api_key,
-            **dict.fromkeys(_MODELS, context.model),
-            "API_TIMEOUT_MS": str(round(context.request_timeout_seconds * 1000)),
             "BASH_DEFAULT_TIMEOUT_MS": milliseconds,
             "BASH_MAX_TIMEOUT_MS": milliseconds,
             # As root it refuses to skip permissions unless it knows that it runs in a sandbox.
@@ -56,4 +76,4 @@ class ClaudeCode(NpmHarness):
             "DISABLE_TELEMETRY": "1",
             "DISABLE_AUTOUPDATER": "1",
         }
-        return LaunchPlan(argv=tuple(argv), env=env, files=files)
+        return make_launch_plan(connection, argv, env=env, files=files)

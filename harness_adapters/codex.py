@@ -6,11 +6,11 @@ Its endpoint is a custom provider in `config.toml`: the built-in one tries a Web
 
 from __future__ import annotations
 
-from harness_adapters.base import HarnessInfo, Installation, LaunchContext, LaunchPlan, WireApi
-from harness_adapters.toolkit.adapter import mcp_table, toml_text
+from harness_adapters.base import Connection, Endpoint, HarnessInfo, Installation, LaunchContext, LaunchPlan, WireApi
+from harness_adapters.toolkit.adapter import SESSION_KEY, make_launch_plan, mcp_table
 from harness_adapters.toolkit.npm import NpmHarness
 
-_KEY = "POLAR_API_KEY"
+_SETTINGS = ".codex/config.toml"
 
 
 class Codex(NpmHarness):
@@ -25,11 +25,13 @@ class Codex(NpmHarness):
         runtime="native",
         features=frozenset({"stream", "resume", "mcp", "skills", "subagents", "parallel_tools", "reasoning"}),
         notes="Has no limit of model calls. Does not wait for sub-agents. Gives up at a 429 without retry-after.",
+        summary="OpenAI's agent for the terminal",
+        command="codex",
     )
 
-    def make_plan(self, installed: Installation, context: LaunchContext, wire_api: WireApi) -> LaunchPlan:
-        settings = {
-            "model": context.model,
+    def make_connection(self, endpoint: Endpoint, wire_api: WireApi) -> Connection:
+        settings: dict[str, object] = {
+            "model": endpoint.model,
             "model_provider": "polar",
             "check_for_update_on_startup": False,
             "analytics": {"enabled": False},
@@ -39,18 +41,23 @@ class Codex(NpmHarness):
             "model_providers": {
                 "polar": {
                     "name": "polar",
-                    "base_url": context.base_url,
-                    "env_key": _KEY,
+                    "base_url": endpoint.base_url,
+                    "env_key": SESSION_KEY,
                     "wire_api": "responses",
-                    "stream_idle_timeout_ms": round(context.request_timeout_seconds * 1000),
+                    "stream_idle_timeout_ms": round(endpoint.request_timeout_seconds * 1000),
                 }
             },
-            "mcp_servers": mcp_table(context.mcp_servers),
         }
-        if context.context_length is not None:
-            settings["model_context_window"] = context.context_length
+        if endpoint.context_length is not None:
+            settings["model_context_window"] = endpoint.context_length
+        return Connection(
+            env={"CODEX_HOME": f"{endpoint.home}/.codex", SESSION_KEY: endpoint.api_key},
+            settings={_SETTINGS: settings},
+        )
+
+    def make_plan(self, installed: Installation, context: LaunchContext, wire_api: WireApi) -> LaunchPlan:
         argv = [*self.command(installed), "exec", "--dangerously-bypass-approvals-and-sandbox", "--skip-git-repo-check"]
         argv += ["resume", "--last"] if context.resume else []
         argv += ["--", context.instruction]
-        env = {"CODEX_HOME": f"{context.home}/.codex", _KEY: context.api_key}
-        return LaunchPlan(argv=tuple(argv), env=env, files={".codex/config.toml": toml_text(settings)})
+        settings = {_SETTINGS: {"mcp_servers": mcp_table(context.mcp_servers)}}
+        return make_launch_plan(self.make_connection(context, wire_api), argv, settings=settings)

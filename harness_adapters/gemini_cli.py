@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from harness_adapters.base import HarnessInfo, Installation, LaunchContext, LaunchPlan, WireApi
-from harness_adapters.toolkit.adapter import RunLimit, json_text, mcp_table
+from harness_adapters.base import Connection, Endpoint, HarnessInfo, Installation, LaunchContext, LaunchPlan, WireApi
+from harness_adapters.toolkit.adapter import RunLimit, make_launch_plan, mcp_table
 from harness_adapters.toolkit.npm import NpmHarness
+
+_SETTINGS = ".gemini/settings.json"
 
 
 class GeminiCli(NpmHarness):
@@ -23,30 +25,47 @@ class GeminiCli(NpmHarness):
         notes="A broken stream ends the run. Replaces old tool outputs when the history is large. "
         "Its requests do not say which come from sub-agents.",
         version_command=("{program}", f"{{root}}/{entry}", "--version"),
+        summary="Google's agent for the terminal",
+        command="gemini",
     )
 
-    def make_plan(self, installed: Installation, context: LaunchContext, wire_api: WireApi) -> LaunchPlan:
+    def make_connection(self, endpoint: Endpoint, wire_api: WireApi) -> Connection:
         settings = {
             # With a custom base URL it guesses an auth type that it then refuses (exit code 41).
             "security": {"auth": {"selectedType": "gemini-api-key"}},
             "privacy": {"usageStatisticsEnabled": False},
             "telemetry": {"enabled": False},
             "general": {"enableAutoUpdate": False, "enableAutoUpdateNotification": False},
-            "model": {"maxSessionTurns": context.max_steps, **_compression(context.context_length)},
-            "mcpServers": mcp_table(context.mcp_servers, type="http"),
+            "model": _compression(endpoint.context_length),
         }
-        # Naming the model switches off the router, which would make a call to choose one.
-        argv = [*self.command(installed), "--yolo", f"--model={context.model}"]
+        return Connection(
+            env={
+                "GOOGLE_GEMINI_BASE_URL": endpoint.root_url,
+                "GEMINI_API_KEY": endpoint.api_key,
+                "GEMINI_CLI_HOME": endpoint.home,
+            },
+            # Naming the model switches off the router, which would make a call to choose one.
+            arguments=(f"--model={endpoint.model}",),
+            settings={_SETTINGS: settings},
+            unset=("GOOGLE_API_KEY", "GOOGLE_GENAI_USE_VERTEXAI", "GOOGLE_GENAI_USE_GCA"),
+            note="Gemini CLI asks whether to trust the folder; with --prompt it needs --skip-trust instead.",
+        )
+
+    def make_plan(self, installed: Installation, context: LaunchContext, wire_api: WireApi) -> LaunchPlan:
+        connection = self.make_connection(context, wire_api)
+        argv = [*self.command(installed), "--yolo", *connection.arguments]
         argv += ["--resume=latest"] if context.resume else []
         argv += [f"--prompt={context.instruction}"]
         env = {
-            "GOOGLE_GEMINI_BASE_URL": context.root_url,
-            "GEMINI_API_KEY": context.api_key,
             "GEMINI_CLI_TRUST_WORKSPACE": "true",
             # Otherwise it starts a second process with more memory, and only forwards its exit code.
             "GEMINI_CLI_NO_RELAUNCH": "true",
         }
-        return LaunchPlan(argv=tuple(argv), env=env, files={".gemini/settings.json": json_text(settings)})
+        settings = {
+            "model": {"maxSessionTurns": context.max_steps},
+            "mcpServers": mcp_table(context.mcp_servers, type="http"),
+        }
+        return make_launch_plan(connection, argv, env=env, settings={_SETTINGS: settings})
 
 
 def _compression(context_length: int | None) -> dict[str, float]:

@@ -6,9 +6,9 @@ and executes its commands there itself.
 
 from __future__ import annotations
 
-from harness_adapters.base import HarnessInfo, Installation, LaunchContext, LaunchPlan, WireApi
-from harness_adapters.toolkit.adapter import RunLimit
-from harness_adapters.toolkit.python_venv import LITELLM_ENV, VenvHarness
+from harness_adapters.base import Connection, Endpoint, HarnessInfo, Installation, LaunchContext, LaunchPlan, WireApi
+from harness_adapters.toolkit.adapter import RunLimit, make_launch_plan
+from harness_adapters.toolkit.python_venv import LITELLM_ENV, LITELLM_UNSET, VenvHarness
 
 
 class MiniSweAgent(VenvHarness):
@@ -22,6 +22,8 @@ class MiniSweAgent(VenvHarness):
         features=frozenset({"parallel_tools", "reasoning"}),
         notes="Exits with 0 even when it gives up, so the adapter reads its last message.",
         needs=("bash",),
+        summary="The agent of SWE-bench's authors, with one tool: bash",
+        command="mini",
         version_command=(
             "{program}",
             "-c",
@@ -38,7 +40,22 @@ class MiniSweAgent(VenvHarness):
     # litellm fails to import without mcp, and mini then retries silently for minutes.
     extra_requirements = ("mcp",)
 
+    def make_connection(self, endpoint: Endpoint, wire_api: WireApi) -> Connection:
+        return Connection(
+            env={
+                "OPENAI_API_BASE": endpoint.base_url,
+                "OPENAI_API_KEY": endpoint.api_key,
+                # Without it, its first start asks for a model and a key.
+                "MSWEA_CONFIGURED": "true",
+                # The model has no price.
+                "MSWEA_COST_TRACKING": "ignore_errors",
+            },
+            arguments=("--model", f"openai/{endpoint.model}"),
+            unset=LITELLM_UNSET,
+        )
+
     def make_plan(self, installed: Installation, context: LaunchContext, wire_api: WireApi) -> LaunchPlan:
+        connection = self.make_connection(context, wire_api)
         settings: dict[str, object] = {
             "agent.step_limit": context.max_steps,
             # The model has no price; 0 disables the limit.
@@ -51,20 +68,16 @@ class MiniSweAgent(VenvHarness):
         if wire_api == "openai_responses":
             settings["model.model_class"] = "litellm_response"
         argv = [str(installed.program), "-m", "minisweagent.run.mini"]
-        argv += ["--model", f"openai/{context.model}", "--yolo", "--exit-immediately"]
+        argv += [*connection.arguments, "--yolo", "--exit-immediately"]
         argv += ["--task", context.instruction, "--output", f"{context.home}/trajectory.json"]
         argv += ["--config", "mini.yaml"]
         for key, value in settings.items():
             argv += ["--config", f"{key}={value}"]
         env = {
-            "OPENAI_API_BASE": context.base_url,
-            "OPENAI_API_KEY": context.api_key,
-            "MSWEA_CONFIGURED": "true",
             "MSWEA_GLOBAL_CONFIG_DIR": f"{context.home}/.config/mini-swe-agent",
             "MSWEA_SILENT_STARTUP": "1",
-            "MSWEA_COST_TRACKING": "ignore_errors",
             # The default is ten attempts with waits of up to a minute; a dead endpoint should end the run.
             "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "3",
             **LITELLM_ENV,
         }
-        return LaunchPlan(argv=tuple(argv), env=env)
+        return make_launch_plan(connection, argv, env=env)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from harness_adapters.base import (
+    Connection,
+    Endpoint,
     HarnessInfo,
     Installation,
     LaunchContext,
@@ -10,10 +12,10 @@ from harness_adapters.base import (
     McpServer,
     WireApi,
 )
-from harness_adapters.toolkit.adapter import RunLimit, toml_text
+from harness_adapters.toolkit.adapter import SESSION_KEY, RunLimit, make_launch_plan
 from harness_adapters.toolkit.python_venv import VenvHarness
 
-_KEY_NAME = "POLAR_API_KEY"
+_SETTINGS = ".vibe/config.toml"
 
 
 class MistralVibe(VenvHarness):
@@ -27,11 +29,19 @@ class MistralVibe(VenvHarness):
         features=frozenset({"stream", "resume", "mcp", "skills", "parallel_tools", "reasoning"}),
         notes="Exits with 3 at its turn limit.",
         version_command=("{root}/bin/vibe", "--version"),
+        summary="Mistral's agent for the terminal",
+        command="vibe",
     )
     limits = (RunLimit(3, "its turn limit", "Stopped: turn_limit"),)
     skills_folder = ".vibe/skills"
     imports = "vibe.app_server, vibe.core.loop"
     pythons = ("3.12", "3.13")
+
+    def make_connection(self, endpoint: Endpoint, wire_api: WireApi) -> Connection:
+        return Connection(
+            env={"VIBE_HOME": f"{endpoint.home}/.vibe", SESSION_KEY: endpoint.api_key},
+            settings={_SETTINGS: _settings(endpoint)},
+        )
 
     def make_plan(self, installed: Installation, context: LaunchContext, wire_api: WireApi) -> LaunchPlan:
         argv = [str(installed.root / "bin" / "vibe"), f"--prompt={context.instruction}"]
@@ -39,40 +49,36 @@ class MistralVibe(VenvHarness):
         if context.resume:
             argv += ["--continue"]
         env = {
-            "VIBE_HOME": f"{context.home}/.vibe",
-            _KEY_NAME: context.api_key,
             # Otherwise it asks the desktop's keyring for keys of unused providers.
             "PYTHON_KEYRING_BACKEND": "keyring.backends.null.Keyring",
             "PYTHONUNBUFFERED": "1",
         }
-        return LaunchPlan(argv=tuple(argv), env=env, files={".vibe/config.toml": _config(context)})
+        settings = {_SETTINGS: {"mcp_servers": [_server(server) for server in context.mcp_servers]}}
+        return make_launch_plan(self.make_connection(context, wire_api), argv, env=env, settings=settings)
 
 
-def _config(context: LaunchContext) -> str:
-    """Return Vibe's config.toml. The key itself stays in the environment."""
+def _settings(endpoint: Endpoint) -> dict[str, object]:
+    """Return the content of Vibe's config.toml. The key itself stays in the environment."""
     provider = {
         "name": "polar",
-        "api_base": context.base_url,
-        "api_key_env_var": _KEY_NAME,
+        "api_base": endpoint.base_url,
+        "api_key_env_var": SESSION_KEY,
         "api_style": "openai",
         "backend": "generic",
     }
-    return toml_text(
-        {
-            "active_model": "polar",
-            "enable_telemetry": False,
-            "enable_update_checks": False,
-            "enable_auto_update": False,
-            "enable_notifications": False,
-            "enable_connectors": False,
-            "api_timeout": context.request_timeout_seconds,
-            "providers": [provider],
-            "models": [{"name": context.model, "provider": "polar", "alias": "polar"}],
-            "mcp_servers": [_server(server) for server in context.mcp_servers],
-            # Experiments are downloaded from Mistral's server.
-            "experiments": {"enable": False},
-        }
-    )
+    return {
+        "active_model": "polar",
+        "enable_telemetry": False,
+        "enable_update_checks": False,
+        "enable_auto_update": False,
+        "enable_notifications": False,
+        "enable_connectors": False,
+        "api_timeout": endpoint.request_timeout_seconds,
+        "providers": [provider],
+        "models": [{"name": endpoint.model, "provider": "polar", "alias": "polar"}],
+        # Experiments are downloaded from Mistral's server.
+        "experiments": {"enable": False},
+    }
 
 
 def _server(server: McpServer) -> dict[str, object]:

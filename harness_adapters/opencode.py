@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from harness_adapters.base import HarnessInfo, Installation, LaunchContext, LaunchPlan, McpServer, WireApi
-from harness_adapters.toolkit.adapter import json_text
+from harness_adapters.base import (
+    Connection,
+    Endpoint,
+    HarnessInfo,
+    Installation,
+    LaunchContext,
+    LaunchPlan,
+    McpServer,
+    WireApi,
+)
+from harness_adapters.toolkit.adapter import SESSION_KEY, json_text, make_launch_plan
 from harness_adapters.toolkit.npm import NpmHarness
 
-_KEY = "POLAR_API_KEY"
+_SETTINGS = ".config/opencode/opencode.json"
 # The instruction comes on stdin: an argument that contains spaces would reach the model in quotes.
 _INSTRUCTION = ".config/opencode/instruction.txt"
 # Built-in client libraries; the Anthropic one appends /messages to the same base URL.
@@ -29,22 +38,24 @@ class OpenCode(NpmHarness):
         runtime="native",
         features=frozenset({"stream", "resume", "mcp", "skills", "subagents", "parallel_tools", "reasoning"}),
         notes="Accepts a truncated answer whose stream ended cleanly. Offers gpt models other tools.",
+        summary="Open-source agent for the terminal, for many providers",
+        command="opencode",
     )
 
-    def make_plan(self, installed: Installation, context: LaunchContext, wire_api: WireApi) -> LaunchPlan:
-        model = f"polar/{context.model}"
+    def make_connection(self, endpoint: Endpoint, wire_api: WireApi) -> Connection:
+        model = f"polar/{endpoint.model}"
         provider = {
             "npm": _LIBRARIES[wire_api],
             "options": {
-                "baseURL": context.base_url,
-                "apiKey": f"{{env:{_KEY}}}",
-                "timeout": round(context.request_timeout_seconds * 1000),
+                "baseURL": endpoint.base_url,
+                "apiKey": f"{{env:{SESSION_KEY}}}",
+                "timeout": round(endpoint.request_timeout_seconds * 1000),
             },
             "models": {
-                context.model: {
+                endpoint.model: {
                     "reasoning": True,
                     "tool_call": True,
-                    "limit": {"context": context.context_length or 128_000, "output": 8192},
+                    "limit": {"context": endpoint.context_length or 128_000, "output": 8192},
                 }
             },
         }
@@ -52,28 +63,32 @@ class OpenCode(NpmHarness):
             "model": model,
             "small_model": model,
             "provider": {"polar": provider},
+            "autoupdate": False,
+            "share": "disabled",
+        }
+        return Connection(
+            env={SESSION_KEY: endpoint.api_key, "OPENCODE_CONFIG": f"{endpoint.home}/{_SETTINGS}"},
+            settings={_SETTINGS: settings},
+        )
+
+    def make_plan(self, installed: Installation, context: LaunchContext, wire_api: WireApi) -> LaunchPlan:
+        settings = {
             "permission": {"*": "allow"},
             "agent": {"build": {"steps": context.max_steps}},
             "mcp": {server.name: _mcp(server) for server in context.mcp_servers},
-            "autoupdate": False,
-            "share": "disabled",
         }
         argv = ["/bin/sh", "-c", f'exec "$0" "$@" < "$HOME/{_INSTRUCTION}"', *self.command(installed), "run", "--auto"]
         # A given title saves the model call that would find one.
         argv += ["--continue"] if context.resume else ["--title", "task"]
-        files = {
-            _INSTRUCTION: context.instruction,
-            ".config/opencode/opencode.json": json_text(settings),
-            **_installed_plugin(self.default_version),
-        }
+        files = {_INSTRUCTION: context.instruction, **_installed_plugin(self.default_version)}
         env = {
-            _KEY: context.api_key,
             "OPENCODE_DISABLE_MODELS_FETCH": "1",
             "OPENCODE_DISABLE_DEFAULT_PLUGINS": "1",
             "OPENCODE_DISABLE_AUTOUPDATE": "1",
             "OPENCODE_DISABLE_LSP_DOWNLOAD": "1",
         }
-        return LaunchPlan(argv=tuple(argv), env=env, files=files)
+        connection = self.make_connection(context, wire_api)
+        return make_launch_plan(connection, argv, env=env, settings={_SETTINGS: settings}, files=files)
 
 
 def _installed_plugin(version: str) -> dict[str, str]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 
 from harness_adapters.base import (
+    Connection,
+    Endpoint,
     ExitOutcome,
     HarnessError,
     HarnessInfo,
@@ -17,8 +19,8 @@ from harness_adapters.base import (
     LaunchPlan,
     WireApi,
 )
-from harness_adapters.toolkit.adapter import json_text, mcp_table
-from harness_adapters.toolkit.python_venv import LITELLM_ENV, VenvHarness
+from harness_adapters.toolkit.adapter import json_text, make_launch_plan, mcp_table
+from harness_adapters.toolkit.python_venv import LITELLM_ENV, LITELLM_UNSET, VenvHarness
 
 # Names for which its SDK uses the Responses API.
 _RESPONSES_NAMES = ("gpt-5", "codex-mini-latest")
@@ -39,28 +41,39 @@ class OpenHands(VenvHarness):
         "whose name contains gpt-5. Its first prompt contains the time to the microsecond. Has no step limit.",
         needs=("git",),
         version_command=("{root}/bin/openhands", "--version"),
+        summary="The agent of OpenHands, in the terminal",
+        command="openhands",
     )
     skills_folder = ".agents/skills"
     imports = "litellm, openhands_cli.entrypoint, openhands_cli.tui.textual_app"
     pythons = ("3.12",)
 
-    def make_plan(self, installed: Installation, context: LaunchContext, wire_api: WireApi) -> LaunchPlan:
-        is_responses_name = any(name in context.model.lower() for name in _RESPONSES_NAMES)
+    def make_connection(self, endpoint: Endpoint, wire_api: WireApi) -> Connection:
+        is_responses_name = any(name in endpoint.model.lower() for name in _RESPONSES_NAMES)
         if is_responses_name != (wire_api == "openai_responses") and wire_api != "anthropic_messages":
             raise HarnessError(
-                f"openhands chooses its wire API by the model's name, and {context.model!r} does not make it speak "
+                f"openhands chooses its wire API by the model's name, and {endpoint.model!r} does not make it speak "
                 f"{wire_api}: Responses needs a name that contains gpt-5, Chat one that does not"
             )
         anthropic = wire_api == "anthropic_messages"
-        argv = [str(installed.root / "bin" / "openhands"), "--headless", "--json", "--override-with-envs"]
+        return Connection(
+            env={
+                "LLM_BASE_URL": endpoint.root_url if anthropic else endpoint.base_url,
+                "LLM_API_KEY": endpoint.api_key,
+                "LLM_MODEL": f"{'anthropic' if anthropic else 'openai'}/{endpoint.model}",
+            },
+            arguments=("--override-with-envs",),
+            unset=LITELLM_UNSET,
+        )
+
+    def make_plan(self, installed: Installation, context: LaunchContext, wire_api: WireApi) -> LaunchPlan:
+        connection = self.make_connection(context, wire_api)
+        argv = [str(installed.root / "bin" / "openhands"), "--headless", "--json", *connection.arguments]
         argv += ["--always-approve"]
         if context.resume:
             argv += ["--resume", "--last"]
         argv += [f"--task={context.instruction}"]  # one word, because it may begin with a dash
         env = {
-            "LLM_BASE_URL": context.root_url if anthropic else context.base_url,
-            "LLM_API_KEY": context.api_key,
-            "LLM_MODEL": f"{'anthropic' if anthropic else 'openai'}/{context.model}",
             "OPENHANDS_SUPPRESS_BANNER": "1",
             "OPENHANDS_PERSISTENCE_DIR": f"{context.home}/.openhands",
             "OPENHANDS_WORK_DIR": context.workdir,
@@ -73,7 +86,7 @@ class OpenHands(VenvHarness):
         files = {".gitconfig": _GITCONFIG}
         if context.mcp_servers:
             files[".openhands/mcp.json"] = json_text({"mcpServers": mcp_table(context.mcp_servers)})
-        return LaunchPlan(argv=tuple(argv), env=env, files=files)
+        return make_launch_plan(connection, argv, env=env, files=files)
 
     def interpret(self, exit_code: int | None, stdout_tail: str) -> tuple[ExitOutcome, str]:
         if exit_code != 0:

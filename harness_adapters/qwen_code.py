@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from harness_adapters.base import HarnessInfo, Installation, LaunchContext, LaunchPlan, WireApi
-from harness_adapters.toolkit.adapter import RunLimit, json_text, mcp_table
+from harness_adapters.base import Connection, Endpoint, HarnessInfo, Installation, LaunchContext, LaunchPlan, WireApi
+from harness_adapters.toolkit.adapter import RunLimit, make_launch_plan, mcp_table
 from harness_adapters.toolkit.npm import NpmHarness
+
+_SETTINGS = ".qwen/settings.json"
 
 
 class QwenCode(NpmHarness):
@@ -23,25 +25,33 @@ class QwenCode(NpmHarness):
         notes="After a resumed turn it may run an agent that extracts memories. "
         "Its requests do not say which come from sub-agents.",
         version_command=("{program}", f"{{root}}/{entry}", "--version"),
+        summary="Qwen's agent for the terminal",
+        command="qwen",
     )
 
-    def make_plan(self, installed: Installation, context: LaunchContext, wire_api: WireApi) -> LaunchPlan:
+    def make_connection(self, endpoint: Endpoint, wire_api: WireApi) -> Connection:
         settings = {
             "security": {"auth": {"selectedType": "openai"}},
             "privacy": {"usageStatisticsEnabled": False},
             "telemetry": {"enabled": False},
             "general": {"enableAutoUpdate": False},
-            "model": {"generationConfig": {"timeout": round(context.request_timeout_seconds * 1000)}},
-            "mcpServers": mcp_table(context.mcp_servers, "httpUrl"),
+            "model": {"generationConfig": {"timeout": round(endpoint.request_timeout_seconds * 1000)}},
         }
+        return Connection(
+            env={
+                "OPENAI_BASE_URL": endpoint.base_url,
+                "OPENAI_API_KEY": endpoint.api_key,
+                "OPENAI_MODEL": endpoint.model,
+                "QWEN_HOME": f"{endpoint.home}/.qwen",
+            },
+            settings={_SETTINGS: settings},
+        )
+
+    def make_plan(self, installed: Installation, context: LaunchContext, wire_api: WireApi) -> LaunchPlan:
         argv = [*self.command(installed), "--yolo", "--max-session-turns", str(context.max_steps)]
         argv += ["--continue"] if context.resume else []
         argv += [f"--prompt={context.instruction}"]
-        env = {
-            "OPENAI_BASE_URL": context.base_url,
-            "OPENAI_API_KEY": context.api_key,
-            "OPENAI_MODEL": context.model,
-            # Otherwise it starts a second process with more memory, and only forwards its exit code.
-            "QWEN_CODE_NO_RELAUNCH": "true",
-        }
-        return LaunchPlan(argv=tuple(argv), env=env, files={".qwen/settings.json": json_text(settings)})
+        # Otherwise it starts a second process with more memory, and only forwards its exit code.
+        env = {"QWEN_CODE_NO_RELAUNCH": "true"}
+        settings = {_SETTINGS: {"mcpServers": mcp_table(context.mcp_servers, "httpUrl")}}
+        return make_launch_plan(self.make_connection(context, wire_api), argv, env=env, settings=settings)

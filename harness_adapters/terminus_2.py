@@ -11,9 +11,18 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from harness_adapters.base import HarnessInfo, Installation, LaunchContext, LaunchPlan, McpServer, WireApi
-from harness_adapters.toolkit.adapter import RunLimit
-from harness_adapters.toolkit.python_venv import LITELLM_ENV, VenvHarness
+from harness_adapters.base import (
+    Connection,
+    Endpoint,
+    HarnessInfo,
+    Installation,
+    LaunchContext,
+    LaunchPlan,
+    McpServer,
+    WireApi,
+)
+from harness_adapters.toolkit.adapter import RunLimit, make_launch_plan
+from harness_adapters.toolkit.python_venv import LITELLM_ENV, LITELLM_UNSET, VenvHarness
 
 _RUNNER = Path(__file__).with_name("terminus_2_runner.py")
 
@@ -31,6 +40,8 @@ class Terminus2(VenvHarness):
         "harness_adapters.terminus_2:Terminus2RolloutDetails also requests token ids and log-probabilities.",
         needs=("tmux", "bash"),
         version_command=("{program}", "-c", "import importlib.metadata as m; print('harbor', m.version('harbor'))"),
+        summary="The agent of Terminal-Bench, started by harbor on its tasks",
+        command="harbor",
     )
     success = "declared the task complete"
     limits = (RunLimit(0, "its turn limit", r"^terminus-2 ended after .*: out of turns$"),)
@@ -46,7 +57,18 @@ class Terminus2(VenvHarness):
         found = super().install(cache_root, version)
         return replace(found, mounts=(*found.mounts, _RUNNER))
 
+    def make_connection(self, endpoint: Endpoint, wire_api: WireApi) -> Connection:
+        return Connection(
+            env={"OPENAI_API_KEY": endpoint.api_key},
+            arguments=(
+                *("run", "--agent", "terminus-2", "--model", f"openai/{endpoint.model}"),
+                *("--agent-kwarg", f"api_base={endpoint.base_url}"),
+            ),
+            unset=LITELLM_UNSET,
+        )
+
     def make_plan(self, installed: Installation, context: LaunchContext, wire_api: WireApi) -> LaunchPlan:
+        connection = self.make_connection(context, wire_api)
         argv = [str(installed.program), str(_RUNNER)]
         argv += ["--model", f"openai/{context.model}", "--api-base", context.base_url]
         argv += ["--max-turns", str(context.max_steps), "--request-timeout", str(context.request_timeout_seconds)]
@@ -62,8 +84,7 @@ class Terminus2(VenvHarness):
         if context.skills:
             argv += ["--skills-dir", f"{context.home}/{self.skills_folder}"]
         argv += ["--", context.instruction]
-        env = {"OPENAI_API_KEY": context.api_key, "HARBOR_TELEMETRY": "0", **LITELLM_ENV}
-        return LaunchPlan(argv=tuple(argv), env=env)
+        return make_launch_plan(connection, argv, env={"HARBOR_TELEMETRY": "0", **LITELLM_ENV})
 
 
 class Terminus2RolloutDetails(Terminus2):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -309,6 +309,13 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def child_environment(added: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a child process: this process's and `added`."""
-    return {**os.environ, **added}
+def local_url(host: str, port: int) -> str:
+    """Return the URL, for programs on this machine, of a server that listens on `host`."""
+    if host in ("0.0.0.0", "::"):
+        host = "127.0.0.1"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def child_environment(added: Mapping[str, str], *, without: Collection[str] = ()) -> dict[str, str]:
+    """Return the environment of a child process: this process's except for `without`, and `added`."""
+    return {**{name: value for name, value in os.environ.items() if name not in without}, **added}

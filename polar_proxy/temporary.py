@@ -13,16 +13,19 @@ _NAME = re.compile(r"polar-tmp-(\d+)-.*")
 
 
 @contextmanager
-def temporary_folder() -> Iterator[Path]:
-    """Make an empty folder, and remove it with its contents at the end of the block."""
-    with tempfile.TemporaryDirectory(prefix=f"polar-tmp-{os.getpid()}-") as name:
+def temporary_folder(parent: Path | None = None) -> Iterator[Path]:
+    """Make an empty folder that only this user can read, and remove it with its contents at the end of the block.
+
+    It is made in `parent`, by default the system's folder for temporary files.
+    """
+    with tempfile.TemporaryDirectory(prefix=f"polar-tmp-{os.getpid()}-", dir=parent) as name:
         yield Path(name)
 
 
-def left_folders() -> list[Path]:
-    """Return the temporary folders of this user's dead processes."""
+def left_folders(parent: Path | None = None) -> list[Path]:
+    """Return the temporary folders in `parent` of this user's dead processes."""
     found = []
-    with os.scandir(tempfile.gettempdir()) as entries:
+    with os.scandir(parent or tempfile.gettempdir()) as entries:
         for entry in entries:
             named = _NAME.fullmatch(entry.name)
             if named is None or not entry.is_dir(follow_symlinks=False):

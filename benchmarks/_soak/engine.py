@@ -1,6 +1,7 @@
-"""The engine of `benchmarks/soak.py`: canned answers at once in vLLM's format, and now and then a fault.
+r"""The engine of `benchmarks/soak.py`: canned answers at once in vLLM's format, and now and then a fault.
 
-python -m benchmarks._soak.engine --port 8000 --first 128 --added 24 --turns 100 --tokens 8 --faults 0.01 --seed 1 --folder F
+python -m benchmarks._soak.engine --port 8000 --first 128 --added 24 --turns 100 --tokens 8 --faults 0.01 --seed 1 \
+    --folder MODEL_FOLDER
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The base of the adapters whose harness is installed into the cache, and the text of the files that harnesses read."""
+"""The bases of the adapters, and the text of the files that harnesses read."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import re
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from harness_adapters.base import (
+    Connection,
+    Endpoint,
     ExitOutcome,
     HarnessAdapter,
     HarnessError,
@@ -21,6 +23,9 @@ from harness_adapters.base import (
     WireApi,
 )
 
+SESSION_KEY = "POLAR_SESSION_KEY"
+"""Variable with the session's key, for harnesses whose settings name the variable to read. POLAR_API_KEY would be
+the key of Polar's own HTTP API."""
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 _FOLDER_NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
@@ -78,6 +83,7 @@ class BaseHarness(HarnessAdapter):
 
     def _check_support(self, context: LaunchContext) -> WireApi:
         """Return the wire API for a run. Raises `HarnessError` if `context` asks for something that `info` lacks."""
+        wire_api = self.choose_wire_api(context)
         name, info = self.name, self.info
         if context.resume and "resume" not in info.features:
             raise HarnessError(f"{name} cannot resume a conversation")
@@ -85,10 +91,61 @@ class BaseHarness(HarnessAdapter):
             raise HarnessError(f"{name} does not support MCP servers")
         if context.skills and "skills" not in info.features:
             raise HarnessError(f"{name} does not support skills")
-        wire_api = context.wire_api or info.wire_apis[0]
-        if wire_api not in info.wire_apis:
-            raise HarnessError(f"{name} does not speak {wire_api}; it speaks {', '.join(info.wire_apis)}")
         return wire_api
+
+    def choose_wire_api(self, endpoint: Endpoint) -> WireApi:
+        """Return the wire API to speak. Raises `HarnessError` if the harness does not speak the requested one."""
+        known = self.info.wire_apis
+        wire_api = endpoint.wire_api or known[0]
+        if wire_api not in known:
+            raise HarnessError(f"{self.name} does not speak {wire_api}; it speaks {', '.join(known)}")
+        return wire_api
+
+
+class ConnectableHarness(BaseHarness):
+    """A harness that users also install and start themselves, by the program `info.command`."""
+
+    @property
+    @abstractmethod
+    def install_command(self) -> tuple[str, ...]:
+        """The command by which a user installs the harness."""
+
+    @abstractmethod
+    def make_connection(self, endpoint: Endpoint, wire_api: WireApi) -> Connection:
+        """Return what points the harness at `endpoint`. `make_plan` adds what a run without a user needs."""
+
+    def connect(self, endpoint: Endpoint) -> Connection:
+        """Return what points the harness at `endpoint`. Raises `HarnessError` if it does not speak the wire API."""
+        return self.make_connection(endpoint, self.choose_wire_api(endpoint))
+
+
+def make_launch_plan(
+    connection: Connection,
+    argv: Sequence[str],
+    *,
+    env: Mapping[str, str] | None = None,
+    settings: Mapping[str, Mapping[str, object]] | None = None,
+    files: Mapping[str, str] | None = None,
+) -> LaunchPlan:
+    """Return the plan of a run: a connection and what the run adds. `settings` are merged into the connection's."""
+    merged = _merge(connection.settings, settings or {})
+    return LaunchPlan(
+        argv=tuple(argv), env={**connection.env, **(env or {})}, files={**settings_files(merged), **(files or {})}
+    )
+
+
+def settings_files(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return the text of each settings file by its path."""
+    return {path: (toml_text if path.endswith(".toml") else json_text)(content) for path, content in settings.items()}
+
+
+def _merge(base: Mapping[str, Any], added: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `base` with `added`, of which tables are merged and all other values replace those of `base`."""
+    merged = dict(base)
+    for key, value in added.items():
+        old = merged.get(key)
+        merged[key] = _merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return merged
 
 
 def json_text(value: object) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from harness_adapters.base import Installation, InstallError
 from harness_adapters.toolkit import cache
-from harness_adapters.toolkit.adapter import BaseHarness
+from harness_adapters.toolkit.adapter import ConnectableHarness
 
 # The last release of the long-term line 22 on PyPI. Pi needs 22.19, Claude Code and Qwen Code need 22.
 NODE_VERSION = "22.20.0"
@@ -63,7 +63,7 @@ class NodeRuntime:
         cache.run_step(f"start {named} once", [*self.npm, "--version"], advice=advice)
 
 
-class NpmHarness(BaseHarness):
+class NpmHarness(ConnectableHarness):
     entry: str
     """Glob pattern, relative to the harness's folder, of the native program or script to start."""
     needs_node = False
@@ -73,6 +73,10 @@ class NpmHarness(BaseHarness):
     @property
     def package(self) -> str:
         return self.info.package.removeprefix("npm:")
+
+    @property
+    def install_command(self) -> tuple[str, ...]:
+        return ("npm", "install", "--global", self.package)
 
     def folder(self, cache_root: Path, version: str) -> Path:
         recipe = [self.package, self.entry, NODE_VERSION, sys.platform, platform.machine()]

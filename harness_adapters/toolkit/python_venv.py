@@ -20,7 +20,7 @@ from typing import ClassVar
 
 from harness_adapters.base import Installation, InstallError
 from harness_adapters.toolkit import cache
-from harness_adapters.toolkit.adapter import BaseHarness
+from harness_adapters.toolkit.adapter import ConnectableHarness
 
 LITELLM_ENV: Mapping[str, str] = {
     # Otherwise every start downloads a price list from the internet, and waits for the failure.
@@ -30,6 +30,8 @@ LITELLM_ENV: Mapping[str, str] = {
     "PYTHONUNBUFFERED": "1",
 }
 """Environment of every harness that uses litellm, so that it contacts the endpoint only."""
+LITELLM_UNSET = ("OPENAI_BASE_URL",)
+"""litellm prefers this variable to ``OPENAI_API_BASE``."""
 
 OWN_MINOR = f"{sys.version_info[0]}.{sys.version_info[1]}"
 _PROBE = "import sys, ensurepip, ssl, venv; print('%d.%d' % sys.version_info[:2])"
@@ -38,7 +40,7 @@ _FETCHED = ".python"
 _PIP_INSTALL = ("-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-input")
 
 
-class VenvHarness(BaseHarness):
+class VenvHarness(ConnectableHarness):
     imports: str
     """Modules whose import proves the installation, separated by commas."""
     extra_requirements: ClassVar[tuple[str, ...]] = ()
@@ -46,8 +48,18 @@ class VenvHarness(BaseHarness):
     pythons: ClassVar[tuple[str, ...]] = ()
     """Minor versions that the harness runs on, best first; empty: it gets the Python that runs Polar."""
 
+    @property
+    def package(self) -> str:
+        return self.info.package.removeprefix("pypi:")
+
+    @property
+    def install_command(self) -> tuple[str, ...]:
+        python = ("--python", self.pythons[0]) if self.pythons else ()
+        extras = (word for requirement in self.extra_requirements for word in ("--with", requirement))
+        return ("uv", "tool", "install", *python, *extras, self.package)
+
     def requirements(self, version: str) -> tuple[str, ...]:
-        return (f"{self.info.package.removeprefix('pypi:')}=={version}", *self.extra_requirements)
+        return (f"{self.package}=={version}", *self.extra_requirements)
 
     def folder(self, cache_root: Path, version: str) -> Path:
         # The interpreter is part of the recipe, because a venv breaks when its base interpreter changes.

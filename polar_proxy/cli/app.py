@@ -29,12 +29,18 @@ class Verb:
     """The function or the `typer.Typer`, as module:name in `polar_proxy.cli`."""
     help: str
     """The first paragraph of its help text, for `polar --help`."""
+    command_class: str | None = None
+    """The class of the command, as module:name in `polar_proxy.cli`, if it has its own."""
 
     def load(self) -> Callable[..., None] | typer.Typer:
         """Import the function or the group."""
-        module, _, name = self.target.partition(":")
-        loaded: Callable[..., None] | typer.Typer = getattr(importlib.import_module(f"polar_proxy.cli.{module}"), name)
+        loaded: Callable[..., None] | typer.Typer = _imported(self.target)
         return loaded
+
+
+def _imported(target: str) -> Any:
+    module, _, name = target.partition(":")
+    return getattr(importlib.import_module(f"polar_proxy.cli.{module}"), name)
 
 
 VERBS = {
@@ -44,6 +50,11 @@ VERBS = {
     "serve": Verb(
         "serve:serve",
         "Serve the gateway and the HTTP API until stopped. --json prints one JSON document when the server is ready.",
+    ),
+    "connect": Verb(
+        "connect:connect",
+        "Print the lines that point an agent at a server, or start the agent so: `polar connect AGENT -- ARGUMENTS`.",
+        command_class="connect:ConnectCommand",
     ),
     "node": Verb("serve:node", "Add this machine to a Ray cluster until stopped."),
     "submit": Verb("rollouts:submit", "Queue rollouts and print the job's id."),
@@ -112,7 +123,8 @@ def make_command(name: str) -> Any:
     if isinstance(loaded, typer.Typer):
         group.add_typer(loaded, name=name)
     else:
-        group.command(name)(loaded)
+        own_class = VERBS[name].command_class
+        group.command(name, cls=_imported(own_class) if own_class else None)(loaded)
     return get_group(group).commands[name]
 
 

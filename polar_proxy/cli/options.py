@@ -35,6 +35,10 @@ Url = Annotated[
     str | None,
     typer.Option("--url", help="Server to talk to (or POLAR_URL). Default: use the database.", show_default=False),
 ]
+ServerUrl = Annotated[
+    str | None,
+    typer.Option("--url", help="Server to point the agent at (or POLAR_URL). Default: this machine's."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")]
 Engine = Annotated[str | None, typer.Option("--engine", help="local, vllm, openai, or module:Class.")]
 EngineUrl = Annotated[str | None, typer.Option("--engine-url", help="URL of the engine (vllm, openai).")]

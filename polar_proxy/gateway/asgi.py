@@ -23,6 +23,8 @@ Headers = Iterable[tuple[bytes, bytes]]
 
 INSIDE_SANDBOX = "polar_inside_sandbox"
 """Key that the scope's `state` has if the request came through a socket inside a sandbox."""
+CONNECTION = "polar_connection"
+"""Key of the connection's random id in the scope's `state`."""
 _PIECE = 1 << 17
 """Bytes of a body that are searched at a time."""
 

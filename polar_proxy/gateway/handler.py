@@ -40,7 +40,7 @@ from polar_proxy.gateway.reply import Reply, send_error
 from polar_proxy.gateway.retries import ResponseBuffer, RetryCache
 from polar_proxy.offload import OffloadThread
 from polar_proxy.sessions.continuation import PromptBuilder
-from polar_proxy.sessions.identity import key_of_request, read_client_metadata
+from polar_proxy.sessions.identity import key_of_request, key_without_api_key, read_client_metadata
 from polar_proxy.sessions.registry import SessionClosedError, SessionRegistry
 from polar_proxy.sessions.state import SessionState
 from polar_proxy.store import Store
@@ -60,6 +60,7 @@ _TAKES_TURNS = 1 << 16
 not wait for it."""
 _BYTES_OF_VALUE = 64
 """Memory of a parsed JSON value, besides its text."""
+_NO_KEY = "No API key was sent. Polar accepts only keys made by `polar session new` or `polar connect` here."
 _MESSAGE_LISTS = ("messages", "input", "contents", "prompt")
 """The fields of the dialects that hold messages or prompts. A list of numbers is one prompt of token ids."""
 
@@ -90,6 +91,7 @@ class RequestHandler:
         self._prompts = PromptBuilder(engine, self._read_call, settings, self._thread)
         self.recorder = CallRecorder(engine, store, monitor, sessions, metrics, in_flight)
         self.retries = RetryCache(settings)
+        self._warned_of_no_key = False
 
     async def handle(
         self,
@@ -289,6 +291,8 @@ class RequestHandler:
         query = scope["query_string"]
         query_key = parse_qs(query.decode("latin-1")).get("key", [None])[0] if query else None
         key = key_of_request(headers, query_key)
+        if not key and not path_key:
+            key, path_key = self._key_without_api_key(headers, scope), None
         session = self._sessions.in_memory(key, path_key)
         if session is not None and not self._settings.shared:
             return session
@@ -302,6 +306,17 @@ class RequestHandler:
                 raise self._cannot_record() from error
             self._monitor.watch()
             return session
+
+    def _key_without_api_key(self, headers: Mapping[str, str], scope: asgi.Scope) -> str:
+        if asgi.INSIDE_SANDBOX in scope.get("state", {}) or not self._sessions.open_to_all:
+            raise RequestError(_NO_KEY, status=401, code="invalid_api_key")
+        if not self._warned_of_no_key:
+            self._warned_of_no_key = True
+            log.warning(
+                "A client sends no API key. Each of its connections is a session of its own, unless it names its "
+                "thread in a header. Give it a key of any name, or start it with `polar connect AGENT`"
+            )
+        return key_without_api_key(headers, scope["state"][asgi.CONNECTION])
 
     def _cannot_record(self) -> RequestError:
         reason = self._monitor.problem or "the database refused it"

@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import resource
+import secrets
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from polar_proxy.config import GatewayLimits
 from polar_proxy.errors import RequestError
+from polar_proxy.gateway import asgi
 
 RefusalBody = Callable[[str, RequestError], bytes]
 """Returns the response body of an error for a client that requested this path."""
@@ -196,6 +198,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
+        self.app_state = {**self.app_state, asgi.CONNECTION: secrets.token_hex(8)}
         self.connections_of_listener = connections
         self.url = b""
         self._limits = limits

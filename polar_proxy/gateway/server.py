@@ -16,7 +16,7 @@ from typing import Any, NoReturn, Self
 import uvicorn
 from fastapi import APIRouter
 
-from polar_proxy.config import GatewaySettings, is_loopback
+from polar_proxy.config import GatewaySettings, is_loopback, local_url
 from polar_proxy.engines.base import Engine
 from polar_proxy.errors import PolarError, UsageError
 from polar_proxy.gateway import asgi
@@ -91,10 +91,7 @@ class Gateway:
     @property
     def url(self) -> str:
         """The base URL for programs on this machine, without /v1."""
-        host = self.settings.host
-        if host in ("0.0.0.0", "::"):
-            host = "127.0.0.1"
-        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+        return local_url(self.settings.host, self.port)
 
     async def __aenter__(self) -> Self:
         await asyncio.to_thread(self.sessions.reserve_marks)

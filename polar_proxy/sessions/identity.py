@@ -50,7 +50,7 @@ _THREAD_HEADERS = (
 
 def read_client_metadata(headers: Mapping[str, str], params: Mapping[str, Any]) -> ClientMetadata:
     """Return the metadata in `headers` (by lower-case name) and `params` (the body without its messages)."""
-    session = next((value for name in _THREAD_HEADERS if (value := headers.get(name))), None)
+    session = _thread_of_headers(headers)
     metadata = params.get("metadata")
     if session is None and isinstance(metadata, dict):
         session = _claude_session(metadata.get("user_id"))
@@ -75,6 +75,10 @@ def read_client_metadata(headers: Mapping[str, str], params: Mapping[str, Any]) 
         subagent=_text(subagent),
         request=request,
     )
+
+
+def _thread_of_headers(headers: Mapping[str, str]) -> str | None:
+    return next((value for name in _THREAD_HEADERS if (value := headers.get(name))), None)
 
 
 def _claude_session(user_id: object) -> str | None:
@@ -116,3 +120,13 @@ def key_of_request(headers: Mapping[str, str], query_key: str | None) -> str | N
         scheme, _, value = authorization.partition(" ")
         return value.strip() if scheme.lower() == "bearer" else authorization
     return headers.get("x-api-key") or headers.get("x-goog-api-key") or query_key
+
+
+def key_without_api_key(headers: Mapping[str, str], connection: str) -> str:
+    """Return the key that stands for the one that a request lacks, so that two clients do not share a session.
+
+    It names the thread that the client reports in a header, or else the connection. No client can send this key in a
+    header, because it contains a NUL.
+    """
+    thread = _thread_of_headers(headers)
+    return f"\0connection {connection}" if thread is None else f"\0thread {thread}"

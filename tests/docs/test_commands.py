@@ -35,9 +35,6 @@ MODEL = "my-model"
 RUN_ELSEWHERE = {
     "make ": ".ci/run",
     "docker ": "tests/test_image.py",
-    "ANTHROPIC_BASE_URL=": "tests/harness_adapters/test_npm_real.py",
-    "GOOGLE_GEMINI_BASE_URL=": "tests/harness_adapters/test_npm_real.py",
-    "codex ": "tests/harness_adapters/test_npm_real.py",
     "polar run swe-task --harness codex": "tests/harness_adapters/test_npm_real.py",
     "polar run swe-task --sandbox docker": "tests/rollouts/test_run.py",
     "polar doctor drift --harness codex": "tests/cli/test_doctor.py",
@@ -152,10 +149,13 @@ class Workspace:
 def workspace(tmp_path_factory: pytest.TempPathFactory, fake_vllm: FakeVllm) -> Workspace:
     home, folder = tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("work")
     (folder / "examples").symlink_to(ROOT / "examples")
+    agents = tmp_path_factory.mktemp("agents")
+    for name in ("claude", "codex"):  # they stand in for the agents that `polar connect` starts
+        (agents / name).symlink_to(shutil.which("true") or "/bin/true")
     env = {
         **{name: value for name, value in os.environ.items() if not name.startswith("POLAR_")},
         "HOME": str(home),
-        "PATH": f"{BIN}:{os.environ['PATH']}",
+        "PATH": f"{agents}:{BIN}:{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
         "NO_COLOR": "1",
         "POLAR_RUN__HARNESS": "tests.fakes.tiny_agent:TinyAgent",
@@ -189,6 +189,11 @@ def test_command_runs(command: DocumentedCommand, workspace: Workspace, fake_vll
     if text.startswith("polar serve"):
         with workspace.server(text) as url:
             assert url.startswith("http://")
+        return
+    if "polar connect" in text:
+        with workspace.server("polar serve") as url:
+            done = workspace.shell(f"export POLAR_URL={url}; {text}")
+            assert done.returncode == 0, f"{text}\n{done.stdout}\n{done.stderr}"
         return
     if text.startswith("polar train"):
         # An agent whose rollouts always end, and a database without the jobs that other commands queued.

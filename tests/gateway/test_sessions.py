@@ -62,6 +62,45 @@ async def test_any_key_opens_a_session_on_loopback(serve: Serve, store: Store) -
     assert {row.origin for row in await store.sessions.recent()} == {"open"}
 
 
+async def test_clients_without_a_key_do_not_share_a_session(
+    serve: Serve, store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each connection without a key is a session, whatever stands for the missing key. One warning says so."""
+    async with serve(ScriptedEngine()) as gateway:
+        url = f"{gateway.url}/v1/chat/completions"
+        async with httpx.AsyncClient(timeout=120) as one, httpx.AsyncClient(timeout=120) as other:
+            ids = [(await http.post(url, json=CHAT)).headers["x-polar-session-id"] for http in (one, other, one, other)]
+            empty = await one.post(f"{gateway.url}/s//v1/chat/completions", json=CHAT, headers={"x-api-key": ""})
+            keyed = await one.post(url, json=CHAT, headers={"x-api-key": "mine"})
+        assert ids[0] == ids[2] != ids[1] == ids[3]
+        assert empty.headers["x-polar-session-id"] == ids[0]
+        assert keyed.headers["x-polar-session-id"] not in ids
+    assert len(await store.sessions.recent()) == 3
+    assert sum("sends no API key" in record.message for record in caplog.records) == 1
+
+
+async def test_a_client_without_a_key_is_known_by_the_thread_that_it_reports(serve: Serve) -> None:
+    async with serve(ScriptedEngine()) as gateway:
+        answers = [await ask(gateway.url, **{"session-id": thread}) for thread in ("a", "b", "a")]
+        answers.append(await ask(gateway.url, **{"session-id": "a", "authorization": "Bearer a"}))
+    ids = [answer.headers["x-polar-session-id"] for answer in answers]
+    assert ids[0] == ids[2]
+    assert len(set(ids)) == 3
+
+
+async def test_rejects_requests_without_a_key_if_known_keys_are_required(serve: Serve, store: Store) -> None:
+    """Also if an earlier version recorded such requests in the session of the empty key."""
+    await store.sessions.create(key_hash=hash_key(""), label=None, origin="open")
+    async with serve(ScriptedEngine(), require_known_keys=True) as gateway:
+        for answer in (
+            await ask(gateway.url),
+            await ask(gateway.url, "/s//v1"),
+            await ask(gateway.url, **{"session-id": "a"}),
+        ):
+            assert answer.status_code == 401
+            assert "No API key was sent" in answer.json()["error"]["message"]
+
+
 async def test_rejects_unknown_keys_if_known_keys_are_required(serve: Serve, store: Store) -> None:
     async with serve(ScriptedEngine(), require_known_keys=True) as gateway:
         answer = await ask(gateway.url, authorization="Bearer sk-unknown")

@@ -51,3 +51,5 @@ def info_is_complete(adapter: HarnessAdapter) -> None:
     assert info.package.partition(":")[0] in ("pypi", "npm")
     assert info.wire_apis
     assert info.runtime
+    assert info.summary
+    assert info.command

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from harness_adapters.base import (
+    Connection,
+    Endpoint,
     HarnessError,
     Installation,
     InstallError,
@@ -34,6 +36,9 @@ class Tiny(NpmHarness):
     default_version = "1.2.3"
     entry = "node_modules/@x/*/bin/tiny"
     info = replace(Codex.info, package="npm:@x/tiny")
+
+    def make_connection(self, endpoint: Endpoint, wire_api: WireApi) -> Connection:
+        raise NotImplementedError
 
     def make_plan(self, installed: Installation, context: LaunchContext, wire_api: WireApi) -> LaunchPlan:
         raise NotImplementedError

@@ -9,7 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from harness_adapters.base import Installation, InstallError, LaunchContext, LaunchPlan, WireApi
+from harness_adapters.base import (
+    Connection,
+    Endpoint,
+    Installation,
+    InstallError,
+    LaunchContext,
+    LaunchPlan,
+    WireApi,
+)
 from harness_adapters.mini_swe_agent import MiniSweAgent
 from harness_adapters.toolkit import cache, python_venv
 from harness_adapters.toolkit.python_venv import OWN_MINOR, VenvHarness, ensure_python, find_python
@@ -24,6 +32,9 @@ class Bare(VenvHarness):
     default_version = "1"
     info = replace(MiniSweAgent.info, package="pypi:bare")
     imports = "json"
+
+    def make_connection(self, endpoint: Endpoint, wire_api: WireApi) -> Connection:
+        raise NotImplementedError
 
     def make_plan(self, installed: Installation, context: LaunchContext, wire_api: WireApi) -> LaunchPlan:
         raise NotImplementedError
