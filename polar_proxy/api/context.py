@@ -26,6 +26,7 @@ from polar_proxy.rollouts import RolloutService
 from polar_proxy.sessions.identity import hash_key
 from polar_proxy.store import Store
 from polar_proxy.store.database import UnstorableValueError
+from polar_proxy.store.names import UnknownNameError
 from polar_proxy.store.service.feed import LeaseExpiredError
 from polar_proxy.store.training import MissingLinesError
 
@@ -162,6 +163,8 @@ def _to_api_error(error: PolarError | RequestValidationError | HTTPException) ->
             return ApiError(f"{error}.", status=409, code="lease_lost")
         case MissingLinesError():
             return ApiError(f"{error}.", status=409, code="conflict", detail={"lines": error.lines})
+        case UnknownNameError():
+            return ApiError(str(error), status=404, code="not_found")
         case UsageError() | UnstorableValueError():
             return ApiError(str(error), status=400, code="bad_request")
         case HTTPException():

@@ -10,9 +10,10 @@ from fastapi.responses import StreamingResponse
 
 from polar_proxy import api_models as m
 from polar_proxy.api.context import ApiContext, Routers, not_found, require
-from polar_proxy.api.serializers import convert, convert_all, group_detail, group_rollouts
+from polar_proxy.api.serializers import group_detail, group_rollouts
 from polar_proxy.errors import UsageError
 from polar_proxy.export.exporter import rollout_lines
+from polar_proxy.records import convert, convert_all
 from polar_proxy.rollout_spec import whole_distribution
 from polar_proxy.sessions.identity import hash_key, new_key
 from polar_proxy.store import RolloutRow, Store

@@ -6,6 +6,7 @@ the OpenAPI document.
 
 from typing import Literal
 
+from polar_proxy.api_models.records import *  # noqa: F403
 from polar_proxy.api_models.requests import *  # noqa: F403
 from polar_proxy.api_models.responses import *  # noqa: F403
 

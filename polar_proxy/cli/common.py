@@ -166,6 +166,22 @@ def with_client(
     return run_async(main())
 
 
+def read_store_or_server(
+    url: str | None,
+    db: str | None,
+    from_store: Callable[[Store, Settings], Awaitable[T]],
+    from_server: Callable[[AsyncClient], Coroutine[Any, Any, T]],
+) -> T:
+    """Return what `from_server` reads from the server of --url or POLAR_URL, or `from_store` from the database.
+
+    Commands that only read open the database themselves, because the API in this process takes a second to import.
+    """
+    settings = load_client_settings(url, db)
+    if settings.url is not None:
+        return with_client(url, db, from_server)
+    return with_store(settings, lambda store: from_store(store, settings))
+
+
 def api_key_for(settings: Settings) -> str | None:
     """Return the configured API key. Default for a server on this machine: the key that `polar serve` stored."""
     is_local = is_local_url(settings.url or "")

@@ -6,7 +6,8 @@ import contextlib
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, BinaryIO, cast
 
@@ -33,8 +34,10 @@ if TYPE_CHECKING:
     from polar_proxy.export import ExportReport
     from polar_proxy.store import Store
     from polar_proxy.traces.audit import AuditReport
-    from polar_proxy.traces.operations import RebuildReport
+    from polar_proxy.traces.operations import RebuildReport, SessionTarget
 
+NO_ROWS = 3
+"""Exit code of an export without rows."""
 Newest = Annotated[int | None, typer.Option("--limit", min=1, help="Only the newest N rollouts or sessions.")]
 ScoringConcurrency = Annotated[int, typer.Option("--concurrency", min=1, help="Sequences to score at a time.")]
 
@@ -76,6 +79,7 @@ def build(
             rollout = await store.rollouts.get(one)
             session_ids.append(one if rollout is None else rollout.session_id or one)
         targets = await find_targets(store, where=where, session_ids=session_ids)
+        await _note_no_match(store, where, targets)
         if on_drift != "rescore":
             return await rebuild(store, targets, builder=builder, on_drift=on_drift)
         async with make_engine(settings.engine) as entered:
@@ -84,6 +88,12 @@ def build(
     found = with_store(settings, work).to_json()
     chosen = {"builder": builder, "on_drift": on_drift if builder == "merged" else None}
     print_result({**chosen, **found}, lambda: _print_built(found), as_json)
+
+
+async def _note_no_match(store: Store, where: str | None, targets: Sequence[SessionTarget]) -> None:
+    """If no rollout matches the conditions, print which values there are."""
+    if where is not None and not targets:
+        print_note(await store.rollouts.explain_no_match(where))
 
 
 def _print_built(found: Json) -> None:
@@ -146,6 +156,7 @@ def audit(
         from polar_proxy.traces.operations import audit_store, find_targets
 
         targets = await find_targets(store, where=where, session_ids=session or (), limit=limit)
+        await _note_no_match(store, where, targets)
         async with make_engine(settings.engine) as entered:
             version = policy_version or await entered.weight_version()
             reference = AuditReference(entered.info, version, tolerance, same_model)
@@ -240,6 +251,7 @@ def rescore(
 
         report = RescoreReport()
         targets = await find_targets(store, where=where, session_ids=session or (), limit=limit)
+        await _note_no_match(store, where, targets)
         async with make_engine(settings.engine) as entered:
             require_end_of_turn(entered)
             scorer = Scorer(entered, concurrency)
@@ -287,7 +299,8 @@ def export(
 ) -> None:
     """Write recorded runs as JSON lines, and print counts of what was left out to standard error.
 
-    --json prints these counts as one JSON document on standard output; --out must then be a file.
+    --json prints these counts as one JSON document on standard output; --out must then be a file. If there are no
+    rows, the reasons are printed in words, and the exit code is 3.
     """
     if as_json and file == "-":
         raise UsageError("--json reports on standard output, so --out must be a file.")
@@ -308,10 +321,17 @@ def export(
             )
 
     report = with_store(load_settings(db), work)
+    print_result({"out": file, "format": form, **report.to_json()}, partial(_print_export, report), as_json)
+    if not report.rows:
+        raise typer.Exit(NO_ROWS)
+
+
+def _print_export(report: ExportReport) -> None:
     counts = f"{report.rows} rows from {report.rollouts} rollouts and {report.sessions} other sessions"
     left_out = format_counts(report.left_out) if report.left_out else "nothing"
-    found = {"out": file, "format": form, **report.to_json()}
-    print_result(found, lambda: err.print(one_line(f"{counts}; left out: {left_out}")), as_json)
+    err.print(one_line(f"{counts}; left out: {left_out}"))
+    for reason in report.reasons:
+        print_note(f"  {reason}")
 
 
 @contextlib.contextmanager

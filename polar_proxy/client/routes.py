@@ -132,6 +132,20 @@ class ApiMethods:
         """Create a session and its key, for an agent that you start yourself. The key is shown once."""
         return _post("/sessions", m.CreatedSession, request)
 
+    @api_method
+    def sessions(self, *, limit: int | None = None, before: str | None = None) -> ApiCall[m.SessionList]:
+        """List sessions, newest first. `before`: a session id; list only older sessions."""
+        return _get("/sessions", m.SessionList, limit=limit, before=before)
+
+    @api_method
+    def record(self, name: str, *, tokens: bool = False) -> ApiCall[m.Record]:
+        """Return a rollout, a session or a call in full.
+
+        `name`: its id, the beginning of its id, a session's label, or `last` for the session that was used last.
+        `tokens`: return the text of each token of a call.
+        """
+        return _get("/records", m.Record, name=name, tokens=tokens)
+
     # The trainer's feed
 
     @api_method

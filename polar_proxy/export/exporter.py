@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 from polar_proxy.errors import UsageError
 from polar_proxy.export.datasets import DATASET_FORMATS, SessionExport
 from polar_proxy.export.formats import TRAINER_FORMATS, RecordConverter, with_advantages
+from polar_proxy.export.reasons import explain
 from polar_proxy.store import FINAL_STATUSES, RolloutRow, Store, json_codec
 from polar_proxy.store.rescores import RESCORED_BUILDER
 from polar_proxy.store.traces import SessionTraces
@@ -49,7 +50,9 @@ class ExportReport:
     left_out: Counter[str] = field(default_factory=Counter)
     """Calls by reason (`not_built_yet`: their rollout still runs; `certificate_broken`: their session has a trace that
     does not match its certificate); traces by grade (`grade_...`), and branches whose parent is left out
-    (`parent_left_out`); rows that a trainer's format refuses, by reason."""
+    (`parent_left_out`); rows that a trainer's format refuses, by reason. `reasons.py` says each in words."""
+    reasons: list[str] = field(default_factory=list)
+    """If there are no rows: why, in words."""
 
     def to_json(self) -> Json:
         return {**asdict(self), "left_out": dict(self.left_out)}
@@ -73,13 +76,13 @@ async def export(
     of trl and tinker have an advantage. Raise UsageError for an unknown format, builder, advantage, or session, and
     for invalid conditions.
     """
+    _require_known(form, builder, (*DATASET_FORMATS, *TRAINER_FORMATS))
     convert: Convert = list
     records: RecordConverter | None = None
     if form in TRAINER_FORMATS:
         rewards = await _rewards_by_group(store, advantage, builder)
         records = converter = RecordConverter(form)
         form, convert = "tokens-jsonl", lambda rows: converter(with_advantages(rows, advantage, rewards))
-    _require_known(form, builder)
     if where is not None and session_ids:
         raise UsageError("Give either conditions, which select rollouts, or sessions, not both.")
     report = ExportReport()
@@ -98,7 +101,22 @@ async def export(
         report.rows += len(lines)
     if records is not None:
         report.left_out.update(records.left_out)
+    if not report.rows:
+        report.reasons = await _why_no_rows(store, report, where)
     return report
+
+
+async def _why_no_rows(store: Store, report: ExportReport, where: str | None) -> list[str]:
+    """Return lines that say why an export has no rows."""
+    if report.left_out:
+        return [explain(reason, count) for reason, count in report.left_out.most_common()]
+    if report.rollouts or report.sessions:
+        return ["The selected rollouts and sessions have no recorded calls."]
+    if where is not None:
+        return [await store.rollouts.explain_no_match(where)]
+    return [
+        f"{store.display_url} has no rollouts, and no sessions with calls. `polar run` and `polar serve` record some."
+    ]
 
 
 async def _rewards_by_group(store: Store, advantage: str, builder: str) -> dict[str, dict[str, float | None]]:
@@ -131,9 +149,9 @@ async def rollout_lines(
     return await asyncio.to_thread(_lines, session, form, all_grades, ExportReport(), list)
 
 
-def _require_known(form: str, builder: str) -> None:
-    if form not in DATASET_FORMATS:
-        raise UsageError(f"There is no format {form!r}: choose {', '.join(DATASET_FORMATS)}.")
+def _require_known(form: str, builder: str, formats: Collection[str] = tuple(DATASET_FORMATS)) -> None:
+    if form not in formats:
+        raise UsageError(f"There is no format {form!r}: choose {', '.join(formats)}.")
     if builder not in (*BUILDERS, RESCORED_BUILDER):
         raise UsageError(f"There is no builder {builder!r}: choose {', '.join((*BUILDERS, RESCORED_BUILDER))}.")
 

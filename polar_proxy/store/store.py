@@ -13,6 +13,7 @@ from polar_proxy.store.database import Database, display_url
 from polar_proxy.store.group_commit import GroupCommit
 from polar_proxy.store.maintenance.archive import ArchiveRepository
 from polar_proxy.store.maintenance.repository import MaintenanceRepository
+from polar_proxy.store.names import NameRepository
 from polar_proxy.store.outage_marks import OutageMarks
 from polar_proxy.store.rescores import RescoreRepository
 from polar_proxy.store.rollouts import RolloutRepository, TaskRepository
@@ -61,6 +62,7 @@ class Store:
         self.feed = FeedRepository(database)
         self.training = TrainingRepository(database)
         # The whole database
+        self.names = NameRepository(database)
         self.maintenance = MaintenanceRepository(database, artifacts)
         self.archive = ArchiveRepository(database, artifacts)
 
