@@ -20,11 +20,10 @@ from polar_proxy.store import RolloutRow, Store
 from polar_proxy.traces.builders import BUILDERS
 from polar_proxy.types import Json
 
-NDJSON = "application/x-ndjson"
 _FORMAT = "tokens-jsonl"
 _ROWS: dict[int | str, Json] = {
     200: {
-        "content": {NDJSON: {}},
+        "content": {m.NDJSON: {}},
         "description": "One JSON object per line, as `polar export --format tokens-jsonl` writes them.",
     }
 }
@@ -51,7 +50,7 @@ def add_routes(routers: Routers, context: ApiContext) -> None:
         _check_builder(builder)
         await require("group", group_id, store.groups.get(group_id))
         rows = await group_rollouts(store, group_id)
-        return StreamingResponse(_lines(store, rows, builder, all_grades), media_type=NDJSON)
+        return StreamingResponse(_lines(store, rows, builder, all_grades), media_type=m.NDJSON)
 
     @trainer.get("/rollouts", tags=["rollouts"])
     async def list_rollouts(
@@ -80,7 +79,7 @@ def add_routes(routers: Routers, context: ApiContext) -> None:
         """Return one row for each trace of an ended rollout."""
         _check_builder(builder)
         row = await require("rollout", rollout_id, store.rollouts.get(rollout_id))
-        return StreamingResponse(_lines(store, [row], builder, all_grades), media_type=NDJSON)
+        return StreamingResponse(_lines(store, [row], builder, all_grades), media_type=m.NDJSON)
 
     @trainer.post("/rewards", status_code=201, tags=["rewards"])
     async def add_reward(body: m.RewardRequest) -> m.Reward:

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import Field
 
-from polar_proxy.api_models.responses import ApiResponseModel, RolloutDetail
+from polar_proxy.api_models.responses import ApiKey, ApiResponseModel, RolloutDetail
 
 
 class SessionFields(ApiResponseModel):
@@ -255,6 +255,20 @@ class Record(ApiResponseModel):
     """A session."""
     call: CallDetail | None = None
     """A call."""
+
+
+class CreatedKey(ApiKey):
+    """A new key of the HTTP API."""
+
+    key: str
+    """The key. It is shown once; only its hash is stored."""
+
+
+class KeyList(ApiResponseModel):
+    """All keys of the HTTP API."""
+
+    keys: list[ApiKey]
+    """The keys, including revoked ones, oldest first."""
 
 
 class ExportSummary(ApiResponseModel):

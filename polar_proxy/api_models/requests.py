@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from polar_proxy.rollout_spec import MAX_INTEGER, JobSpec
 
+Role = Literal["admin", "trainer"]
 Scope = Literal["server", "all"]
 PositiveSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 WaitSeconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -118,6 +119,15 @@ class SessionRequest(ApiRequestModel):
     """How prompts are built; see the setting `gateway.prompt_mode`."""
     past_reasoning: Literal["keep", "strip"] | None = None
     """What continued prompts do with reasoning of earlier turns; see the setting `gateway.past_reasoning`."""
+
+
+class KeyRequest(ApiRequestModel):
+    """A new key of the HTTP API."""
+
+    role: Role
+    """admin (everything) or trainer (read, use the feed, add rewards, pause)."""
+    label: str | None = None
+    """A name to find the key by."""
 
 
 class TrainingLine(BaseModel):

@@ -272,6 +272,21 @@ class CreatedSession(ApiResponseModel):
     """The key for the agent. It is shown once; only its hash is stored."""
 
 
+class ApiKey(ApiResponseModel):
+    """A key of the HTTP API, without the key itself."""
+
+    name: str
+    """The first twelve hexadecimal digits of the key's hash, by which it is listed and revoked."""
+    role: str
+    """admin or trainer."""
+    label: str | None
+    """The name given to it."""
+    created_at: float
+    """When it was created."""
+    revoked_at: float | None
+    """When it was revoked."""
+
+
 class Lease(ApiResponseModel):
     """A group leased to one trainer."""
 

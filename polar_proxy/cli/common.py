@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 import typer
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from polar_proxy.cli.output import err, styled
 from polar_proxy.config import Settings
@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # sqlalchemy, httpx and fastapi take a second to import, and 
     from polar_proxy.client import AsyncClient
     from polar_proxy.store import Store
 
+M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
 
 PATIENT_TRIES = 12
@@ -60,6 +61,17 @@ def load_client_settings(url: str | None, db: str | None) -> Settings:
     if url is not None or db is not None:
         settings.url = url
     return settings
+
+
+def make_request(model: type[M], **fields: Any) -> M:
+    """Return the request. Raises UsageError with the first problem."""
+    try:
+        return model(**fields)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        message = first["msg"].removeprefix("Value error, ")
+        raise UsageError(f"{where}: {message}" if where else f"{message[:1].upper()}{message[1:]}.") from error
 
 
 def run_async(main: Coroutine[Any, Any, T]) -> T:

@@ -7,11 +7,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
 import orjson
 import typer
-from pydantic import BaseModel, ValidationError
 from rich.table import Table
 
 from polar_proxy.allowed_code import AllowedCode, is_code
@@ -22,6 +21,7 @@ from polar_proxy.cli.common import (
     is_local_url,
     load_client_settings,
     load_settings,
+    make_request,
     open_database,
     run_async,
     with_client,
@@ -49,8 +49,6 @@ if TYPE_CHECKING:
     from polar_proxy.client import AsyncClient
     from polar_proxy.store import RolloutRow
     from polar_proxy.tasks import Task
-
-M = TypeVar("M", bound=BaseModel)
 
 _SUMMARY = (
     *("rollout_id", "task_id", "group_id", "seed", "status", "cause", "attempt", "masked", "reward", "calls", "traces"),
@@ -191,7 +189,7 @@ def submit(
 
     chosen = given({"seed": seed, "instances": instances}) | rollout_options
     task = _absolute_task(task, load_client_settings(url, db).url)
-    request = _make_request(JobRequest, task=task, **chosen)
+    request = make_request(JobRequest, task=task, **chosen)
     try:
         job = with_client(url, db, lambda client: client.submit(request, idempotency_key=key), create=True)
     except BadRequestError as error:
@@ -344,22 +342,11 @@ def reward(
         details = {} if detail is None else orjson.loads(detail)
     except ValueError as error:  # includes JSONDecodeError
         raise UsageError(f"A reward is a number or `none`, and its detail a JSON object: {error}.") from error
-    request = _make_request(
+    request = make_request(
         RewardRequest, rollout_id=rollout, value=number, source=source, call_id=call, trace_id=trace, detail=details
     )
     stored = with_client(url, db, lambda client: client.reward(request))
     print_result(stored, stored.reward_id, as_json)
-
-
-def _make_request(model: type[M], **fields: Any) -> M:
-    """Return the request. Raises UsageError with the first problem."""
-    try:
-        return model(**fields)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        message = first["msg"].removeprefix("Value error, ")
-        raise UsageError(f"{where}: {message}" if where else f"{message[:1].upper()}{message[1:]}.") from error
 
 
 def _absolute_task(task: str, url: str | None) -> str:

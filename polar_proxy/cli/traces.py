@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, BinaryIO, cast
 import typer
 
 from polar_proxy.cli import options
-from polar_proxy.cli.common import load_settings, with_store
+from polar_proxy.cli.common import load_settings, read_store_or_server, with_store
 from polar_proxy.cli.output import (
     err,
     format_counts,
@@ -31,7 +31,9 @@ from polar_proxy.terminal import JsonOutput, one_line
 from polar_proxy.types import Json
 
 if TYPE_CHECKING:
-    from polar_proxy.export import ExportReport
+    from polar_proxy.api_models import ExportSummary
+    from polar_proxy.client import AsyncClient
+    from polar_proxy.config import Settings
     from polar_proxy.store import Store
     from polar_proxy.traces.audit import AuditReport
     from polar_proxy.traces.operations import RebuildReport, SessionTarget
@@ -294,6 +296,7 @@ def export(
         str, typer.Option(help="For trl and tinker, the advantage: grpo, dr_grpo, rloo, mc_grpo or raft.")
     ] = "grpo",
     file: Annotated[str, typer.Option("--out", help="File to write; - is standard output.")] = "-",
+    url: options.Url = None,
     db: options.Db = None,
     as_json: options.AsJson = False,
 ) -> None:
@@ -304,29 +307,32 @@ def export(
     """
     if as_json and file == "-":
         raise UsageError("--json reports on standard output, so --out must be a file.")
+    chosen = {"where": where, "builder": builder, "all_grades": all_grades, "advantage": advantage}
 
-    async def work(store: Store) -> ExportReport:
+    async def from_store(store: Store, settings: Settings) -> ExportSummary:
+        from polar_proxy.api_models import ExportSummary
         from polar_proxy.export import export as write_rows
+        from polar_proxy.records import convert
 
         with open_output(file) as target:
-            return await write_rows(
-                store,
-                form,
-                target.write,
-                where=where,
-                session_ids=session or (),
-                builder=builder,
-                all_grades=all_grades,
-                advantage=advantage,
-            )
+            report = await write_rows(store, form, target.write, session_ids=session or (), **chosen)
+        return convert(ExportSummary, report)
 
-    report = with_store(load_settings(db), work)
-    print_result({"out": file, "format": form, **report.to_json()}, partial(_print_export, report), as_json)
+    async def from_server(client: AsyncClient) -> ExportSummary:
+        with open_output(file) as target:
+            async for item in client.export(form, sessions=session or (), **chosen):  # type: ignore[arg-type]
+                if not isinstance(item, bytes):
+                    return item
+                target.write(item)
+        raise AssertionError("unreachable: an export without its counts raises an error")
+
+    report = read_store_or_server(url, db, from_store, from_server)
+    print_result({"out": file, "format": form, **report.model_dump()}, partial(_print_export, report), as_json)
     if not report.rows:
         raise typer.Exit(NO_ROWS)
 
 
-def _print_export(report: ExportReport) -> None:
+def _print_export(report: ExportSummary) -> None:
     counts = f"{report.rows} rows from {report.rollouts} rollouts and {report.sessions} other sessions"
     left_out = format_counts(report.left_out) if report.left_out else "nothing"
     err.print(one_line(f"{counts}; left out: {left_out}"))

@@ -9,6 +9,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from polar_proxy.errors import UsageError
 from polar_proxy.export.datasets import DATASET_FORMATS, SessionExport
@@ -58,23 +59,31 @@ class ExportReport:
         return {**asdict(self), "left_out": dict(self.left_out)}
 
 
-async def export(
+async def export(store: Store, form: str, write: Callable[[bytes], object], **options: Any) -> ExportReport:
+    """Write rows through `write`, one line at a time. `options` are those of `export_lines`."""
+    report = ExportReport()
+    async for line in export_lines(store, form, report, **options):
+        write(line)
+    return report
+
+
+async def export_lines(
     store: Store,
     form: str,
-    write: Callable[[bytes], object],
+    report: ExportReport,
     *,
     where: str | None = None,
     session_ids: Sequence[str] = (),
     builder: str = "merged",
     all_grades: bool = False,
     advantage: str = "grpo",
-) -> ExportReport:
-    """Write rows of the format `form` through `write`, one line at a time.
+) -> AsyncIterator[bytes]:
+    """Yield rows of the format `form`, one line at a time, and count in `report`, which is complete at the end.
 
-    Rows are written for the rollouts that match `where`, or for the sessions `session_ids`, or by default for every
-    rollout and every session without a rollout. Records of other trainers are made from the rows of tokens-jsonl; those
-    of trl and tinker have an advantage. Raise UsageError for an unknown format, builder, advantage, or session, and
-    for invalid conditions.
+    Rows are made of the rollouts that match `where`, or of the sessions `session_ids`, or by default of every rollout
+    and every session without a rollout. Records of other trainers are made from the rows of tokens-jsonl; those of trl
+    and tinker have an advantage. Raise UsageError, before the first row, for an unknown format, builder or advantage
+    and for invalid conditions; for an unknown session when its turn comes.
     """
     _require_known(form, builder, (*DATASET_FORMATS, *TRAINER_FORMATS))
     convert: Convert = list
@@ -85,7 +94,6 @@ async def export(
         form, convert = "tokens-jsonl", lambda rows: converter(with_advantages(rows, advantage, rewards))
     if where is not None and session_ids:
         raise UsageError("Give either conditions, which select rollouts, or sessions, not both.")
-    report = ExportReport()
     async for session_id, rollout in _selected(store, where, session_ids, builder):
         report.rollouts += rollout is not None
         report.sessions += rollout is None
@@ -97,13 +105,12 @@ async def export(
             report.left_out["not_built_yet"] += unplaced
         lines = await asyncio.to_thread(_lines, session, form, all_grades, report, convert)
         for line in lines:
-            write(line)
+            yield line
         report.rows += len(lines)
     if records is not None:
         report.left_out.update(records.left_out)
     if not report.rows:
         report.reasons = await _why_no_rows(store, report, where)
-    return report
 
 
 async def _why_no_rows(store: Store, report: ExportReport, where: str | None) -> list[str]:

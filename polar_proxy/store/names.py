@@ -9,7 +9,7 @@ from sqlalchemy import ColumnElement, Select, func, literal, select
 
 from polar_proxy.errors import UsageError
 from polar_proxy.store import schema
-from polar_proxy.store.database import Repository, display_url
+from polar_proxy.store.database import Repository, database_location
 
 RecordKind = Literal["rollout", "session", "call"]
 LAST = "last"
@@ -55,9 +55,10 @@ class NameRepository(Repository):
                 return candidates[0]
             if candidates:
                 raise UsageError(_ambiguous(name, candidates))
+        place = database_location(self._database.url)
         raise UnknownNameError(
-            f"No rollout, session or call in {display_url(self._database.url)} has an id or a label that begins with "
-            f"{name!r}. `polar sessions` lists the sessions."
+            f"No rollout, session or call in {place} has an id or a label that begins with {name!r}. "
+            "`polar sessions` lists the sessions."
         )
 
     async def _begins(self, name: str) -> list[RecordName]:

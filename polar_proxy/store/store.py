@@ -9,7 +9,7 @@ from pathlib import Path
 from polar_proxy.store import migrate
 from polar_proxy.store.artifacts import ArtifactRepository, RewardRepository
 from polar_proxy.store.calls import CallRepository, OpenCallRepository
-from polar_proxy.store.database import Database, display_url
+from polar_proxy.store.database import Database, database_location, display_url
 from polar_proxy.store.group_commit import GroupCommit
 from polar_proxy.store.maintenance.archive import ArchiveRepository
 from polar_proxy.store.maintenance.repository import MaintenanceRepository
@@ -37,6 +37,7 @@ class Store:
     def __init__(self, database: Database, artifacts: Path) -> None:
         self.database = database
         self.display_url = display_url(database.url)
+        self.location = database_location(database.url)
         self._marks_folder = artifacts.parent / "unrecorded"
         self._writer = GroupCommit(database)
         # One conversation

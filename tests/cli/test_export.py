@@ -91,7 +91,7 @@ def test_an_export_of_an_empty_database_says_so(polar_home: Path) -> None:
     polar_json("session", "new")
     done = polar("export")
     assert done.exit_code == 3
-    assert "polar.db has no rollouts and no sessions with calls" in done.stderr
+    assert "polar.db has no rollouts, and no sessions with calls" in done.stderr
     assert "The database has no rollouts." in polar("export", "--where", "reward>=1").stderr
 
 
