@@ -35,12 +35,21 @@ async def token_texts(
     try:
         async with _decoder(info, settings, engine) as decode:
             for token in sorted({token for answer in answers for token in answer.tolist()}):
-                known[token] = await decode([token])
+                known[token] = await _decode_one(decode, token)
     except NotImplementedError as error:
         raise NoTextsError(f"The engine {info.engine} cannot decode tokens.") from error
     except (PolarError, OSError) as error:
         raise error if isinstance(error, NoTextsError) else NoTextsError(str(error)) from error
     return [[known[token] for token in answer.tolist()] for answer in answers]
+
+
+async def _decode_one(decode: Decode, token: int) -> str:
+    try:
+        return await decode([token])
+    except (ValueError, OverflowError) as error:
+        raise NoTextsError(
+            f"The tokenizer has no token {token}, so it is not the one of the recorded model."
+        ) from error
 
 
 @asynccontextmanager

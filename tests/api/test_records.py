@@ -19,7 +19,7 @@ from polar_proxy.export import export
 from polar_proxy.store import Store, open_store
 from polar_proxy.types import Json
 from tests.export.recorded_runs import rollout, session_without_rollout
-from tests.factories import call_record, engine_info, new_session
+from tests.factories import answer, call_record, engine_info, new_session
 
 
 @pytest_asyncio.fixture
@@ -55,19 +55,22 @@ async def test_returns_a_record_by_each_kind_of_name(client: AsyncClient, store:
 
 async def test_token_texts_come_from_the_servers_engine(client: AsyncClient, store: Store) -> None:
     session_id = await new_session(store)
-    mine = call_record(session_id, engine=engine_info(engine="scripted", model="scripted-model"))
+    scripted = engine_info(engine="scripted", model="scripted-model")
+    mine = call_record(session_id, engine=scripted, choices=(answer([107, 108]),))
+    damaged = call_record(session_id, engine=scripted, choices=(answer([-5]),))
     other = call_record(session_id, engine=engine_info(model="someone/else"))
-    for record in (mine, other):
+    for record in (mine, other, damaged):
         await store.calls.commit(record)
     call = (await client.record(mine.call_id, tokens=True)).call
     assert call is not None
-    assert call.choices[0].token_texts is not None
-    assert len(call.choices[0].token_texts) == len(call.choices[0].token_ids)
-    assert call.texts_problem is None
+    assert (call.choices[0].token_texts, call.texts_problem) == (["h", "i"], None)
     call = (await client.record(other.call_id, tokens=True)).call
     assert call is not None
     assert call.choices[0].token_texts is None
     assert "tokenizer of someone/else" in str(call.texts_problem)
+    call = (await client.record(damaged.call_id, tokens=True)).call
+    assert call is not None
+    assert "no token -5" in str(call.texts_problem)
 
 
 async def exported(client: AsyncClient, form: str, **options: Json) -> tuple[list[bytes], ExportSummary]:
