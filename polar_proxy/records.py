@@ -105,6 +105,7 @@ async def _session(store: Store, session_id: str) -> m.SessionDetail | None:
             for trace in await store.traces.find(session_id=session_id)
         ],
         excluded=dict(await store.traces.exclusions(session_id)),
+        rewards=convert_all(m.Reward, await store.rewards.of_session(session_id)),
     )
 
 

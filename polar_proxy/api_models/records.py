@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import Field
 
-from polar_proxy.api_models.responses import ApiKey, ApiResponseModel, RolloutDetail
+from polar_proxy.api_models.responses import ApiKey, ApiResponseModel, Reward, RolloutDetail
 
 
 class SessionFields(ApiResponseModel):
@@ -34,6 +34,8 @@ class SessionFields(ApiResponseModel):
     """Sum of sampled tokens over all calls."""
     last_call_at: float | None
     """When its last call ended."""
+    reward: float | None = None
+    """The newest reward of the session as a whole; null for the session of a rollout, which has its own."""
 
 
 class Session(SessionFields):
@@ -125,6 +127,8 @@ class SessionDetail(SessionFields):
     """The stored traces of the builder `merged`."""
     excluded: dict[str, str]
     """Calls that are in no trace, each with the reason."""
+    rewards: list[Reward]
+    """All rewards ever given to it, oldest first."""
 
 
 class CallChoice(ApiResponseModel):

@@ -83,23 +83,27 @@ class DrainRequest(ApiRequestModel):
 
 
 class RewardRequest(ApiRequestModel):
-    """A reward of a rollout, or of one call or one trace of it, given from outside."""
+    """A reward of a rollout or a session, or of one call or one trace of it, given from outside."""
 
-    rollout_id: str
+    rollout_id: str | None = None
     """The rollout."""
+    session_id: str | None = None
+    """The session, if it has no rollout."""
     value: float | None = Field(allow_inf_nan=False)
     """The reward; null if the rollout could not be judged, which is not the same as 0."""
     source: str = Field(min_length=1)
     """Who gives the reward, such as `human:anna` or `ci`."""
     call_id: str | None = None
-    """Reward only this call of the rollout."""
+    """Reward only this call of the rollout or session."""
     trace_id: str | None = None
-    """Reward only this trace of the rollout."""
+    """Reward only this trace of the rollout or session."""
     detail: dict[str, Any] = Field(default_factory=dict)
     """Any JSON object to store with the reward."""
 
     @model_validator(mode="after")
     def _check_target(self) -> RewardRequest:
+        if (self.rollout_id is None) == (self.session_id is None):
+            raise ValueError("give either rollout_id or session_id")
         if self.call_id is not None and self.trace_id is not None:
             raise ValueError("give call_id or trace_id, not both")
         return self

@@ -229,8 +229,10 @@ class Reward(ApiResponseModel):
 
     reward_id: str
     """The id of the reward."""
-    rollout_id: str
+    rollout_id: str | None
     """The rollout."""
+    session_id: str | None = None
+    """The session, if it has no rollout."""
     trace_id: str | None
     """The trace, if the reward is for a single trace."""
     call_id: str | None

@@ -321,8 +321,10 @@ def resume(job: JobId, url: options.Url = None, db: options.Db = None, as_json: 
 
 
 def reward(
-    rollout: Annotated[str, typer.Argument(help="A rollout's id.")],
-    value: Annotated[str, typer.Argument(help="A number, or `none` if the rollout could not be judged.")],
+    target: Annotated[
+        str, typer.Argument(metavar="ROLLOUT|SESSION", help="Id of a rollout, or of a session without one.")
+    ],
+    value: Annotated[str, typer.Argument(help="A number, or `none` if the work could not be judged.")],
     source: Annotated[str, typer.Option(help="Who gives the reward, such as human:anna or ci.")],
     call: Annotated[str | None, typer.Option(help="Reward only this call.")] = None,
     trace: Annotated[str | None, typer.Option(help="Reward only this trace.")] = None,
@@ -331,9 +333,9 @@ def reward(
     db: options.Db = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Add a reward to a rollout. Earlier rewards are kept.
+    """Add a reward to a rollout or a session. Earlier rewards are kept.
 
-    The rollout's reward is the newest one that was given to the whole rollout, not to one of its calls or traces.
+    Its reward is the newest one that was given to it as a whole, not to one of its calls or traces.
     """
     from polar_proxy.api_models import RewardRequest
 
@@ -343,7 +345,13 @@ def reward(
     except ValueError as error:  # includes JSONDecodeError
         raise UsageError(f"A reward is a number or `none`, and its detail a JSON object: {error}.") from error
     request = make_request(
-        RewardRequest, rollout_id=rollout, value=number, source=source, call_id=call, trace_id=trace, detail=details
+        RewardRequest,
+        **{"session_id" if target.startswith("sess_") else "rollout_id": target},
+        value=number,
+        source=source,
+        call_id=call,
+        trace_id=trace,
+        detail=details,
     )
     stored = with_client(url, db, lambda client: client.reward(request))
     print_result(stored, stored.reward_id, as_json)

@@ -109,7 +109,8 @@ def _print_rollout(rollout: RolloutRecord) -> None:
 
 
 def _print_session(session: SessionDetail) -> None:
-    out.print(styled("session {}{}", session.session_id, f"  {session.label}" if session.label else ""))
+    reward = "" if session.reward is None else f"  reward {session.reward:g}"
+    out.print(styled("session {}{}{}", session.session_id, f"  {session.label}" if session.label else "", reward))
     rows = (
         (
             call.call_id,

@@ -209,14 +209,15 @@ async def _read_session(
     traces (a session of `polar serve` never ends). Traces of the builder `rescored` are never built here. A rollout
     that still runs has no traces yet. If a call of the session was lost, all its calls are excluded.
     """
-    fields: Json = {"session_id": session_id}
+    summary = None if session_id is None else await store.sessions.summary(session_id)
+    fields: Json = {"session_id": session_id, "reward": None if summary is None else summary.reward}
     if rollout is not None:
         fields = {name: getattr(rollout, name) for name in _ROLLOUT_FIELDS}
-    if session_id is None:
+    if session_id is None or summary is None:
         return SessionExport(fields, (), (), {})
     stored = await store.traces.of_session(session_id, builder=builder, text=form != "tokens-jsonl")
     traces, excluded, calls = stored.traces, dict(stored.excluded), stored.calls
-    if (rollout is not None and rollout.incomplete) or await store.sessions.is_incomplete(session_id):
+    if (rollout is not None and rollout.incomplete) or summary.incomplete is not None:
         return SessionExport(
             fields, calls, (), {call.call_id: excluded.get(call.call_id, "incomplete") for call in calls}
         )
@@ -233,8 +234,8 @@ async def _read_session(
 def _build_session(
     fields: Json, calls: Sequence[CallRecord], builder: str, rollout: RolloutRow | None
 ) -> SessionExport:
-    rollout_id, reward = (None, None) if rollout is None else (rollout.rollout_id, rollout.reward)
-    result = build(calls, builder, rollout_id=rollout_id, reward=reward)
+    rollout_id = None if rollout is None else rollout.rollout_id
+    result = build(calls, builder, rollout_id=rollout_id, reward=fields["reward"])
     return SessionExport(fields, calls, result.traces, result.excluded, certify(calls, result))
 
 

@@ -8,9 +8,10 @@ import httpx
 import orjson
 import pytest
 import pytest_asyncio
+from pydantic import ValidationError
 
 from polar_proxy.api import allow_all, create_api
-from polar_proxy.api_models import ExportSummary
+from polar_proxy.api_models import ExportSummary, KeyRequest, RewardRequest
 from polar_proxy.client import AsyncClient, BadRequestError, NotFoundError, UnreachableError
 from polar_proxy.client.inprocess import InProcessTransport
 from polar_proxy.config import Settings
@@ -111,9 +112,27 @@ async def test_an_export_without_its_counts_is_not_complete() -> None:
             _ = [row async for row in client.export()]
 
 
-async def test_keys_are_made_listed_and_revoked(client: AsyncClient, store: Store) -> None:
-    from polar_proxy.api_models import KeyRequest
+async def test_a_session_is_rewarded_as_a_rollout_is(client: AsyncClient, store: Store) -> None:
+    session_id, calls = await session_without_rollout(store)
+    rollout_id, others = await rollout(store, reward=None)
+    given = await client.reward(RewardRequest(session_id=session_id, value=0.5, source="human:anna"))
+    assert (given.session_id, given.rollout_id, given.value) == (session_id, None, 0.5)
+    await client.reward(RewardRequest(session_id=session_id, value=9.0, source="judge", call_id=calls[0].call_id))
+    found = (await client.record(session_id)).session
+    assert found is not None
+    assert (found.reward, [reward.value for reward in found.rewards]) == (0.5, [0.5, 9.0])
+    with pytest.raises(NotFoundError, match="call of this session"):
+        await client.reward(RewardRequest(session_id=session_id, value=1, source="x", call_id=others[0].call_id))
+    with pytest.raises(NotFoundError, match="no session sess_0"):
+        await client.reward(RewardRequest(session_id="sess_0", value=1, source="x"))
+    with pytest.raises(BadRequestError, match=rollout_id):
+        await client.reward(RewardRequest(session_id=others[0].session_id, value=1, source="x"))
+    for targets in ({}, {"session_id": session_id, "rollout_id": rollout_id}):
+        with pytest.raises(ValidationError, match="either rollout_id or session_id"):
+            RewardRequest(value=1, source="x", **targets)
 
+
+async def test_keys_are_made_listed_and_revoked(client: AsyncClient, store: Store) -> None:
     made = await client.new_key(KeyRequest(role="trainer", label="gpu box"))
     assert [(key.name, key.label) for key in (await client.keys()).keys] == [(made.name, "gpu box")]
     assert made.key not in str(await client.keys())

@@ -15,7 +15,7 @@ from polar_proxy.errors import UsageError
 from polar_proxy.store import open_store
 from polar_proxy.training.advantages import dr_grpo
 from polar_proxy.types import Json
-from tests.cli.runner import polar, polar_error, polar_json
+from tests.cli.runner import polar, polar_error, polar_json, polar_ok
 from tests.export.recorded_runs import rollout, session_without_rollout
 
 pytestmark = pytest.mark.slow
@@ -85,6 +85,20 @@ def test_an_export_without_rows_says_why_in_words(tmp_path: Path) -> None:
     lines = done.stderr.splitlines()
     assert any("6 traces of rollouts with several traces" in line and "(several_traces)" in line for line in lines)
     assert any("3 calls whose agent disconnected" in line and "(client_gone)" in line for line in lines)
+
+
+def test_a_session_is_rewarded_and_exported(polar_home: Path, tmp_path: Path) -> None:
+    async def fill() -> str:
+        async with open_store(f"sqlite:///{polar_home}/polar.db") as store:
+            return (await session_without_rollout(store))[0]
+
+    session_id = asyncio.run(fill())
+    out = tmp_path / "out.jsonl"
+    assert polar_json("export", "--format", "verl", "--out", str(out), exit_code=3)["left_out"]["no_reward"] == 2
+    assert polar_json("reward", session_id, "0.5", "--source", "human:anna")["session_id"] == session_id
+    polar_json("export", "--format", "verl", "--out", str(out))
+    assert [row["reward_score"] for row in rows(out)] == [0.5, 0.5]
+    assert "reward 0.5" in polar_ok("show", session_id)
 
 
 def test_an_export_of_an_empty_database_says_so(polar_home: Path) -> None:
