@@ -24,6 +24,7 @@ LAYERS = [
     {"rollouts", "conformance"},
     {"training"},
     {"export"},
+    {"records"},
     {"api"},
     {"cli"},
 ]

@@ -222,7 +222,8 @@ def _newer_schema(connection: sqlite3.Connection) -> None:
 
 
 _CONFIG = '{"harness":"shell:touch /tmp/polar-was-here","sandbox":"process"}'
-_REWARD = "INSERT INTO rewards SELECT 'rew_forged', '<rollout>', NULL, NULL, 'tests', 1.0, '{}', 1.0"
+_REWARD = "INSERT INTO rewards SELECT 'rew_forged', '<rollout>', NULL, NULL, NULL, 'tests', 1.0, '{}', 1.0"
+_SESSION_REWARD = "INSERT INTO rewards SELECT 'rew_forged', NULL, '<session>', NULL, NULL, 'tests', 1.0, '{}', 1.0"
 _TASK_2 = "UPDATE groups SET task_id='t2'; UPDATE rollouts SET task_id='t2';"
 """A task of another name is new to the attacked database."""
 _INTERNAL = "http://169.254.169.254/latest/meta-data"
@@ -285,6 +286,7 @@ FORGERIES: tuple[Forgery, ...] = (
     Forgery("reward_for_a_local_rollout", f"{_REWARD};"),
     Forgery("own_archive_again", own=True, control=True),
     Forgery("reward_in_an_own_archive", f"{_REWARD};", own=True),
+    Forgery("session_reward_in_an_own_archive", f"{_SESSION_REWARD};", own=True),
     Forgery(
         "session_in_an_own_archive",
         "INSERT INTO sessions (session_id, origin, rollout_id, created_at) "

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.security import HTTPBearer
 
 from polar_proxy import __version__
-from polar_proxy.api import jobs, rollouts, service, training
+from polar_proxy.api import jobs, keys, records, rollouts, service, training
 from polar_proxy.api.background import BackgroundLoops
 from polar_proxy.api.context import (
     ApiContext,
@@ -44,7 +44,7 @@ _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
 def create_router(context: ApiContext, auth: Authenticate | None = None) -> APIRouter:
     """Return all routes. `auth` defaults to the API keys in the store."""
     routers = make_routers(auth or by_api_key(context.store))
-    for resource in (jobs, rollouts, training, service):
+    for resource in (jobs, rollouts, records, keys, training, service):
         resource.add_routes(routers, context)
 
     @routers.trainer.api_route("/{path:path}", methods=_METHODS, include_in_schema=False)

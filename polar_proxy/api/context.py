@@ -26,6 +26,7 @@ from polar_proxy.rollouts import RolloutService
 from polar_proxy.sessions.identity import hash_key
 from polar_proxy.store import Store
 from polar_proxy.store.database import UnstorableValueError
+from polar_proxy.store.names import UnknownNameError
 from polar_proxy.store.service.feed import LeaseExpiredError
 from polar_proxy.store.training import MissingLinesError
 
@@ -44,6 +45,7 @@ _ERROR_TEXTS = {
 }
 _POLL_SECONDS = 0.1
 KEY_FILE = "api-key"
+_NEW_KEY = "`polar key new` makes one, on the server's machine with the server's --db."
 
 
 @dataclass(frozen=True)
@@ -162,6 +164,8 @@ def _to_api_error(error: PolarError | RequestValidationError | HTTPException) ->
             return ApiError(f"{error}.", status=409, code="lease_lost")
         case MissingLinesError():
             return ApiError(f"{error}.", status=409, code="conflict", detail={"lines": error.lines})
+        case UnknownNameError():
+            return ApiError(str(error), status=404, code="not_found")
         case UsageError() | UnstorableValueError():
             return ApiError(str(error), status=400, code="bad_request")
         case HTTPException():
@@ -196,16 +200,16 @@ def by_api_key(store: Store) -> Authenticate:
         """
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
-            raise _unauthorised("The API requires a key: Authorization: Bearer KEY. `polar key new` makes one.")
+            raise _unauthorised(f"The API requires a key: Authorization: Bearer KEY. {_NEW_KEY}")
         digest = hash_key(key.strip())
         row = await store.api_keys.get(digest)
         if row is None:
             if await store.sessions.by_key(digest) is not None:
                 message = "This is an agent's key: it is valid for the model routes, not for the API."
                 raise ApiError(message, status=403, code="forbidden")
-            raise _unauthorised("This key is unknown. `polar key new` makes one.")
+            raise _unauthorised(f"This key is unknown in {store.location}. {_NEW_KEY}")
         if row.revoked_at is not None:
-            raise _unauthorised("This key was revoked. `polar key new` makes another one.")
+            raise _unauthorised(f"This key was revoked in {store.location}. {_NEW_KEY}")
         return row.role
 
     return authenticate

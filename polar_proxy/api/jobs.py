@@ -21,8 +21,9 @@ from polar_proxy.allowed_code import AllowedCode
 from polar_proxy.api.callback_transport import check_public_host
 from polar_proxy.api.context import ApiContext, Routers, pause_timed_out, require, wait_or_undo
 from polar_proxy.api.host_access import check_job, check_source, code_of_request
-from polar_proxy.api.serializers import convert, convert_all, job_detail
+from polar_proxy.api.serializers import job_detail
 from polar_proxy.errors import ApiError, UsageError
+from polar_proxy.records import convert, convert_all
 from polar_proxy.rollout_spec import JobSpec
 from polar_proxy.rollouts import cancel, submit
 from polar_proxy.store import json_codec

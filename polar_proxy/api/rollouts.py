@@ -10,20 +10,20 @@ from fastapi.responses import StreamingResponse
 
 from polar_proxy import api_models as m
 from polar_proxy.api.context import ApiContext, Routers, not_found, require
-from polar_proxy.api.serializers import convert, convert_all, group_detail, group_rollouts
+from polar_proxy.api.serializers import group_detail, group_rollouts
 from polar_proxy.errors import UsageError
 from polar_proxy.export.exporter import rollout_lines
+from polar_proxy.records import convert, convert_all
 from polar_proxy.rollout_spec import whole_distribution
 from polar_proxy.sessions.identity import hash_key, new_key
 from polar_proxy.store import RolloutRow, Store
 from polar_proxy.traces.builders import BUILDERS
 from polar_proxy.types import Json
 
-NDJSON = "application/x-ndjson"
 _FORMAT = "tokens-jsonl"
 _ROWS: dict[int | str, Json] = {
     200: {
-        "content": {NDJSON: {}},
+        "content": {m.NDJSON: {}},
         "description": "One JSON object per line, as `polar export --format tokens-jsonl` writes them.",
     }
 }
@@ -50,7 +50,7 @@ def add_routes(routers: Routers, context: ApiContext) -> None:
         _check_builder(builder)
         await require("group", group_id, store.groups.get(group_id))
         rows = await group_rollouts(store, group_id)
-        return StreamingResponse(_lines(store, rows, builder, all_grades), media_type=NDJSON)
+        return StreamingResponse(_lines(store, rows, builder, all_grades), media_type=m.NDJSON)
 
     @trainer.get("/rollouts", tags=["rollouts"])
     async def list_rollouts(
@@ -79,20 +79,26 @@ def add_routes(routers: Routers, context: ApiContext) -> None:
         """Return one row for each trace of an ended rollout."""
         _check_builder(builder)
         row = await require("rollout", rollout_id, store.rollouts.get(rollout_id))
-        return StreamingResponse(_lines(store, [row], builder, all_grades), media_type=NDJSON)
+        return StreamingResponse(_lines(store, [row], builder, all_grades), media_type=m.NDJSON)
 
     @trainer.post("/rewards", status_code=201, tags=["rewards"])
     async def add_reward(body: m.RewardRequest) -> m.Reward:
-        """Add a reward to a rollout, or to one call or trace of it.
+        """Add a reward to a rollout or a session, or to one call or trace of it.
 
-        Earlier rewards are kept. The rollout's reward is the newest one that was given to it as a whole.
+        Earlier rewards are kept. The reward of a rollout or session is the newest one that was given to it as a whole.
+        The session of a rollout gets none: its rollout does.
         """
         await _check_target(store, body)
         reward_id = await store.rewards.add(
-            body.rollout_id, body.value, body.source, body.detail, trace_id=body.trace_id, call_id=body.call_id
+            body.rollout_id,
+            body.value,
+            body.source,
+            body.detail,
+            trace_id=body.trace_id,
+            call_id=body.call_id,
+            session_id=body.session_id,
         )
-        (row,) = [row for row in await store.rewards.of_rollout(body.rollout_id) if row.reward_id == reward_id]
-        return convert(m.Reward, row)
+        return convert(m.Reward, await require("reward", reward_id, store.rewards.get(reward_id)))
 
     @admin.post("/sessions", status_code=201, tags=["sessions"])
     async def new_session(body: m.SessionRequest) -> m.CreatedSession:
@@ -120,10 +126,18 @@ async def _lines(store: Store, rows: Sequence[RolloutRow], builder: str, all_gra
 
 
 async def _check_target(store: Store, body: m.RewardRequest) -> None:
-    await require("rollout", body.rollout_id, store.rollouts.get(body.rollout_id))
+    """Raise ApiError 404 if the rollout, session, call or trace does not exist, 400 for the session of a rollout."""
+    if body.rollout_id is not None:
+        kind, sessions = "rollout", await store.sessions.ids_of_rollout(body.rollout_id)
+        await require(kind, body.rollout_id, store.rollouts.get(body.rollout_id))
+    else:
+        kind, sessions = "session", [str(body.session_id)]
+        row = await require(kind, sessions[0], store.sessions.get(sessions[0]))
+        if row.rollout_id is not None:
+            raise UsageError(f"The session {row.session_id} belongs to a rollout: give the reward to {row.rollout_id}.")
     if body.call_id is not None:
         call = await store.calls.get(body.call_id)
-        if call is None or call.session_id not in await store.sessions.ids_of_rollout(body.rollout_id):
-            raise not_found("call of this rollout", body.call_id)
-    if body.trace_id is not None and not await store.traces.belongs_to(body.rollout_id, body.trace_id):
-        raise not_found("trace of this rollout", body.trace_id)
+        if call is None or call.session_id not in sessions:
+            raise not_found(f"call of this {kind}", body.call_id)
+    if body.trace_id is not None and not await store.traces.belongs_to(sessions, body.trace_id):
+        raise not_found(f"trace of this {kind}", body.trace_id)

@@ -1,27 +1,11 @@
-"""Convert rows of the store into models of the API."""
+"""Jobs and groups of the store with their parts, as models of the API."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TypeVar
-
-from pydantic import BaseModel
-
 from polar_proxy import api_models as m
 from polar_proxy.api.context import require
+from polar_proxy.records import convert, convert_all
 from polar_proxy.store import RolloutRow, Store
-
-M = TypeVar("M", bound=BaseModel)
-
-
-def convert(model: type[M], row: object, **more: object) -> M:
-    """Copy the fields that the row and the model share, and add `more`."""
-    shared = {name: getattr(row, name) for name in model.model_fields if name not in more and hasattr(row, name)}
-    return model.model_validate({**shared, **more})
-
-
-def convert_all(model: type[M], rows: Iterable[object]) -> list[M]:
-    return [convert(model, row) for row in rows]
 
 
 async def job_detail(store: Store, job_id: str) -> m.JobDetail:

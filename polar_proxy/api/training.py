@@ -10,7 +10,7 @@ from fastapi import Path, Request
 
 from polar_proxy import api_models as m
 from polar_proxy.api.context import ApiContext, Routers, not_found
-from polar_proxy.api.serializers import convert, convert_all
+from polar_proxy.records import convert, convert_all
 from polar_proxy.store import Store
 from polar_proxy.store.training import TrainingRunRow
 from polar_proxy.training import metrics

@@ -4,11 +4,11 @@ Times are seconds since the epoch, durations are seconds. The docstrings of clas
 the OpenAPI document.
 """
 
-from typing import Literal
-
+from polar_proxy.api_models.records import *  # noqa: F403
 from polar_proxy.api_models.requests import *  # noqa: F403
 from polar_proxy.api_models.responses import *  # noqa: F403
 
 API_PREFIX = "/api/v1"
-
-Role = Literal["admin", "trainer"]
+NDJSON = "application/x-ndjson"
+EXPORT_REPORT = "export_report"
+"""The only field of an export's last line; its value is an ExportSummary."""

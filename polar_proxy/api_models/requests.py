@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from polar_proxy.rollout_spec import MAX_INTEGER, JobSpec
 
+Role = Literal["admin", "trainer"]
 Scope = Literal["server", "all"]
 PositiveSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 WaitSeconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -78,23 +79,27 @@ class DrainRequest(ApiRequestModel):
 
 
 class RewardRequest(ApiRequestModel):
-    """A reward of a rollout, or of one call or one trace of it, given from outside."""
+    """A reward of a rollout or a session, or of one call or one trace of it, given from outside."""
 
-    rollout_id: str
+    rollout_id: str | None = None
     """The rollout."""
+    session_id: str | None = None
+    """The session, if it has no rollout."""
     value: float | None = Field(allow_inf_nan=False)
     """The reward; null if the rollout could not be judged, which is not the same as 0."""
     source: str = Field(min_length=1)
     """Who gives the reward, such as `human:anna` or `ci`."""
     call_id: str | None = None
-    """Reward only this call of the rollout."""
+    """Reward only this call of the rollout or session."""
     trace_id: str | None = None
-    """Reward only this trace of the rollout."""
+    """Reward only this trace of the rollout or session."""
     detail: dict[str, Any] = Field(default_factory=dict)
     """Any JSON object to store with the reward."""
 
     @model_validator(mode="after")
     def _check_target(self) -> RewardRequest:
+        if (self.rollout_id is None) == (self.session_id is None):
+            raise ValueError("give either rollout_id or session_id")
         if self.call_id is not None and self.trace_id is not None:
             raise ValueError("give call_id or trace_id, not both")
         return self
@@ -114,6 +119,15 @@ class SessionRequest(ApiRequestModel):
     """How prompts are built; see the setting `gateway.prompt_mode`."""
     past_reasoning: Literal["keep", "strip"] | None = None
     """What continued prompts do with reasoning of earlier turns; see the setting `gateway.past_reasoning`."""
+
+
+class KeyRequest(ApiRequestModel):
+    """A new key of the HTTP API."""
+
+    role: Role
+    """admin (everything) or trainer (read, use the feed, add rewards, pause)."""
+    label: str | None = None
+    """A name to find the key by."""
 
 
 class TrainingLine(BaseModel):

@@ -229,8 +229,10 @@ class Reward(ApiResponseModel):
 
     reward_id: str
     """The id of the reward."""
-    rollout_id: str
+    rollout_id: str | None
     """The rollout."""
+    session_id: str | None = None
+    """The session, if it has no rollout."""
     trace_id: str | None
     """The trace, if the reward is for a single trace."""
     call_id: str | None
@@ -270,6 +272,21 @@ class CreatedSession(ApiResponseModel):
     """The id of the session."""
     key: str
     """The key for the agent. It is shown once; only its hash is stored."""
+
+
+class ApiKey(ApiResponseModel):
+    """A key of the HTTP API, without the key itself."""
+
+    name: str
+    """The first twelve hexadecimal digits of the key's hash, by which it is listed and revoked."""
+    role: str
+    """admin or trainer."""
+    label: str | None
+    """The name given to it."""
+    created_at: float
+    """When it was created."""
+    revoked_at: float | None
+    """When it was revoked."""
 
 
 class Lease(ApiResponseModel):

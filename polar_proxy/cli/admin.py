@@ -11,14 +11,21 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from polar_proxy.cli import options
-from polar_proxy.cli.common import database_url, given, load_settings, run_async, with_client, with_store
+from polar_proxy.cli.common import (
+    database_url,
+    given,
+    load_settings,
+    make_request,
+    run_async,
+    with_client,
+    with_store,
+)
 from polar_proxy.cli.output import format_time, make_table, print_note, print_result, progress_bars
 from polar_proxy.errors import UsageError
-from polar_proxy.rollout_spec import whole_distribution
 from polar_proxy.terminal import one_line
 
 if TYPE_CHECKING:
-    from polar_proxy.api_models import Role, Scope, ServiceState
+    from polar_proxy.api_models import Scope, ServiceState
     from polar_proxy.store.maintenance.archive_import import ArchiveCounts
 
 key_app = typer.Typer(help="Manage keys of the HTTP API.", no_args_is_help=True)
@@ -39,44 +46,43 @@ _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
 def new_key(
     role: Annotated[str, typer.Option(help="admin (everything) or trainer (read, use the feed, add rewards, pause).")],
     label: Annotated[str | None, typer.Option(help="A name to find the key by.")] = None,
+    url: options.Url = None,
     db: options.Db = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Create an API key and print it. The key is shown once; only its hash is stored."""
-    settings = load_settings(db)
+    from polar_proxy.api_models import KeyRequest
+
     if role not in ("admin", "trainer"):
         raise UsageError(f"--role is admin or trainer, not {role!r}.")
-    from polar_proxy.api import new_api_key
-    from polar_proxy.sessions.identity import hash_key
-
-    checked: Role = "admin" if role == "admin" else "trainer"
-    key = new_api_key(checked)
-    row = with_store(settings, lambda store: store.api_keys.add(hash_key(key), checked, label), create=True)
-    print_result({**asdict(row), "key": key}, lambda: _print_key(f"{row.role} key {row.name}", key), as_json)
+    request = make_request(KeyRequest, role=role, label=label)
+    created = with_client(url, db, lambda client: client.new_key(request), create=True)
+    print_result(created, lambda: _print_key(f"{created.role} key {created.name}", created.key), as_json)
 
 
 @key_app.command("list")
-def list_keys(db: options.Db = None, as_json: options.AsJson = False) -> None:
+def list_keys(url: options.Url = None, db: options.Db = None, as_json: options.AsJson = False) -> None:
     """List all API keys, including revoked ones. The keys themselves are not stored."""
-    rows = with_store(load_settings(db), lambda store: store.api_keys.all())
+    found = with_client(url, db, lambda client: client.keys())
     table = make_table(
         ("key", "role", "created", "revoked", "label"),
         (
             (row.name, row.role, format_time(row.created_at), format_time(row.revoked_at), row.label or "")
-            for row in rows
+            for row in found.keys
         ),
     )
-    print_result({"keys": rows}, table, as_json)
+    print_result(found, table, as_json)
 
 
 @key_app.command("revoke")
 def revoke_key(
     name: Annotated[str, typer.Argument(help="Name of the key, as `polar key list` prints it.")],
+    url: options.Url = None,
     db: options.Db = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Revoke an API key. It is refused from now on."""
-    row = with_store(load_settings(db), lambda store: store.api_keys.revoke(name), create=True)
+    row = with_client(url, db, lambda client: client.revoke_key(name), create=True)
     print_result(row, lambda: print_note(f"{row.role} key {row.name} is revoked"), as_json)
 
 
@@ -92,24 +98,20 @@ def new_session(
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Upper limit of tokens in one answer.")] = None,
     prompt_mode: options.PromptMode = None,
     past_reasoning: options.PastReasoning = None,
+    url: options.Url = None,
     db: options.Db = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Create a session and print its key. The key is shown once; only its hash is stored."""
-    modes = given({"prompt_mode": prompt_mode, "past_reasoning": past_reasoning})
-    settings = load_settings(db, gateway=modes)  # validates the modes
-    policy = given({"max_tokens": max_tokens}) | ({} if temperature is None else whole_distribution(temperature))
-    policy |= {name: getattr(settings.gateway, name) for name in modes}
-    from polar_proxy.sessions.identity import hash_key, new_key
+    from polar_proxy.api_models import SessionRequest
 
-    key = new_key()
-    session = with_store(
-        settings,
-        lambda store: store.sessions.create(key_hash=hash_key(key), label=label, policy=policy or None, origin="key"),
-        create=True,
-    )
-    created = {"session_id": session.session_id, "key": key}
-    print_result(created, lambda: _print_key(f"session {session.session_id}; its key", key), as_json)
+    modes = given({"prompt_mode": prompt_mode, "past_reasoning": past_reasoning})
+    settings = load_settings(gateway=modes)  # validates the modes
+    modes = {name: getattr(settings.gateway, name) for name in modes}
+    chosen = given({"label": label, "temperature": temperature, "max_tokens": max_tokens}) | modes
+    request = make_request(SessionRequest, **chosen)
+    created = with_client(url, db, lambda client: client.new_session(request), create=True)
+    print_result(created, lambda: _print_key(f"session {created.session_id}; its key", created.key), as_json)
 
 
 def _print_key(title: str, key: str) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 import typer
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from polar_proxy.allowed_code import is_code
 from polar_proxy.cli.output import err, styled
@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # sqlalchemy, httpx and fastapi take a second to import, and 
     from polar_proxy.client import AsyncClient
     from polar_proxy.store import Store
 
+M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
 
 PATIENT_TRIES = 12
@@ -85,6 +86,17 @@ def load_client_settings(url: str | None, db: str | None) -> Settings:
     if url is not None or db is not None:
         settings.url = url
     return settings
+
+
+def make_request(model: type[M], **fields: Any) -> M:
+    """Return the request. Raises UsageError with the first problem."""
+    try:
+        return model(**fields)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        message = first["msg"].removeprefix("Value error, ")
+        raise UsageError(f"{where}: {message}" if where else f"{message[:1].upper()}{message[1:]}.") from error
 
 
 def run_async(main: Coroutine[Any, Any, T]) -> T:
@@ -189,6 +201,22 @@ def with_client(
             return await work(client)
 
     return run_async(main())
+
+
+def read_store_or_server(
+    url: str | None,
+    db: str | None,
+    from_store: Callable[[Store, Settings], Awaitable[T]],
+    from_server: Callable[[AsyncClient], Coroutine[Any, Any, T]],
+) -> T:
+    """Return what `from_server` reads from the server of --url or POLAR_URL, or `from_store` from the database.
+
+    Commands that only read open the database themselves, because the API in this process takes a second to import.
+    """
+    settings = load_client_settings(url, db)
+    if settings.url is not None:
+        return with_client(url, db, from_server)
+    return with_store(settings, lambda store: from_store(store, settings))
 
 
 def api_key_for(settings: Settings) -> str | None:

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import typer
 from pydantic import BaseModel
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleDimensions, ConsoleOptions, RenderableType
 from rich.live import Live
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Span, Text
 
 from polar_proxy.terminal import escape_controls, escape_json_controls, message_lines, one_line
-from polar_proxy.types import Message
 
 if TYPE_CHECKING:
     from polar_proxy.api_models import Event, Job
@@ -37,6 +37,20 @@ class SafeConsole(Console):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(highlight=False, markup=False, emoji=False, **options)
+
+    @property
+    def size(self) -> ConsoleDimensions:
+        """Return the terminal's size. Output to a file or a pipe has no width limit, so that nothing is cut there."""
+        size = super().size
+        return size if self.is_terminal else ConsoleDimensions(_UNLIMITED, size.height)
+
+    @size.setter
+    def size(self, new_size: tuple[int, int]) -> None:
+        self._width, self._height = new_size
+
+    def print(self, *objects: Any, crop: bool = False, **options: Any) -> None:
+        """Print objects. Lines that are wider than the terminal wrap there instead of being cut."""
+        super().print(*objects, crop=crop, **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
@@ -60,6 +74,8 @@ err = SafeConsole(stderr=True)
 _END_COLOURS = {"done": "green", "failed": "red", "timed_out": "yellow", "cancelled": "yellow"}
 _CHECK_COLOURS = {"ok": "green", "note": "cyan", "missing": "yellow", "failed": "red"}
 _MAX_LIVE_ROWS = 24
+_UNLIMITED = 1_000_000
+"""Columns."""
 
 
 def print_result(
@@ -118,13 +134,25 @@ def make_table(
 ) -> Table:
     """Return a table without borders. None is shown as `-`. Cells other than rich `Text` are shown in one line.
 
-    Columns in `right` are aligned to the right; those in `wrap` may wrap.
+    Columns in `right` are aligned to the right; those in `wrap` may wrap. The others are never cut, however narrow the
+    terminal is.
     """
     table = Table(box=None, padding=(0, 1), header_style="dim")
-    for name in columns:
-        table.add_column(name, justify="right" if name in right else "left", no_wrap=name not in wrap, overflow="fold")
-    for row in rows:
-        table.add_row(*(cell if isinstance(cell, Text) else one_line("-" if cell is None else cell) for cell in row))
+    cells = [
+        [cell if isinstance(cell, Text) else Text(one_line("-" if cell is None else cell)) for cell in row]
+        for row in rows
+    ]
+    for at, name in enumerate(columns):
+        width = max([cell_len(name), *(cell_len(row[at].plain) for row in cells)])
+        table.add_column(
+            name,
+            justify="right" if name in right else "left",
+            no_wrap=name not in wrap,
+            min_width=None if name in wrap else width,
+            overflow="fold",
+        )
+    for row in cells:
+        table.add_row(*row)
     return table
 
 
@@ -139,20 +167,6 @@ def format_number(value: float | None, form: str = "g") -> str:
 def format_counts(counts: Mapping[str, int]) -> str:
     """Return text such as `2 done, 1 failed`, or `-` for no counts."""
     return ", ".join(f"{count} {name}" for name, count in sorted(counts.items())) or "-"
-
-
-def last_command(message: Message) -> str:
-    """Return the command of an answer's last tool call, or the answer's text if it has none, in one line."""
-    if message.tool_calls:
-        arguments = message.tool_calls[-1].arguments
-        try:
-            value = orjson.loads(arguments)
-        except orjson.JSONDecodeError:
-            value = arguments
-        if isinstance(value, dict):
-            value = value.get("command") or value.get("cmd") or arguments
-        return " ".join(str(value).split())[:120]
-    return " ".join(str(message.content or "").split())[:120]
 
 
 # Progress
@@ -246,6 +260,8 @@ class RolloutProgressView:
         line.calls += 1
         line.tokens += sum(len(choice.token_ids) for choice in record.choices)
         if record.choices:
+            from polar_proxy.records import last_command
+
             line.command = last_command(record.choices[0].message) or line.command
 
     def _table(self) -> Table:

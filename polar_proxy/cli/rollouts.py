@@ -8,11 +8,10 @@ import asyncio
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
 import orjson
 import typer
-from pydantic import BaseModel, ValidationError
 from rich.table import Table
 
 from polar_proxy.allowed_code import AllowedCode, is_code
@@ -24,6 +23,7 @@ from polar_proxy.cli.common import (
     is_local_url,
     load_client_settings,
     load_settings,
+    make_request,
     open_database,
     run_async,
     with_client,
@@ -51,8 +51,6 @@ if TYPE_CHECKING:
     from polar_proxy.client import AsyncClient
     from polar_proxy.store import RolloutRow
     from polar_proxy.tasks import Task
-
-M = TypeVar("M", bound=BaseModel)
 
 _SUMMARY = (
     *("rollout_id", "task_id", "group_id", "seed", "status", "cause", "attempt", "masked", "reward", "calls", "traces"),
@@ -215,7 +213,7 @@ def submit(
     if server is None:
         import_named_code(task, rollout_options.get("harness"))
     task = _absolute_task(task, server)
-    request = _make_request(JobRequest, task=task, **chosen)
+    request = make_request(JobRequest, task=task, **chosen)
     try:
         job = with_client(url, db, lambda client: client.submit(request, idempotency_key=key), create=True)
     except BadRequestError as error:
@@ -347,8 +345,10 @@ def resume(job: JobId, url: options.Url = None, db: options.Db = None, as_json: 
 
 
 def reward(
-    rollout: Annotated[str, typer.Argument(help="A rollout's id.")],
-    value: Annotated[str, typer.Argument(help="A number, or `none` if the rollout could not be judged.")],
+    target: Annotated[
+        str, typer.Argument(metavar="ROLLOUT|SESSION", help="Id of a rollout, or of a session without one.")
+    ],
+    value: Annotated[str, typer.Argument(help="A number, or `none` if the work could not be judged.")],
     source: Annotated[str, typer.Option(help="Who gives the reward, such as human:anna or ci.")],
     call: Annotated[str | None, typer.Option(help="Reward only this call.")] = None,
     trace: Annotated[str | None, typer.Option(help="Reward only this trace.")] = None,
@@ -357,9 +357,9 @@ def reward(
     db: options.Db = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Add a reward to a rollout. Earlier rewards are kept.
+    """Add a reward to a rollout or a session. Earlier rewards are kept.
 
-    The rollout's reward is the newest one that was given to the whole rollout, not to one of its calls or traces.
+    Its reward is the newest one that was given to it as a whole, not to one of its calls or traces.
     """
     from polar_proxy.api_models import RewardRequest
 
@@ -368,22 +368,17 @@ def reward(
         details = {} if detail is None else orjson.loads(detail)
     except ValueError as error:  # includes JSONDecodeError
         raise UsageError(f"A reward is a number or `none`, and its detail a JSON object: {error}.") from error
-    request = _make_request(
-        RewardRequest, rollout_id=rollout, value=number, source=source, call_id=call, trace_id=trace, detail=details
+    request = make_request(
+        RewardRequest,
+        **{"session_id" if target.startswith("sess_") else "rollout_id": target},
+        value=number,
+        source=source,
+        call_id=call,
+        trace_id=trace,
+        detail=details,
     )
     stored = with_client(url, db, lambda client: client.reward(request))
     print_result(stored, stored.reward_id, as_json)
-
-
-def _make_request(model: type[M], **fields: Any) -> M:
-    """Return the request. Raises UsageError with the first problem."""
-    try:
-        return model(**fields)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        message = first["msg"].removeprefix("Value error, ")
-        raise UsageError(f"{where}: {message}" if where else f"{message[:1].upper()}{message[1:]}.") from error
 
 
 def _absolute_task(task: str, url: str | None) -> str:

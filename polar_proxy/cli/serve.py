@@ -7,6 +7,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,7 +15,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from polar_proxy.cli import options
-from polar_proxy.cli.common import import_named_code, load_settings, open_database, run_async
+from polar_proxy.cli.common import (
+    database_url,
+    import_named_code,
+    is_local_url,
+    load_settings,
+    open_database,
+    run_async,
+)
 from polar_proxy.cli.output import out, print_json, print_note, styled
 from polar_proxy.config import Settings
 from polar_proxy.errors import PolarError, UsageError
@@ -121,7 +129,7 @@ async def _serve(settings: Settings, as_json: bool, *, with_workers: bool, ray_a
                 }
             )
         else:
-            _print_welcome(gateway, store.display_url, engine.info.model, key_file)
+            _print_welcome(gateway, settings, store.display_url, engine.info.model, key_file)
         if ray_address is not None:
             from polar_proxy.rollouts.cluster import Cluster
 
@@ -130,16 +138,23 @@ async def _serve(settings: Settings, as_json: bool, *, with_workers: bool, ray_a
         await gateway.ended()
 
 
-def _print_welcome(gateway: Gateway, db: str, model: str, key_file: Path) -> None:
-    out.print(styled("[bold]Polar[/] serves {} at {} and records into {}", model, gateway.url, db))
+def _print_welcome(gateway: Gateway, settings: Settings, db: str, model: str, key_file: Path) -> None:
+    """Print what to do next. Every line works as it is printed, in a shell with the same POLAR_HOME."""
+    out.print(styled("[bold]Polar[/] serves {} at {} and records into {}", model, gateway.url, db), soft_wrap=True)
     out.print("point an agent at it:")
+    plain = load_settings()
+    if plain.url != gateway.url and (plain.url is not None or database_url(plain) != database_url(settings)):
+        # Without it, the commands below would use another server or database.
+        out.print(f"  export POLAR_URL={gateway.url}    # for the polar commands below", soft_wrap=True)
+        if not is_local_url(gateway.url):
+            out.print(f"  export POLAR_API_KEY=$(cat {shlex.quote(str(key_file))})", soft_wrap=True)
     out.print(f"  export OPENAI_BASE_URL={gateway.url}/v1", soft_wrap=True)
     if gateway.sessions.open_to_all:
-        out.print("  export OPENAI_API_KEY=any-name-you-like    # one session per key")
+        out.print("  export OPENAI_API_KEY=any-name-you-like    # one session per key, labelled so")
     else:
         out.print("  export OPENAI_API_KEY=$(polar session new)   # unknown keys are refused")
     out.print(f"the API: {gateway.url}/docs, with the key in {key_file}", soft_wrap=True)
-    out.print("then: polar sessions, polar show SESSION, polar export. Ctrl-C stops.")
+    out.print("then: polar sessions, polar show last, polar export. Ctrl-C stops.")
 
 
 def node(

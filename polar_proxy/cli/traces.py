@@ -7,14 +7,15 @@ import contextlib
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, BinaryIO, cast
 
 import typer
 
 from polar_proxy.cli import options
-from polar_proxy.cli.common import import_named_code, load_settings, with_store
+from polar_proxy.cli.common import import_named_code, load_settings, read_store_or_server, with_store
 from polar_proxy.cli.output import (
     err,
     format_counts,
@@ -31,11 +32,16 @@ from polar_proxy.terminal import JsonOutput, one_line
 from polar_proxy.types import Json
 
 if TYPE_CHECKING:
+    from polar_proxy.api_models import ExportSummary
+    from polar_proxy.client import AsyncClient
+    from polar_proxy.config import Settings
     from polar_proxy.export import ExportReport
     from polar_proxy.store import Store
     from polar_proxy.traces.audit import AuditReport
-    from polar_proxy.traces.operations import RebuildReport
+    from polar_proxy.traces.operations import RebuildReport, SessionTarget
 
+NO_ROWS = 3
+"""Exit code of an export without rows."""
 Newest = Annotated[int | None, typer.Option("--limit", min=1, help="Only the newest N rollouts or sessions.")]
 ScoringConcurrency = Annotated[int, typer.Option("--concurrency", min=1, help="Sequences to score at a time.")]
 
@@ -78,6 +84,7 @@ def build(
             rollout = await store.rollouts.get(one)
             session_ids.append(one if rollout is None else rollout.session_id or one)
         targets = await find_targets(store, where=where, session_ids=session_ids)
+        await _note_no_match(store, where, targets)
         if on_drift != "rescore":
             return await rebuild(store, targets, builder=builder, on_drift=on_drift)
         async with make_engine(settings.engine) as entered:
@@ -86,6 +93,12 @@ def build(
     found = with_store(settings, work).to_json()
     chosen = {"builder": builder, "on_drift": on_drift if builder == "merged" else None}
     print_result({**chosen, **found}, lambda: _print_built(found), as_json)
+
+
+async def _note_no_match(store: Store, where: str | None, targets: Sequence[SessionTarget]) -> None:
+    """If no rollout matches the conditions, print which values there are."""
+    if where is not None and not targets:
+        print_note(await store.rollouts.explain_no_match(where))
 
 
 def _print_built(found: Json) -> None:
@@ -149,6 +162,7 @@ def audit(
         from polar_proxy.traces.operations import audit_store, find_targets
 
         targets = await find_targets(store, where=where, session_ids=session or (), limit=limit)
+        await _note_no_match(store, where, targets)
         async with make_engine(settings.engine) as entered:
             version = policy_version or await entered.weight_version()
             reference = AuditReference(entered.info, version, tolerance, same_model)
@@ -244,6 +258,7 @@ def rescore(
 
         report = RescoreReport()
         targets = await find_targets(store, where=where, session_ids=session or (), limit=limit)
+        await _note_no_match(store, where, targets)
         async with make_engine(settings.engine) as entered:
             require_end_of_turn(entered)
             scorer = Scorer(entered, concurrency)
@@ -286,47 +301,58 @@ def export(
         str, typer.Option(help="For trl and tinker, the advantage: grpo, dr_grpo, rloo, mc_grpo or raft.")
     ] = "grpo",
     file: Annotated[str, typer.Option("--out", help="File to write; - is standard output.")] = "-",
+    url: options.Url = None,
     db: options.Db = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Write recorded runs as JSON lines, and print counts of what was left out to standard error.
 
-    --json prints these counts as one JSON document on standard output; --out must then be a file. Ctrl-C prints the
-    counts of what is on standard output so far; a file is written completely or not at all.
+    --json prints these counts as one JSON document on standard output; --out must then be a file. If there are no
+    rows, the reasons are printed in words, and the exit code is 3. Ctrl-C prints the counts of what is on standard
+    output so far; a file is written completely or not at all.
     """
     if as_json and file == "-":
         raise UsageError("--json reports on standard output, so --out must be a file.")
+    chosen = {"where": where, "builder": builder, "all_grades": all_grades, "advantage": advantage}
 
-    async def work(store: Store) -> ExportReport:
-        from polar_proxy.export import ExportReport
-        from polar_proxy.export import export as write_rows
+    async def from_store(store: Store, settings: Settings) -> ExportSummary:
+        from polar_proxy.api_models import ExportSummary
+        from polar_proxy.export import ExportReport, export_lines
+        from polar_proxy.records import convert
 
         report = ExportReport()
         try:
             with open_output(file) as target:
-                return await write_rows(
-                    store,
-                    form,
-                    target.write,
-                    where=where,
-                    session_ids=session or (),
-                    builder=builder,
-                    all_grades=all_grades,
-                    advantage=advantage,
-                    report=report,
-                )
+                async for line in export_lines(store, form, report, session_ids=session or (), **chosen):
+                    target.write(line)
         except asyncio.CancelledError:
             fate = "written so far" if file == "-" else f"{file} was not written, because it would be incomplete"
             print_note(f"{_export_counts(report)}; {fate}")
             raise
+        return convert(ExportSummary, report)
 
-    report = with_store(load_settings(db), work)
+    async def from_server(client: AsyncClient) -> ExportSummary:
+        with open_output(file) as target:
+            async for item in client.export(form, sessions=session or (), **chosen):  # type: ignore[arg-type]
+                if not isinstance(item, bytes):
+                    return item
+                target.write(item)
+        raise AssertionError("unreachable: an export without its counts raises an error")
+
+    report = read_store_or_server(url, db, from_store, from_server)
+    print_result({"out": file, "format": form, **report.model_dump()}, partial(_print_export, report), as_json)
+    if not report.rows:
+        raise typer.Exit(NO_ROWS)
+
+
+def _print_export(report: ExportSummary) -> None:
     left_out = format_counts(report.left_out) if report.left_out else "nothing"
-    found = {"out": file, "format": form, **report.to_json()}
-    print_result(found, lambda: err.print(one_line(f"{_export_counts(report)}; left out: {left_out}")), as_json)
+    err.print(one_line(f"{_export_counts(report)}; left out: {left_out}"))
+    for reason in report.reasons:
+        print_note(f"  {reason}")
 
 
-def _export_counts(report: ExportReport) -> str:
+def _export_counts(report: ExportReport | ExportSummary) -> str:
     return f"{report.rows} rows from {report.rollouts} rollouts and {report.sessions} other sessions"
 
 

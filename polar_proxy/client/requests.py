@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import random
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, get_args, overload
 from urllib.parse import quote
@@ -19,13 +19,15 @@ from urllib.parse import quote
 import httpx
 import orjson
 
-from polar_proxy.api_models import API_PREFIX, Event, EventName
+from polar_proxy.api_models import API_PREFIX, EXPORT_REPORT, NDJSON, Event, EventName, ExportSummary
 from polar_proxy.errors import ApiError, PolarError, StoreError, UsageError
 from polar_proxy.types import Json
 
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
+
+QueryParams = Mapping[str, str | int | float | bool | Sequence[str] | None]
 
 TIMEOUT_SECONDS = 30.0
 MAX_TRIES = 5
@@ -35,6 +37,7 @@ _RETRY_STATUSES = frozenset({429, 503})
 """Retried if the response has the header `Retry-After`, because the server then did nothing."""
 
 
+_REPORT_START = b'{"' + EXPORT_REPORT.encode() + b'":'
 _EVENT_NAMES = frozenset(get_args(EventName))
 
 
@@ -101,7 +104,7 @@ class ApiCall(Generic[T]):
     path: str
     """The part of the URL's path after `/api/v1`, percent-encoded."""
     read: Callable[[bytes], T]
-    params: Mapping[str, str | int | float | bool | None] = field(default_factory=dict)
+    params: QueryParams = field(default_factory=dict)
     """Query parameters; None omits the parameter."""
     json: Json | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -128,7 +131,7 @@ class ApiStream(Generic[T]):
 
     path: str
     decoder: Callable[[], StreamDecoder[T]]
-    params: Mapping[str, str | int | float | bool | None] = field(default_factory=dict)
+    params: QueryParams = field(default_factory=dict)
 
 
 def quote_segment(value: str) -> str:
@@ -213,7 +216,7 @@ class RowDecoder(StreamDecoder[Json]):
     """Decodes newline-delimited JSON. A stream that broke after its first byte cannot be resumed."""
 
     def headers(self) -> dict[str, str]:
-        return {"accept": "application/x-ndjson"}
+        return {"accept": NDJSON}
 
     def feed(self, data: bytes) -> Iterator[Json]:
         self.resumable = False
@@ -223,6 +226,26 @@ class RowDecoder(StreamDecoder[Json]):
 
     def response_ended(self) -> None:
         self.ended = True
+
+
+class ExportDecoder(StreamDecoder[bytes | ExportSummary]):
+    """Decodes an export: each row as the line that it is, then the counts. Without these the export is not complete."""
+
+    def headers(self) -> dict[str, str]:
+        return {"accept": NDJSON}
+
+    def feed(self, data: bytes) -> Iterator[bytes | ExportSummary]:
+        self.resumable = False
+        for line in self.split_lines(data):
+            if line.startswith(_REPORT_START):
+                self.ended = True
+                yield ExportSummary.model_validate(orjson.loads(line)[EXPORT_REPORT])
+            else:
+                yield line + b"\n"
+
+    def response_ended(self) -> None:
+        if not self.ended:
+            raise UnreachableError("The server ended the export before it was complete: see its log, and try again.")
 
 
 class EventDecoder(StreamDecoder[Event]):

@@ -3,13 +3,23 @@ each."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, TypeVar
 from uuid import uuid4
 
 from pydantic import BaseModel
 
 from polar_proxy import api_models as m
-from polar_proxy.client.requests import ApiCall, ApiStream, EventDecoder, RowDecoder, api_method, quote_segment
+from polar_proxy.client.requests import (
+    ApiCall,
+    ApiStream,
+    EventDecoder,
+    ExportDecoder,
+    QueryParams,
+    RowDecoder,
+    api_method,
+    quote_segment,
+)
 from polar_proxy.types import Json
 
 M = TypeVar("M", bound=BaseModel)
@@ -131,6 +141,57 @@ class ApiMethods:
     def new_session(self, request: m.SessionRequest) -> ApiCall[m.CreatedSession]:
         """Create a session and its key, for an agent that you start yourself. The key is shown once."""
         return _post("/sessions", m.CreatedSession, request)
+
+    @api_method
+    def sessions(self, *, limit: int | None = None, before: str | None = None) -> ApiCall[m.SessionList]:
+        """List sessions, newest first. `before`: a session id; list only older sessions."""
+        return _get("/sessions", m.SessionList, limit=limit, before=before)
+
+    @api_method
+    def record(self, name: str, *, tokens: bool = False) -> ApiCall[m.Record]:
+        """Return a rollout, a session or a call in full.
+
+        `name`: its id, the beginning of its id, a session's label, or `last` for the session that was used last.
+        `tokens`: return the text of each token of a call.
+        """
+        return _get("/records", m.Record, name=name, tokens=tokens)
+
+    @api_method
+    def export(
+        self,
+        form: str = "jsonl",
+        *,
+        where: str | None = None,
+        sessions: Sequence[str] = (),
+        builder: Builder = "merged",
+        all_grades: bool = False,
+        advantage: str = "grpo",
+    ) -> ApiStream[bytes | m.ExportSummary]:
+        """Stream the rows that `polar export --format FORM` writes, each as a line, and at the end the counts."""
+        params: QueryParams = {
+            "format": form,
+            "where": where,
+            "session": sessions,
+            "builder": builder,
+            "all_grades": all_grades,
+            "advantage": advantage,
+        }
+        return ApiStream("/export", ExportDecoder, params)
+
+    # Keys of the API
+
+    @api_method
+    def new_key(self, request: m.KeyRequest) -> ApiCall[m.CreatedKey]:
+        """Create a key of the API. The key is shown once."""
+        return _post("/keys", m.CreatedKey, request)
+
+    @api_method
+    def keys(self) -> ApiCall[m.KeyList]:
+        return _get("/keys", m.KeyList)
+
+    @api_method
+    def revoke_key(self, key_name: str) -> ApiCall[m.ApiKey]:
+        return _post(f"/keys/{quote_segment(key_name)}/revoke", m.ApiKey, idempotent=True)
 
     # The trainer's feed
 

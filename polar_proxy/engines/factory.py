@@ -11,6 +11,7 @@ from polar_proxy.errors import UsageError
 
 POLAR_TINY = Path(__file__).resolve().parent.parent / "assets" / "polar_tiny"
 """Folder of the bundled demo policy."""
+POLAR_TINY_NAME = "polar-tiny"
 
 
 def make_engine(settings: EngineSettings) -> Engine:
@@ -52,14 +53,14 @@ def _url(settings: EngineSettings, example: str) -> str:
 def _local(settings: EngineSettings) -> Engine:
     if settings.url:
         raise UsageError("--engine-url is for --engine vllm or openai; the local engine runs in this process.")
-    path = POLAR_TINY if settings.model in (None, "polar-tiny") else Path(str(settings.model)).expanduser()
+    path = POLAR_TINY if settings.model in (None, POLAR_TINY_NAME) else Path(str(settings.model)).expanduser()
     if not (path / "config.json").is_file():
         raise UsageError(f"There is no model in {path}: --model takes a folder with config.json and safetensors.")
     try:
         from polar_proxy.engines.local import LocalEngine
     except ImportError as error:
         raise UsageError(f"The local engine needs {error.name}: pip install 'polar-proxy[local]'.") from error
-    return LocalEngine(path, name="polar-tiny" if path == POLAR_TINY else path.name)
+    return LocalEngine(path, name=POLAR_TINY_NAME if path == POLAR_TINY else path.name)
 
 
 def _by_name(kind: str) -> Engine:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from polar_proxy.errors import UsageError
 from polar_proxy.export.datasets import DATASET_FORMATS, SessionExport
 from polar_proxy.export.formats import TRAINER_FORMATS, RecordConverter, with_advantages
+from polar_proxy.export.reasons import explain
 from polar_proxy.store import FINAL_STATUSES, RolloutRow, Store, json_codec
 from polar_proxy.store.rescores import RESCORED_BUILDER
 from polar_proxy.store.traces import SessionTraces
@@ -49,43 +51,49 @@ class ExportReport:
     left_out: Counter[str] = field(default_factory=Counter)
     """Calls by reason (`not_built_yet`: their rollout still runs; `certificate_broken`: their session has a trace that
     does not match its certificate); traces by grade (`grade_...`), and branches whose parent is left out
-    (`parent_left_out`); rows that a trainer's format refuses, by reason."""
+    (`parent_left_out`); rows that a trainer's format refuses, by reason. `reasons.py` says each in words."""
+    reasons: list[str] = field(default_factory=list)
+    """If there are no rows: why, in words."""
 
     def to_json(self) -> Json:
         return {**asdict(self), "left_out": dict(self.left_out)}
 
 
-async def export(
+async def export(store: Store, form: str, write: Callable[[bytes], object], **options: Any) -> ExportReport:
+    """Write rows through `write`, one line at a time. `options` are those of `export_lines`."""
+    report = ExportReport()
+    async for line in export_lines(store, form, report, **options):
+        write(line)
+    return report
+
+
+async def export_lines(
     store: Store,
     form: str,
-    write: Callable[[bytes], object],
+    report: ExportReport,
     *,
     where: str | None = None,
     session_ids: Sequence[str] = (),
     builder: str = "merged",
     all_grades: bool = False,
     advantage: str = "grpo",
-    report: ExportReport | None = None,
-) -> ExportReport:
-    """Write rows of the format `form` through `write`, one line at a time.
+) -> AsyncIterator[bytes]:
+    """Yield rows of the format `form`, one line at a time, and count in `report`, which is complete at the end.
 
-    Rows are written for the rollouts that match `where`, or for the sessions `session_ids`, or by default for every
-    rollout and every session without a rollout. Records of other trainers are made from the rows of tokens-jsonl; those
-    of trl and tinker have an advantage. Raise UsageError for an unknown format, builder, advantage, or session, and
-    for invalid conditions.
-
-    `report` is counted up while rows are written, for a caller that may be cancelled; it is also returned.
+    Rows are made of the rollouts that match `where`, or of the sessions `session_ids`, or by default of every rollout
+    and every session without a rollout. Records of other trainers are made from the rows of tokens-jsonl; those of trl
+    and tinker have an advantage. Raise UsageError, before the first row, for an unknown format, builder or advantage
+    and for invalid conditions; for an unknown session when its turn comes.
     """
+    _require_known(form, builder, (*DATASET_FORMATS, *TRAINER_FORMATS))
     convert: Convert = list
     records: RecordConverter | None = None
     if form in TRAINER_FORMATS:
         rewards = await _rewards_by_group(store, advantage, builder)
         records = converter = RecordConverter(form)
         form, convert = "tokens-jsonl", lambda rows: converter(with_advantages(rows, advantage, rewards))
-    _require_known(form, builder)
     if where is not None and session_ids:
         raise UsageError("Give either conditions, which select rollouts, or sessions, not both.")
-    report = ExportReport() if report is None else report
     async for session_id, rollout in _selected(store, where, session_ids, builder):
         report.rollouts += rollout is not None
         report.sessions += rollout is None
@@ -97,11 +105,25 @@ async def export(
             report.left_out["not_built_yet"] += unplaced
         lines = await asyncio.to_thread(_lines, session, form, all_grades, report, convert)
         for line in lines:
-            write(line)
+            yield line
         report.rows += len(lines)
     if records is not None:
         report.left_out.update(records.left_out)
-    return report
+    if not report.rows:
+        report.reasons = await _why_no_rows(store, report, where)
+
+
+async def _why_no_rows(store: Store, report: ExportReport, where: str | None) -> list[str]:
+    """Return lines that say why an export has no rows."""
+    if report.left_out:
+        return [explain(reason, count) for reason, count in report.left_out.most_common()]
+    if report.rollouts or report.sessions:
+        return ["The selected rollouts and sessions have no recorded calls."]
+    if where is not None:
+        return [await store.rollouts.explain_no_match(where)]
+    return [
+        f"{store.display_url} has no rollouts, and no sessions with calls. `polar run` and `polar serve` record some."
+    ]
 
 
 async def _rewards_by_group(store: Store, advantage: str, builder: str) -> dict[str, dict[str, float | None]]:
@@ -134,9 +156,9 @@ async def rollout_lines(
     return await asyncio.to_thread(_lines, session, form, all_grades, ExportReport(), list)
 
 
-def _require_known(form: str, builder: str) -> None:
-    if form not in DATASET_FORMATS:
-        raise UsageError(f"There is no format {form!r}: choose {', '.join(DATASET_FORMATS)}.")
+def _require_known(form: str, builder: str, formats: Collection[str] = tuple(DATASET_FORMATS)) -> None:
+    if form not in formats:
+        raise UsageError(f"There is no format {form!r}: choose {', '.join(formats)}.")
     if builder not in (*BUILDERS, RESCORED_BUILDER):
         raise UsageError(f"There is no builder {builder!r}: choose {', '.join((*BUILDERS, RESCORED_BUILDER))}.")
 
@@ -187,14 +209,15 @@ async def _read_session(
     traces (a session of `polar serve` never ends). Traces of the builder `rescored` are never built here. A rollout
     that still runs has no traces yet. If a call of the session was lost, all its calls are excluded.
     """
-    fields: Json = {"session_id": session_id}
+    summary = None if session_id is None else await store.sessions.summary(session_id)
+    fields: Json = {"session_id": session_id, "reward": None if summary is None else summary.reward}
     if rollout is not None:
         fields = {name: getattr(rollout, name) for name in _ROLLOUT_FIELDS}
-    if session_id is None:
+    if session_id is None or summary is None:
         return SessionExport(fields, (), (), {})
     stored = await store.traces.of_session(session_id, builder=builder, text=form != "tokens-jsonl")
     traces, excluded, calls = stored.traces, dict(stored.excluded), stored.calls
-    if (rollout is not None and rollout.incomplete) or await store.sessions.is_incomplete(session_id):
+    if (rollout is not None and rollout.incomplete) or summary.incomplete is not None:
         return SessionExport(
             fields, calls, (), {call.call_id: excluded.get(call.call_id, "incomplete") for call in calls}
         )
@@ -211,8 +234,8 @@ async def _read_session(
 def _build_session(
     fields: Json, calls: Sequence[CallRecord], builder: str, rollout: RolloutRow | None
 ) -> SessionExport:
-    rollout_id, reward = (None, None) if rollout is None else (rollout.rollout_id, rollout.reward)
-    result = build(calls, builder, rollout_id=rollout_id, reward=reward)
+    rollout_id = None if rollout is None else rollout.rollout_id
+    result = build(calls, builder, rollout_id=rollout_id, reward=fields["reward"])
     return SessionExport(fields, calls, result.traces, result.excluded, certify(calls, result))
 
 

@@ -1,12 +1,14 @@
 """The sender of a request, from its headers and body: the session key, and what the harness reports about the call.
 
-Keys are sent as API keys, and only their SHA-256 is stored. The metadata (thread, attempt) is read from a fixed list of
+Keys are sent as API keys, and only their SHA-256 is stored. A key that a person made up of plain words is also the
+session's label (`typed_label`). The metadata (thread, attempt) is read from a fixed list of
 headers and body fields, so no key and no authorisation header can get into the history or the store.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -35,6 +37,9 @@ class ClientMetadata:
 
 
 _KEY_PREFIX = "sk-polar-"
+_SEPARATORS = re.compile(r"[-_. ]")
+_PLAIN_WORD = re.compile(r"[a-z]{1,16}|[A-Z][a-z]{0,15}|[A-Z]{1,16}|[0-9]{1,4}")
+_MAX_WORDS = 5
 NO_METADATA = ClientMetadata()
 
 # The first one present is used. Sent by opencode, Codex, Claude Code, Pi on Responses, Vibe, terminus-2.
@@ -104,6 +109,16 @@ def new_key() -> str:
 def is_issued_key(key: str) -> bool:
     """Return whether a key begins with the prefix of the session keys that Polar makes."""
     return key.startswith(_KEY_PREFIX)
+
+
+def typed_label(key: str) -> str | None:
+    """Return a key as a label if it is made of plain words and small numbers, such as `my-agent-2`; otherwise None.
+
+    Such a key is a name that a person typed for an open gateway. Everything else may be a secret.
+    """
+    words = _SEPARATORS.split(key)
+    plain = len(words) <= _MAX_WORDS and all(_PLAIN_WORD.fullmatch(word) for word in words)
+    return key if plain and not key.isdigit() else None
 
 
 def hash_key(key: str) -> bytes:

@@ -22,7 +22,7 @@ from polar_proxy.config import GatewaySettings
 from polar_proxy.errors import RequestError, StoreError
 from polar_proxy.rollout_spec import whole_distribution
 from polar_proxy.sessions.hashing import MessageHasher
-from polar_proxy.sessions.identity import hash_key, is_issued_key
+from polar_proxy.sessions.identity import hash_key, is_issued_key, typed_label
 from polar_proxy.sessions.state import ConversationCache, SessionState
 from polar_proxy.store import Store
 from polar_proxy.store.outage_marks import OutageMark
@@ -77,7 +77,13 @@ class SessionRegistry:
         # Two first requests with one key must not both open a session. Those with other keys need not wait.
         async with self._opening.setdefault(digest, asyncio.Lock()):
             may_open = self.open_to_all and not inside_sandbox
-            return self._by_hash.get(digest) or await self._load(digest, path_key, may_open)
+            found = self._by_hash.get(digest) or await self._load(digest, key, path_key, may_open)
+        if found is None:
+            # An agent in a sandbox need not know about this machine's files.
+            place = "" if inside_sandbox else f" in {self._store.location}"
+            message = f"Incorrect API key provided. Polar accepts only keys that `polar session new` made{place}."
+            raise RequestError(message, status=401, code="invalid_api_key")
+        return found
 
     def in_memory(self, key: str | None, path_key: str | None) -> SessionState | None:
         """Return the session of a key if it is in memory."""
@@ -95,7 +101,7 @@ class SessionRegistry:
         Returns None if the gateway refuses unknown keys or must record calls, or if the key looks like one that Polar
         issued or like a session's id: such a key may be a rollout's.
         """
-        given = path_key if path_key is not None else (key or "")
+        given = _given(key, path_key)
         if not self.open_to_all or inside_sandbox or self._requires_record(None):
             return None
         if is_issued_key(given) or given.startswith("sess_"):
@@ -162,7 +168,8 @@ class SessionRegistry:
             self.forget(session.session_id)
         return row.session_id
 
-    async def _load(self, digest: bytes, path_key: str | None, may_open: bool) -> SessionState:
+    async def _load(self, digest: bytes, key: str | None, path_key: str | None, may_open: bool) -> SessionState | None:
+        """Return the session of a key that is not in memory; None if the key is unknown and may not open one."""
         row = await self._store.sessions.by_key(digest)
         if row is None and path_key is not None and may_open:
             row = await self._store.sessions.get(path_key)
@@ -171,9 +178,9 @@ class SessionRegistry:
         is_new = row is None
         if row is None:
             if not may_open:
-                message = "Incorrect API key provided. Polar accepts only keys made by `polar session new` here."
-                raise RequestError(message, status=401, code="invalid_api_key")
-            row = await self._store.sessions.create(key_hash=digest, label=None, origin="open")
+                return None
+            label = typed_label(_given(key, path_key))
+            row = await self._store.sessions.create(key_hash=digest, label=label, origin="open")
         if row.closed_at is not None:
             raise SessionClosedError
         session = self._by_id.get(row.session_id)  # already in memory under another name (its id in the path)
@@ -279,4 +286,9 @@ class SessionRegistry:
 
 
 def _digest(key: str | None, path_key: str | None) -> bytes:
-    return hash_key(path_key if path_key is not None else (key or ""))
+    return hash_key(_given(key, path_key))
+
+
+def _given(key: str | None, path_key: str | None) -> str:
+    """Return the key that counts: the one in the URL's path, else the one in the headers."""
+    return path_key if path_key is not None else (key or "")

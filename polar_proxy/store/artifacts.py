@@ -1,4 +1,4 @@
-"""Rewards of rollouts, and artifacts: files such as patches and logs, each named by its SHA-256."""
+"""Rewards of rollouts and sessions, and artifacts: files such as patches and logs, each named by its SHA-256."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import insert, select, update
+from sqlalchemy import Update, insert, select, update
 
-from polar_proxy.errors import StoreError
+from polar_proxy.errors import StoreError, UsageError
 from polar_proxy.store import schema
 from polar_proxy.store.database import Database, Repository, row_columns
 from polar_proxy.store.secrets import clean_label, json_without_secrets, log_without_secrets
@@ -22,13 +22,15 @@ from polar_proxy.types import Json, new_id
 _w = schema.rewards.c
 _a = schema.artifacts.c
 _r = schema.rollouts.c
+_s = schema.sessions.c
 _t = schema.traces.c
 
 
 @dataclass(frozen=True, slots=True)
 class RewardRow:
     reward_id: str
-    rollout_id: str
+    rollout_id: str | None
+    session_id: str | None
     trace_id: str | None
     call_id: str | None
     source: str
@@ -50,25 +52,30 @@ class ArtifactRow:
 
 
 class RewardRepository(Repository):
-    """Rewards of rollouts, traces and calls."""
+    """Rewards of rollouts, of sessions without a rollout, and of their traces and calls."""
 
     async def add(
         self,
-        rollout_id: str,
+        rollout_id: str | None,
         value: float | None,
         source: str,
         detail: Json,
         trace_id: str | None = None,
         call_id: str | None = None,
+        *,
+        session_id: str | None = None,
     ) -> str:
-        """Store a reward of the rollout, of one of its traces or of one of its calls. Return the id of the reward.
+        """Store a reward of the rollout or session, of one of its traces or of one of its calls. Return its id.
 
-        All rewards are kept. The newest one of a rollout or trace is also in the row of that rollout or trace. `value`
-        None: the evaluator returned no value.
+        All rewards are kept. The newest one of a rollout or session is also in its row and in the rows of its traces,
+        except those that were given a reward of their own. `value` None: the evaluator returned no value.
         """
+        if (rollout_id is None) == (session_id is None):
+            raise UsageError("Give either rollout_id or session_id.")
         row = RewardRow(
             new_id("rew"),
             rollout_id,
+            session_id,
             trace_id,
             call_id,
             clean_label(source) or "",
@@ -81,14 +88,35 @@ class RewardRepository(Repository):
             if trace_id is not None and call_id is None:
                 await connection.execute(update(schema.traces).where(_t.trace_id == trace_id).values(reward=value))
             elif call_id is None:
-                mine = _r.rollout_id == rollout_id
-                await connection.execute(update(schema.rollouts).where(mine).values(reward=value))
+                for statement in _set_reward(rollout_id, session_id):
+                    await connection.execute(statement.values(reward=value))
         return row.reward_id
+
+    async def get(self, reward_id: str) -> RewardRow | None:
+        return await self._row(RewardRow, _select_rewards.where(_w.reward_id == reward_id))
 
     async def of_rollout(self, rollout_id: str) -> list[RewardRow]:
         """Return the rewards of a rollout, including those of its traces and calls, oldest first."""
-        query = select(*row_columns(RewardRow, schema.rewards)).where(_w.rollout_id == rollout_id)
-        return await self._rows(RewardRow, query.order_by(_w.reward_id))
+        return await self._rows(RewardRow, _select_rewards.where(_w.rollout_id == rollout_id).order_by(_w.reward_id))
+
+    async def of_session(self, session_id: str) -> list[RewardRow]:
+        """Return the rewards of a session without a rollout, including those of its traces and calls, oldest first."""
+        return await self._rows(RewardRow, _select_rewards.where(_w.session_id == session_id).order_by(_w.reward_id))
+
+
+_select_rewards = select(*row_columns(RewardRow, schema.rewards))
+
+
+def _set_reward(rollout_id: str | None, session_id: str | None) -> tuple[Update, Update]:
+    """Return the updates of the row of a rollout or session, and of its traces without a reward of their own."""
+    if rollout_id is not None:
+        row, given = update(schema.rollouts).where(_r.rollout_id == rollout_id), _w.rollout_id == rollout_id
+        mine = _t.rollout_id == rollout_id
+    else:
+        row, given = update(schema.sessions).where(_s.session_id == session_id), _w.session_id == session_id
+        mine = _t.session_id == session_id
+    own = select(_w.trace_id).where(given, _w.trace_id.is_not(None))
+    return row, update(schema.traces).where(mine, _t.trace_id.not_in(own))
 
 
 class ArtifactRepository(Repository):

@@ -436,6 +436,13 @@ def display_url(url: str) -> str:
     return parsed.set(drivername=parsed.get_backend_name()).render_as_string(hide_password=True)
 
 
+def database_location(url: str) -> str:
+    """Return the address without user, password and options, for those who may not know them."""
+    parsed = make_url(normalise_url(url))
+    plain = URL.create(parsed.get_backend_name(), host=parsed.host, port=parsed.port, database=parsed.database)
+    return plain.render_as_string()
+
+
 def sqlite_path(url: str) -> Path | None:
     """Return the file of a normalised URL, None for PostgreSQL."""
     parsed = make_url(url)

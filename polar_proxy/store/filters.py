@@ -1,13 +1,17 @@
-"""Conditions on rollouts as users type them: `reward>=1, harness=mini-swe-agent, status=done`."""
+"""Conditions on rollouts as users type them: `reward>=1, harness=mini-swe-agent, status=done`.
+
+The name of a harness matches all its versions: `harness=codex` also matches codex@1.2.3.
+"""
 
 from __future__ import annotations
 
 import operator
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, func, or_, select
+from sqlalchemy import ColumnElement, func, not_, or_, select
 
 from polar_proxy.errors import UsageError
 from polar_proxy.store.schema import rollouts, sessions, tasks
@@ -43,19 +47,47 @@ _CONDITION = re.compile(r"(\w+)\s*(>=|<=|!=|==|=|>|<)\s*(.+)")
 _LONGEST = 4096
 
 
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """One condition: its text, the field that it compares, and its SQL."""
+
+    text: str
+    name: str
+    clause: ColumnElement[bool]
+
+
 def parse_where(text: str) -> list[ColumnElement[bool]]:
+    """Return the SQL of conditions joined by `,` or `and`. Raises UsageError for anything else."""
+    return [condition.clause for condition in parse_conditions(text)]
+
+
+def parse_conditions(text: str) -> list[Condition]:
     """Parse conditions joined by `,` or `and`, in time linear in the text. Raises UsageError for anything else."""
     if len(text) > _LONGEST:
         raise UsageError(f"The conditions have {len(text)} characters; at most {_LONGEST} are read.")
     return [_condition(part) for part in map(str.strip, re.split(r",|\band\b", text)) if part]
 
 
-def _condition(text: str) -> ColumnElement[bool]:
+def is_number(name: str) -> bool:
+    """Return whether a field is compared as a number."""
+    return name in _NUMBERS
+
+
+def column_of(name: str) -> ColumnElement[Any]:
+    """Return the column of a field that `parse_conditions` accepts."""
+    return tasks.c.family if name == "family" else {**_NUMBERS, **_TEXTS, **_FLAGS}[name]
+
+
+def _condition(text: str) -> Condition:
     match = _CONDITION.fullmatch(text)
     if match is None:
         raise UsageError(f"{text!r} is not a condition. Write NAME OPERATOR VALUE. Operators: {' '.join(_OPERATORS)}")
     name, sign, value = match.groups()
-    compare, value = _OPERATORS[sign], value.strip("'\"")
+    return Condition(text, name, _clause(name, sign, value.strip("'\"")))
+
+
+def _clause(name: str, sign: str, value: str) -> ColumnElement[bool]:
+    compare = _OPERATORS[sign]
     if name in _NUMBERS:
         try:
             number = float(value)
@@ -71,6 +103,10 @@ def _condition(text: str) -> ColumnElement[bool]:
     if name not in _TEXTS:
         known = ", ".join(sorted([*_NUMBERS, *_TEXTS, *_FLAGS, "family"]))
         raise UsageError(f"Rollouts have no field {name!r}. Fields: {known}")
+    column = _TEXTS[name]
+    if name == "harness" and sign in ("=", "==", "!=") and "@" not in value:
+        same = or_(column == value, column.startswith(f"{value}@", autoescape=True))
+        return not_(same) if sign == "!=" else same
     if sign == "!=":
-        return or_(_TEXTS[name] != value, _TEXTS[name].is_(None))
-    return compare(_TEXTS[name], value)  # type: ignore[no-any-return]
+        return or_(column != value, column.is_(None))
+    return compare(column, value)  # type: ignore[no-any-return]

@@ -17,7 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from polar_proxy.errors import StoreError, UsageError
 from polar_proxy.store import json_codec, schema
 from polar_proxy.store.database import Repository, row_columns
-from polar_proxy.store.filters import parse_where
+from polar_proxy.store.filters import column_of, is_number, parse_conditions, parse_where
 from polar_proxy.store.schema import FINAL_STATUSES, ROLLOUT_STATUSES, RolloutStatus
 from polar_proxy.store.secrets import without_secrets
 from polar_proxy.types import Json
@@ -187,6 +187,37 @@ class RolloutRepository(Repository):
         query = _select_rollouts(builder).where(*conditions).order_by(_r.rollout_id.desc())
         return (await self._rows(RolloutRow, query.limit(limit)))[::-1]
 
+    async def explain_no_match(self, where: str) -> str:
+        """Return why no rollout matches these conditions: for each that none matches, the values that there are."""
+        total = await self._count()
+        if not total:
+            return "The database has no rollouts."
+        found = []
+        for condition in parse_conditions(where):
+            if number := await self._count(condition.clause):
+                found.append(f"{condition.text} matches {number} of {total} rollouts.")
+            else:
+                found.append(f"{condition.text} matches no rollout. {await self._describe_values(condition.name)}")
+        return " ".join(["No rollout matches all conditions.", *found])
+
+    async def _count(self, *conditions: ColumnElement[bool]) -> int:
+        query = select(func.count(_r.rollout_id)).select_from(_rollouts_with_sessions).where(*conditions)
+        (number,) = await self._scalars(query)
+        return int(number)
+
+    async def _describe_values(self, name: str) -> str:
+        """Return the range of a number, or the most frequent values of another field with their counts."""
+        column = column_of(name)
+        joined = _rollouts_with_sessions.join(schema.tasks, _t.task_id == _r.task_id)
+        if is_number(name):
+            (row,) = await self._rows(lambda *row: row, select(func.min(column), func.max(column)).select_from(joined))
+            return f"No rollout has a {name}." if row[0] is None else f"Their {name} is {row[0]:g} to {row[1]:g}."
+        number = func.count().label("number")
+        query = select(column, number).select_from(joined).group_by(column).order_by(number.desc(), column)
+        rows = await self._rows(lambda *row: row, query.limit(_LISTED_VALUES + 1))
+        values = [f"{'none' if value is None else value} ({count})" for value, count in rows[:_LISTED_VALUES]]
+        return f"Their {name} is {', '.join(values)}{' and others' if len(rows) > _LISTED_VALUES else ''}."
+
     async def interrupted(self) -> list[RolloutRow]:
         """Return the rollouts without a final status, oldest first.
 
@@ -286,6 +317,8 @@ class RolloutRepository(Repository):
         return await self._rows(EventRow, query.order_by(_e.event_id))
 
 
+_LISTED_VALUES = 8
+_rollouts_with_sessions = schema.rollouts.outerjoin(schema.sessions, _s.session_id == _r.session_id)
 _lock_rollout = select(_r.rollout_id, _r.status, _r.attempt, _r.claimed_by, _r.started_at).with_for_update()
 """FOR UPDATE matters on PostgreSQL. On SQLite the transaction already holds the write lock."""
 
@@ -301,7 +334,7 @@ def _select_rollouts(builder: str) -> Select[Any]:
         traces=select(func.count()).select_from(schema.traces).where(of_rollout).scalar_subquery(),
         trained_tokens=trained_tokens.scalar_subquery(),
     )
-    return select(*columns).outerjoin(schema.sessions, _s.session_id == _r.session_id)
+    return select(*columns).select_from(_rollouts_with_sessions)
 
 
 def _stages_of(claim: Claim) -> ColumnElement[bool]:

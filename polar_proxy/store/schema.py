@@ -135,6 +135,7 @@ sessions = Table(
     _counter("prompt_tokens"),
     _counter("completion_tokens"),
     Column("last_call_at", Double),
+    Column("reward", Double),  # the newest reward of a session without a rollout; all rewards are in `rewards`
 )
 
 rollouts = Table(
@@ -363,7 +364,9 @@ rewards = Table(
     "rewards",
     metadata,
     Column("reward_id", Text, primary_key=True),
-    Column("rollout_id", Text, ForeignKey("rollouts.rollout_id"), nullable=False, index=True),
+    # One of the two is set: a session that has a rollout gets no reward of its own.
+    Column("rollout_id", Text, ForeignKey("rollouts.rollout_id"), index=True),
+    Column("session_id", Text, ForeignKey("sessions.session_id"), index=True),
     # No foreign keys: a reward outlives its trace, which a later build may replace.
     Column("trace_id", Text),
     Column("call_id", Text),

@@ -57,6 +57,8 @@ class SessionSummary:
     prompt_tokens: int
     completion_tokens: int
     last_call_at: float | None
+    reward: float | None
+    """The newest reward of a session without a rollout."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from polar_proxy.store import migrate
 from polar_proxy.store.artifacts import ArtifactRepository, RewardRepository
-from polar_proxy.store.database import Database, display_url
+from polar_proxy.store.database import Database, database_location, display_url
+from polar_proxy.store.names import NameRepository
 from polar_proxy.store.outage_marks import OutageMarks
 from polar_proxy.store.rollouts import RolloutRepository, TaskRepository
 from polar_proxy.store.service.feed import FeedRepository
@@ -41,6 +42,7 @@ class Store:
     def __init__(self, database: Database, artifacts: Path) -> None:
         self.database = database
         self.display_url = display_url(database.url)
+        self.location = database_location(database.url)
         self._artifacts_folder = artifacts
         self._marks_folder = artifacts.parent / "unrecorded"
         self._flushing = AsyncExitStack()
@@ -65,6 +67,7 @@ class Store:
         self.feed = FeedRepository(database)
         self.training = TrainingRepository(database)
         # The whole database (maintenance, archive: below)
+        self.names = NameRepository(database)
 
     @cached_property
     def _writer(self) -> GroupCommit:

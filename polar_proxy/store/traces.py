@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,9 +134,9 @@ class TraceRepository(Repository):
 
         return await asyncio.to_thread(load)
 
-    async def belongs_to(self, rollout_id: str, trace_id: str) -> bool:
-        """Return whether a trace, made by whichever builder, belongs to the rollout."""
-        query = select(_t.trace_id).where(_t.trace_id == trace_id, _t.rollout_id == rollout_id)
+    async def belongs_to(self, session_ids: Collection[str], trace_id: str) -> bool:
+        """Return whether a trace, made by whichever builder, belongs to one of the sessions."""
+        query = select(_t.trace_id).where(_t.trace_id == trace_id, _t.session_id.in_(session_ids))
         return bool(await self._scalars(query))
 
     async def set_audit(self, trace_id: str, grade: str, audit: Json) -> None:

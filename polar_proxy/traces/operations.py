@@ -38,7 +38,7 @@ _PAGE = 500
 
 @dataclass(frozen=True, slots=True)
 class SessionTarget:
-    """A session, with facts of its rollout, if it has one."""
+    """A session, with facts of its rollout, if it has one, and the reward of either."""
 
     session_id: str
     rollout_id: str | None = None
@@ -78,17 +78,17 @@ async def _all_targets(store: Store, where: str | None) -> AsyncIterator[Session
     while where is None and (sessions := await store.sessions.recent(_PAGE, before)):
         for session in sessions:
             if session.rollout_id is None and session.calls:
-                yield SessionTarget(session.session_id)
+                yield SessionTarget(session.session_id, reward=session.reward)
         before = sessions[-1].session_id
 
 
 async def _target_of(store: Store, session_id: str) -> SessionTarget:
-    session = await store.sessions.get(session_id)
+    session = await store.sessions.summary(session_id)
     if session is None:
         raise UsageError(f"There is no session {session_id}. `polar sessions` lists them.")
     row = None if session.rollout_id is None else await store.rollouts.get(session.rollout_id)
     if row is None:
-        return SessionTarget(session_id, session.rollout_id)
+        return SessionTarget(session_id, session.rollout_id, reward=session.reward)
     return SessionTarget(session_id, row.rollout_id, row.harness, row.reward)
 
 

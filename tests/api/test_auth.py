@@ -26,6 +26,9 @@ ADMIN_ONLY = {
     ("POST", "/api/v1/rollouts/{rollout_id}/cancel"),
     ("POST", "/api/v1/sessions"),
     ("POST", "/api/v1/service/drain"),
+    ("POST", "/api/v1/keys"),
+    ("GET", "/api/v1/keys"),
+    ("POST", "/api/v1/keys/{key_name}/revoke"),
 }
 TRAINERS = {
     ("GET", "/api/v1/jobs"),
@@ -38,6 +41,9 @@ TRAINERS = {
     ("GET", "/api/v1/rollouts"),
     ("GET", "/api/v1/rollouts/{rollout_id}"),
     ("GET", "/api/v1/rollouts/{rollout_id}/trajectory"),
+    ("GET", "/api/v1/sessions"),
+    ("GET", "/api/v1/records"),
+    ("GET", "/api/v1/export"),
     ("POST", "/api/v1/rewards"),
     ("POST", "/api/v1/feed/lease"),
     ("POST", "/api/v1/feed/leases/{lease_id}/ack"),
@@ -94,7 +100,10 @@ async def test_every_route_checks_the_key_and_its_role(store: Store) -> None:
             for authorization, status in refused.items():
                 answer = await ask(method, path, authorization)
                 assert (answer.status_code, path, authorization) == (status, path, authorization)
-                assert answer.json()["error"]["code"] == ("forbidden" if status == 403 else "unauthorised")
+                error = answer.json()["error"]
+                assert error["code"] == ("forbidden" if status == 403 else "unauthorised")
+                if status == 401 and authorization in (f"Bearer {admin}x", f"Bearer {revoked}"):
+                    assert store.location in error["message"]
         for method, path in sorted(ADMIN_ONLY):
             answer = await ask(method, path, f"Bearer {trainer}")
             assert (answer.status_code, answer.json()["error"]["code"]) == (403, "forbidden")

@@ -47,11 +47,11 @@ def test_reading_never_creates_a_database(polar_home: Path, tmp_path: Path, argu
 def test_reports_invalid_options() -> None:
     polar_ok("db", "upgrade")
     for arguments, message in (
-        (("show", "call_0"), "There is no call_0"),
-        (("show", "sess_0"), "There is no sess_0"),
-        (("show", "roll_0"), "There is no roll_0"),
-        (("show", "[/red]"), "'[/red]' is not an id"),
-        (("show", "task_1", "--json"), "is not an id"),
+        (("show", "call_0"), "begins with 'call_0'"),
+        (("show", "sess_0"), "begins with 'sess_0'"),
+        (("show", "roll_0"), "begins with 'roll_0'"),
+        (("show", "[/red]"), "begins with '[/red]'"),
+        (("show", "task_1", "--json"), "begins with 'task_1'"),
         (("export", "--format", "csv"), "tokens-jsonl"),
         (("export", "--builder", "forest"), "per_call"),
         (("export", "--where", "colour=red"), "colour"),

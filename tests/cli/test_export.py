@@ -17,7 +17,7 @@ from polar_proxy.export import SessionExport, exporter
 from polar_proxy.store import open_store
 from polar_proxy.training.advantages import dr_grpo
 from polar_proxy.types import Json
-from tests.cli.runner import polar, polar_error, polar_json
+from tests.cli.runner import polar, polar_error, polar_json, polar_ok
 from tests.export.recorded_runs import rollout, session_without_rollout
 
 pytestmark = pytest.mark.slow
@@ -48,7 +48,7 @@ def test_every_trainer_format_counts_what_it_left_out(tmp_path: Path) -> None:
     found = {}
     for name in ("trl", "verl", "slime", "nemo-rl", "tinker"):
         out = tmp_path / f"{name}.jsonl"
-        report = polar_json("export", "--format", name, "--out", str(out))
+        report = polar_json("export", "--format", name, "--out", str(out), exit_code=3 if name == "nemo-rl" else 0)
         found[name] = (report["rows"], {k: v for k, v in report["left_out"].items() if k != "client_gone"})
         assert len(rows(out)) == report["rows"]
     # Each rollout has two of the five traces; the session's two belong to no group.
@@ -77,7 +77,44 @@ def test_advantages_come_from_the_whole_group(polar_home: Path, tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("recorded_groups")
+def test_an_export_without_rows_says_why_in_words(tmp_path: Path) -> None:
+    done = polar("export", "--where", "harness=codex, status=done")
+    assert done.exit_code == 3
+    assert "harness=codex matches no rollout. Their harness is mini-swe-agent (2)." in done.stderr
+    assert "status=done matches 2 of 2 rollouts." in done.stderr
+    done = polar("export", "--format", "nemo-rl", "--out", str(tmp_path / "none"))
+    assert done.exit_code == 3
+    lines = done.stderr.splitlines()
+    assert any("6 traces of rollouts with several traces" in line and "(several_traces)" in line for line in lines)
+    assert any("3 calls whose agent disconnected" in line and "(client_gone)" in line for line in lines)
+
+
+def test_a_session_is_rewarded_and_exported(polar_home: Path, tmp_path: Path) -> None:
+    async def fill() -> str:
+        async with open_store(f"sqlite:///{polar_home}/polar.db") as store:
+            return (await session_without_rollout(store))[0]
+
+    session_id = asyncio.run(fill())
+    out = tmp_path / "out.jsonl"
+    assert polar_json("export", "--format", "verl", "--out", str(out), exit_code=3)["left_out"]["no_reward"] == 2
+    assert polar_json("reward", session_id, "0.5", "--source", "human:anna")["session_id"] == session_id
+    polar_json("export", "--format", "verl", "--out", str(out))
+    assert [row["reward_score"] for row in rows(out)] == [0.5, 0.5]
+    assert "reward 0.5" in polar_ok("show", session_id)
+
+
+def test_an_export_of_an_empty_database_says_so(polar_home: Path) -> None:
+    polar_json("session", "new")
+    done = polar("export")
+    assert done.exit_code == 3
+    assert "polar.db has no rollouts, and no sessions with calls" in done.stderr
+    assert "The database has no rollouts." in polar("export", "--where", "reward>=1").stderr
+
+
+@pytest.mark.usefixtures("recorded_groups")
 def test_reports_invalid_options() -> None:
+    error = polar_error("export", "--format", "nope")
+    assert all(name in error for name in ("jsonl", "chat-jsonl", "tokens-jsonl", "trl", "verl", "slime", "nemo-rl"))
     assert "no advantage 'best'" in polar_error("export", "--format", "trl", "--advantage", "best")
     assert "whole sequences" in polar_error("export", "--format", "trl", "--builder", "tree")
     assert "no format 'parquet'" in polar_error("export", "--format", "parquet")

@@ -72,6 +72,37 @@ def test_a_job_from_submission_to_its_rewards(at_server: PolarServer, monkeypatc
     assert events_of(job_id) == events
 
 
+def test_sessions_and_exports_are_those_of_the_server(
+    at_server: PolarServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    created = polar_json("session", "new", "--label", "over http", "--max-tokens", "5")
+    assert created["key"].startswith("sk-polar-")
+    job_id = polar_json("submit", "swe-task", "--seed", "4")["job_id"]
+    polar_json("watch", job_id)
+    (row,) = polar_json("results", job_id)["rollouts"]
+    key = polar_json("key", "new", "--role", "trainer", "--label", "gpu box")
+    here, there = tmp_path / "here.jsonl", tmp_path / "there.jsonl"
+
+    def read(path: Path) -> list[Any]:
+        report = polar_json("export", "--session", row["session_id"], "--out", str(path))
+        shown = [polar_json("show", name) for name in ("over http", row["rollout_id"][:-2], "last")]
+        return [polar_json("sessions"), polar_json("key", "list"), *shown, report["rows"], report["left_out"]]
+
+    far = read(there)
+    assert key["name"] in str(far[1])
+    assert (far[2]["session_id"], far[3]["reward"]) == (created["session_id"], 1.0)
+    monkeypatch.delenv("POLAR_URL")
+    assert read(here) == far
+    assert here.read_bytes() == there.read_bytes() != b""
+    monkeypatch.setenv("POLAR_URL", at_server.url)
+    monkeypatch.setenv("POLAR_DB", "another.db")  # is not used
+    assert polar_json("sessions", "--url", at_server.url) == far[0]
+    assert polar("export", "--where", "harness=none").exit_code == 3
+    assert "tokens-jsonl" in polar_error("export", "--format", "nope")
+    assert "begins with 'nobody'" in polar_error("show", "nobody")
+    assert polar_json("key", "revoke", key["name"])["revoked_at"] is not None
+
+
 def test_a_relative_file_of_tasks_is_found_by_the_server(at_server: PolarServer, tmp_path: Path) -> None:
     lines = (ROOT / "examples" / "tasks" / "jsonl" / "tasks.jsonl").read_text().splitlines()
     (tmp_path / "mine.jsonl").write_text(f'{lines[1]}\n{{"id": "broken"}}\n')
@@ -94,7 +125,7 @@ def test_reports_refusals_of_the_server(at_server: PolarServer, monkeypatch: pyt
     assert "not both" in polar_error("status", "--url", at_server.url, "--db", "x.db")
     assert "is not the URL of a server" in polar_error("status", "--url", "localhost")
     monkeypatch.setenv("POLAR_API_KEY", "polar-admin-none")
-    assert "This key is unknown" in polar_error("status")
+    assert f"This key is unknown in sqlite:///{at_server.home}/polar.db" in polar_error("status")
 
 
 def test_reports_a_server_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -87,3 +89,43 @@ def check_api_keys(ready: dict[str, Any], polar_home: Path) -> None:
         trainer = {"authorization": f"Bearer {polar_json('key', 'new', '--role', 'trainer')['key']}"}
         assert http.get("/feed", headers=trainer).status_code == 200
         assert http.post("/sessions", json={}, headers=trainer).status_code == 403
+
+
+ASK = f"""python - <<'END'
+import os, httpx
+headers = {{"authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}}
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+httpx.post(url, json={CHAT}, headers=headers, timeout=60).raise_for_status()
+END"""
+
+
+@pytest.mark.parametrize("keys", [(), ("--require-known-keys",)], ids=["open", "known keys"])
+def test_the_printed_lines_work_with_another_database(polar_home: Path, tmp_path: Path, keys: tuple[str, ...]) -> None:
+    """They are run as they are printed, in a shell that does not know the server's --db."""
+    command = [POLAR, "serve", "--engine", "scripted", "--port", "0", "--db", str(tmp_path / "my runs.db"), *keys]
+    with subprocess.Popen(command, env=environment(), cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            printed: list[str] = []
+            while not printed or not printed[-1].startswith("then:"):
+                printed.append(process.stdout.readline())
+                assert printed[-1], printed
+            exports = [line for line in printed if line.startswith("  export ")]
+            verbs = re.findall(r"polar [a-z ]+", printed[-1])
+            assert verbs == ["polar sessions", "polar show last", "polar export"]
+            path = f"{Path(POLAR).parent}:{os.environ['PATH']}"
+            done = subprocess.run(
+                ["bash", "-euc", "\n".join([*exports, ASK, *verbs])],
+                env=environment() | {"PATH": path},
+                cwd=tmp_path,
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+        finally:
+            process.kill()
+    assert done.returncode == 0, done.stderr
+    assert ("any-name-you-like" in done.stdout) == (not keys)
+    assert "say [bold]hi[/]" in done.stdout.splitlines()[-1]
+    assert "1 rows from 0 rollouts and 1 other sessions" in done.stderr
+    assert not (polar_home / "polar.db").exists()

@@ -6,13 +6,18 @@ import asyncio
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import orjson
 import pytest
+from tokenizers import Tokenizer
 
+from polar_proxy.cli import output
+from polar_proxy.engines.factory import POLAR_TINY
 from polar_proxy.store import open_store
 from polar_proxy.types import CallRecord, new_id
-from tests.cli.runner import polar_json, polar_ok
+from tests.cli.runner import polar_error, polar_json, polar_ok
 from tests.export.dialect_requests import BODIES, recorded
+from tests.factories import engine_info
 
 pytestmark = pytest.mark.slow
 
@@ -68,3 +73,64 @@ def test_images_prompts_and_unknown_dialects_are_shown(polar_home: Path) -> None
     shown = polar_ok("show", unknown_id)
     assert "no dialect 'telegraph'" in shown
     assert '"look [bold]here[/]"' in shown
+
+
+async def new_session(home: Path, label: str | None = None) -> str:
+    home.mkdir(exist_ok=True)
+    async with open_store(f"sqlite:///{home}/polar.db") as store:
+        return (await store.sessions.create(key_hash=None, label=label, origin="key")).session_id
+
+
+def test_ids_are_not_cut_in_a_pipe_or_on_a_narrow_terminal(polar_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    session_id = asyncio.run(new_session(polar_home, "a label of some length"))
+    monkeypatch.setattr(output.out, "width", 40)
+    lines = polar_ok("sessions").splitlines()
+    assert len(lines) == 2
+    assert session_id in lines[1]
+    assert "a label of some length" in lines[1]
+    monkeypatch.setattr(output.out, "_force_terminal", True)
+    assert session_id in polar_ok("sessions")
+
+
+def test_records_are_named_by_prefix_label_and_last(calls: dict[str, str], polar_home: Path) -> None:
+    for name in (calls["openai_chat"], calls["openai_chat"][:-1]):
+        assert polar_json("show", name)["call_id"] == calls["openai_chat"]
+    session_id = asyncio.run(new_session(polar_home, "mine"))
+    assert polar_json("show", "mine")["session_id"] == polar_json("show", "mi")["session_id"] == session_id
+    assert polar_json("show", "last")["session_id"] == session_id
+    assert "mine" in polar_ok("show", session_id).splitlines()[0]
+    assert "several names" in polar_error("show", "call_")
+    assert "begins with 'nobody'" in polar_error("show", "nobody")
+
+
+def test_tokens_have_texts_of_the_models_own_tokenizer(polar_home: Path) -> None:
+    call = recorded("openai_chat")
+    ids = np.array([9707, 198], dtype=np.int32)
+    call = replace(call, choices=(replace(call.choices[0], token_ids=ids, logprobs=np.array([-0.5, -1], np.float32)),))
+    tiny = engine_info(engine="local", model="polar-tiny")
+    tiny_ids = np.array(Tokenizer.from_file(str(POLAR_TINY / "tokenizer.json")).encode("say\nit").ids, np.int32)
+    zeros = np.zeros(len(tiny_ids), np.float32)
+    tiny_call = replace(call, engine=tiny, choices=(replace(call.choices[0], token_ids=tiny_ids, logprobs=zeros),))
+    call_id = asyncio.run(save(polar_home, tiny_call))
+    (choice,) = polar_json("show", call_id, "--tokens")["choices"]
+    assert "".join(choice["token_texts"]) == "say\nit"
+    assert f"{tiny_ids[0]}:0.000 {orjson.dumps(choice['token_texts'][0]).decode()}\n" in polar_ok(
+        "show", call_id, "--tokens"
+    )
+    assert polar_json("show", call_id)["choices"][0]["token_texts"] is None
+
+    unknown = replace(call, engine=engine_info(engine="vllm", model="somewhere/else"))
+    shown = polar_ok("show", asyncio.run(save(polar_home, unknown)), "--tokens")
+    assert "9707:-0.500 198:-1.000" in shown
+    assert "tokenizer of somewhere/else (vllm) is not known here" in shown
+    assert "POLAR_ENGINE__MODEL_FOLDER" in shown
+
+
+def test_tokens_have_texts_of_an_engine_that_answers(polar_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POLAR_ENGINE__KIND", "scripted")
+    call = recorded("openai_chat")
+    ids = np.array([107, 108], dtype=np.int32)
+    scripted = engine_info(engine="scripted", model="scripted-model")
+    choice = replace(call.choices[0], token_ids=ids, logprobs=np.zeros(2, np.float32))
+    call_id = asyncio.run(save(polar_home, replace(call, engine=scripted, choices=(choice,))))
+    assert polar_json("show", call_id, "--tokens")["choices"][0]["token_texts"] == ["h", "i"]

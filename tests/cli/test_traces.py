@@ -13,6 +13,7 @@ import numpy as np
 import orjson
 import pytest
 
+from polar_proxy.cli.traces import NO_ROWS
 from polar_proxy.config import GatewaySettings
 from polar_proxy.engines.openai import OpenAIEngine
 from polar_proxy.engines.scripted import ScriptedEngine, decode
@@ -22,6 +23,7 @@ from polar_proxy.traces.builders import build
 from polar_proxy.traces.check import check_row
 from polar_proxy.types import Json, new_id
 from tests.cli.runner import polar, polar_error, polar_json, polar_ok
+from tests.export.recorded_runs import rollout
 from tests.fakes.strict_api import StrictApi
 from tests.fakes.vllm_server import Answer
 from tests.traces.test_canonical import DRIFTED, FIRST
@@ -30,11 +32,22 @@ pytestmark = pytest.mark.slow
 
 
 def export(path: Path, *options: str) -> list[Json]:
-    polar_ok("export", "--format", "tokens-jsonl", "--out", str(path), *options)
-    return [orjson.loads(line) for line in path.read_bytes().splitlines()]
+    done = polar("export", "--format", "tokens-jsonl", "--out", str(path), *options)
+    rows = [orjson.loads(line) for line in path.read_bytes().splitlines()]
+    assert done.exit_code == (0 if rows else NO_ROWS), done.stderr
+    return rows
 
 
 # Build
+
+
+def test_build_without_a_match_says_what_there_is(polar_home: Path) -> None:
+    async def fill() -> None:
+        async with open_store(f"sqlite:///{polar_home}/polar.db") as store:
+            await rollout(store, reward=1.0)
+
+    asyncio.run(fill())
+    assert "harness is mini-swe-agent (1)" in polar("build", "--where", "harness=codex").stderr
 
 
 @pytest.fixture

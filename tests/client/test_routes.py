@@ -19,6 +19,7 @@ BODIES: dict[str, Any] = {
     "submit": m.JobRequest(task="swe-task"),
     "reward": m.RewardRequest(rollout_id="roll_1", value=1.0, source="me"),
     "new_session": m.SessionRequest(),
+    "new_key": m.KeyRequest(role="trainer"),
     "lease": m.LeaseRequest(consumer="me"),
     "put_training_run": m.TrainingRunRequest(name="mine", config={}),
     "add_training_lines": m.TrainingLinesRequest(first=0, lines=[]),

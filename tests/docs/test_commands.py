@@ -45,6 +45,7 @@ RUN_ELSEWHERE = {
     "CUDA_VISIBLE_DEVICES=": "tests/training/test_nccl.py",
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING=": "tests/training/test_weight_sync_vllm.py",
     "polar audit ": "tests/cli/test_traces.py",
+    "polar export --format tokens-jsonl --builder rescored": "tests/cli/test_traces.py",
     "polar train grpo --engine vllm": "tests/training/test_weight_sync_vllm.py",
     "polar train grpo --feed": "tests/training/test_http_feed.py",
     "polar train adapter": "tests/training/test_lora.py",

@@ -150,6 +150,14 @@ async def test_keys_are_not_stored(serve: Serve, store: Store, tmp_path: Path) -
     assert not [path for path in files if secret.encode() in path.read_bytes()]
 
 
+async def test_a_typed_key_of_plain_words_is_the_sessions_label(serve: Serve, store: Store) -> None:
+    async with serve(ScriptedEngine()) as gateway:
+        assert (await ask(gateway.url, authorization="Bearer my-run")).status_code == 200
+        assert (await ask(gateway.url, "/s/other-run/v1")).status_code == 200
+        assert (await ask(gateway.url, authorization="Bearer sk-very-secret-0123456789")).status_code == 200
+    assert [row.label for row in await store.sessions.recent()] == [None, "other-run", "my-run"]
+
+
 async def test_applies_the_sessions_sampling_policy(serve: Serve, store: Store) -> None:
     session_id = await new_session(store, "k", {"temperature": 0.25, "max_tokens": 4})
     async with serve(ScriptedEngine(lambda request: "abcdefgh")) as gateway:

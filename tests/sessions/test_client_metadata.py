@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from polar_proxy.sessions.identity import ClientMetadata, read_client_metadata
+from polar_proxy.sessions.identity import ClientMetadata, read_client_metadata, typed_label
 
 CASES: dict[str, tuple[dict[str, str], dict[str, Any], ClientMetadata]] = {
     "nothing": ({"authorization": "Bearer secret", "user-agent": "x"}, {}, ClientMetadata()),
@@ -54,3 +54,19 @@ CASES: dict[str, tuple[dict[str, str], dict[str, Any], ClientMetadata]] = {
 def test_reads_client_metadata(case: str) -> None:
     headers, params, expected = CASES[case]
     assert read_client_metadata(headers, params) == expected
+
+
+@pytest.mark.parametrize("key", ["my-run", "any-name-you-like", "agent-2", "EMPTY", "Run 12", "codex"])
+def test_a_key_of_plain_words_is_a_label(key: str) -> None:
+    assert typed_label(key) == key
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("", "1234", "hunter2", "token-abc123", "sk-very-secret-0123456789", "sk-polar-xYzXyZxYz"),
+        *("AIzaSyAabcdefghijklmn", "QmxhaGJsYWg", "ghp_abcdefghijklmnopqrstuvwx", "a-b-c-d-e-f", "sess_01abc", "a/b"),
+    ],
+)
+def test_a_key_that_may_be_secret_is_no_label(key: str) -> None:
+    assert typed_label(key) is None

@@ -7,7 +7,9 @@ import time
 import pytest
 
 from polar_proxy.errors import UsageError
+from polar_proxy.store import Store
 from polar_proxy.store.filters import parse_where
+from tests.factories import new_rollout, new_session
 
 
 @pytest.mark.parametrize(
@@ -29,3 +31,35 @@ def test_rejects_what_is_no_condition_at_once(text: str) -> None:
 def test_rejects_very_long_text() -> None:
     with pytest.raises(UsageError, match="at most 4096"):
         parse_where("reward=1" + " " * 60_000 + "and reward=1")
+
+
+async def matching(store: Store, where: str) -> list[str]:
+    return [row.harness for row in await store.rollouts.find(where=where)]
+
+
+async def test_the_name_of_a_harness_matches_all_its_versions(store: Store) -> None:
+    for harness in ("codex", "codex@1.2.3", "codex-next", "codex_@1", "pi"):
+        await new_rollout(store, harness=harness)
+    assert await matching(store, "harness=codex") == ["codex", "codex@1.2.3"]
+    assert await matching(store, "harness=codex@1.2.3") == ["codex@1.2.3"]
+    assert await matching(store, "harness!=codex") == ["codex-next", "codex_@1", "pi"]
+    assert await matching(store, "harness=code%") == []
+
+
+async def test_conditions_without_a_match_say_which_values_there_are(store: Store) -> None:
+    assert await store.rollouts.explain_no_match("reward>=1") == "The database has no rollouts."
+    session_id = await new_session(store)
+    first = await new_rollout(store, session_id, harness="codex@1")
+    await new_rollout(store, harness="pi")
+    explain = store.rollouts.explain_no_match
+    assert "Their harness is codex@1 (1), pi (1)." in await explain("harness=cody")
+    assert "Their status is preparing (1), queued (1)." in await explain("status=done")
+    assert "No rollout has a reward." in await explain("reward>=1")
+    await store.rewards.add(first, 0.5, "tests", {})
+    assert "Their reward is 0.5 to 0.5." in await explain("reward>=1")
+    assert "Their family is swe-task (2)." in await explain("family=other")
+    assert "Their cause is none (2)." in await explain("cause=oom")
+    assert "harness=pi matches 1 of 2 rollouts." in await explain("harness=pi, status=done")
+    for number in range(10):
+        await new_rollout(store, harness=f"agent-{number}")
+    assert (await explain("harness=cody")).endswith("and others.")

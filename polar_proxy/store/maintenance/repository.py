@@ -172,12 +172,14 @@ class MaintenanceRepository(Repository):
             rows = (await connection.execute(query.with_for_update())).all()
             sessions = [row.session_id for row in rows]
             pruned.calls += await _delete_calls(connection, sessions)
+            await connection.execute(delete(schema.rewards).where(schema.rewards.c.session_id.in_(sessions)))
             closed = [row.session_id for row in rows if row.closed_at is not None]
             await connection.execute(delete(schema.sessions).where(_s.session_id.in_(closed)))
-            counters = dict.fromkeys(("calls", "failed_calls", "prompt_tokens", "completion_tokens"), 0)
-            await connection.execute(
-                update(schema.sessions).where(_s.session_id.in_(sessions)).values(**counters, last_call_at=None)
+            values: dict[str, int | None] = dict.fromkeys(
+                ("calls", "failed_calls", "prompt_tokens", "completion_tokens"), 0
             )
+            values |= dict.fromkeys(("last_call_at", "reward"))
+            await connection.execute(update(schema.sessions).where(_s.session_id.in_(sessions)).values(values))
         pruned.sessions += sessions
 
     def _delete_files(self, gone: Collection[str]) -> int:

@@ -94,7 +94,8 @@ def _views(dialect: str) -> dict[str, str]:
             LEFT JOIN trace_spans b ON b.trace_id = t.trace_id AND b.position = 0
             LEFT JOIN calls f ON f.call_id = b.call_id""",
         "v_rewards": f"""
-            SELECT w.reward_id, w.rollout_id, r.group_id, r.task_id, t.family, r.harness, r.model,
+            SELECT w.reward_id, w.rollout_id, w.session_id, r.group_id, r.task_id, t.family, r.harness, r.model,
                 w.trace_id, w.call_id, w.source, w.value, w.detail, {iso("w.created_at")} AS created
-            FROM rewards w JOIN rollouts r ON r.rollout_id = w.rollout_id JOIN tasks t ON t.task_id = r.task_id""",
+            FROM rewards w LEFT JOIN rollouts r ON r.rollout_id = w.rollout_id
+            LEFT JOIN tasks t ON t.task_id = r.task_id""",
     }

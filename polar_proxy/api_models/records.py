@@ -1,0 +1,290 @@
+"""Response bodies that describe recorded sessions, calls and rollouts in full. `polar show` prints them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from polar_proxy.api_models.responses import ApiKey, ApiResponseModel, Reward, RolloutDetail
+
+
+class SessionFields(ApiResponseModel):
+    """What a session's line in a list and its full record have in common."""
+
+    session_id: str
+    """The id of the session."""
+    label: str | None
+    """The name given to it, or the key that opened it if that is made of plain words."""
+    origin: str
+    """How it was created: key (`polar session new`), open (an unknown key on loopback) or rollout."""
+    rollout_id: str | None
+    """The rollout that it records."""
+    created_at: float
+    """When it was created."""
+    closed_at: float | None
+    """When it was closed."""
+    incomplete: str | None
+    """Why it must not be trained on; null if all calls are recorded."""
+    failed_calls: int
+    """Number of calls whose status is not `ok`."""
+    prompt_tokens: int
+    """Sum of prompt tokens over all calls."""
+    completion_tokens: int
+    """Sum of sampled tokens over all calls."""
+    last_call_at: float | None
+    """When its last call ended."""
+    reward: float | None = None
+    """The newest reward of the session as a whole; null for the session of a rollout, which has its own."""
+
+
+class Session(SessionFields):
+    """A session: everything that came in under one API key."""
+
+    calls: int
+    """Number of recorded calls."""
+
+
+class SessionList(ApiResponseModel):
+    """A page of sessions."""
+
+    sessions: list[Session]
+    """The sessions, newest first. The next page: `before` = the id of the last session here."""
+
+
+class SessionCall(ApiResponseModel):
+    """A call of a session, without its messages and tokens."""
+
+    call_id: str
+    """The id of the call."""
+    dialect: str
+    """The wire format of the request."""
+    path: str
+    """The route of the request."""
+    model: str
+    """The model that the agent named."""
+    status: str
+    """ok, client_gone, upstream_error or no_tokens."""
+    http_status: int
+    """HTTP status of the answer."""
+    error: str | None
+    """Why the call failed."""
+    edge: str
+    """How it relates to an earlier call: root, continues, retries, rewinds, compacts, subagent or side_call."""
+    parent_call_id: str | None
+    """The earlier call."""
+    message_count: int
+    """Number of messages in the request."""
+    choices: int
+    """Number of answers."""
+    finish_reason: str | None
+    """The finish reason of the first answer."""
+    prompt_tokens: int | None
+    """Number of prompt tokens; null if the engine returned no token ids."""
+    completion_tokens: int
+    """Number of sampled tokens."""
+    cached_tokens: int | None
+    """Prompt tokens that the engine had in its cache."""
+    weight_version: str | None
+    """Policy version of the weights that sampled."""
+    started_at: float
+    """When the request arrived."""
+    first_token_at: float | None
+    """When the first token arrived."""
+    ended_at: float
+    """When the answer ended."""
+    said: str
+    """The last command of the first answer, or its text, shortened."""
+
+
+class SessionTrace(ApiResponseModel):
+    """A training sequence of a session."""
+
+    trace_id: str
+    """The id of the trace."""
+    builder: str
+    """The builder that made it."""
+    grade: str
+    """How far it can be trusted: exact, continued, approximate or rejected."""
+    tokens: int
+    """Number of tokens."""
+    trained_tokens: int
+    """Number of tokens with loss mask 1."""
+    calls: list[str]
+    """The calls whose answers it has."""
+    reward: float | None
+    """Its reward."""
+
+
+class SessionDetail(SessionFields):
+    """A session with its calls and traces."""
+
+    calls: list[SessionCall]
+    """The calls, ordered by start."""
+    note: str | None
+    """What to know before its calls are trained on."""
+    traces: list[SessionTrace]
+    """The stored traces of the builder `merged`."""
+    excluded: dict[str, str]
+    """Calls that are in no trace, each with the reason."""
+    rewards: list[Reward]
+    """All rewards ever given to it, oldest first."""
+
+
+class CallChoice(ApiResponseModel):
+    """One answer of a call."""
+
+    index: int
+    """Its number."""
+    message: dict[str, Any]
+    """The answer in OpenAI's form."""
+    finish_reason: str | None
+    """Why it ended."""
+    token_ids: list[int]
+    """The sampled token ids, with the end-of-turn token."""
+    logprobs: list[float | None]
+    """The log-probability of each token in nats; null if the engine did not report it."""
+    token_texts: list[str] | None = None
+    """The text of each token, if it was asked for and can be decoded."""
+
+
+class CallDetail(ApiResponseModel):
+    """A call with its conversation and tokens."""
+
+    call_id: str
+    """The id of the call."""
+    session_id: str
+    """The session."""
+    dialect: str
+    """The wire format of the request."""
+    path: str
+    """The route of the request."""
+    stream: bool
+    """True if the agent asked for a stream."""
+    model: str
+    """The model that the agent named."""
+    engine: dict[str, Any] | None
+    """The engine that sampled."""
+    weight_version: str | None
+    """Policy version of the weights that sampled."""
+    logprob_mode: str
+    """`processed`: of the distribution that was sampled from; `raw`: of temperature 1."""
+    status: str
+    """ok, client_gone, upstream_error or no_tokens."""
+    http_status: int
+    """HTTP status of the answer."""
+    error: str | None
+    """Why the call failed."""
+    edge: str
+    """How it relates to an earlier call."""
+    parent_call_id: str | None
+    """The earlier call."""
+    params: dict[str, Any]
+    """The request body without messages and tools."""
+    sampling: dict[str, Any]
+    """The parameters that were sent to the engine."""
+    started_at: float
+    """When the request arrived."""
+    first_token_at: float | None
+    """When the first token arrived."""
+    ended_at: float
+    """When the answer ended."""
+    cached_tokens: int | None
+    """Prompt tokens that the engine had in its cache."""
+    messages: list[Any]
+    """The messages in the agent's own format."""
+    tools: Any
+    """The tools in the agent's own format."""
+    conversation: dict[str, Any]
+    """Messages and tools in OpenAI's form."""
+    prompt_ids: list[int] | None
+    """The token ids of the prompt; null if the engine returned none."""
+    choices: list[CallChoice]
+    """The answers."""
+    texts_problem: str | None = None
+    """Why the tokens have no texts, if they were asked for."""
+
+
+class RolloutEvent(ApiResponseModel):
+    """An event of a rollout."""
+
+    event_id: int
+    """Its number."""
+    at: float
+    """When it happened."""
+    kind: str
+    """`status`, or another kind of event."""
+    data: dict[str, Any]
+    """What happened."""
+
+
+class Artifact(ApiResponseModel):
+    """A file that a rollout left."""
+
+    artifact_id: str
+    """The id of the artifact."""
+    name: str
+    """Its name, such as `patch.diff`."""
+    sha256: str
+    """SHA-256 of its content."""
+    bytes: int
+    """Its size."""
+    created_at: float
+    """When it was stored."""
+    path: str
+    """The file on the server's machine."""
+
+
+class RolloutRecord(RolloutDetail):
+    """A rollout with everything that was recorded of it."""
+
+    instruction: str | None
+    """What the agent was asked to do."""
+    config: dict[str, Any]
+    """The options of the rollout."""
+    events: list[RolloutEvent]
+    """Its events, oldest first."""
+    artifacts: list[Artifact]
+    """The files that it left."""
+    session: SessionDetail | None
+    """The session of its last attempt."""
+
+
+class Record(ApiResponseModel):
+    """What a name means: exactly one of the fields is set."""
+
+    rollout: RolloutRecord | None = None
+    """A rollout."""
+    session: SessionDetail | None = None
+    """A session."""
+    call: CallDetail | None = None
+    """A call."""
+
+
+class CreatedKey(ApiKey):
+    """A new key of the HTTP API."""
+
+    key: str
+    """The key. It is shown once; only its hash is stored."""
+
+
+class KeyList(ApiResponseModel):
+    """All keys of the HTTP API."""
+
+    keys: list[ApiKey]
+    """The keys, including revoked ones, oldest first."""
+
+
+class ExportSummary(ApiResponseModel):
+    """The counts of an export."""
+
+    rows: int
+    """Number of rows."""
+    rollouts: int
+    """Number of rollouts that were selected."""
+    sessions: int
+    """Number of sessions without a rollout that were selected."""
+    left_out: dict[str, int]
+    """What was left out, by reason: calls, traces, and rows that a trainer's format refuses."""
+    reasons: list[str] = Field(default_factory=list)
+    """If there are no rows: why, in words."""
