@@ -26,6 +26,7 @@ from polar_proxy.api_models import API_PREFIX
 from polar_proxy.dialects import get_dialect
 from polar_proxy.dialects.base import Dialect
 from polar_proxy.dialects.google.dialect import GoogleGenerateContent, google_model_card, google_route
+from polar_proxy.dialects.openai_responses.compaction import ResponsesCompaction
 from polar_proxy.engines.base import Engine
 from polar_proxy.errors import RequestError
 from polar_proxy.gateway import asgi
@@ -39,6 +40,7 @@ _MODEL_ROUTES: dict[str, Dialect] = {
     "/chat/completions": get_dialect("openai_chat"),
     "/completions": get_dialect("openai_completions"),
     "/responses": get_dialect("openai_responses"),
+    "/responses/compact": ResponsesCompaction(),
 }
 _TOKEN_COUNTS: dict[str, Dialect] = {
     "/messages/count_tokens": _MODEL_ROUTES["/messages"],

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
 import httpx
 import openai
 import pytest
 from openai import AsyncOpenAI
-from openai.types.responses import Response, ResponseItem, ResponseStreamEvent
+from openai.types.responses import CompactedResponse, Response, ResponseItem, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from polar_proxy.engines.scripted import ScriptedAnswer, ScriptedEngine, ScriptedReply
@@ -16,6 +17,7 @@ from polar_proxy.store import Store
 from polar_proxy.types import ChatRequest, EngineRequest, Json, Message, ToolCall
 from tests.conftest import Serve
 from tests.fakes.player import BrokenEngine
+from tests.fakes.store_faults import failing_writes
 from tests.gateway.agents import client, connected_sdk, new_session, recorded_calls
 
 pytestmark = pytest.mark.slow
@@ -256,6 +258,42 @@ async def test_stored_responses_need_the_key_of_a_session(serve: Serve) -> None:
             await sdk.responses.retrieve("resp_1")
 
 
+async def test_agent_in_a_sandbox_sees_its_own_responses(serve: Serve, store: Store) -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    await new_session(store, "own")
+    async with (
+        serve(ScriptedEngine()) as gateway,
+        client(f"http://127.0.0.1:{listener.getsockname()[1]}", "own") as inside,
+        client(gateway.url, "other") as outside,
+    ):
+        await gateway.serve_on(listener)
+        identity = (await inside.post("/responses", json=BODY)).json()["id"]
+        assert (await inside.get(f"/responses/{identity}")).json()["id"] == identity
+        assert (await inside.get(f"/responses/{identity}", headers={"authorization": "Bearer x"})).status_code == 401
+        assert (await outside.get(f"/responses/{identity}")).status_code == 404
+
+
+async def test_store_that_cannot_be_written_refuses_to_delete(serve: Serve, store: Store) -> None:
+    async with serve(ScriptedEngine()) as gateway, client(gateway.url) as http:
+        identity = (await http.post("/responses", json=BODY)).json()["id"]
+        with failing_writes(store):
+            refused = await http.delete(f"/responses/{identity}")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "store_unavailable")
+        assert "retry-after" in refused.headers
+    async with serve(ScriptedEngine()) as gateway, client(gateway.url) as http:
+        assert (await http.get(f"/responses/{identity}")).status_code == 200
+
+
+async def test_response_that_could_not_be_recorded_lives_in_memory(serve: Serve, store: Store) -> None:
+    async with serve(ScriptedEngine()) as gateway, client(gateway.url) as http:
+        assert (await http.post("/responses", json=BODY)).status_code == 200
+        with failing_writes(store):
+            sent = (await http.post("/responses", json=BODY)).json()
+            assert (await http.get(f"/responses/{sent['id']}")).json() == sent
+            assert (await http.delete(f"/responses/{sent['id']}")).status_code == 200
+        assert (await http.get(f"/responses/{sent['id']}")).status_code in (404, 503)
+
+
 async def test_wrong_method_is_refused(serve: Serve) -> None:
     async with serve(ScriptedEngine()) as gateway, client(gateway.url) as http:
         refused = await http.put("/responses/resp_1", json={})
@@ -296,6 +334,39 @@ async def test_model_may_be_left_out(serve: Serve, store: Store) -> None:
             assert answer["model"] == "scripted-model"
             assert (await http.get(f"/responses/{answer['id']}")).json() == answer
     assert [call.model for call in await recorded_calls(store)] == ["scripted-model"] * 2
+
+
+async def test_compacted_conversation_goes_on_from_its_summary(serve: Serve, store: Store) -> None:
+    summary = "The user wants the failing test fixed, and the cause is an off-by-one error in parse()."
+    replies = ["hello", summary, "done"]
+    engine = ScriptedEngine(lambda request: replies[len(engine.requests) - 1])
+    async with connected_sdk(serve, engine) as sdk:
+        one = await sdk.responses.create(model="m", input="Fix the failing test")
+        compacted = await sdk.responses.compact(model="m", previous_response_id=one.id)
+        opening: Any = [item.to_dict() for item in compacted.output]
+        two = await sdk.responses.create(model="m", input=[*opening, {"role": "user", "content": "go on"}])
+        await assert_unknown(sdk, compacted.id)
+    CompactedResponse.model_validate({**compacted.to_dict(), "output": opening[-1:]}, strict=True)
+    assert [item["type"] for item in opening] == ["message", "compaction"]
+    assert (compacted.object, two.output_text) == ("response.compaction", "done")
+    seen = engine.requests[-1]
+    assert isinstance(seen, ChatRequest)
+    assert [message.role for message in seen.messages] == ["user", "user", "user"]
+    assert str(seen.messages[1].content).endswith(summary)
+    first, asked, last = await recorded_calls(store)
+    assert (asked.edge, asked.parent_call_id, asked.rule) == (
+        "continues",
+        first.call_id,
+        "responses_compaction_request",
+    )
+    assert (last.edge, last.parent_call_id, last.rule) == ("compacts", asked.call_id, "responses_compacted")
+
+
+async def test_compaction_needs_a_conversation_and_does_not_stream(serve: Serve) -> None:
+    async with serve(ScriptedEngine()) as gateway, client(gateway.url) as http:
+        for body, param in (({"model": "m"}, "input"), ({**BODY, "stream": True}, "stream")):
+            refused = await http.post("/responses/compact", json=body)
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
 
 
 async def test_objects_and_events_are_as_published(serve: Serve) -> None:

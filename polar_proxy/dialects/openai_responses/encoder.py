@@ -320,7 +320,7 @@ class ResponsesEncoder(Encoder):
             "incomplete" if reason else "completed",
             completed_at=None if reason or answer.ended_at is None else int(answer.ended_at),
             incomplete_details={"reason": reason} if reason else None,
-            usage=_usage(answer),
+            usage=usage_object(answer),
         )
 
     @property
@@ -364,7 +364,7 @@ class ResponsesEncoder(Encoder):
         return named_sse(kind, payload)
 
 
-def _usage(answer: Answer) -> Json | None:
+def usage_object(answer: Answer) -> Json | None:
     """Return the token counts of an answer; None if they are unknown, as in the record of an engine without ids."""
     if answer.prompt_ids is None and answer.usage is None:
         return None

@@ -120,6 +120,26 @@ def message_item(identity: str, text: str, status: str, logprobs: list[Json]) ->
     }
 
 
+def listed_item(item: Json, identity: str) -> Json:
+    """Return an input item as the API shows it. `identity`: its id, if the client gave it none."""
+    listed = {"type": "message", "status": "completed", **{k: v for k, v in item.items() if v is not None}}
+    listed["id"] = item["id"] if isinstance(item.get("id"), str) and item["id"] else identity
+    if listed["type"] == "message":
+        content = item.get("content")
+        parts = [{"type": "text", "text": content or ""}] if isinstance(content, str | None) else content
+        listed["content"] = [_listed_part(part, item.get("role") == "assistant") for part in parts or ()]
+    return listed
+
+
+def _listed_part(part: Json, of_assistant: bool) -> Json:
+    kind = part["type"]
+    if kind in ("text", "input_text", "output_text"):
+        if of_assistant:
+            return {**output_text(part["text"], []), **part, "type": "output_text"}
+        return {**part, "type": "input_text"}
+    return {"detail": "auto", **part} if kind == "input_image" else part
+
+
 def call_item(tools: Toolbox, call: ToolCall, call_id: str, number: int, status: str) -> Json:
     """Return tool call `number` of an answer as the item of its tool's kind; as a `function_call` if the tool was not
     offered."""

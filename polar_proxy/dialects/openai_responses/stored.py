@@ -14,7 +14,7 @@ import orjson
 from polar_proxy.dialects import parse_recorded
 from polar_proxy.dialects.base import Answer, AnswerChoice
 from polar_proxy.dialects.openai_responses.encoder import ResponsesEncoder
-from polar_proxy.dialects.openai_responses.items import input_item_id, output_text
+from polar_proxy.dialects.openai_responses.items import input_item_id, listed_item
 from polar_proxy.types import CallRecord, Json, Sampling
 
 _SAMPLING = tuple(field.name for field in fields(Sampling))
@@ -70,26 +70,7 @@ def listed_input(call: CallRecord) -> list[Json]:
     """
     items: list[Json] = [orjson.loads(message) for message in call.messages]
     return [
-        _listed(item, input_item_id(call.call_id, position))
+        listed_item(item, input_item_id(call.call_id, position))
         for position, item in enumerate(items)
         if item.get("type") != "instructions"
     ]
-
-
-def _listed(item: Json, identity: str) -> Json:
-    listed = {"type": "message", "status": "completed", **{k: v for k, v in item.items() if v is not None}}
-    listed["id"] = item["id"] if isinstance(item.get("id"), str) and item["id"] else identity
-    if listed["type"] == "message":
-        content = item.get("content")
-        parts = [{"type": "text", "text": content or ""}] if isinstance(content, str | None) else content
-        listed["content"] = [_listed_part(part, item.get("role") == "assistant") for part in parts or ()]
-    return listed
-
-
-def _listed_part(part: Json, of_assistant: bool) -> Json:
-    kind = part["type"]
-    if kind in ("text", "input_text", "output_text"):
-        if of_assistant:
-            return {**output_text(part["text"], []), **part, "type": "output_text"}
-        return {**part, "type": "input_text"}
-    return {"detail": "auto", **part} if kind == "input_image" else part
