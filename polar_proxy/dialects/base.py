@@ -164,6 +164,10 @@ class Encoder(ABC):
     def fail(self, message: str, status: int) -> bytes:
         """Return the bytes that report an error inside a stream that has begun."""
 
+    def unfinished(self, status: str) -> bytes:
+        """Return the response body of an answer that is sampled in the background."""
+        raise NotImplementedError("this dialect has no answers in the background")
+
 
 @dataclass(frozen=True, slots=True)
 class ParsedRequest:
@@ -178,6 +182,8 @@ class ParsedRequest:
     """The other fields of the body, to store."""
     encoder: Callable[..., Encoder] = field(compare=False, repr=False)
     """Returns a new encoder of the answer, for a call id, a time of creation and the keyword `sampled`."""
+    background: bool = False
+    """The client gets an id at once and asks for the answer later."""
 
 
 @dataclass(frozen=True, slots=True)

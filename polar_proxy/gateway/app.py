@@ -60,7 +60,7 @@ class GatewayApp:
     def __init__(self, handler: RequestHandler, rest: FastAPI, hosts: frozenset[str] | None) -> None:
         """`hosts`: the host names that requests may be addressed to or come from; None: any."""
         self._handler = handler
-        self._stored_responses = StoredResponseRoutes(handler.stored_calls, handler.find_session)
+        self._stored_responses = StoredResponseRoutes(handler.stored_calls, handler.background, handler.find_session)
         self._rest = rest
         self._hosts = hosts
 

@@ -30,13 +30,14 @@ from polar_proxy.engines.base import Engine
 from polar_proxy.engines.one_call import OneCallLimit, wants_one_call
 from polar_proxy.errors import EngineDroppedError, EngineError, RequestError, StoreError
 from polar_proxy.gateway import asgi
+from polar_proxy.gateway.background import BackgroundCalls
 from polar_proxy.gateway.engine_timeouts import EngineTimeouts, EngineWait
 from polar_proxy.gateway.health import StoreMonitor
 from polar_proxy.gateway.in_flight import InFlightCalls
 from polar_proxy.gateway.limits import BodyBudget, BodyReservation
 from polar_proxy.gateway.metrics import GatewayMetrics
 from polar_proxy.gateway.recording import CallOutcome, CallRecorder, PendingCall, RequestContext, apply_policy
-from polar_proxy.gateway.reply import Reply, send_error
+from polar_proxy.gateway.reply import BackgroundReply, Reply, send_error
 from polar_proxy.gateway.retries import ResponseBuffer, RetryCache
 from polar_proxy.gateway.stored_responses import StoredCalls
 from polar_proxy.offload import OffloadThread
@@ -93,6 +94,7 @@ class RequestHandler:
         self._prompts = PromptBuilder(engine, self._read_call, settings, self._thread)
         self.recorder = CallRecorder(engine, store, monitor, sessions, metrics, in_flight)
         self.retries = RetryCache(settings)
+        self.background = BackgroundCalls()
         self.stored_calls = StoredCalls(store, monitor, settings.max_body_mb << 20)
 
     async def handle(
@@ -128,10 +130,12 @@ class RequestHandler:
         if self._monitor.problem is not None and request.session.record_required:
             request.session.refusal = self._monitor.problem
             raise self._cannot_record()
+        if request.parsed.background:
+            self.background.require_room(request.session)
         buffer = self.retries.open(request)
         answered = False
         try:
-            attempt = await self._answer(request, buffer, receive, send)
+            attempt = await self._answer(request, buffer, receive, send, repeatable=not request.parsed.background)
             if attempt is None:
                 attempt = await self._answer(request, buffer, receive, send, repeatable=False)
             answered = bool(attempt)
@@ -154,10 +158,13 @@ class RequestHandler:
         """
         session = request.session
         calls = await self._place(request, buffer.size)
-        reply = Reply(buffer.wrap(send), request, calls[0], self._settings)
+        kind = BackgroundReply if request.parsed.background else Reply
+        reply = kind(buffer.wrap(send), request, calls[0], self._settings)
         session.begin(len(calls))
         self._metrics.in_flight.inc(len(calls))
         try:
+            if isinstance(reply, BackgroundReply):
+                receive = await self.background.begin(calls[0].call_id, session, reply, buffer)
             outcome = await self._sample(request, calls, reply, buffer, receive)
             unrecorded = await _run_to_end(self.recorder.commit(request, calls, outcome, seen=reply.started))
             if unrecorded is not None and session.record_required:
@@ -181,6 +188,7 @@ class RequestHandler:
             await reply.fail(_internal_error(error))
         finally:
             reply.close()
+            self.background.end(calls[0].call_id)
             session.end(len(calls))
             self._metrics.in_flight.dec(len(calls))
         return False

@@ -129,3 +129,20 @@ class Reply:
     async def _send_body(self, data: bytes, more: bool = True) -> None:
         self._last_sent = time.monotonic()
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+
+class BackgroundReply(Reply):
+    """The response to a request for an answer in the background: the unfinished response object, sent at once."""
+
+    async def begin(self) -> None:
+        await asgi.send_json(self._send, 200, self._encoder.unfinished("queued"), self._headers)
+
+    def unfinished(self) -> bytes:
+        """Return the response object while the answer is sampled."""
+        return self._encoder.unfinished("in_progress")
+
+    async def finish(self, answers: list[Answer]) -> None:
+        """Do nothing: the client asks for the answer later."""
+
+    async def fail(self, error: RequestError | EngineError) -> None:
+        """Do nothing: the record says how the call ended."""

@@ -3,12 +3,13 @@
     GET    /v1/responses/{id}               the response, from its record; ?stream=true: its events
     GET    /v1/responses/{id}/input_items   what it was generated from; ?limit, order, after, include
     DELETE /v1/responses/{id}
-    POST   /v1/responses/{id}/cancel        refused: no response runs in the background
+    POST   /v1/responses/{id}/cancel        of a response in the background; others are refused
 
 Promises:
 
-* A session sees its own responses only. For all others, and for unknown, deleted, failed and unfinished ones and those
-  with `store: false`, it gets the same error: it cannot learn whether they exist.
+* A session sees its own responses only. For all others, and for unknown and deleted ones and those with `store: false`,
+  it gets the same error: it cannot learn whether they exist. So it does for responses that have failed or are not
+  finished, unless they are of the background.
 * These routes record nothing. A deleted response can neither be retrieved nor be referred to; its call stays recorded.
 """
 
@@ -29,11 +30,12 @@ from polar_proxy.dialects.openai_responses.items import call_id_of_response, res
 from polar_proxy.dialects.openai_responses.stored import listed_input, response_events, response_object
 from polar_proxy.errors import RequestError, StoreError
 from polar_proxy.gateway import asgi
+from polar_proxy.gateway.background import BackgroundCall, BackgroundCalls
 from polar_proxy.gateway.health import StoreMonitor
 from polar_proxy.gateway.reply import send_error
 from polar_proxy.sessions.state import SessionState
 from polar_proxy.store import Store
-from polar_proxy.types import CallRecord, CallStatus, Json
+from polar_proxy.types import CallRecord, CallStatus, Json, Message
 
 _DIALECT = get_dialect("openai_responses")
 _ROUTE = re.compile(r"(?:/v1)?/responses/(?!input_tokens$|compact$)([^/]+)(?:/(input_items|cancel))?")
@@ -77,17 +79,17 @@ class StoredCalls:
         self._most_bytes = most_bytes
 
     async def find(self, session: SessionState, dialect: Dialect, call_ids: Collection[str]) -> dict[str, CallRecord]:
-        """Return those of the calls that have an answer and belong to this session and dialect.
+        """Return those of the calls that belong to this session and dialect.
 
-        Left out are calls with `store: false`, and those whose response was deleted. Raises StoreError, and
-        RequestError if their conversations are too large.
+        Left out are calls with `store: false`, those whose response was deleted, and those without an answer, unless
+        they ran in the background. Raises StoreError, and RequestError if their conversations are too large.
         """
         unrecorded = {call_id: call for call_id in call_ids if (call := session.unrecorded(call_id)) is not None}
         calls = [*unrecorded.values(), *await self._read([name for name in call_ids if name not in unrecorded])]
         return {
             call.call_id: call
             for call in calls
-            if call.choices
+            if (call.choices or call.params.get("background"))
             and (call.session_id, call.dialect) == (session.session_id, dialect.name)
             and call.deleted_at is None
             and call.params.get("store") is not False
@@ -100,7 +102,7 @@ class StoredCalls:
         return {
             call.call_id: ReferencedCall(
                 call.messages,
-                call.choices[0].message,
+                call.choices[0].message if call.choices else Message("assistant"),
                 problem=None if call.status in _ANSWERED else call.error or call.status,
             )
             for call in (await self.find(session, dialect, call_ids)).values()
@@ -122,8 +124,9 @@ class StoredCalls:
 
 
 class StoredResponseRoutes:
-    def __init__(self, calls: StoredCalls, find_session: FindSession) -> None:
+    def __init__(self, calls: StoredCalls, background: BackgroundCalls, find_session: FindSession) -> None:
         self._calls = calls
+        self._background = background
         self._find_session = find_session
 
     async def handle(
@@ -137,6 +140,14 @@ class StoredResponseRoutes:
                 await send_error(send, error, _DIALECT, [(b"allow", ", ".join(methods).encode())])
                 return
             session = await self._find_session(asgi.read_headers(scope), path_key, scope)
+            running = self._background.find(session, call_id_of_response(route.response_id) or "")
+            if running is not None and route.action == "cancel":
+                running.cancel()
+                await running.ended.wait()
+                running = None
+            if running is not None:
+                await self._answer_unfinished(route, running, scope, send)
+                return
             call = await self._find(session, route.response_id)
             await self._answer(route, call, session, scope, send)
         except StoreError as error:
@@ -148,17 +159,28 @@ class StoredResponseRoutes:
         call_id = call_id_of_response(identity)
         calls = {} if call_id is None else await self._calls.find(session, _DIALECT, [call_id])
         call = calls.get(call_id or "")
-        if call is None or call.status not in _ANSWERED:
+        if call is None or not (call.status in _ANSWERED or call.params.get("background")):
             raise RequestError(f"Response with id {identity!r:.80} not found.", status=404, param="id")
         return call
+
+    async def _answer_unfinished(
+        self, route: StoredResponseRoute, running: BackgroundCall, scope: asgi.Scope, send: asgi.Send
+    ) -> None:
+        query = parse_qs(scope["query_string"].decode("latin-1"))
+        if route.action is not None or scope["method"] != "GET" or _flag(query, "stream"):
+            text = "This response is still in progress. Retrieve it until it has ended, or cancel it."
+            raise RequestError(text, code="response_in_progress")
+        await asgi.send_json(send, 200, running.reply.unfinished())
 
     async def _answer(
         self, route: StoredResponseRoute, call: CallRecord, session: SessionState, scope: asgi.Scope, send: asgi.Send
     ) -> None:
         query = parse_qs(scope["query_string"].decode("latin-1"))
         if route.action == "cancel":
-            raise RequestError("Cannot cancel a synchronous response.")
-        if route.action == "input_items":
+            if not call.params.get("background"):
+                raise RequestError("Cannot cancel a synchronous response.")
+            await asgi.send_json(send, 200, response_object(call))
+        elif route.action == "input_items":
             await asgi.send_json(send, 200, orjson.dumps(_page(listed_input(call), query)))
         elif scope["method"] == "DELETE":
             await self._calls.delete(session, call.call_id)
@@ -168,6 +190,8 @@ class StoredResponseRoutes:
             _check_include(query)
             starting_after = _integer(query, "starting_after", 0, None)
             if _flag(query, "stream"):
+                if call.status not in _ANSWERED:
+                    raise RequestError("This response ended early, so it has no stream. Retrieve it without one.")
                 await _send_stream(send, response_events(call, starting_after))
             elif starting_after is not None:
                 raise invalid("starting_after", "it needs 'stream=true'")

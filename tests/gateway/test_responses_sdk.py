@@ -246,7 +246,7 @@ async def test_rejects_a_bad_request(serve: Serve, store: Store) -> None:
         with pytest.raises(openai.BadRequestError) as caught:
             await client.responses.create(model="m", input=[bad])  # type: ignore[list-item]
         with pytest.raises(openai.BadRequestError, match="background"):
-            await client.responses.create(model="m", input="hi", background=True)
+            await client.responses.create(model="m", input="hi", background=True, store=False)
     assert (caught.value.param, caught.value.type) == ("input[0]", "invalid_request_error")
     assert [session.calls for session in await store.sessions.recent()] == [0]
 

@@ -35,8 +35,9 @@ class ResponsesCompaction(OpenAIResponses):
     """The dialect of the route. Its calls are recorded as those of `OpenAIResponses`, which reads them again."""
 
     def parse(self, body: Json, previous: ParsedRequest | None = None) -> ParsedRequest:
-        if body.get("stream"):
-            raise unsupported("stream", "a compaction is sent in one piece")
+        for name in ("stream", "background"):
+            if body.get(name):
+                raise unsupported(name, "a compaction is sent in one piece, when it is finished")
         items = input_items(body.get("input"))
         instruction = {"type": "message", "role": "user", "content": INSTRUCTION}
         parsed = super().parse({**body, "input": [*items, instruction] if items else None, "store": False})

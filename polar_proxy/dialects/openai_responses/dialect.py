@@ -9,8 +9,8 @@ the new call is recorded whole. Every call is recorded; with `store: false` it c
 `instructions` are stored as a first item of type `instructions`, and do not carry over to a continued conversation, as
 the API defines it.
 
-Refused, because the model would miss something: `conversation`, `prompt` (a stored template); and `background`, because
-an answer is not sampled without its client.
+Refused, because the model would miss something: `conversation`, `prompt` (a stored template). Refused, too: `stream`
+together with `background`.
 Accepted without effect: truncation, service_tier, prompt_cache_*, max_tool_calls, context_management, verbosity, and
 reasoning options except the effort `none`, which turns thinking off if the chat template supports that.
 """
@@ -91,6 +91,7 @@ class OpenAIResponses(OpenAIDialect):
                 logprobs=request.sampling.logprobs,
                 sampled=request,
             ),
+            background=fields.background,
         )
 
     def message_fields(self, stored: list[Json]) -> Json:
@@ -118,7 +119,10 @@ def _parse(body: Json) -> tuple[ResponsesFields, ChatRequest, Toolbox]:
             raise unsupported(key, "send the conversation in 'input'")
     fields = ResponsesFields.read({**body, "n": None})
     if fields.background:
-        raise unsupported("background", "leave it out and wait for the answer, or stream it")
+        if fields.stream:
+            raise unsupported("stream", "a response in the background is not streamed; retrieve it by its id")
+        if not fields.store:
+            raise invalid("background", "it needs 'store' to be true, because the answer is retrieved later")
     items = input_items(fields.input)
     tools = Toolbox()
     for position, tool in enumerate(fields.tools):
@@ -173,7 +177,7 @@ def _echoed_fields(fields: ResponsesFields) -> Json:
     form = fields.text.get("format") or {"type": "text"}
     return {
         **{name: getattr(fields, name) for name in _ECHOED},
-        "background": False,
+        "background": fields.background,
         "parallel_tool_calls": fields.parallel_tool_calls is not False,
         "reasoning": {"effort": None, "summary": None, **fields.reasoning},
         "service_tier": fields.service_tier or "default",

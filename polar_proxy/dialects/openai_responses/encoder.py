@@ -147,6 +147,14 @@ class ResponsesEncoder(Encoder):
         self.end(answers)
         return orjson.dumps(self._finished(answers[0]))
 
+    def unfinished(self, status: str) -> bytes:
+        return orjson.dumps(self._response(status))
+
+    def ended_early(self, status: str, message: str) -> bytes:
+        """Return the response object of a background call that was cancelled or has failed."""
+        error = {"code": "server_error", "message": message} if status == "failed" else None
+        return orjson.dumps(self._response(status, error=error))
+
     def replay(self, answer: Answer) -> bytes:
         """Return the whole stream of a recorded answer. Each of its texts comes in one piece."""
         return self.feed(0, _as_one_event(answer.first)) + self.end([answer])

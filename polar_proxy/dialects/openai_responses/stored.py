@@ -21,8 +21,15 @@ _SAMPLING = tuple(field.name for field in fields(Sampling))
 
 
 def response_object(call: CallRecord) -> bytes:
-    """Return the response object of an answered call. Raises RequestError for a damaged record."""
-    return _encoder(call).respond([recorded_answer(call)])
+    """Return the response object of an answered call, or of one that ended early in the background.
+
+    Raises RequestError for a damaged record.
+    """
+    encoder = _encoder(call)
+    if call.status in ("ok", "no_tokens"):
+        return encoder.respond([recorded_answer(call)])
+    status = "cancelled" if call.status == "client_gone" else "failed"
+    return encoder.ended_early(status, call.error or call.status)
 
 
 def response_events(call: CallRecord, starting_after: int | None) -> bytes:
