@@ -15,6 +15,7 @@ Promises:
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from functools import partial
@@ -35,7 +36,7 @@ from polar_proxy.gateway.health import StoreMonitor
 from polar_proxy.gateway.reply import send_error
 from polar_proxy.sessions.state import SessionState
 from polar_proxy.store import Store
-from polar_proxy.types import CallRecord, CallStatus, Json, Message
+from polar_proxy.types import CallRecord, CallStatus, Message
 
 _DIALECT = get_dialect("openai_responses")
 _ROUTE = re.compile(r"(?:/v1)?/responses/(?!input_tokens$|compact$)([^/]+)(?:/(input_items|cancel))?")
@@ -85,12 +86,12 @@ class StoredCalls:
         they ran in the background. Raises StoreError, and RequestError if their conversations are too large.
         """
         unrecorded = {call_id: call for call_id in call_ids if (call := session.unrecorded(call_id)) is not None}
-        calls = [*unrecorded.values(), *await self._read([name for name in call_ids if name not in unrecorded])]
+        calls = [*unrecorded.values(), *await self._read(session, set(call_ids) - unrecorded.keys())]
         return {
             call.call_id: call
             for call in calls
             if (call.choices or call.params.get("background"))
-            and (call.session_id, call.dialect) == (session.session_id, dialect.name)
+            and (call.session_id, call.dialect) == (session.session_id, dialect.name)  # unrecorded ones are of any
             and call.deleted_at is None
             and call.params.get("store") is not False
         }
@@ -108,14 +109,14 @@ class StoredCalls:
             for call in (await self.find(session, dialect, call_ids)).values()
         }
 
-    async def _read(self, call_ids: Collection[str]) -> list[CallRecord]:
+    async def _read(self, session: SessionState, call_ids: Collection[str]) -> list[CallRecord]:
         if not call_ids:
             return []
-        size = await self._monitor.run(partial(self._store.calls.message_bytes, call_ids))
+        size = await self._monitor.run(partial(self._store.calls.message_bytes, session.session_id, call_ids))
         if size > self._most_bytes:
             problem = f"it refers to {size >> 20} MiB of recorded messages; at most {self._most_bytes >> 20} are read"
             raise RequestError(f"The request cannot be served: {problem}.", status=413, param="input")
-        return await self._monitor.run(partial(self._store.calls.get_many, call_ids))
+        return await self._monitor.run(partial(self._store.calls.get_many, session.session_id, call_ids))
 
     async def delete(self, session: SessionState, call_id: str) -> None:
         """Make a call of this session impossible to find here. Raises StoreError."""
@@ -179,9 +180,9 @@ class StoredResponseRoutes:
         if route.action == "cancel":
             if not call.params.get("background"):
                 raise RequestError("Cannot cancel a synchronous response.")
-            await asgi.send_json(send, 200, response_object(call))
+            await asgi.send_json(send, 200, await asyncio.to_thread(response_object, call))
         elif route.action == "input_items":
-            await asgi.send_json(send, 200, orjson.dumps(_page(listed_input(call), query)))
+            await asgi.send_json(send, 200, await asyncio.to_thread(_listed_page, call, query))
         elif scope["method"] == "DELETE":
             await self._calls.delete(session, call.call_id)
             deleted = {"id": response_id(call.call_id), "object": "response", "deleted": True}
@@ -192,15 +193,16 @@ class StoredResponseRoutes:
             if _flag(query, "stream"):
                 if call.status not in _ANSWERED:
                     raise RequestError("This response ended early, so it has no stream. Retrieve it without one.")
-                await _send_stream(send, response_events(call, starting_after))
+                await _send_stream(send, await asyncio.to_thread(response_events, call, starting_after))
             elif starting_after is not None:
                 raise invalid("starting_after", "it needs 'stream=true'")
             else:
-                await asgi.send_json(send, 200, response_object(call))
+                await asgi.send_json(send, 200, await asyncio.to_thread(response_object, call))
 
 
-def _page(items: list[Json], query: Query) -> Json:
-    """Return a page of a list, newest items first unless the query says otherwise."""
+def _listed_page(call: CallRecord, query: Query) -> bytes:
+    """Return a page of a response's input items, the newest first unless the query says otherwise."""
+    items = listed_input(call)
     _check_include(query)
     limit = _integer(query, "limit", 1, _MOST_LISTED) or _LISTED
     order = _last(query, "order") or "desc"
@@ -214,13 +216,14 @@ def _page(items: list[Json], query: Query) -> Json:
             raise invalid("after", "this response has no input item with this id")
         start = ids.index(after) + 1
     page = ordered[start : start + limit]
-    return {
+    listed = {
         "object": "list",
         "data": page,
         "first_id": page[0]["id"] if page else None,
         "last_id": page[-1]["id"] if page else None,
         "has_more": start + limit < len(ordered),
     }
+    return orjson.dumps(listed)
 
 
 def _check_include(query: Query) -> None:

@@ -107,18 +107,16 @@ class CallRepository(Repository):
         records = await asyncio.to_thread(loader.records)
         return records[0] if records else None
 
-    async def get_many(self, call_ids: Collection[str]) -> list[CallRecord]:
-        """Return those of the calls that are stored, ordered by start. What they have in common is read once."""
+    async def get_many(self, session_id: str, call_ids: Collection[str]) -> list[CallRecord]:
+        """Return those of the calls that the session has, ordered by start. What they have in common is read once."""
         async with self._database.reading() as connection:
-            loader = await fetch(connection, _c.call_id.in_(list(call_ids)))
+            loader = await fetch(connection, and_(_c.session_id == session_id, _c.call_id.in_(list(call_ids))))
         return await asyncio.to_thread(loader.records)
 
-    async def message_bytes(self, call_ids: Collection[str]) -> int:
-        """Return the bytes of the messages of these calls. A message that several of them share counts once."""
-        heads = select(_c.messages_node.label("node_id")).where(
-            _c.call_id.in_(list(call_ids)), _c.messages_node.is_not(None)
-        )
-        chain = chain_ids(heads)
+    async def message_bytes(self, session_id: str, call_ids: Collection[str]) -> int:
+        """Return the bytes of the messages of what `get_many` reads. A message that several calls share counts once."""
+        own = and_(_c.session_id == session_id, _c.call_id.in_(list(call_ids)), _c.messages_node.is_not(None))
+        chain = chain_ids(select(_c.messages_node.label("node_id")).where(own))
         query = select(func.coalesce(func.sum(_n.length), 0)).join(chain, chain.c.node_id == _n.node_id)
         return int((await self._scalars(query))[0])
 

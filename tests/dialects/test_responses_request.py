@@ -119,7 +119,7 @@ def test_instructions_are_stored_as_an_item() -> None:
 
 
 WRONG: list[tuple[Json, str]] = [
-    *(({"model": value}, "model") for value in (None, 1, ["m"])),
+    *(({"model": value}, "model") for value in (1, ["m"])),
     *(({"input": value}, "input") for value in (None, [], 1, {})),
     *(({"input": [value]}, "input[0]") for value in (None, "hi", [], 1)),
     *(({"instructions": value}, "instructions") for value in (1, ["x"])),
@@ -147,7 +147,8 @@ WRONG: list[tuple[Json, str]] = [
     ({"tools": [BASH], "tool_choice": {"type": "allowed_tools", "mode": "auto"}}, "tool_choice"),
     ({"tools": [BASH], "tool_choice": {"type": "allowed_tools", "tools": []}}, "tool_choice"),
     ({"tool_choice": "required"}, "tool_choice"),
-    ({"background": True}, "background"),
+    ({"background": True, "store": False}, "background"),
+    ({"background": True, "stream": True}, "stream"),
     ({"conversation": "conv_1"}, "conversation"),
     ({"prompt": {"id": "pmpt_1"}}, "prompt"),
     ({"chat_template_kwargs": []}, "chat_template_kwargs"),

@@ -290,6 +290,9 @@ async def test_response_that_could_not_be_recorded_lives_in_memory(serve: Serve,
         with failing_writes(store):
             sent = (await http.post("/responses", json=BODY)).json()
             assert (await http.get(f"/responses/{sent['id']}")).json() == sent
+            other = {"authorization": "Bearer other"}
+            for method in ("GET", "DELETE"):
+                assert (await http.request(method, f"/responses/{sent['id']}", headers=other)).status_code in (404, 503)
             assert (await http.delete(f"/responses/{sent['id']}")).status_code == 200
         assert (await http.get(f"/responses/{sent['id']}")).status_code in (404, 503)
 
@@ -315,6 +318,8 @@ async def test_references_to_too_much_text_are_refused(serve: Serve) -> None:
         few, many = ([{"type": "item_reference", "id": name} for name in names[:n]] for n in (1, 2))
         assert (await http.post("/responses", json={"model": "m", "input": few})).status_code == 200
         refused = await http.post("/responses", json={"model": "m", "input": many})
+        foreign = await http.post("/responses", json={"input": many}, headers={"authorization": "Bearer other"})
+        assert foreign.status_code == 404  # another session does not learn that they exist
     assert (refused.status_code, refused.json()["error"]["param"]) == (413, "input")
 
 
