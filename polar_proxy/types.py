@@ -229,6 +229,8 @@ class Choice:
     versions: tuple[tuple[int, str], ...] = ()
     """(first position, policy version) of each run of tokens, if the weights changed during sampling. Empty if the
     call's `weight_version` holds for all tokens."""
+    reasoning_tokens: int | None = None
+    """Number of tokens up to the end of the reasoning, if that is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,6 +280,8 @@ class CallRecord:
     """The base: the answered call whose messages and answer mean the same as the beginning of this call's messages.
     Set in either prompt mode."""
     base_choice: int | None = None
+    deleted_at: float | None = None
+    """When its client deleted the response, in seconds since the epoch. The call stays, and is trained on."""
 
 
 @dataclass(frozen=True, slots=True)

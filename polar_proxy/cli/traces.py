@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, BinaryIO, cast
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, cast
 
 import typer
 
@@ -313,7 +313,12 @@ def export(
     """
     if as_json and file == "-":
         raise UsageError("--json reports on standard output, so --out must be a file.")
-    chosen = {"where": where, "builder": builder, "all_grades": all_grades, "advantage": advantage}
+    chosen: dict[str, Any] = {
+        "where": where,
+        "builder": builder,
+        "all_grades": all_grades,
+        "advantage": advantage,
+    }
 
     async def from_store(store: Store, settings: Settings) -> ExportSummary:
         from polar_proxy.api_models import ExportSummary
@@ -333,7 +338,7 @@ def export(
 
     async def from_server(client: AsyncClient) -> ExportSummary:
         with open_output(file) as target:
-            async for item in client.export(form, sessions=session or (), **chosen):  # type: ignore[arg-type]
+            async for item in client.export(form, sessions=session or (), **chosen):
                 if not isinstance(item, bytes):
                     return item
                 target.write(item)

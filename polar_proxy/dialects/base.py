@@ -8,7 +8,7 @@ the same events to the same encoder whether the client streams or not.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import orjson
@@ -48,6 +48,9 @@ class AnswerChoice(AssistantDraft):
     stop_sequence: str | None = None
     versions: list[tuple[int, str]] = field(default_factory=list)
     """(first position, policy version) of each run of tokens."""
+    reasoning_tokens: int | None = None
+    """Number of tokens up to the end of the reasoning; None if there is no reasoning, or its end is not known because
+    the engine sends it together with text."""
 
     def add(self, event: SampleEvent) -> None:
         if event.text:
@@ -62,6 +65,9 @@ class AnswerChoice(AssistantDraft):
             self.logprobs.extend(event.logprobs)
             self.tokens.extend(event.tokens)
             self.top.extend(event.top)
+        if event.reasoning:
+            alone = not (event.text or event.tool_calls)
+            self.reasoning_tokens = len(self.token_ids) if alone and self.token_ids else None
         for delta in event.tool_calls:
             while delta.index >= len(self.tool_calls):  # parallel calls may arrive in any order
                 self.tool_calls.append(ToolCall("", "", ""))
@@ -89,6 +95,8 @@ class Answer:
     """The choices by their index."""
     usage: tuple[int, int] | None = None
     """(prompt tokens, completion tokens); used only if the engine reports no token ids."""
+    ended_at: float | None = None
+    """When it ended, in seconds since the epoch."""
 
     def add(self, event: SampleEvent) -> None:
         if event.prompt_ids is not None:
@@ -137,6 +145,8 @@ class Encoder(ABC):
     call_id: str
     created: int
     """Time of creation in seconds since the epoch."""
+    sampled: EngineRequest | None = field(default=None, kw_only=True)
+    """The first engine request as it is sampled: with the session's policy and all defaults."""
 
     @abstractmethod
     def feed(self, request_index: int, event: SampleEvent) -> bytes:
@@ -154,6 +164,10 @@ class Encoder(ABC):
     def fail(self, message: str, status: int) -> bytes:
         """Return the bytes that report an error inside a stream that has begun."""
 
+    def unfinished(self, status: str) -> bytes:
+        """Return the response body of an answer that is sampled in the background."""
+        raise NotImplementedError("this dialect has no answers in the background")
+
 
 @dataclass(frozen=True, slots=True)
 class ParsedRequest:
@@ -166,17 +180,21 @@ class ParsedRequest:
     tools: bytes | None
     params: Json
     """The other fields of the body, to store."""
-    encoder: Callable[[str, int], Encoder] = field(compare=False, repr=False)
-    """Returns a new encoder of the answer, for a call id and a time of creation."""
+    encoder: Callable[..., Encoder] = field(compare=False, repr=False)
+    """Returns a new encoder of the answer, for a call id, a time of creation and the keyword `sampled`."""
+    background: bool = False
+    """The client gets an id at once and asks for the answer later."""
 
 
 @dataclass(frozen=True, slots=True)
-class PreviousCall:
-    """A recorded call that a body continues by reference (`previous_response_id`)."""
+class ReferencedCall:
+    """A recorded call that a body refers to by an id, instead of repeating what it contains."""
 
     messages: tuple[bytes, ...]
     """The call's request messages as stored."""
     answer: Message
+    problem: str | None = None
+    """Why the answer is not complete, so that it cannot be referred to."""
 
 
 class Dialect(ABC):
@@ -193,13 +211,16 @@ class Dialect(ABC):
         byte may be taken from it, as the same objects.
         """
 
-    def previous_call_id(self, body: Json) -> str | None:
-        """Return the id of the recorded call that `body` continues by reference, if there is one."""
-        return None
+    def referenced_calls(self, body: Json) -> set[str]:
+        """Return the ids of the recorded calls that `body` refers to. Raises RequestError."""
+        return set()
 
-    def prepend_previous(self, body: Json, previous: PreviousCall) -> Json:
-        """Return `body` with the messages and the answer of `previous`, the call it refers to, before its own input."""
-        raise NotImplementedError(f"the dialect {self.name} does not support continuing a recorded call by its id")
+    def write_out_references(self, body: Json, calls: Mapping[str, ReferencedCall]) -> Json:
+        """Return `body` with what it refers to in place of the references.
+
+        `calls`: those of `referenced_calls` that this session may refer to. Raises RequestError if others are missing.
+        """
+        raise NotImplementedError(f"the dialect {self.name} does not support references to recorded calls")
 
     def rebuild_body(self, messages: Sequence[bytes], tools: bytes | None, params: Json) -> Json:
         """Return a body from its stored fields. Parsed again, it gives the same engine request.

@@ -191,7 +191,6 @@ def _token(token: str, logprob: float) -> Json:
 _ERROR_TYPES = {
     401: "authentication_error",
     403: "permission_error",
-    404: "not_found_error",
     429: "rate_limit_error",
 }
 

@@ -26,18 +26,21 @@ from polar_proxy.config import is_loopback
 from polar_proxy.dialects import get_dialect
 from polar_proxy.dialects.base import Dialect
 from polar_proxy.dialects.google.dialect import GoogleGenerateContent, google_model_card, google_route
+from polar_proxy.dialects.openai_responses.compaction import ResponsesCompaction
 from polar_proxy.engines.base import Engine
 from polar_proxy.errors import RequestError
 from polar_proxy.gateway import asgi
 from polar_proxy.gateway.docs_page import serve_docs
 from polar_proxy.gateway.handler import RequestHandler
 from polar_proxy.gateway.metrics import GatewayMetrics
+from polar_proxy.gateway.stored_responses import StoredResponseRoute, StoredResponseRoutes
 
 _MODEL_ROUTES: dict[str, Dialect] = {
     "/messages": get_dialect("anthropic_messages"),
     "/chat/completions": get_dialect("openai_chat"),
     "/completions": get_dialect("openai_completions"),
     "/responses": get_dialect("openai_responses"),
+    "/responses/compact": ResponsesCompaction(),
 }
 _TOKEN_COUNTS: dict[str, Dialect] = {
     "/messages/count_tokens": _MODEL_ROUTES["/messages"],
@@ -57,6 +60,7 @@ class GatewayApp:
     def __init__(self, handler: RequestHandler, rest: FastAPI, hosts: frozenset[str] | None) -> None:
         """`hosts`: the host names that requests may be addressed to or come from; None: any."""
         self._handler = handler
+        self._stored_responses = StoredResponseRoutes(handler.stored_calls, handler.background, handler.find_session)
         self._rest = rest
         self._hosts = hosts
 
@@ -82,6 +86,8 @@ class GatewayApp:
                 await self._handler.count_tokens(dialect, path_key, scope, receive, send)
             else:
                 await self._handler.handle(dialect, path, path_key, scope, receive, send)
+        elif (stored := StoredResponseRoute.of_path(path)) is not None:
+            await self._stored_responses.handle(stored, path_key, scope, send)
         elif inside_sandbox and not _ROUTES_OF_AGENTS.fullmatch(path):
             error = RequestError(f"{path} is not served inside a sandbox.", status=404)
             await asgi.send_json(send, 404, error_format(path).error_body(error))

@@ -25,19 +25,21 @@ from typing import TypeVar
 from urllib.parse import parse_qs
 
 from polar_proxy.config import GatewaySettings
-from polar_proxy.dialects.base import Dialect, ParsedRequest, PreviousCall
+from polar_proxy.dialects.base import Dialect, ParsedRequest
 from polar_proxy.engines.base import Engine
 from polar_proxy.engines.one_call import OneCallLimit, wants_one_call
 from polar_proxy.errors import EngineDroppedError, EngineError, RequestError, StoreError
 from polar_proxy.gateway import asgi
+from polar_proxy.gateway.background import BackgroundCalls
 from polar_proxy.gateway.engine_timeouts import EngineTimeouts, EngineWait
 from polar_proxy.gateway.health import StoreMonitor
 from polar_proxy.gateway.in_flight import InFlightCalls
 from polar_proxy.gateway.limits import BodyBudget, BodyReservation
 from polar_proxy.gateway.metrics import GatewayMetrics
 from polar_proxy.gateway.recording import CallOutcome, CallRecorder, PendingCall, RequestContext, apply_policy
-from polar_proxy.gateway.reply import Reply, send_error
+from polar_proxy.gateway.reply import BackgroundReply, Reply, send_error
 from polar_proxy.gateway.retries import ResponseBuffer, RetryCache
+from polar_proxy.gateway.stored_responses import StoredCalls
 from polar_proxy.offload import OffloadThread
 from polar_proxy.sessions.continuation import PromptBuilder
 from polar_proxy.sessions.identity import key_of_request, key_without_api_key, read_client_metadata
@@ -55,6 +57,8 @@ _RETRY_AFTER = "5"
 _LARGE_BODY, _MANY_MESSAGES = 1 << 20, 500
 """Bytes (with `_BYTES_OF_VALUE`) and messages above which a request is `large`: what takes time that grows with it runs
 in a thread, to keep the event loop free."""
+_MANY_REFERENCES = 50
+"""Number of recorded calls above which a request that refers to them is large."""
 _TAKES_TURNS = 1 << 16
 """Size in bytes above which a request lets others be served before it is parsed. Smaller requests of its session do
 not wait for it."""
@@ -91,6 +95,8 @@ class RequestHandler:
         self._prompts = PromptBuilder(engine, self._read_call, settings, self._thread)
         self.recorder = CallRecorder(engine, store, monitor, sessions, metrics, in_flight)
         self.retries = RetryCache(settings)
+        self.background = BackgroundCalls()
+        self.stored_calls = StoredCalls(store, monitor, settings.max_body_mb << 20)
         self._warned_of_no_key = False
 
     async def handle(
@@ -106,7 +112,7 @@ class RequestHandler:
         started_at = time.time()
         try:
             headers = asgi.read_headers(scope)
-            session = await self._find_session(headers, path_key, scope)
+            session = await self.find_session(headers, path_key, scope)
             with session.in_request(), self._bodies.reserve(session.session_id) as reservation:
                 parsed, large = await self._read(dialect, receive, session, reservation)
                 metadata = read_client_metadata(headers, parsed.params)
@@ -126,10 +132,12 @@ class RequestHandler:
         if self._monitor.problem is not None and request.session.record_required:
             request.session.refusal = self._monitor.problem
             raise self._cannot_record()
+        if request.parsed.background:
+            self.background.require_room(request.session)
         buffer = self.retries.open(request)
         answered = False
         try:
-            attempt = await self._answer(request, buffer, receive, send)
+            attempt = await self._answer(request, buffer, receive, send, repeatable=not request.parsed.background)
             if attempt is None:
                 attempt = await self._answer(request, buffer, receive, send, repeatable=False)
             answered = bool(attempt)
@@ -152,10 +160,13 @@ class RequestHandler:
         """
         session = request.session
         calls = await self._place(request, buffer.size)
-        reply = Reply(buffer.wrap(send), request, calls[0].call_id, self._settings)
+        kind = BackgroundReply if request.parsed.background else Reply
+        reply = kind(buffer.wrap(send), request, calls[0], self._settings)
         session.begin(len(calls))
         self._metrics.in_flight.inc(len(calls))
         try:
+            if isinstance(reply, BackgroundReply):
+                receive = await self.background.begin(calls[0].call_id, session, reply, buffer)
             outcome = await self._sample(request, calls, reply, buffer, receive)
             unrecorded = await _run_to_end(self.recorder.commit(request, calls, outcome, seen=reply.started))
             if unrecorded is not None and session.record_required:
@@ -179,6 +190,7 @@ class RequestHandler:
             await reply.fail(_internal_error(error))
         finally:
             reply.close()
+            self.background.end(calls[0].call_id)
             session.end(len(calls))
             self._metrics.in_flight.dec(len(calls))
         return False
@@ -191,7 +203,11 @@ class RequestHandler:
             call_id = new_id("call")
             hashed = await self._thread.run(request.large, session.hash, engine_request, session.last_conversation)
             lineage = session.place(call_id, engine_request, request.metadata, hashed, now=request.started_at)
-            engine_request = replace(apply_policy(engine_request, session.policy), large=request.large)
+            engine_request = replace(
+                apply_policy(engine_request, session.policy),
+                model=engine_request.model or self._engine.info.model,
+                large=request.large,
+            )
             limit = OneCallLimit(engine_request.sampling.n) if wants_one_call(engine_request) else None
             calls.append(PendingCall(call_id, engine_request, lineage, messages, limit=limit))
         session.remember_request(request.dialect.name, parsed, calls[0].lineage.conversation, size)
@@ -270,11 +286,12 @@ class RequestHandler:
     ) -> None:
         """Answer a request for the number of tokens of a prompt. Such a request is not recorded."""
         try:
-            session = await self._find_session(asgi.read_headers(scope), path_key, scope)
+            session = await self.find_session(asgi.read_headers(scope), path_key, scope)
             with self._bodies.reserve(session.session_id) as reservation:
                 parts = await asgi.read_body(receive, reservation.take)
                 async with _turn(session, reservation.size):
                     body, large = await self._read_json(parts, reservation)
+                    body, large = await self._write_out_references(dialect, body, session, large)
                 request = await self._thread.run(large, dialect.parse_count, body)
                 async with EngineWait(self._timeouts):
                     tokens = await self._engine.count_tokens(request)
@@ -287,7 +304,7 @@ class RequestHandler:
         else:
             await asgi.send_json(send, 200, dialect.count_body(tokens))
 
-    async def _find_session(self, headers: Mapping[str, str], path_key: str | None, scope: asgi.Scope) -> SessionState:
+    async def find_session(self, headers: Mapping[str, str], path_key: str | None, scope: asgi.Scope) -> SessionState:
         query = scope["query_string"]
         query_key = parse_qs(query.decode("latin-1")).get("key", [None])[0] if query else None
         key = key_of_request(headers, query_key)
@@ -335,14 +352,8 @@ class RequestHandler:
         parts = await asgi.read_body(receive, reservation.take)
         async with _turn(session, reservation.size):
             body, large = await self._read_json(parts, reservation)
-            previous_call_id = dialect.previous_call_id(body)
-            if previous_call_id is None:
-                return await self._thread.run(large, dialect.parse, body, session.last_parsed(dialect.name)), large
-            previous = await self._previous_call(dialect, previous_call_id, session)
-            # A short body may continue a conversation of megabytes.
-            large = large or sum(map(len, previous.messages)) > _LARGE_BODY or len(previous.messages) > _MANY_MESSAGES
-            whole = await self._thread.run(large, dialect.prepend_previous, body, previous)
-            return await self._thread.run(large, dialect.parse, whole), large
+            body, large = await self._write_out_references(dialect, body, session, large)
+            return await self._thread.run(large, dialect.parse, body, session.last_parsed(dialect.name)), large
 
     async def _read_json(self, parts: list[bytes], reservation: BodyReservation) -> tuple[Json, bool]:
         """Return the JSON object in a body, and whether the request is large (see `_LARGE_BODY`).
@@ -370,28 +381,20 @@ class RequestHandler:
     async def _read_call(self, call_id: str) -> CallRecord | None:
         return await self._monitor.run(partial(self._store.calls.get, call_id))
 
-    async def _previous_call(self, dialect: Dialect, call_id: str, session: SessionState) -> PreviousCall:
-        """Return the recorded call that a body refers to.
-
-        Raises RequestError if this session has no such call, or the call has no complete answer.
-        """
+    async def _write_out_references(
+        self, dialect: Dialect, body: Json, session: SessionState, large: bool
+    ) -> tuple[Json, bool]:
+        """Return a body with the recorded items that it refers to, and whether the request is large with them."""
+        call_ids = await self._thread.run(large, dialect.referenced_calls, body)
+        if not call_ids:
+            return body, large
         try:
-            call = session.unrecorded(call_id) or await self._read_call(call_id)
+            calls = await self.stored_calls.find_referenced(session, dialect, call_ids)
         except StoreError as error:
             raise self._cannot_record() from error
-        if call is None or call.session_id != session.session_id or call.dialect != dialect.name or not call.choices:
-            raise RequestError(
-                "The previous response was not found in this session.",
-                param="previous_response_id",
-                code="previous_response_not_found",
-            )
-        if call.status in ("client_gone", "upstream_error"):
-            raise RequestError(
-                f"The previous response ended early ({call.error or call.status}), so it cannot be continued.",
-                param="previous_response_id",
-                code="previous_response_not_found",
-            )
-        return PreviousCall(call.messages, call.choices[0].message)
+        # A short body may refer to megabytes.
+        large = large or len(calls) > _MANY_REFERENCES or any(_are_many(call.messages) for call in calls.values())
+        return await self._thread.run(large, dialect.write_out_references, body, calls), large
 
     def close(self) -> None:
         self._thread.close()
@@ -411,6 +414,11 @@ async def _turn(session: SessionState, size: int) -> AsyncIterator[None]:
         yield
     finally:
         asyncio.get_running_loop().call_soon(lock.release)
+
+
+def _are_many(messages: Sequence[bytes]) -> bool:
+    """Return whether a request with these messages is large."""
+    return len(messages) > _MANY_MESSAGES or sum(map(len, messages)) > _LARGE_BODY
 
 
 async def _run_to_end(work: Awaitable[T]) -> T:

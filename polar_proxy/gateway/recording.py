@@ -119,6 +119,7 @@ class CallRecorder:
             answers = [choice.message for _, choice in call.answer.in_order]
             fingerprint = session.record_answer(call.lineage, answers, outcome.status, now=ended_at)
             version_range = weight_version_of(call.answer, call.version, version or call.version)
+            call.answer.ended_at = ended_at
             record = make_record(request, call, outcome, ended_at, self._engine.info, version_range, fingerprint)
             session.remember_tokens(record, call.plan.config, call.lineage.base)
             self._metrics.count(record)
@@ -181,6 +182,7 @@ def make_record(
             token_ids=to_token_ids(choice.token_ids),
             logprobs=np.array(choice.logprobs, dtype=np.float32),
             versions=_version_runs(choice, weight_version),
+            reasoning_tokens=choice.reasoning_tokens,
         )
         for index, choice in answer.in_order
     )

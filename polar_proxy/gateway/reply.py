@@ -9,7 +9,7 @@ from polar_proxy.config import GatewaySettings
 from polar_proxy.dialects.base import Answer, Dialect
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.gateway import asgi
-from polar_proxy.gateway.recording import RequestContext
+from polar_proxy.gateway.recording import PendingCall, RequestContext
 from polar_proxy.types import SampleEvent
 
 
@@ -32,10 +32,12 @@ class Reply:
     keeps its own HTTP status. While no events arrive, heartbeats are sent.
     """
 
-    def __init__(self, send: asgi.Send, request: RequestContext, call_id: str, settings: GatewaySettings) -> None:
+    def __init__(self, send: asgi.Send, request: RequestContext, call: PendingCall, settings: GatewaySettings) -> None:
+        """`call`: the first call of the request."""
         self._send = send
         self._dialect = request.dialect
-        self._encoder = request.parsed.encoder(call_id, int(request.started_at))
+        call_id = call.call_id
+        self._encoder = request.parsed.encoder(call_id, int(request.started_at), sampled=call.request)
         session_id = request.session.session_id
         self._headers = [(b"x-polar-call-id", call_id.encode()), (b"x-polar-session-id", session_id.encode())]
         self._stream = request.parsed.stream
@@ -127,3 +129,20 @@ class Reply:
     async def _send_body(self, data: bytes, more: bool = True) -> None:
         self._last_sent = time.monotonic()
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+
+class BackgroundReply(Reply):
+    """The response to a request for an answer in the background: the unfinished response object, sent at once."""
+
+    async def begin(self) -> None:
+        await asgi.send_json(self._send, 200, self._encoder.unfinished("queued"), self._headers)
+
+    def unfinished(self) -> bytes:
+        """Return the response object while the answer is sampled."""
+        return self._encoder.unfinished("in_progress")
+
+    async def finish(self, answers: list[Answer]) -> None:
+        """Do nothing: the client asks for the answer later."""
+
+    async def fail(self, error: RequestError | EngineError) -> None:
+        """Do nothing: the record says how the call ended."""

@@ -80,9 +80,11 @@ class Gateway:
     def end_session(self, session_id: str) -> None:
         """Call this when a session's key is revoked.
 
-        A call of the session is then cancelled as soon as its client disconnects, without the grace period for retries.
+        A call of the session is then cancelled as soon as its client disconnects, without the grace period for retries;
+        a call in the background is cancelled at once.
         """
         self._handler.retries.end_session(session_id)
+        self._handler.background.end_session(session_id)
 
     @property
     def port(self) -> int:

@@ -145,6 +145,12 @@ COMPACTION_REQUESTS = (
         last=r"^You are about to hand off your work to another AI agent\.",
     ),
     Rule(
+        "responses_compaction_request",
+        "The history with the gateway's own instruction to summarise it.",
+        "POST /v1/responses/compact of Polar",
+        last=r"^The conversation is compacted now: everything above, except the user's messages, is replaced",
+    ),
+    Rule(
         "aider_summarises_chat",
         "The older part of the chat as text, to be summarised.",
         "aider 0.86.2",
@@ -154,6 +160,12 @@ COMPACTION_REQUESTS = (
 )
 
 COMPACTED = (
+    Rule(
+        "responses_compacted",
+        "The user's messages, then the summary after the gateway's own preamble.",
+        "POST /v1/responses/compact of Polar",
+        first=r"^The conversation up to here was compacted\. This is its summary:",
+    ),
     Rule(
         "claude_compacted",
         "The summary replaces the conversation, in a first message that says so.",

@@ -278,6 +278,10 @@ class SessionState:
         found: UnrecordedCall | None = self._cache.get(("unrecorded", call_id))
         return None if found is None else found.record
 
+    def discard_unrecorded(self, call_id: str) -> bool:
+        """Drop an answered call that could not be recorded. Return whether there was one."""
+        return self._cache.pop(("unrecorded", call_id), None) is not None
+
     def rebuild(self, calls: Iterable[StoredLineage]) -> None:
         """Add stored calls, in the order in which they started. Calls that are known already are skipped.
 

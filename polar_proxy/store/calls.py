@@ -25,7 +25,7 @@ from polar_proxy.errors import StoreError
 from polar_proxy.store import schema
 from polar_proxy.store.batch_writer import BatchWriter
 from polar_proxy.store.database import Database, Repository, row_columns
-from polar_proxy.store.encoding.loader import fetch
+from polar_proxy.store.encoding.loader import chain_ids, fetch
 from polar_proxy.store.group_commit import PATIENCE_SECONDS, GroupCommit
 from polar_proxy.types import CallRecord, CallStatus, Edge, StoredLineage
 
@@ -33,6 +33,7 @@ _MAX_BOUND_VALUES = 10_000
 """The most values bound to one statement. Both databases accept three times as many."""
 
 _c = schema.calls.c
+_n = schema.nodes.c
 _x = schema.completions.c
 _o = schema.open_calls.c
 _r = schema.rollouts.c
@@ -106,6 +107,24 @@ class CallRepository(Repository):
             loader = await fetch(connection, _c.call_id == call_id)
         records = await asyncio.to_thread(loader.records)
         return records[0] if records else None
+
+    async def get_many(self, session_id: str, call_ids: Collection[str]) -> list[CallRecord]:
+        """Return those of the calls that the session has, ordered by start. What they have in common is read once."""
+        async with self._database.reading() as connection:
+            loader = await fetch(connection, and_(_c.session_id == session_id, _c.call_id.in_(list(call_ids))))
+        return await asyncio.to_thread(loader.records)
+
+    async def message_bytes(self, session_id: str, call_ids: Collection[str]) -> int:
+        """Return the bytes of the messages of what `get_many` reads. A message that several calls share counts once."""
+        own = and_(_c.session_id == session_id, _c.call_id.in_(list(call_ids)), _c.messages_node.is_not(None))
+        chain = chain_ids(select(_c.messages_node.label("node_id")).where(own))
+        query = select(func.coalesce(func.sum(_n.length), 0)).join(chain, chain.c.node_id == _n.node_id)
+        return int((await self._scalars(query))[0])
+
+    async def mark_deleted(self, call_id: str) -> None:
+        """Store that the client deleted the response of this call. Idempotent."""
+        kept = and_(_c.call_id == call_id, _c.deleted_at.is_(None))
+        await self._write(update(schema.calls).where(kept).values(deleted_at=time.time()))
 
     async def of_session(self, session_id: str, *, text: bool = True) -> list[CallRecord]:
         """Return all calls of a session, ordered by start.

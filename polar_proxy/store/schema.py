@@ -330,6 +330,7 @@ calls = Table(
     Column("started_at", Double, nullable=False),
     Column("first_token_at", Double),
     Column("ended_at", Double, nullable=False),
+    Column("deleted_at", Double),  # when its client deleted the response; the call stays, and is trained on
     Index(None, "session_id", "started_at", "call_id"),
 )
 
@@ -343,6 +344,7 @@ completions = Table(
     Column("message", LargeBinary, nullable=False),
     Column("token_ids", LargeBinary, nullable=False),
     Column("logprobs", LargeBinary, nullable=False),
+    Column("reasoning_tokens", Integer),  # tokens up to the end of the reasoning; null: none, or not known
     _json("versions", nullable=True),  # [[first position, policy version], ...] if the version changed
 )
 

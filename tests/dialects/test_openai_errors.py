@@ -21,7 +21,7 @@ both = pytest.mark.parametrize("dialect", [OpenAIChat(), OpenAICompletions()], i
     [
         (400, "invalid_request_error"),
         (401, "authentication_error"),
-        (404, "not_found_error"),
+        (404, "invalid_request_error"),
         (413, "invalid_request_error"),
         (429, "rate_limit_error"),
         (500, "server_error"),

@@ -18,7 +18,7 @@ from polar_proxy.dialects import (
     get_dialect,
     recorded_request,
 )
-from polar_proxy.dialects.base import Dialect, ParsedRequest, PreviousCall
+from polar_proxy.dialects.base import Dialect, ParsedRequest, ReferencedCall
 from polar_proxy.dialects.google.dialect import GoogleGenerateContent
 from polar_proxy.errors import RequestError
 from polar_proxy.types import CallRecord, ChatRequest, EngineRequest, Json, Message
@@ -118,7 +118,9 @@ def test_continued_conversation_is_stored_whole() -> None:
     first = dialect.parse({"model": "m", "instructions": "old", "input": "one"})
     answer = Message("assistant", "two", "hm")
     body = {"model": "m", "previous_response_id": "resp_1", "input": "three", "instructions": "new"}
-    (request,) = check(dialect, dialect.prepend_previous(body, PreviousCall(first.messages[0], answer)))
+    (request,) = check(
+        dialect, dialect.write_out_references(body, {"call_1": ReferencedCall(first.messages[0], answer)})
+    )
     assert isinstance(request, ChatRequest)
     assert [message.content for message in request.messages] == ["new", "one", "two", "three"]
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from polar_proxy.dialects.base import Answer, ParsedRequest, PreviousCall
+from polar_proxy.dialects.base import Answer, ParsedRequest, ReferencedCall
 from polar_proxy.dialects.openai_responses.dialect import OpenAIResponses
 from polar_proxy.dialects.wire import seal
 from polar_proxy.errors import RequestError
@@ -101,8 +101,9 @@ def bodies() -> st.SearchStrategy[Json]:
 def test_parse_raises_only_request_errors(body: Json) -> None:
     dialect = OpenAIResponses()
     try:
-        dialect.previous_call_id(body)
-        parsed = dialect.parse(body)
+        named = dialect.referenced_calls(body)
+        calls = {call_id: ReferencedCall((), Message("assistant", "x", "hm")) for call_id in named}
+        parsed = dialect.parse(dialect.write_out_references(body, calls) if calls else body)
     except RequestError as refused:
         event("refused")
         assert_refusal(dialect, refused)
@@ -131,7 +132,7 @@ def _assert_answerable(parsed: ParsedRequest) -> None:
 def _assert_continuable(dialect: OpenAIResponses, body: Json, parsed: ParsedRequest) -> None:
     answer = Message("assistant", "x", "hm")
     new = {**body, "previous_response_id": "resp_1", "input": "next"}
-    again = dialect.parse(dialect.prepend_previous(new, PreviousCall(parsed.messages[0], answer)))
+    again = dialect.parse(dialect.write_out_references(new, {"call_1": ReferencedCall(parsed.messages[0], answer)}))
     assert again.messages[0][: len(parsed.messages[0])] == parsed.messages[0]
     assert len(again.messages[0]) == len(parsed.messages[0]) + 3
 

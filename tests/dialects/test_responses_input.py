@@ -230,7 +230,7 @@ def test_reference_needs_its_item() -> None:
     assert messages(USER, message_item("a", "msg_1_0"), reference) == (HI, Message("assistant", "a"))
     with pytest.raises(RequestError) as caught:
         messages(USER, reference)
-    assert (caught.value.param, caught.value.code) == ("input[1]", "item_not_found")
+    assert (caught.value.status, caught.value.param) == (404, "input")
 
 
 def test_compaction_of_another_provider_is_refused() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from polar_proxy.dialects.base import ParsedRequest, PreviousCall
+from polar_proxy.dialects.base import ParsedRequest, ReferencedCall
 from polar_proxy.dialects.openai_responses.dialect import OpenAIResponses
 from polar_proxy.errors import RequestError
 from polar_proxy.types import ChatRequest, Json, Message, Sampling, ToolCall
@@ -119,7 +119,7 @@ def test_instructions_are_stored_as_an_item() -> None:
 
 
 WRONG: list[tuple[Json, str]] = [
-    *(({"model": value}, "model") for value in (None, 1, ["m"])),
+    *(({"model": value}, "model") for value in (1, ["m"])),
     *(({"input": value}, "input") for value in (None, [], 1, {})),
     *(({"input": [value]}, "input[0]") for value in (None, "hi", [], 1)),
     *(({"instructions": value}, "instructions") for value in (1, ["x"])),
@@ -147,7 +147,8 @@ WRONG: list[tuple[Json, str]] = [
     ({"tools": [BASH], "tool_choice": {"type": "allowed_tools", "mode": "auto"}}, "tool_choice"),
     ({"tools": [BASH], "tool_choice": {"type": "allowed_tools", "tools": []}}, "tool_choice"),
     ({"tool_choice": "required"}, "tool_choice"),
-    ({"background": True}, "background"),
+    ({"background": True, "store": False}, "background"),
+    ({"background": True, "stream": True}, "stream"),
     ({"conversation": "conv_1"}, "conversation"),
     ({"prompt": {"id": "pmpt_1"}}, "prompt"),
     ({"chat_template_kwargs": []}, "chat_template_kwargs"),
@@ -168,13 +169,13 @@ def test_token_count() -> None:
     assert json.loads(dialect.count_body(7)) == {"object": "response.input_tokens", "input_tokens": 7}
 
 
-def test_previous_call_id() -> None:
+def test_previous_response_leads_to_its_call() -> None:
     dialect = OpenAIResponses()
-    assert dialect.previous_call_id({"previous_response_id": None}) is None
-    assert dialect.previous_call_id({"previous_response_id": "resp_01hv"}) == "call_01hv"
+    assert dialect.referenced_calls({"previous_response_id": None}) == set()
+    assert dialect.referenced_calls({"previous_response_id": "resp_01hv"}) == {"call_01hv"}
     for value in ("", "call_01hv", "resp_", "resp_é", "resp_" + "0" * 65, 1, {}):
         with pytest.raises(RequestError) as caught:
-            dialect.previous_call_id({"previous_response_id": value})
+            dialect.referenced_calls({"previous_response_id": value})
         assert (caught.value.status, caught.value.code) == (400, "previous_response_not_found")
 
 
@@ -184,7 +185,7 @@ def test_continued_conversation_is_written_out() -> None:
     first = parse_body(instructions="first rule", tools=[BASH])
     answer = Message("assistant", None, "hm", (ToolCall("c1", "ns__exec", "{}"),))
     body: Json = {"model": "m", "previous_response_id": "resp_1", "input": "go on", "instructions": "second rule"}
-    written = dialect.prepend_previous(body, PreviousCall(first.messages[0], answer))
+    written = dialect.write_out_references(body, {"call_1": ReferencedCall(first.messages[0], answer)})
     assert [item["type"] for item in written["input"]] == ["message", "reasoning", "function_call", "message"]
     (request,) = dialect.parse(written).requests
     assert isinstance(request, ChatRequest)
@@ -194,10 +195,3 @@ def test_continued_conversation_is_written_out() -> None:
         Message("assistant", None, "hm", (ToolCall("c1", "ns__exec", "{}"),)),
         Message("user", "go on"),
     )
-
-
-def test_text_completion_cannot_be_continued() -> None:
-    body: Json = {"model": "m", "previous_response_id": "resp_1", "input": "go on"}
-    with pytest.raises(RequestError) as caught:
-        OpenAIResponses().prepend_previous(body, PreviousCall((b'"a raw prompt"',), Message("assistant", "x")))
-    assert caught.value.code == "previous_response_not_found"

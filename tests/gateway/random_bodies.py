@@ -212,6 +212,7 @@ ROUTES: dict[str, Route] = {
     "responses/input_tokens": Route(
         "/v1/responses/input_tokens", RESPONSES, ("model", "input"), _openai_error, "input_tokens", recorded=False
     ),
+    "responses/compact": Route("/v1/responses/compact", RESPONSES, ("model", "input"), _openai_error, "output"),
     "messages": Route("/v1/messages", MESSAGES, (*_ASK, "max_tokens"), _anthropic_error, "stop_reason"),
     "messages/count_tokens": Route(
         "/v1/messages/count_tokens", MESSAGES, _ASK, _anthropic_error, "input_tokens", recorded=False
@@ -227,6 +228,21 @@ ROUTES: dict[str, Route] = {
         "/v1beta/models/m:countTokens", GOOGLE, ("contents",), _google_error, "totalTokens", recorded=False
     ),
 }
+
+_STORED_QUERIES = (
+    *("", "?stream=true", "?stream=true&starting_after=3", "?stream=1", "?starting_after=x", "?limit=1&order=asc"),
+    *("?after=in_1_1", "?include[]=reasoning.encrypted_content", "?include=x", "?limit=999999999999&order=%00"),
+)
+
+
+def _referring(rng: random.Random, response: str) -> Json:
+    """Return a body that refers to a response, or to items that it may have."""
+    if rng.random() < 0.5:
+        return {"model": "m", "input": "x", "previous_response_id": response}
+    stem = response.removeprefix("resp_")
+    names = [f"{rng.choice(['msg', 'rs', 'fc', 'ctc', 'bt', 'in', 'x'])}_{stem}_{rng.randrange(3)}" for _ in range(2)]
+    return {"model": "m", "input": [{"type": "item_reference", "id": name} for name in names]}
+
 
 _ATOMS: tuple[Any, ...] = (
     *(None, True, False, 0, 1, -1, 2, 1.5, 2**63, 2**64 - 1, 10**30, 1e300, "", "m", "user", "assistant", "tool"),
@@ -420,10 +436,20 @@ async def send_random_bodies(gateway: Gateway, store: Store, count: int, seed: i
                 name, body = names[place % len(names)], bodies[place]
                 own = random.Random(place)  # bodies must not depend on the order of the answers
                 if name == "responses" and responses and own.random() < 0.1:
-                    body = json.dumps(
-                        {"model": "m", "input": "x", "previous_response_id": own.choice(responses)}
-                    ).encode()
+                    body = json.dumps(_referring(own, own.choice(responses))).encode()
                 await ask(name, body, own.randrange(4))
+                if responses and own.random() < 0.1:
+                    await use_stored(own, own.choice(responses))
+
+        async def use_stored(own: random.Random, response: str) -> None:
+            """Use the stored life of a response, with a key that may not be its own."""
+            name = own.choice([response, response, response, "resp_0", "%00", "%F0%9F%98", "x" * 300])
+            path = f"/v1/responses/{name}{own.choice(['', '', '/input_items', '/cancel'])}{own.choice(_STORED_QUERIES)}"
+            headers = {"authorization": f"Bearer k{own.randrange(4)}"}
+            method = own.choice(["GET", "GET", "POST", "DELETE"])
+            answer = await http.request(method, path, headers=headers)
+            if answer.status_code >= 500 or (answer.status_code >= 400 and not _openai_error(answer.json(), 0)):
+                report.wrong.append(f"{method} {path}: {answer.status_code} {answer.text[:500]!r}")
 
         places = list(reversed(range(count)))
         await asyncio.gather(*(ask_next(places) for _ in range(8)))

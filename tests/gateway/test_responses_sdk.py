@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from openai import AsyncOpenAI
 from openai.types.responses import Response
 from pydantic import BaseModel
 
-from polar_proxy.dialects.base import PreviousCall
+from polar_proxy.dialects.base import ReferencedCall
 from polar_proxy.dialects.openai_responses.dialect import OpenAIResponses
 from polar_proxy.engines.scripted import END, Script, ScriptedAnswer, ScriptedEngine, ScriptedReply, encode, logprob
 from polar_proxy.errors import EngineError, RequestError
@@ -175,13 +176,13 @@ async def test_a_short_body_that_continues_a_long_conversation_keeps_the_loop_fr
 ) -> None:
     """The length of the conversation decides, not that of the body."""
     threads: list[str] = []
-    prepend = OpenAIResponses.prepend_previous
+    write_out = OpenAIResponses.write_out_references
 
-    def noted(self: OpenAIResponses, body: Json, earlier: PreviousCall) -> Json:
+    def noted(self: OpenAIResponses, body: Json, calls: Mapping[str, ReferencedCall]) -> Json:
         threads.append(threading.current_thread().name)
-        return prepend(self, body, earlier)
+        return write_out(self, body, calls)
 
-    monkeypatch.setattr(OpenAIResponses, "prepend_previous", noted)
+    monkeypatch.setattr(OpenAIResponses, "write_out_references", noted)
     async with connected_sdk(serve, ScriptedEngine()) as client:
         for text in ("hi", "x" * (1 << 20)):
             one = await client.responses.create(model="m", input=text)
@@ -245,7 +246,7 @@ async def test_rejects_a_bad_request(serve: Serve, store: Store) -> None:
         with pytest.raises(openai.BadRequestError) as caught:
             await client.responses.create(model="m", input=[bad])  # type: ignore[list-item]
         with pytest.raises(openai.BadRequestError, match="background"):
-            await client.responses.create(model="m", input="hi", background=True)
+            await client.responses.create(model="m", input="hi", background=True, store=False)
     assert (caught.value.param, caught.value.type) == ("input[0]", "invalid_request_error")
     assert [session.calls for session in await store.sessions.recent()] == [0]
 

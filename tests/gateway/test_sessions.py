@@ -191,7 +191,7 @@ async def test_serves_models_health_and_errors(serve: Serve, store: Store) -> No
         assert (await http.get("/healthz")).json()["status"] == "ok"
         missing = await http.post("/v1/embeddings", json={})
         assert missing.status_code == 404
-        assert missing.json()["error"]["type"] == "not_found_error"
+        assert missing.json()["error"]["type"] == "invalid_request_error"
         wrong = await http.get("/v1/chat/completions")
         assert wrong.status_code == 405
         assert "error" in wrong.json()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from polar_proxy.dialects.openai_responses.compaction import INSTRUCTION
 from polar_proxy.sessions.hashing import NORMALISERS
 from polar_proxy.sessions.identity import ClientMetadata
 from polar_proxy.sessions.lineage import Lineage
@@ -131,6 +132,7 @@ EXAMPLES: dict[str, tuple[str, Callable[[], Lineage]]] = {
         "continues",
         summarise(None, "You are about to hand off your work to another AI agent."),
     ),
+    "responses_compaction_request": ("continues", summarise(None, INSTRUCTION)),
     "aider_summarises_chat": (
         "subagent",
         side("*Briefly* summarize this partial conversation about programming.\nInclude less detail"),
@@ -144,6 +146,10 @@ EXAMPLES: dict[str, tuple[str, Callable[[], Lineage]]] = {
         compacted(
             USER, user("Another language model started to solve this problem and produced a summary: " + SUMMARY)
         ),
+    ),
+    "responses_compacted": (
+        "compacts",
+        compacted(USER, user("The conversation up to here was compacted. This is its summary:\n\n...")),
     ),
     "pi_compacted": (
         "compacts",

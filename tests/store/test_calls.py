@@ -42,6 +42,8 @@ _variants: dict[str, dict[str, Any]] = {
     "special floats": {
         "choices": (replace(random_answer(), logprobs=np.array([-0.0, 0, -np.inf, np.nan, -1e-45], dtype=np.float32)),)
     },
+    "deleted": {"deleted_at": 1_700_000_002.5},
+    "reasoning": {"choices": (replace(random_answer(), reasoning_tokens=3),)},
     "other engine": {"engine": replace(INFO, eos_token_ids=(), capabilities=frozenset(), template_hash=None)},
 }
 
@@ -62,6 +64,32 @@ async def test_without_text_everything_else_is_read(store: Store, variant: str) 
     choices = tuple(replace(choice, message=Message("assistant")) for choice in call.choices)
     expected = replace(call, messages=(), tools=None, fingerprint=None, choices=choices)
     assert_same(await store.calls.of_session(call.session_id, text=False), [expected])
+
+
+async def test_several_calls_are_read_together_and_what_they_share_counts_once(store: Store) -> None:
+    session_id = await new_session(store)
+    first = call_record(session_id, messages=(b"a" * 100,))
+    second = call_record(session_id, messages=(b"a" * 100, b"b" * 50), started_at=first.started_at + 1)
+    for call in (first, second):
+        await store.calls.commit(call)
+    ids = [second.call_id, first.call_id, "call_unknown"]
+    assert_same(await store.calls.get_many(session_id, ids), [first, second])
+    assert await store.calls.message_bytes(session_id, ids) == 150
+    assert await store.calls.message_bytes(session_id, ["call_unknown"]) == 0
+    assert await store.calls.message_bytes("sess_other", ids) == 0
+    assert await store.calls.get_many("sess_other", ids) == []
+
+
+async def test_deleting_a_response_marks_its_call_once(store: Store) -> None:
+    call = call_record(await new_session(store))
+    await store.calls.commit(call)
+    await store.calls.mark_deleted(call.call_id)
+    marked = await store.calls.get(call.call_id)
+    assert marked is not None
+    assert marked.deleted_at is not None
+    assert_same(replace(marked, deleted_at=None), call)
+    await store.calls.mark_deleted(call.call_id)
+    assert_same(await store.calls.get(call.call_id), marked)
 
 
 async def test_unknown_ids_are_none_or_empty(store: Store) -> None:

@@ -1,46 +1,49 @@
 """OpenAI Responses. Source: https://platform.openai.com/docs/api-reference/responses
 
-Modules for the request: `tools` (the functions offered for the client's tools) and `input` (items to messages). For the
-response: `items` (answer to items, ids) and `encoder` (the response object and the event stream).
+Modules for the request: `tools` (the functions offered for the client's tools), `references` and `input` (items to
+messages). For the response: `items` (answer to items, ids), `encoder` (the response object and the event stream) and
+`stored` (both again, from the record).
 
-`previous_response_id` leads to a recorded call. That call's items and answer are written out before the new input, and
-the new call is recorded whole. Everything is stored, whatever the value of `store`. `instructions` are stored as a
-first item of type `instructions`, and do not carry over to a continued conversation, as the API defines it.
+What a body refers to by an id (`previous_response_id`, items) is written out before it is parsed (`references`), and
+the new call is recorded whole. Every call is recorded; with `store: false` it cannot be retrieved or referred to.
+`instructions` are stored as a first item of type `instructions`, and do not carry over to a continued conversation, as
+the API defines it.
 
-Refused, because the model would miss something: `background`, `conversation`, `prompt` (a stored template).
+Refused, because the model would miss something: `conversation`, `prompt` (a stored template). Refused, too: `stream`
+together with `background`.
 Accepted without effect: truncation, service_tier, prompt_cache_*, max_tool_calls, context_management, verbosity, and
 reasoning options except the effort `none`, which turns thinking off if the chat template supports that.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Annotated, Any
 
 import orjson
 from pydantic import Field
 
-from polar_proxy.dialects.base import ParsedRequest, PreviousCall
+from polar_proxy.dialects.base import ParsedRequest, ReferencedCall
 from polar_proxy.dialects.fields import Integer, Strings, invalid, invalid_type, missing, unsupported
-from polar_proxy.dialects.openai_common import OpenAIDialect, SamplingFields
+from polar_proxy.dialects.openai_common import OpenAIDialect, SamplingFields, choice_mode
 from polar_proxy.dialects.openai_responses.encoder import ResponsesEncoder
-from polar_proxy.dialects.openai_responses.input import collect_tools, to_messages
-from polar_proxy.dialects.openai_responses.items import answer_items, call_id_of_response
+from polar_proxy.dialects.openai_responses.input import collect_tools, input_items, to_messages
+from polar_proxy.dialects.openai_responses.references import referenced_calls, write_out_references
 from polar_proxy.dialects.openai_responses.tools import Toolbox
 from polar_proxy.dialects.wire import storable_params, to_json
-from polar_proxy.errors import RequestError
 from polar_proxy.types import ChatRequest, Json
 
 _LOGPROBS = "message.output_text.logprobs"
 _ECHOED = (
-    *("instructions", "max_output_tokens", "max_tool_calls", "metadata", "model", "previous_response_id", "store"),
-    *("prompt_cache_key", "safety_identifier", "temperature", "top_logprobs", "top_p", "user"),
+    *("instructions", "max_output_tokens", "max_tool_calls", "metadata", "previous_response_id", "store"),
+    *("prompt_cache_key", "safety_identifier", "top_logprobs", "user"),
 )
 """Fields of the request that every response object repeats unchanged."""
 
 
 class ResponsesFields(SamplingFields):
-    model: str
+    model: str = ""
     input: Any = None
     instructions: str | None = None
     tools: list[Any] = Field(default_factory=list)
@@ -71,7 +74,7 @@ class OpenAIResponses(OpenAIDialect):
     def parse(self, body: Json, previous: ParsedRequest | None = None) -> ParsedRequest:
         fields, request, tools = _parse(body)
         stored = to_json(fields.tools, "tools") if fields.tools else None
-        messages = [to_json(item, f"input[{i}]") for i, item in enumerate(_items(fields.input))]
+        messages = [to_json(item, f"input[{i}]") for i, item in enumerate(input_items(fields.input))]
         if fields.instructions:
             item = {"type": "instructions", "role": "system", "content": fields.instructions}
             messages.insert(0, to_json(item, "instructions"))
@@ -84,9 +87,11 @@ class OpenAIResponses(OpenAIDialect):
             encoder=partial(
                 ResponsesEncoder,
                 tools=tools,
-                echo={**_echoed_fields(fields), "tools": orjson.Fragment(stored or b"[]")},
+                echo=_echoed_fields(fields),
                 logprobs=request.sampling.logprobs,
+                sampled=request,
             ),
+            background=fields.background,
         )
 
     def message_fields(self, stored: list[Json]) -> Json:
@@ -95,21 +100,11 @@ class OpenAIResponses(OpenAIDialect):
             return {"instructions": stored[0]["content"], "input": stored[1:]}
         return {"input": stored}
 
-    def previous_call_id(self, body: Json) -> str | None:
-        previous = body.get("previous_response_id")
-        return None if previous is None else call_id_of_response(previous)
+    def referenced_calls(self, body: Json) -> set[str]:
+        return referenced_calls(body)
 
-    def prepend_previous(self, body: Json, previous: PreviousCall) -> Json:
-        call_id = call_id_of_response(body.get("previous_response_id"))
-        before = [orjson.loads(message) for message in previous.messages]
-        if not all(isinstance(item, dict) for item in before):
-            raise RequestError(
-                "The previous response is a text completion, not a conversation.",
-                param="previous_response_id",
-                code="previous_response_not_found",
-            )
-        items = [item for item in before if item.get("type") != "instructions"]
-        return {**body, "input": [*items, *answer_items(previous.answer, call_id), *_items(body.get("input"))]}
+    def write_out_references(self, body: Json, calls: Mapping[str, ReferencedCall]) -> Json:
+        return write_out_references(body, calls)
 
     def parse_count(self, body: Json) -> ChatRequest:
         return _parse(body)[1]
@@ -124,8 +119,11 @@ def _parse(body: Json) -> tuple[ResponsesFields, ChatRequest, Toolbox]:
             raise unsupported(key, "send the conversation in 'input'")
     fields = ResponsesFields.read({**body, "n": None})
     if fields.background:
-        raise unsupported("background")
-    items = _items(fields.input)
+        if fields.stream:
+            raise unsupported("stream", "a response in the background is not streamed; retrieve it by its id")
+        if not fields.store:
+            raise invalid("background", "it needs 'store' to be true, because the answer is retrieved later")
+    items = input_items(fields.input)
     tools = Toolbox()
     for position, tool in enumerate(fields.tools):
         tools.add(tool, f"tools[{position}]")
@@ -149,20 +147,6 @@ def _parse(body: Json) -> tuple[ResponsesFields, ChatRequest, Toolbox]:
         template_kwargs=_template_kwargs(fields),
     )
     return fields, request, tools
-
-
-def _items(value: Any) -> list[Json]:
-    """Return the input as items; a string is a user message."""
-    if value is None:
-        return []
-    if isinstance(value, str):
-        return [{"type": "message", "role": "user", "content": value}]
-    if not isinstance(value, list):
-        raise invalid_type("input", "a string or an array of items")
-    for position, item in enumerate(value):
-        if not isinstance(item, dict):
-            raise invalid_type(f"input[{position}]", "an object")
-    return value
 
 
 def _parse_response_format(form: Any) -> Json | None:
@@ -190,13 +174,24 @@ def _template_kwargs(fields: ResponsesFields) -> Json:
 
 def _echoed_fields(fields: ResponsesFields) -> Json:
     """Return the request's fields that every response object repeats, with the API's defaults."""
+    form = fields.text.get("format") or {"type": "text"}
     return {
         **{name: getattr(fields, name) for name in _ECHOED},
-        "background": False,
+        "background": fields.background,
         "parallel_tool_calls": fields.parallel_tool_calls is not False,
         "reasoning": {"effort": None, "summary": None, **fields.reasoning},
         "service_tier": fields.service_tier or "default",
-        "text": {**fields.text, "format": fields.text.get("format") or {"type": "text"}},
-        "tool_choice": fields.tool_choice or "auto",
+        "text": {**fields.text, "format": {"name": "answer", **form} if form["type"] == "json_schema" else form},
+        "tool_choice": choice_mode(fields.tool_choice) or fields.tool_choice or "auto",
+        "tools": orjson.Fragment(to_json([_echoed_tool(tool) for tool in fields.tools], "tools")),
         "truncation": fields.truncation or "disabled",
     }
+
+
+def _echoed_tool(tool: Json) -> Json:
+    """Return a tool as a response object shows it: a function has all its fields, in the form of this API."""
+    if tool["type"] != "function":
+        return tool
+    if isinstance(tool.get("function"), dict) and tool.get("name") is None:  # the form of Chat Completions
+        tool = {"type": "function", **tool["function"]}
+    return {"description": None, "parameters": None, **tool, "strict": tool.get("strict") is True}

@@ -35,7 +35,7 @@ from polar_proxy.dialects.openai_responses.items import (
 )
 from polar_proxy.dialects.openai_responses.tools import Toolbox
 from polar_proxy.dialects.wire import is_json_object, named_sse
-from polar_proxy.types import Json, SampleEvent, ToolCall, ToolDelta
+from polar_proxy.types import ChatRequest, Json, SampleEvent, ToolCall, ToolDelta
 
 _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
 _STREAMED_FIELDS = {"function_call": "arguments", "custom_tool_call": "input"}
@@ -64,6 +64,8 @@ class _OpenText:
 class _StreamedToolCall:
     """A tool call as far as it has arrived. `added`: the client got the event that opens its item."""
 
+    number: int
+    """Its position among the tool calls of the answer."""
     id: str = ""
     name: str = ""
     arguments: str = ""
@@ -145,6 +147,18 @@ class ResponsesEncoder(Encoder):
         self.end(answers)
         return orjson.dumps(self._finished(answers[0]))
 
+    def unfinished(self, status: str) -> bytes:
+        return orjson.dumps(self._response(status))
+
+    def ended_early(self, status: str, message: str) -> bytes:
+        """Return the response object of a background call that was cancelled or has failed."""
+        error = {"code": "server_error", "message": message} if status == "failed" else None
+        return orjson.dumps(self._response(status, error=error))
+
+    def replay(self, answer: Answer) -> bytes:
+        """Return the whole stream of a recorded answer. Each of its texts comes in one piece."""
+        return self.feed(0, _as_one_event(answer.first)) + self.end([answer])
+
     # Text and reasoning.
 
     def _text(self, kind: str, text: str, logprobs: list[Json]) -> bytes:
@@ -175,7 +189,8 @@ class ResponsesEncoder(Encoder):
 
     def _open_text(self, kind: str) -> bytes:
         prefix = "rs" if kind == "reasoning" else "msg"
-        opened = self._open = _OpenText(kind, item_id(prefix, self.call_id, self._position))
+        number = sum(item["type"] == kind for item in self._items)
+        opened = self._open = _OpenText(kind, item_id(prefix, self.call_id, number))
         if kind == "reasoning":
             item: Json = {"id": opened.id, "type": "reasoning", "status": "in_progress", "summary": []}
             part: Json = {"type": "summary_text", "text": ""}
@@ -216,7 +231,7 @@ class ResponsesEncoder(Encoder):
     def _call(self, delta: ToolDelta) -> bytes:
         call = self._calls.get(delta.index)
         if call is None:
-            call = self._calls[delta.index] = _StreamedToolCall()
+            call = self._calls[delta.index] = _StreamedToolCall(delta.index)
             self._waiting_calls.append(call)
         call.id = call.id or delta.id or ""
         call.name = call.name or delta.name or ""
@@ -266,7 +281,7 @@ class ResponsesEncoder(Encoder):
 
     def _call_item(self, call: _StreamedToolCall, arguments: str, status: str = "in_progress") -> Json:
         made = ToolCall(call.id, call.name, arguments)
-        return call_item(self.tools, made, self.call_id, self._position, status)
+        return call_item(self.tools, made, self.call_id, call.number, status)
 
     def _announce(self, call: _StreamedToolCall, item: Json) -> bytes:
         call.added, call.item_id = True, item["id"]
@@ -284,28 +299,36 @@ class ResponsesEncoder(Encoder):
             "id": response_id(self.call_id),
             "object": "response",
             "created_at": self.created,
+            "completed_at": None,
             "status": status,
             "error": None,
             "incomplete_details": None,
             "output": self._items,
             "usage": None,
             **self.echo,
+            **self._effective_fields(),
             **fields,
+        }
+
+    def _effective_fields(self) -> Json:
+        """Return the model and the sampling parameters that were used, with the API's defaults."""
+        assert isinstance(self.sampled, ChatRequest)
+        sampling = self.sampled.sampling
+        return {
+            "model": self.sampled.model,
+            "temperature": 1.0 if sampling.temperature is None else sampling.temperature,
+            "top_p": 1.0 if sampling.top_p is None else sampling.top_p,
+            "presence_penalty": sampling.presence_penalty or 0.0,
+            "frequency_penalty": sampling.frequency_penalty or 0.0,
         }
 
     def _finished(self, answer: Answer) -> Json:
         reason = _INCOMPLETE.get(answer.first.finish_reason or "")
         return self._response(
             "incomplete" if reason else "completed",
+            completed_at=None if reason or answer.ended_at is None else int(answer.ended_at),
             incomplete_details={"reason": reason} if reason else None,
-            usage={
-                "input_tokens": answer.prompt_tokens,
-                "input_tokens_details": {"cached_tokens": answer.cached_tokens or 0, "cache_write_tokens": 0},
-                "output_tokens": answer.completion_tokens,
-                # Engines do not say which tokens are reasoning.
-                "output_tokens_details": {"reasoning_tokens": 0},
-                "total_tokens": answer.prompt_tokens + answer.completion_tokens,
-            },
+            usage=usage_object(answer),
         )
 
     @property
@@ -347,6 +370,19 @@ class ResponsesEncoder(Encoder):
         payload = {"type": kind, "sequence_number": self._sequence_number, **fields}
         self._sequence_number += 1
         return named_sse(kind, payload)
+
+
+def usage_object(answer: Answer) -> Json | None:
+    """Return the token counts of an answer; None if they are unknown, as in the record of an engine without ids."""
+    if answer.prompt_ids is None and answer.usage is None:
+        return None
+    return {
+        "input_tokens": answer.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": answer.cached_tokens or 0, "cache_write_tokens": 0},
+        "output_tokens": answer.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": answer.first.reasoning_tokens or 0},
+        "total_tokens": answer.prompt_tokens + answer.completion_tokens,
+    }
 
 
 def _streamed_event(kind: str, suffix: str) -> str:

@@ -6,8 +6,8 @@ another role or a tool output lies between them; and text or reasoning directly 
 
 Every item that holds something for the model to read is kept. These are ignored: web search calls (no engine here made
 them), lists of MCP tools, reasoning that another provider encrypted, items of unknown type without content, and
-references to items that the input contains. Any other item that cannot be shown to the model raises RequestError with
-the item's path `input[i]`.
+references to items that the input contains (`references` writes out all others). Any other item that cannot be shown to
+the model raises RequestError with the item's path `input[i]`.
 
 System and developer messages at the beginning become one system message that starts with `instructions`, because chat
 templates of open models have no developer role and accept only one system message at the beginning. Later ones become
@@ -29,7 +29,7 @@ from polar_proxy.dialects.fields import (
     string_field,
     text_part,
 )
-from polar_proxy.dialects.openai_responses.items import answer_of_item, is_broken_input
+from polar_proxy.dialects.openai_responses.items import answer_of_item, is_broken_input, item_not_found
 from polar_proxy.dialects.openai_responses.tools import BUILT_IN_TOOLS, Toolbox, built_in_arguments
 from polar_proxy.dialects.wire import to_json, unseal
 from polar_proxy.types import Json, Message, ToolCall
@@ -58,7 +58,7 @@ def collect_tools(tools: Toolbox, items: list[Json]) -> None:
 
 def to_messages(items: list[Json], instructions: str | None, tools: Toolbox) -> tuple[Message, ...]:
     """Return the conversation. Call `collect_tools` first, which adds the input's own tools. Raises RequestError."""
-    ids = {item["id"] for item in items if isinstance(item.get("id"), str) and not _is_reference(item)}
+    ids = {item["id"] for item in items if isinstance(item.get("id"), str) and not is_reference(item)}
     reader = _ItemReader(tools, ids)
     for position, item in enumerate(items):
         reader.read(item, f"input[{position}]")
@@ -214,11 +214,9 @@ class _ItemReader:
     def _other(self, item: Json, kind: Any, path: str) -> None:
         if not isinstance(kind, str | None):
             raise invalid_type(f"{path}.type", "a string")
-        if _is_reference(item):
+        if is_reference(item):
             if item["id"] not in self._ids:
-                problem = f"item {item['id']!r:.80} is not in the input"
-                advice = "send the item itself, or continue with 'previous_response_id'"
-                raise invalid(path, f"{problem}; {advice}", code="item_not_found")
+                raise item_not_found(item["id"])
             return
         if kind in _IGNORED:
             return
@@ -234,7 +232,22 @@ class _ItemReader:
             raise invalid(path, problem, code="unsupported_value")
 
 
-def _is_reference(item: Json) -> bool:
+def input_items(value: Any) -> list[Json]:
+    """Return the field `input` of a body as items; a string is a user message. Raises RequestError."""
+    if value is None:
+        return []
+    if isinstance(value, str):
+        return [{"type": "message", "role": "user", "content": value}]
+    if not isinstance(value, list):
+        raise invalid_type("input", "a string or an array of items")
+    for position, item in enumerate(value):
+        if not isinstance(item, dict):
+            raise invalid_type(f"input[{position}]", "an object")
+    return value
+
+
+def is_reference(item: Json) -> bool:
+    """Return whether an item of the input only names another item by its id."""
     kind = item.get("type")
     return isinstance(item.get("id"), str) and (
         kind == "item_reference" or (kind is None and not {"role", "content"} & item.keys())

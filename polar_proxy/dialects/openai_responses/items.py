@@ -1,8 +1,10 @@
 """Output items: their ids, and an answer written as items.
 
 Every id contains the id of the recorded call: `resp_<t>` and `msg_<t>_<n>`, `rs_<t>_<n>`, `fc_<t>_<n>`, ... belong to
-`call_<t>`, where n is the item's position in the answer. So a response can be found by its id alone, and items that a
-client sends back are recognised as parts of one answer.
+`call_<t>`. So responses and items are found by their ids alone, and items that a client sends back are recognised as
+parts of one answer. n counts the answer's items of that kind, from 0: the record has no order of text and tool calls,
+so a position among all items could not be found again. The ids of input items are `in_<t>_<n>`, for message n of the
+call's request; a client that gave an item an id of its own finds that one.
 
 The item of a custom tool's call holds the text of the arguments `{"input": text}`. If the arguments are not of this
 form, it holds the whole argument string, which is read back unchanged. There are two signs of such a string: it begins
@@ -16,7 +18,7 @@ clients keep only that. Reasoning is read back from either field.
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -26,7 +28,9 @@ from polar_proxy.errors import RequestError
 from polar_proxy.types import Json, Message, ToolCall
 
 _RESPONSE_ID = re.compile(r"resp_([0-9A-Za-z]{1,64})")
-_ITEM_ID = re.compile(r"[a-z]+_([0-9A-Za-z]{1,64})_[0-9]+")
+_ITEM_ID = re.compile(r"([a-z]{1,9})_([0-9A-Za-z]{1,64})_([0-9]{1,6})")
+_INPUT = "in"
+_CALL_PREFIXES = ("fc", "ctc", "ctcraw", "bt")
 _HEAD = re.compile(r'\s*\{\s*"input"\s*:\s*"')
 # Characters and complete escapes; the first half of a surrogate pair waits for the second.
 _COMPLETE = re.compile(
@@ -39,29 +43,57 @@ def response_id(call_id: str) -> str:
     return "resp_" + call_id.removeprefix("call_")
 
 
-def call_id_of_response(value: Any) -> str:
-    """Return the call id in a response id. For any other value, raise RequestError with OpenAI's text and code."""
+def call_id_of_response(value: Any) -> str | None:
+    """Return the call id in a response id, or None if Polar did not make this id."""
     found = _RESPONSE_ID.fullmatch(value) if isinstance(value, str) else None
-    if found is None:
-        raise RequestError(
-            f"Previous response with id {value!r:.80} not found.",
-            param="previous_response_id",
-            code="previous_response_not_found",
-        )
-    return "call_" + found[1]
+    return None if found is None else "call_" + found[1]
 
 
-def item_id(prefix: str, call_id: str, position: int) -> str:
-    return f"{prefix}_{call_id.removeprefix('call_')}_{position}"
+def item_id(prefix: str, call_id: str, number: int) -> str:
+    return f"{prefix}_{call_id.removeprefix('call_')}_{number}"
+
+
+def input_item_id(call_id: str, position: int) -> str:
+    return item_id(_INPUT, call_id, position)
+
+
+class ItemId(NamedTuple):
+    """The parts of an item id that Polar made."""
+
+    prefix: str
+    call_id: str
+    number: int
+
+    @classmethod
+    def read(cls, value: Any) -> ItemId | None:
+        found = _ITEM_ID.fullmatch(value) if isinstance(value, str) else None
+        return None if found is None else cls(found[1], "call_" + found[2], int(found[3]))
+
+    @property
+    def is_input(self) -> bool:
+        return self.prefix == _INPUT
+
+    @property
+    def part(self) -> tuple[str, str, int]:
+        """The place in the record that the id names. The texts of an answer share one, because they are recorded
+        joined, and so do its pieces of reasoning."""
+        kind = "call" if self.prefix in _CALL_PREFIXES else self.prefix
+        return self.call_id, kind, self.number if kind in ("call", _INPUT) else 0
 
 
 def answer_of_item(value: Any) -> str | None:
-    """Return the id of the answer that an item id contains, or None if Polar did not make this item id.
+    """Return the id of the call whose answer an item id belongs to, or None if Polar did not make this item id."""
+    found = ItemId.read(value)
+    return None if found is None or found.is_input else found.call_id
 
-    It is the `<t>` of `msg_<t>_<n>`, and the same for all items of one answer.
-    """
-    found = _ITEM_ID.fullmatch(value) if isinstance(value, str) else None
-    return found[1] if found else None
+
+def item_not_found(identity: str) -> RequestError:
+    """Return OpenAI's error for an item that no stored response of the session has."""
+    text = (
+        f"Item with id {identity!r:.80} not found. Items are not persisted when `store` is set to false. Try again with"
+        " `store` set to true, or remove this item from your input."
+    )
+    return RequestError(text, status=404, param="input")
 
 
 def reasoning_item(identity: str, text: str, status: str) -> Json:
@@ -88,14 +120,35 @@ def message_item(identity: str, text: str, status: str, logprobs: list[Json]) ->
     }
 
 
-def call_item(tools: Toolbox, call: ToolCall, call_id: str, position: int, status: str) -> Json:
-    """Return a tool call as the item of its tool's kind; as a `function_call` if the tool was not offered."""
+def listed_item(item: Json, identity: str) -> Json:
+    """Return an input item as the API shows it. `identity`: its id, if the client gave it none."""
+    listed = {"type": "message", "status": "completed", **{k: v for k, v in item.items() if v is not None}}
+    listed["id"] = item["id"] if isinstance(item.get("id"), str) and item["id"] else identity
+    if listed["type"] == "message":
+        content = item.get("content")
+        parts = [{"type": "text", "text": content or ""}] if isinstance(content, str | None) else content
+        listed["content"] = [_listed_part(part, item.get("role") == "assistant") for part in parts or ()]
+    return listed
+
+
+def _listed_part(part: Json, of_assistant: bool) -> Json:
+    kind = part["type"]
+    if kind in ("text", "input_text", "output_text"):
+        if of_assistant:
+            return {**output_text(part["text"], []), **part, "type": "output_text"}
+        return {**part, "type": "input_text"}
+    return {"detail": "auto", **part} if kind == "input_image" else part
+
+
+def call_item(tools: Toolbox, call: ToolCall, call_id: str, number: int, status: str) -> Json:
+    """Return tool call `number` of an answer as the item of its tool's kind; as a `function_call` if the tool was not
+    offered."""
     tool = tools.tools.get(call.name)
     kind = tool.kind if tool else "function"
     if tool is not None and kind == "custom":
         text = custom_input(call.arguments)
         item: Json = {
-            "id": item_id("ctc" if begins_as_input(call.arguments) else "ctcraw", call_id, position),
+            "id": item_id("ctc" if begins_as_input(call.arguments) else "ctcraw", call_id, number),
             "type": "custom_tool_call",
             "status": status,
             "call_id": call.id,
@@ -103,10 +156,10 @@ def call_item(tools: Toolbox, call: ToolCall, call_id: str, position: int, statu
             "input": call.arguments if text is None else text,
         }
     elif kind != "function" and (built_in := built_in_item(kind, call.arguments)) is not None:
-        return {"id": item_id("bt", call_id, position), "call_id": call.id, "status": status, **built_in}
+        return {"id": item_id("bt", call_id, number), "call_id": call.id, "status": status, **built_in}
     else:
         item = {
-            "id": item_id("fc", call_id, position),
+            "id": item_id("fc", call_id, number),
             "type": "function_call",
             "status": status,
             "call_id": call.id,
@@ -126,11 +179,11 @@ def answer_items(answer: Message, call_id: str) -> list[Json]:
     """
     items: list[Json] = []
     if answer.reasoning:
-        items.append(reasoning_item(item_id("rs", call_id, len(items)), answer.reasoning, "completed"))
+        items.append(reasoning_item(item_id("rs", call_id, 0), answer.reasoning, "completed"))
     if answer.content or not answer.tool_calls:
-        items.append(message_item(item_id("msg", call_id, len(items)), str(answer.content or ""), "completed", []))
-    for call in answer.tool_calls:
-        items.append(call_item(Toolbox(), call, call_id, len(items), "completed"))
+        items.append(message_item(item_id("msg", call_id, 0), str(answer.content or ""), "completed", []))
+    for number, call in enumerate(answer.tool_calls):
+        items.append(call_item(Toolbox(), call, call_id, number, "completed"))
     return items
 
 

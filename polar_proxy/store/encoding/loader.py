@@ -146,6 +146,7 @@ class CallLoader:
             token_ids=self._codec.unpack_ids(answer.token_ids, prompt),
             logprobs=self._codec.unpack_logprobs(answer.logprobs),
             versions=tuple((start, version) for start, version in answer.versions or ()),
+            reasoning_tokens=answer.reasoning_tokens,
         )
 
     def _message(self, cell: bytes, before: bytes) -> Message:

@@ -229,6 +229,7 @@ class CallSerializer:
             "message": self._codec.pack_bytes(json_codec.dumps(choice.message.to_openai()), before),
             "token_ids": self._codec.pack_ids(choice.token_ids, prompt),
             "logprobs": self._codec.pack_logprobs(choice.logprobs),
+            "reasoning_tokens": choice.reasoning_tokens,
             "versions": [list(run) for run in choice.versions] or None,
         }
 

@@ -1,0 +1,78 @@
+"""`POST /v1/responses/compact`: the model summarises a conversation, and the summary stands for it from then on.
+
+Source: https://platform.openai.com/docs/api-reference/responses/compact
+
+The request is the conversation with an instruction to summarise it. It is recorded as a response with `store: false`,
+because the API has no way to retrieve a compaction. The answer holds the user's messages and one item of type
+`compaction` with the summary, which `input` reads as a user message when the client sends it back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import orjson
+
+from polar_proxy.dialects.base import Answer, Encoder, ParsedRequest
+from polar_proxy.dialects.fields import unsupported
+from polar_proxy.dialects.openai_responses.dialect import OpenAIResponses
+from polar_proxy.dialects.openai_responses.encoder import usage_object
+from polar_proxy.dialects.openai_responses.input import input_items
+from polar_proxy.dialects.openai_responses.items import input_item_id, item_id, listed_item, response_id
+from polar_proxy.dialects.wire import seal
+from polar_proxy.types import Json, SampleEvent
+
+INSTRUCTION = (
+    "The conversation is compacted now: everything above, except the user's messages, is replaced by a summary that"
+    " you write. Do not call tools and do not go on with the task. Write down what the work needs to go on: what the"
+    " user wants and has decided, what was done and found out, with names, paths and values, and what is left to do."
+)
+_PREAMBLE = "The conversation up to here was compacted. This is its summary:\n\n"
+
+
+class ResponsesCompaction(OpenAIResponses):
+    """The dialect of the route. Its calls are recorded as those of `OpenAIResponses`, which reads them again."""
+
+    def parse(self, body: Json, previous: ParsedRequest | None = None) -> ParsedRequest:
+        for name in ("stream", "background"):
+            if body.get(name):
+                raise unsupported(name, "a compaction is sent in one piece, when it is finished")
+        items = input_items(body.get("input"))
+        instruction = {"type": "message", "role": "user", "content": INSTRUCTION}
+        parsed = super().parse({**body, "input": [*items, instruction] if items else None, "store": False})
+        users = [(position, item) for position, item in enumerate(items) if item.get("role") == "user"]
+        return replace(parsed, encoder=partial(_CompactionEncoder, users=users))
+
+
+@dataclass
+class _CompactionEncoder(Encoder):
+    users: list[tuple[int, Json]]
+    """The user's messages with their positions in the input."""
+
+    def feed(self, request_index: int, event: SampleEvent) -> bytes:
+        return b""
+
+    def end(self, answers: list[Answer]) -> bytes:
+        return b""
+
+    def fail(self, message: str, status: int) -> bytes:
+        return b""
+
+    def respond(self, answers: list[Answer]) -> bytes:
+        summary = _PREAMBLE + "".join(answers[0].first.text).strip()
+        compaction = {
+            "id": item_id("cmp", self.call_id, 0),
+            "type": "compaction",
+            "encrypted_content": seal(summary),
+        }
+        users = [listed_item(item, input_item_id(self.call_id, position)) for position, item in self.users]
+        return orjson.dumps(
+            {
+                "id": response_id(self.call_id),
+                "object": "response.compaction",
+                "created_at": self.created,
+                "output": [*users, compaction],
+                "usage": usage_object(answers[0]),
+            }
+        )

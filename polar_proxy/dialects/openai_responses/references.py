@@ -1,0 +1,114 @@
+"""References of a body to recorded calls, written out before the body is parsed.
+
+`previous_response_id` names a response: its conversation and its answer come before the body's own input. An item of
+the input may name another item by its id (`{"type": "item_reference", "id": ...}`, the type is optional): it is
+replaced by that item. Only items of answers, and input items that the client listed, have ids that lead to a call.
+
+Promises: an item that the input has already, as a whole or by an earlier reference, is not repeated. A referenced text
+is the whole text of its answer, and so is referenced reasoning: the record does not have their parts. The model reads
+a referenced item as it reads the item itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+from polar_proxy.dialects.base import ReferencedCall
+from polar_proxy.dialects.openai_responses.input import input_items, is_reference
+from polar_proxy.dialects.openai_responses.items import ItemId, answer_items, call_id_of_response, item_not_found
+from polar_proxy.errors import RequestError
+from polar_proxy.types import Json
+
+_ReferencedCalls = Mapping[str, ReferencedCall]
+_Part = tuple[str, str, int]
+_Parts = dict[_Part, Json]
+
+
+def referenced_calls(body: Json) -> set[str]:
+    """Return the ids of the calls that a body refers to. Raises RequestError for an id that leads to no call."""
+    items = input_items(body.get("input"))
+    ids, _ = _given(items)
+    found = set()
+    if (previous := body.get("previous_response_id")) is not None:
+        call_id = call_id_of_response(previous)
+        if call_id is None:
+            raise _previous_not_found(previous)
+        found.add(call_id)
+    for item in items:
+        if is_reference(item) and item["id"] not in ids:
+            named = ItemId.read(item["id"])
+            if named is None:
+                raise item_not_found(item["id"])
+            found.add(named.call_id)
+    return found
+
+
+def write_out_references(body: Json, calls: _ReferencedCalls) -> Json:
+    """Return a body with the items that it refers to. Raises RequestError if `calls` does not have them."""
+    items = input_items(body.get("input"))
+    if (previous := body.get("previous_response_id")) is not None:
+        items = [*_conversation(previous, calls), *items]
+    ids, parts = _given(items)
+    answers: dict[str, _Parts] = {}
+    whole = []
+    for item in items:
+        if not is_reference(item):
+            whole.append(item)
+            continue
+        identity = item["id"]
+        named = ItemId.read(identity)
+        if identity in ids or (named is not None and named.part in parts):
+            continue
+        call = None if named is None else calls.get(named.call_id)
+        if named is None or call is None or call.problem is not None:
+            raise item_not_found(identity)
+        if named.call_id not in answers:
+            answers[named.call_id] = _parts_of_answer(call, named.call_id)
+        found = _input_item(call, named.number) if named.is_input else answers[named.call_id].get(named.part)
+        if found is None:
+            raise item_not_found(identity)
+        parts.add(named.part)
+        whole.append({**found, "id": identity})
+    return {**body, "input": whole}
+
+
+def _given(items: list[Json]) -> tuple[set[str], set[_Part]]:
+    """Return the ids of the items that the input has as a whole, and what they name in the record."""
+    ids = {item["id"] for item in items if isinstance(item.get("id"), str) and not is_reference(item)}
+    return ids, {named.part for identity in ids if (named := ItemId.read(identity)) is not None}
+
+
+def _conversation(previous: Any, calls: _ReferencedCalls) -> list[Json]:
+    """Return the items of a previous response: its input without its instructions, and its answer."""
+    call_id = call_id_of_response(previous)
+    call = None if call_id is None else calls.get(call_id)
+    if call_id is None or call is None:
+        raise _previous_not_found(previous)
+    if call.problem is not None:
+        raise _previous_not_found(previous, f"It ended early ({call.problem}), so it cannot be continued.")
+    before = [orjson.loads(message) for message in call.messages]
+    return [*(item for item in before if item.get("type") != "instructions"), *answer_items(call.answer, call_id)]
+
+
+def _previous_not_found(previous: Any, reason: str = "") -> RequestError:
+    return RequestError(
+        f"Previous response with id {previous!r:.80} not found. {reason}".rstrip(),
+        param="previous_response_id",
+        code="previous_response_not_found",
+    )
+
+
+def _parts_of_answer(call: ReferencedCall, call_id: str) -> _Parts:
+    """Return the items of a recorded answer by what their ids name."""
+    items = answer_items(call.answer, call_id)
+    return {named.part: item for item in items if (named := ItemId.read(item["id"])) is not None}
+
+
+def _input_item(call: ReferencedCall, position: int) -> Json | None:
+    if position >= len(call.messages):
+        return None
+    item: Json = orjson.loads(call.messages[position])
+    return None if item.get("type") == "instructions" or is_reference(item) else item

@@ -1,0 +1,83 @@
+"""Recorded responses as the API shows them: the response object, its event stream and its input items.
+
+They are made of the record alone. The object is the one that the client got, with these exceptions: the items of the
+answer are in the order reasoning, text, tool calls, and there are no log-probabilities, because the record does not
+have the texts of single tokens. In the stream, each text comes in one piece.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import orjson
+
+from polar_proxy.dialects import parse_recorded
+from polar_proxy.dialects.base import Answer, AnswerChoice
+from polar_proxy.dialects.openai_responses.encoder import ResponsesEncoder
+from polar_proxy.dialects.openai_responses.items import input_item_id, listed_item
+from polar_proxy.types import CallRecord, Json, Sampling
+
+_SAMPLING = tuple(field.name for field in fields(Sampling))
+
+
+def response_object(call: CallRecord) -> bytes:
+    """Return the response object of an answered call, or of one that ended early in the background.
+
+    Raises RequestError for a damaged record.
+    """
+    encoder = _encoder(call)
+    if call.status in ("ok", "no_tokens"):
+        return encoder.respond([recorded_answer(call)])
+    status = "cancelled" if call.status == "client_gone" else "failed"
+    return encoder.ended_early(status, call.error or call.status)
+
+
+def response_events(call: CallRecord, starting_after: int | None) -> bytes:
+    """Return the event stream of an answered call, without the events up to number `starting_after`.
+
+    Raises RequestError for a damaged record.
+    """
+    stream = _encoder(call).replay(recorded_answer(call))
+    if starting_after is None:
+        return stream
+    events = stream.split(b"\n\n")[:-1]  # there are no line breaks inside an event's JSON
+    return b"".join(event + b"\n\n" for event in events[starting_after + 1 :])
+
+
+def _encoder(call: CallRecord) -> ResponsesEncoder:
+    parsed = parse_recorded(call)
+    sampling = Sampling(**{name: call.sampling[name] for name in _SAMPLING if name in call.sampling})
+    sampled = replace(parsed.requests[0], model=call.model, sampling=sampling)
+    encoder = parsed.encoder(call.call_id, int(call.started_at), sampled=sampled)
+    assert isinstance(encoder, ResponsesEncoder)
+    return encoder
+
+
+def recorded_answer(call: CallRecord) -> Answer:
+    """Return the answer of a recorded call as its encoder takes it."""
+    choices = {
+        choice.index: AnswerChoice(
+            text=[str(choice.message.content or "")],
+            reasoning=[choice.message.reasoning or ""],
+            tool_calls=list(choice.message.tool_calls),
+            token_ids=choice.token_ids.tolist(),
+            finish_reason=choice.finish_reason,
+            reasoning_tokens=choice.reasoning_tokens,
+        )
+        for choice in call.choices
+    }
+    prompt_ids = None if call.prompt_ids is None else call.prompt_ids.tolist()
+    return Answer(prompt_ids, call.cached_tokens, choices, ended_at=call.ended_at)
+
+
+def listed_input(call: CallRecord) -> list[Json]:
+    """Return the items that a response was generated from, in order, each with an id and in the published form.
+
+    The instructions are not among them. An item that the client gave no id has one by which it can be referred to.
+    """
+    items: list[Json] = [orjson.loads(message) for message in call.messages]
+    return [
+        listed_item(item, input_item_id(call.call_id, position))
+        for position, item in enumerate(items)
+        if item.get("type") != "instructions"
+    ]

@@ -1,0 +1,80 @@
+"""Responses that run in the background (`background: true`): the client gets their id at once, and asks for them later.
+
+Promises:
+
+* A background call takes the same way as any other and is recorded as they are. It does not end with its client's
+  connection, but when it is answered, when it is cancelled, or when its session or the gateway ends.
+* While it runs, only its own gateway knows it. Afterwards it is found by its record, which says how it ended.
+* One session has at most `_MOST_RUNNING` at a time: they are not bounded by the number of connections.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from polar_proxy.errors import RequestError
+from polar_proxy.gateway import asgi
+from polar_proxy.gateway.reply import BackgroundReply
+from polar_proxy.gateway.retries import ResponseBuffer
+from polar_proxy.sessions.state import SessionState
+from polar_proxy.types import Json
+
+_MOST_RUNNING = 64
+
+
+class BackgroundCall:
+    """A call that runs in the background."""
+
+    def __init__(self, session_id: str, reply: BackgroundReply, buffer: ResponseBuffer) -> None:
+        self.session_id = session_id
+        self.reply = reply
+        self.ended = asyncio.Event()
+        self._buffer = buffer
+        self._cancelled = asyncio.Event()
+
+    def cancel(self) -> None:
+        self._buffer.retry_grace_over()
+        self._cancelled.set()
+
+    async def receive(self) -> Json:
+        """Take the place of the client's connection, which may be closed: report its end when the call is cancelled."""
+        await self._cancelled.wait()
+        return {"type": "http.disconnect"}
+
+
+class BackgroundCalls:
+    """The background calls that this gateway is answering."""
+
+    def __init__(self) -> None:
+        self._running: dict[str, BackgroundCall] = {}
+
+    def require_room(self, session: SessionState) -> None:
+        """Raise RequestError 429 if the session has as many running calls as it may have."""
+        own = sum(call.session_id == session.session_id for call in self._running.values())
+        if own >= _MOST_RUNNING:
+            text = f"This session has {own} responses in the background, the most that can run. Wait for one of them."
+            raise RequestError(text, status=429, param="background")
+
+    async def begin(
+        self, call_id: str, session: SessionState, reply: BackgroundReply, buffer: ResponseBuffer
+    ) -> asgi.Receive:
+        """Make a call findable and send its client the id. Return the `receive` for the sampling."""
+        call = self._running[call_id] = BackgroundCall(session.session_id, reply, buffer)
+        await reply.begin()
+        return call.receive
+
+    def end(self, call_id: str) -> None:
+        """Forget a call, which is recorded now. Safe to call for others."""
+        if (call := self._running.pop(call_id, None)) is not None:
+            call.ended.set()
+
+    def find(self, session: SessionState, call_id: str) -> BackgroundCall | None:
+        """Return a call of this session if it is running here."""
+        call = self._running.get(call_id)
+        return call if call is not None and call.session_id == session.session_id else None
+
+    def end_session(self, session_id: str) -> None:
+        """Cancel the calls of a session whose key is revoked: nobody can ask for them any more."""
+        for call in self._running.values():
+            if call.session_id == session_id:
+                call.cancel()

@@ -1,0 +1,267 @@
+"""The stored life of a response (OpenAI Responses): find, retrieve, list its input, delete, cancel.
+
+    GET    /v1/responses/{id}               the response, from its record; ?stream=true: its events
+    GET    /v1/responses/{id}/input_items   what it was generated from; ?limit, order, after, include
+    DELETE /v1/responses/{id}
+    POST   /v1/responses/{id}/cancel        of a response in the background; others are refused
+
+Promises:
+
+* A session sees its own responses only. For all others, and for unknown and deleted ones and those with `store: false`,
+  it gets the same error: it cannot learn whether they exist. So it does for responses that have failed or are not
+  finished, unless they are of the background.
+* These routes record nothing. A deleted response can neither be retrieved nor be referred to; its call stays recorded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from functools import partial
+from typing import NamedTuple
+from urllib.parse import parse_qs
+
+import orjson
+
+from polar_proxy.dialects import get_dialect
+from polar_proxy.dialects.base import Dialect, ReferencedCall
+from polar_proxy.dialects.fields import invalid
+from polar_proxy.dialects.openai_responses.items import call_id_of_response, response_id
+from polar_proxy.dialects.openai_responses.stored import listed_input, response_events, response_object
+from polar_proxy.errors import RequestError, StoreError
+from polar_proxy.gateway import asgi
+from polar_proxy.gateway.background import BackgroundCall, BackgroundCalls
+from polar_proxy.gateway.health import StoreMonitor
+from polar_proxy.gateway.reply import send_error
+from polar_proxy.sessions.state import SessionState
+from polar_proxy.store import Store
+from polar_proxy.types import CallRecord, CallStatus, Message
+
+_DIALECT = get_dialect("openai_responses")
+_ROUTE = re.compile(r"(?:/v1)?/responses/(?!input_tokens$|compact$)([^/]+)(?:/(input_items|cancel))?")
+_METHODS = {None: ("GET", "DELETE"), "input_items": ("GET",), "cancel": ("POST",)}
+_ANSWERED: tuple[CallStatus, ...] = ("ok", "no_tokens")
+_INCLUDABLE = frozenset(
+    {
+        *("file_search_call.results", "web_search_call.results", "web_search_call.action.sources"),
+        *("message.input_image.image_url", "computer_call_output.output.image_url", "code_interpreter_call.outputs"),
+        "reasoning.encrypted_content",
+    }
+)
+"""Values of `include` that change nothing, because what they name is always included or never made here."""
+_MOST_LISTED, _LISTED = 100, 20
+
+Query = Mapping[str, list[str]]
+"""The parameters of a URL."""
+FindSession = Callable[[Mapping[str, str], str | None, asgi.Scope], Awaitable[SessionState]]
+"""Returns the session of a request, from its headers, the key in its path and its scope. Raises RequestError."""
+
+
+class StoredResponseRoute(NamedTuple):
+    response_id: str
+    action: str | None
+    """`input_items`, `cancel`, or None for the response itself."""
+
+    @classmethod
+    def of_path(cls, path: str) -> StoredResponseRoute | None:
+        """Return the route of a path without `/s/{key}`, or None if it is not one of these routes."""
+        found = _ROUTE.fullmatch(path)
+        return None if found is None else cls(found[1], found[2])
+
+
+class StoredCalls:
+    """Finds the recorded calls that a session may retrieve or refer to by an id."""
+
+    def __init__(self, store: Store, monitor: StoreMonitor, most_bytes: int) -> None:
+        """`most_bytes`: size limit of the conversations that one request refers to."""
+        self._store = store
+        self._monitor = monitor
+        self._most_bytes = most_bytes
+
+    async def find(self, session: SessionState, dialect: Dialect, call_ids: Collection[str]) -> dict[str, CallRecord]:
+        """Return those of the calls that belong to this session and dialect.
+
+        Left out are calls with `store: false`, those whose response was deleted, and those without an answer, unless
+        they ran in the background. Raises StoreError, and RequestError if their conversations are too large.
+        """
+        unrecorded = {call_id: call for call_id in call_ids if (call := session.unrecorded(call_id)) is not None}
+        calls = [*unrecorded.values(), *await self._read(session, set(call_ids) - unrecorded.keys())]
+        return {
+            call.call_id: call
+            for call in calls
+            if (call.choices or call.params.get("background"))
+            and (call.session_id, call.dialect) == (session.session_id, dialect.name)  # unrecorded ones are of any
+            and call.deleted_at is None
+            and call.params.get("store") is not False
+        }
+
+    async def find_referenced(
+        self, session: SessionState, dialect: Dialect, call_ids: Collection[str]
+    ) -> dict[str, ReferencedCall]:
+        """Return the calls that a body refers to. Raises as `find` does."""
+        return {
+            call.call_id: ReferencedCall(
+                call.messages,
+                call.choices[0].message if call.choices else Message("assistant"),
+                problem=None if call.status in _ANSWERED else call.error or call.status,
+            )
+            for call in (await self.find(session, dialect, call_ids)).values()
+        }
+
+    async def _read(self, session: SessionState, call_ids: Collection[str]) -> list[CallRecord]:
+        if not call_ids:
+            return []
+        size = await self._monitor.run(partial(self._store.calls.message_bytes, session.session_id, call_ids))
+        if size > self._most_bytes:
+            problem = f"it refers to {size >> 20} MiB of recorded messages; at most {self._most_bytes >> 20} are read"
+            raise RequestError(f"The request cannot be served: {problem}.", status=413, param="input")
+        return await self._monitor.run(partial(self._store.calls.get_many, session.session_id, call_ids))
+
+    async def delete(self, session: SessionState, call_id: str) -> None:
+        """Make a call of this session impossible to find here. Raises StoreError."""
+        if not session.discard_unrecorded(call_id):
+            await self._monitor.run(partial(self._store.calls.mark_deleted, call_id))
+
+
+class StoredResponseRoutes:
+    def __init__(self, calls: StoredCalls, background: BackgroundCalls, find_session: FindSession) -> None:
+        self._calls = calls
+        self._background = background
+        self._find_session = find_session
+
+    async def handle(
+        self, route: StoredResponseRoute, path_key: str | None, scope: asgi.Scope, send: asgi.Send
+    ) -> None:
+        """Answer one request. `path_key`: the key of the prefix `/s/{key}`."""
+        methods = _METHODS[route.action]
+        try:
+            if scope["method"] not in methods:
+                error = RequestError(f"This route takes {' and '.join(methods)}, not {scope['method']}.", status=405)
+                await send_error(send, error, _DIALECT, [(b"allow", ", ".join(methods).encode())])
+                return
+            session = await self._find_session(asgi.read_headers(scope), path_key, scope)
+            running = self._background.find(session, call_id_of_response(route.response_id) or "")
+            if running is not None and route.action == "cancel":
+                running.cancel()
+                await running.ended.wait()
+                running = None
+            if running is not None:
+                await self._answer_unfinished(route, running, scope, send)
+                return
+            call = await self._find(session, route.response_id)
+            await self._answer(route, call, session, scope, send)
+        except StoreError as error:
+            await send_error(send, _unavailable(error), _DIALECT)
+        except RequestError as error:
+            await send_error(send, error, _DIALECT)
+
+    async def _find(self, session: SessionState, identity: str) -> CallRecord:
+        call_id = call_id_of_response(identity)
+        calls = {} if call_id is None else await self._calls.find(session, _DIALECT, [call_id])
+        call = calls.get(call_id or "")
+        if call is None or not (call.status in _ANSWERED or call.params.get("background")):
+            raise RequestError(f"Response with id {identity!r:.80} not found.", status=404, param="id")
+        return call
+
+    async def _answer_unfinished(
+        self, route: StoredResponseRoute, running: BackgroundCall, scope: asgi.Scope, send: asgi.Send
+    ) -> None:
+        query = parse_qs(scope["query_string"].decode("latin-1"))
+        if route.action is not None or scope["method"] != "GET" or _flag(query, "stream"):
+            text = "This response is still in progress. Retrieve it until it has ended, or cancel it."
+            raise RequestError(text, code="response_in_progress")
+        await asgi.send_json(send, 200, running.reply.unfinished())
+
+    async def _answer(
+        self, route: StoredResponseRoute, call: CallRecord, session: SessionState, scope: asgi.Scope, send: asgi.Send
+    ) -> None:
+        query = parse_qs(scope["query_string"].decode("latin-1"))
+        if route.action == "cancel":
+            if not call.params.get("background"):
+                raise RequestError("Cannot cancel a synchronous response.")
+            await asgi.send_json(send, 200, await asyncio.to_thread(response_object, call))
+        elif route.action == "input_items":
+            await asgi.send_json(send, 200, await asyncio.to_thread(_listed_page, call, query))
+        elif scope["method"] == "DELETE":
+            await self._calls.delete(session, call.call_id)
+            deleted = {"id": response_id(call.call_id), "object": "response", "deleted": True}
+            await asgi.send_json(send, 200, orjson.dumps(deleted))
+        else:
+            _check_include(query)
+            starting_after = _integer(query, "starting_after", 0, None)
+            if _flag(query, "stream"):
+                if call.status not in _ANSWERED:
+                    raise RequestError("This response ended early, so it has no stream. Retrieve it without one.")
+                await _send_stream(send, await asyncio.to_thread(response_events, call, starting_after))
+            elif starting_after is not None:
+                raise invalid("starting_after", "it needs 'stream=true'")
+            else:
+                await asgi.send_json(send, 200, await asyncio.to_thread(response_object, call))
+
+
+def _listed_page(call: CallRecord, query: Query) -> bytes:
+    """Return a page of a response's input items, the newest first unless the query says otherwise."""
+    items = listed_input(call)
+    _check_include(query)
+    limit = _integer(query, "limit", 1, _MOST_LISTED) or _LISTED
+    order = _last(query, "order") or "desc"
+    if order not in ("asc", "desc"):
+        raise invalid("order", "expected asc or desc")
+    ordered = items if order == "asc" else items[::-1]
+    start, after = 0, _last(query, "after")
+    if after is not None:
+        ids = [item["id"] for item in ordered]
+        if after not in ids:
+            raise invalid("after", "this response has no input item with this id")
+        start = ids.index(after) + 1
+    page = ordered[start : start + limit]
+    listed = {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": start + limit < len(ordered),
+    }
+    return orjson.dumps(listed)
+
+
+def _check_include(query: Query) -> None:
+    for name in (*query.get("include", ()), *query.get("include[]", ())):
+        if name == "message.output_text.logprobs":
+            raise invalid("include", "the record has no texts of single tokens, so no log-probabilities can be shown")
+        if name not in _INCLUDABLE:
+            raise invalid("include", f"{name!r:.80} is not known")
+
+
+def _last(query: Query, name: str) -> str | None:
+    return query[name][-1] if name in query else None
+
+
+def _integer(query: Query, name: str, least: int, most: int | None) -> int | None:
+    value = _last(query, name)
+    if value is None:
+        return None
+    bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
+    number = int(value) if re.fullmatch("[0-9]{1,9}", value) else -1
+    if number < least or (most is not None and number > most):
+        raise invalid(name, f"expected an integer {bounds}")
+    return number
+
+
+def _flag(query: Query, name: str) -> bool:
+    value = _last(query, name)
+    if value not in (None, "true", "false"):
+        raise invalid(name, "expected true or false")
+    return value == "true"
+
+
+async def _send_stream(send: asgi.Send, body: bytes) -> None:
+    headers = [(b"content-type", _DIALECT.stream_media_type.encode() + b"; charset=utf-8")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _unavailable(error: StoreError) -> RequestError:
+    text = f"The stored responses cannot be read or changed now: {error}. Try again later."
+    return RequestError(text, status=503, code="store_unavailable")
