@@ -45,6 +45,11 @@ async def list_sessions(store: Store, *, limit: int, before: str | None = None) 
     return m.SessionList(sessions=convert_all(m.Session, rows))
 
 
+async def list_keys(store: Store) -> m.KeyList:
+    """Return all keys of the HTTP API, including revoked ones."""
+    return m.KeyList(keys=convert_all(m.ApiKey, await store.api_keys.all()))
+
+
 async def find_record(
     store: Store, name: str, *, tokens_from: EngineSettings | None = None, engine: Engine | None = None
 ) -> m.Record:

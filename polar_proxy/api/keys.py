@@ -8,7 +8,7 @@ from fastapi import Path
 
 from polar_proxy import api_models as m
 from polar_proxy.api.context import ApiContext, Routers, new_api_key
-from polar_proxy.records import convert, convert_all
+from polar_proxy.records import convert, list_keys
 from polar_proxy.sessions.identity import hash_key
 
 
@@ -24,7 +24,7 @@ def add_routes(routers: Routers, context: ApiContext) -> None:
     @admin.get("/keys", tags=["keys"])
     async def list_api_keys() -> m.KeyList:
         """List all keys of the HTTP API, including revoked ones, without the keys themselves."""
-        return m.KeyList(keys=convert_all(m.ApiKey, await store.api_keys.all()))
+        return await list_keys(store)
 
     @admin.post("/keys/{key_name}/revoke", tags=["keys"])
     async def revoke_api_key(key_name: Annotated[str, Path(description="Name of the key.")]) -> m.ApiKey:

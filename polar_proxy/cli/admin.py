@@ -16,6 +16,7 @@ from polar_proxy.cli.common import (
     given,
     load_settings,
     make_request,
+    read_store_or_server,
     run_async,
     with_client,
     with_store,
@@ -25,7 +26,9 @@ from polar_proxy.errors import UsageError
 from polar_proxy.terminal import one_line
 
 if TYPE_CHECKING:
-    from polar_proxy.api_models import Scope, ServiceState
+    from polar_proxy.api_models import KeyList, Scope, ServiceState
+    from polar_proxy.config import Settings
+    from polar_proxy.store import Store
     from polar_proxy.store.maintenance.archive_import import ArchiveCounts
 
 key_app = typer.Typer(help="Manage keys of the HTTP API.", no_args_is_help=True)
@@ -63,7 +66,13 @@ def new_key(
 @key_app.command("list")
 def list_keys(url: options.Url = None, db: options.Db = None, as_json: options.AsJson = False) -> None:
     """List all API keys, including revoked ones. The keys themselves are not stored."""
-    found = with_client(url, db, lambda client: client.keys())
+
+    async def from_store(store: Store, settings: Settings) -> KeyList:
+        from polar_proxy.records import list_keys
+
+        return await list_keys(store)
+
+    found = read_store_or_server(url, db, from_store, lambda client: client.keys())
     table = make_table(
         ("key", "role", "created", "revoked", "label"),
         (

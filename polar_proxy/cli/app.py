@@ -68,7 +68,7 @@ VERBS = {
     "cancel": Verb("rollouts:cancel", "Cancel a job, a group or a rollout."),
     "pause": Verb("rollouts:pause", "Pause a job: start no more of its rollouts. Running rollouts continue."),
     "resume": Verb("rollouts:resume", "Resume a paused job."),
-    "reward": Verb("rollouts:reward", "Add a reward to a rollout. Earlier rewards are kept."),
+    "reward": Verb("rollouts:reward", "Add a reward to a rollout or a session. Earlier rewards are kept."),
     "sessions": Verb("show:sessions", "List sessions, newest first."),
     "show": Verb("show:show", "Show a rollout, a session or a call in full."),
     "export": Verb(
