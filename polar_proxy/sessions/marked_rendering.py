@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -248,6 +249,7 @@ def cut(
     extents = marker.extents(text, messages)
     seen = [place for place in range(answered) if messages[place].role == "assistant" and place in extents]
     pattern = re.compile("|".join(re.escape(stop) for stop in sorted(stops, key=len, reverse=True)))
+    begins = sorted(begin for begin, _ in extents.values())
     fixed: list[str] = []
     position, stop = 0, ""
     for place in seen:
@@ -255,8 +257,9 @@ def cut(
         if start < position:
             raise RenderingError("history_changed", "the answers are rendered in another order")
         fixed.append(text[position:start])
-        limit = min((begin for other, (begin, _) in extents.items() if other != place and begin >= end), default=None)
-        found = pattern.search(text, end, len(text) if limit is None else limit) if stops else None
+        following = bisect_left(begins, end)
+        limit = begins[following] if following < len(begins) else len(text)
+        found = pattern.search(text, end, limit) if stops else None
         stop = found[0] if found else ""
         position = found.end() if found else end
     fixed.append(text[position:])

@@ -61,7 +61,7 @@ def imported(*arguments: str) -> set[str]:
         (["results", "JOB"], MODELS),
         (["train", "list"], MODELS),
     ],
-    ids=" ".join,
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "imports",
 )
 @pytest.mark.slow
 def test_a_verb_imports_only_what_it_needs(arguments: list[str], forbidden: set[str]) -> None:
