@@ -113,7 +113,7 @@ class Endpoint:
     model: str
     """Model name as the endpoint lists it."""
     home: str
-    """A writable folder for settings. In a sandbox it is HOME, and empty."""
+    """A writable folder for settings; in a sandbox, the empty HOME."""
     request_timeout_seconds: float = 300.0
     """Time limit of one model call."""
     context_length: int | None = None
@@ -146,9 +146,9 @@ class LaunchContext(Endpoint):
 
 @dataclass(frozen=True)
 class Connection:
-    """What points a harness at an endpoint. It is part of each launch plan, and all that a user's own start needs.
+    """Environment, arguments and settings files that point a harness at an endpoint, in rollouts and `polar connect`.
 
-    It grants no permission, sets no limit of steps, and has the key in `env` only.
+    They grant no permission and set no limit of steps. The key is in `env` only.
     """
 
     env: Mapping[str, str]
@@ -157,9 +157,9 @@ class Connection:
     settings: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     """Settings files: path relative to `Endpoint.home`, ending in .json or .toml -> content."""
     unset: tuple[str, ...] = ()
-    """Variables that would lead the harness elsewhere. A sandbox does not have them; a user's shell may."""
+    """Variables of the user's shell to remove, because the harness would prefer them to the endpoint or its key."""
     note: str = ""
-    """What the user must know before the first start."""
+    """Advice for the user before the first start."""
 
 
 @dataclass(frozen=True)

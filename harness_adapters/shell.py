@@ -30,7 +30,7 @@ from harness_adapters.toolkit.adapter import BaseHarness
 _PLACEHOLDER = re.compile(r"\{\{|\}\}|\{mount:(?P<path>[^{}]+)\}|\{(?P<name>[a-z_]+)\}")
 _QUOTED = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*"|\\.""", re.DOTALL)
 _OPERATOR = re.compile(r"\d*(?:<|>>?)\S*|&>\S*|\|\|?|&&?|\S*;", re.ASCII)
-"""A word that a shell would not pass to the program: a redirection, a pipe, or what separates two commands."""
+"""A word that a shell would not pass to the program: a redirection, a pipe or a command separator."""
 _SHELLS = {"sh", "bash", "dash", "zsh", "ksh", "fish"}
 _KEY_NAME = "OPENAI_API_KEY"
 _CONTEXT_NAMES = ("base_url", "root_url", "model", "instruction", "home", "workdir")

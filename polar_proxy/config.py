@@ -10,6 +10,7 @@ from __future__ import annotations
 import ipaddress
 import os
 from collections.abc import Collection, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -299,6 +300,7 @@ class Settings(BaseSettings):
         return (self.harnesses or self.home / "harnesses").expanduser().absolute()
 
 
+@lru_cache(maxsize=256)
 def is_loopback(host: str) -> bool:
     """Return whether only this machine can reach a socket bound to `host`."""
     if host == "localhost":

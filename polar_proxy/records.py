@@ -1,4 +1,4 @@
-"""Recorded sessions, calls and rollouts in full: what `polar show` prints and the API returns."""
+"""Sessions, calls and rollouts in full, for `polar show` and the API."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ async def list_keys(store: Store) -> m.KeyList:
 async def find_record(
     store: Store, name: str, *, tokens_from: EngineSettings | None = None, engine: Engine | None = None
 ) -> m.Record:
-    """Return the rollout, session or call that `name` means (see `store.names`). Raises UsageError.
+    """Return the rollout, session or call that `name` refers to (see `store.names`). Raises UsageError.
 
-    `tokens_from`: decode the tokens of a call, with `engine` or by these settings.
+    `tokens_from`: also decode the tokens of a call, with `engine` or the engine of these settings.
     """
     found = await store.names.find(name)
     if found.kind == "rollout":

@@ -5,8 +5,8 @@
 A protocol on uvloop. A benchmark request is recognised by the 12 digits that make it unique, or, if it consists of
 token ids, by its first ids. Its answer is prepared (`answers.py`; `max_tokens` selects the length) except for the
 prompt ids: either 16 ids derived from the digits, so that all prompts differ, or the ids that were sent. Everything
-else (version, models, rendering, Polar's requests at its start) is answered by the scripted vLLM of the tests. It names
-MODEL_FOLDER (`tests/fakes/vllm_folder.py`) as its model's, so that Polar can render conversations itself.
+else (version, models, rendering, Polar's requests at its start) is answered by the scripted vLLM of the tests. Its
+model's folder is MODEL_FOLDER (`tests/fakes/vllm_folder.py`), so that Polar can render conversations itself.
 """
 
 from __future__ import annotations

@@ -112,10 +112,10 @@ class ConnectableHarness(BaseHarness):
 
     @abstractmethod
     def make_connection(self, endpoint: Endpoint, wire_api: WireApi) -> Connection:
-        """Return what points the harness at `endpoint`. `make_plan` adds what a run without a user needs."""
+        """Return the connection to `endpoint`. `make_plan` adds the settings of an unattended run."""
 
     def connect(self, endpoint: Endpoint) -> Connection:
-        """Return what points the harness at `endpoint`. Raises `HarnessError` if it does not speak the wire API."""
+        """Return the connection to `endpoint`. Raises `HarnessError` if the harness does not speak its wire API."""
         return self.make_connection(endpoint, self.choose_wire_api(endpoint))
 
 
@@ -127,7 +127,7 @@ def make_launch_plan(
     settings: Mapping[str, Mapping[str, object]] | None = None,
     files: Mapping[str, str] | None = None,
 ) -> LaunchPlan:
-    """Return the plan of a run: a connection and what the run adds. `settings` are merged into the connection's."""
+    """Return a launch plan that adds `env`, `settings` and `files` to a connection. Tables of `settings` are merged."""
     merged = _merge(connection.settings, settings or {})
     return LaunchPlan(
         argv=tuple(argv), env={**connection.env, **(env or {})}, files={**settings_files(merged), **(files or {})}
@@ -140,7 +140,7 @@ def settings_files(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _merge(base: Mapping[str, Any], added: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `base` with `added`, of which tables are merged and all other values replace those of `base`."""
+    """Return `base` updated with `added`: tables are merged, all other values replaced."""
     merged = dict(base)
     for key, value in added.items():
         old = merged.get(key)

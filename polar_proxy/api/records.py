@@ -1,4 +1,4 @@
-"""Routes of recorded data: lists of sessions, everything that was recorded under a name, and exports."""
+"""Routes of recorded data: lists of sessions, single records by name, and exports."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def add_routes(routers: Routers, context: ApiContext) -> None:
         """Return a rollout, a session or a call in full."""
         settings = context.settings.engine if tokens else None
         record = await find_record(store, name, tokens_from=settings, engine=context.engine)
-        document = await asyncio.to_thread(record.model_dump_json)  # of a long session: many megabytes
+        document = await asyncio.to_thread(record.model_dump_json)  # a long session has many megabytes
         return Response(document, media_type="application/json")
 
     @trainer.get("/export", tags=["export"], response_class=StreamingResponse, responses=_EXPORT)
@@ -56,7 +56,7 @@ def add_routes(routers: Routers, context: ApiContext) -> None:
         where: Annotated[str | None, Query(description="Conditions such as `reward>=1, harness=codex`.")] = None,
         session: Annotated[list[str] | None, Query(description="Only this session. Repeatable.")] = None,
         builder: Annotated[str, Query(description="The builder: merged, per_call, tree or rescored.")] = "merged",
-        all_grades: Annotated[bool, Query(description="Also traces of grade approximate and rejected.")] = False,
+        all_grades: Annotated[bool, Query(description="Also traces of the grades approximate and rejected.")] = False,
         advantage: Annotated[str, Query(description="For trl and tinker: the advantage.")] = "grpo",
     ) -> StreamingResponse:
         """Return the rows that `polar export` writes."""

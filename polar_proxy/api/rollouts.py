@@ -86,7 +86,7 @@ def add_routes(routers: Routers, context: ApiContext) -> None:
         """Add a reward to a rollout or a session, or to one call or trace of it.
 
         Earlier rewards are kept. The reward of a rollout or session is the newest one that was given to it as a whole.
-        The session of a rollout gets none: its rollout does.
+        The session of a rollout is refused: reward the rollout instead.
         """
         await _check_target(store, body)
         reward_id = await store.rewards.add(

@@ -1,4 +1,4 @@
-"""Jobs and groups of the store with their parts, as models of the API."""
+"""API models of jobs and groups, with the rows of the store that belong to them."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from polar_proxy.api_models.responses import ApiKey, ApiResponseModel, Reward, R
 
 
 class SessionFields(ApiResponseModel):
-    """What a session's line in a list and its full record have in common."""
+    """Fields of a session in lists and in its full record."""
 
     session_id: str
     """The id of the session."""
@@ -35,11 +35,11 @@ class SessionFields(ApiResponseModel):
     last_call_at: float | None
     """When its last call ended."""
     reward: float | None = None
-    """The newest reward of the session as a whole; null for the session of a rollout, which has its own."""
+    """The newest reward of the session as a whole; null if it has a rollout, which then has the reward."""
 
 
 class Session(SessionFields):
-    """A session: everything that came in under one API key."""
+    """A session, without its calls."""
 
     calls: int
     """Number of recorded calls."""
@@ -111,7 +111,7 @@ class SessionTrace(ApiResponseModel):
     trained_tokens: int
     """Number of tokens with loss mask 1."""
     calls: list[str]
-    """The calls whose answers it has."""
+    """The calls whose answers it contains."""
     reward: float | None
     """Its reward."""
 
@@ -122,7 +122,7 @@ class SessionDetail(SessionFields):
     calls: list[SessionCall]
     """The calls, ordered by start."""
     note: str | None
-    """What to know before its calls are trained on."""
+    """Warning if sampling parameters make log-probabilities inexact for training, and how to avoid it."""
     traces: list[SessionTrace]
     """The stored traces of the builder `merged`."""
     excluded: dict[str, str]
@@ -213,13 +213,13 @@ class RolloutEvent(ApiResponseModel):
     at: float
     """When it happened."""
     kind: str
-    """`status`, or another kind of event."""
+    """The kind of event, such as `status`."""
     data: dict[str, Any]
-    """What happened."""
+    """Details of the event; the fields depend on `kind`."""
 
 
 class Artifact(ApiResponseModel):
-    """A file that a rollout left."""
+    """A stored file of a rollout."""
 
     artifact_id: str
     """The id of the artifact."""
@@ -239,19 +239,19 @@ class RolloutRecord(RolloutDetail):
     """A rollout with everything that was recorded of it."""
 
     instruction: str | None
-    """What the agent was asked to do."""
+    """The task's instruction to the agent."""
     config: dict[str, Any]
     """The options of the rollout."""
     events: list[RolloutEvent]
     """Its events, oldest first."""
     artifacts: list[Artifact]
-    """The files that it left."""
+    """Its stored files."""
     session: SessionDetail | None
     """The session of its last attempt."""
 
 
 class Record(ApiResponseModel):
-    """What a name means: exactly one of the fields is set."""
+    """The record that a name refers to: exactly one of the fields is set."""
 
     rollout: RolloutRecord | None = None
     """A rollout."""
@@ -285,6 +285,6 @@ class ExportSummary(ApiResponseModel):
     sessions: int
     """Number of sessions without a rollout that were selected."""
     left_out: dict[str, int]
-    """What was left out, by reason: calls, traces, and rows that a trainer's format refuses."""
+    """Number of calls, traces, and rows refused by a trainer's format that were left out, by reason."""
     reasons: list[str] = Field(default_factory=list)
-    """If there are no rows: why, in words."""
+    """Why there are no rows, in words; empty if there are rows."""

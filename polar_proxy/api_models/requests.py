@@ -86,7 +86,7 @@ class RewardRequest(ApiRequestModel):
     session_id: str | None = None
     """The session, if it has no rollout."""
     value: float | None = Field(allow_inf_nan=False)
-    """The reward; null if the rollout could not be judged, which is not the same as 0."""
+    """The reward; null if the work could not be judged, which is not the same as 0."""
     source: str = Field(min_length=1)
     """Who gives the reward, such as `human:anna` or `ci`."""
     call_id: str | None = None

@@ -240,7 +240,7 @@ class Reward(ApiResponseModel):
     source: str
     """Who gave the reward."""
     value: float | None
-    """The reward; null if the rollout could not be judged."""
+    """The reward; null if the work could not be judged."""
     detail: dict[str, Any]
     """The JSON object that was stored with it."""
     created_at: float

@@ -1,7 +1,7 @@
 """The `polar` command. Each verb parses its options, calls the library and prints the result.
 
-A verb's module is imported when the verb is used: `polar --version` and `polar --help` import none of them, and no verb
-imports what only another one needs. `tests/cli/test_imports.py` lists what a verb may import.
+A verb's module is imported when the verb is used: `polar --version` and `polar --help` do not import any, and a verb
+does not import what only other verbs need. `tests/cli/test_imports.py` checks which modules a verb must not import.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ VERBS = {
     ),
     "connect": Verb(
         "connect:connect",
-        "Print the lines that point an agent at a server, or start the agent so: `polar connect AGENT -- ARGUMENTS`.",
+        "Print the lines that point an agent at a server, or start the agent: `polar connect AGENT -- ARGUMENTS`.",
         command_class="connect:ConnectCommand",
     ),
     "node": Verb("serve:node", "Add this machine to a Ray cluster until stopped."),
@@ -95,7 +95,7 @@ VERBS = {
     "service": Verb("admin:service_app", "Pause, resume and drain servers."),
     "harness": Verb("harness:app", "List, install and check agents."),
     "db": Verb("admin:db_app", "Inspect, check, prune and archive the database."),
-    "doctor": Verb(  # the module of its last command, which adds that command to it
+    "doctor": Verb(  # `cli.conformance` adds a command to the group, which is made in `cli.harness`
         "conformance:doctor_app",
         "Show what is installed, what is missing and how to get it. The exit code is 1 if a required part is missing.",
     ),
@@ -105,7 +105,7 @@ VERBS = {
 
 
 class VerbGroup(TyperGroup):
-    """The group of all verbs. Listed, completed and misspelt verbs are not imported; the one that is used is."""
+    """The group of all verbs. Imports a verb when it is used, not when verbs are listed or completed."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
@@ -137,7 +137,7 @@ _EXTRAS = {
     "matplotlib": "curves",
     "tensorboard": "tensorboard",
 }
-"""Packages that are not installed with Polar alone, each with the extra of pyproject.toml that brings it."""
+"""Optional packages, each with the extra of pyproject.toml that installs it."""
 
 app = typer.Typer(
     name="polar",
@@ -169,7 +169,7 @@ def main() -> None:
     configure_logging()
     try:
         app()
-    except SystemExit:
+    except SystemExit:  # the usual end, for which the last clause would import its errors
         raise
     except ModuleNotFoundError as error:
         if (extra := _EXTRAS.get((error.name or "").partition(".")[0])) is None:
@@ -187,7 +187,7 @@ def _exit_with(error: Exception) -> NoReturn:
 
 
 def _expected_errors() -> tuple[type[Exception], ...]:
-    """Return the errors that are printed in one line. Called for an error only: a command without one imports less."""
+    """Return the errors that are printed without a traceback. Imports them, so it is called after an error only."""
     from harness_adapters.base import HarnessError
     from sandboxes.base import SandboxError
 

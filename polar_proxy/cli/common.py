@@ -55,9 +55,9 @@ def load_settings(
 def import_named_code(*names: str | None) -> None:
     """Import the modules of names `module:object` that are in the current folder, as `python -m` would find them.
 
-    Only for names that the user typed. The folder is on the module path during these imports and not after them, so
-    that a name in a task, a request or a settings file finds nothing there. A module that is not in the folder is left
-    to whoever uses the name. Raises UsageError if a module cannot be imported.
+    Only for names that the user typed. The folder is on the module path during these imports only, so that names in
+    tasks, requests and settings files are not looked up there. Modules outside the folder are not imported here.
+    Raises UsageError if a module cannot be imported.
     """
     folder = os.getcwd()
     for name in names:
@@ -89,7 +89,7 @@ def load_client_settings(url: str | None, db: str | None) -> Settings:
 
 
 def make_request(model: type[M], **fields: Any) -> M:
-    """Return the request. Raises UsageError with the first problem."""
+    """Return a request made of `fields`. Raises UsageError with the first problem."""
     try:
         return model(**fields)
     except ValidationError as error:

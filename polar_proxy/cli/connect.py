@@ -1,10 +1,10 @@
-"""`polar connect`: point an agent that is installed on this machine at a Polar server, or start it so.
+"""`polar connect`: print the settings that point an agent at a Polar server, or start the agent with them.
 
-What points an agent at a server is the `Connection` of its adapter, which the agent's rollouts use too.
+The settings are the `Connection` of the agent's adapter, which rollouts use too.
 
-* The agent's own settings of the user are never written. Settings files go into a folder below Polar's home.
+* The user's own settings of the agent are never written. Settings files are in a folder below Polar's home.
 * The session's key is in the environment only, not in files or argument lists.
-* Without arguments for the agent, nothing is written: the lines are printed, and a shell can evaluate them.
+* Without `--`, nothing is written: the command prints lines that a shell can evaluate.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def connect(
     db: options.Db = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Print the lines that point an agent at a server, or start the agent so: `polar connect AGENT -- ARGUMENTS`.
+    """Print the lines that point an agent at a server, or start the agent: `polar connect AGENT -- ARGUMENTS`.
 
     A shell can evaluate the lines: `eval "$(polar connect codex)"`. After `--` (with or without arguments) the agent
     that is installed on this machine is started in the current folder. Its settings are then in a private folder,
@@ -207,7 +207,7 @@ def _server_url(settings: Settings) -> str:
 
 
 def _ask_model(server: str) -> ModelCard:
-    """Return the model that the server serves. Raises UsageError if it does not answer as a Polar server does."""
+    """Return the model that the server serves. Raises UsageError if there is no Polar server at this URL."""
     import httpx
 
     try:
@@ -238,7 +238,7 @@ def _printable(what: str, name: str) -> str:
 
 
 def _print_connection(harness: ConnectableHarness, session: AgentSession, folder: Path, as_json: bool) -> None:
-    """Print the connection. Its settings files are for a folder of this server and agent below `folder`."""
+    """Print the connection, with its settings files in a folder of this server and agent below `folder`."""
     home = folder / re.sub(r"[^\w.-]+", "-", urlsplit(session.server).netloc) / harness.name
     connection = harness.connect(session.endpoint(home))
     files = {str(home / name): text for name, text in settings_files(connection.settings).items()}
@@ -270,7 +270,7 @@ def _shell_lines(
         lines.append(f"unset {' '.join(connection.unset)}")
     lines += [f"export {name}={shlex.quote(value)}" for name, value in connection.env.items()]
     for path, text in files.items():
-        # No line of a JSON or TOML file without multi-line strings is the end mark.
+        # The files are JSON, or TOML without multi-line strings, so no line of theirs equals the end mark.
         lines.append(f"mkdir -p {shlex.quote(str(Path(path).parent))}")
         lines.append(f"cat > {shlex.quote(path)} <<'{_END_OF_FILE}'\n{text.rstrip()}\n{_END_OF_FILE}")
     lines.append(f"# Start it: {shlex.join(_command_line(harness, connection))}")
@@ -320,7 +320,7 @@ def _run_in_foreground(argv: Sequence[str], environment: dict[str, str]) -> int:
         else:
             process.send_signal(number)
 
-    # Handlers, because the program would inherit ignored signals.
+    # Handlers instead of SIG_IGN, which the program would inherit.
     numbers = [one for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) != signal.SIG_IGN]
     before = {number: signal.signal(number, pass_on) for number in numbers}
     try:

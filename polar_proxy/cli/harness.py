@@ -113,15 +113,13 @@ def show_info(name: NameArgument, as_json: options.AsJson = False) -> None:
 
 @app.command("install")
 def install(
-    names: Annotated[
-        list[str], typer.Argument(metavar="NAME...", help="NAME[@VERSION] or module:Class, several times.")
-    ],
+    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="NAME[@VERSION] or module:Class. Repeatable.")],
     version: VersionOption = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Install harnesses into the cache, unless they are already there.
 
-    One that cannot be installed does not stop the others. The exit code is then 1.
+    If one cannot be installed, the others still are, and the exit code is 1.
     """
     if version is not None and len(names) > 1:
         raise UsageError("--version is for one harness; with several, write NAME@VERSION.")

@@ -85,8 +85,8 @@ def run(
 ) -> None:
     """Run an agent on tasks; record its model calls, score its work and build training sequences.
 
-    The exit code is 0 if every rollout reached a final status, whatever its reward. Ctrl-C prints those that had, and
-    the exit code is 130.
+    The exit code is 0 if every rollout reached a final status, whatever its reward. After Ctrl-C, the finished
+    rollouts are printed and the exit code is 130.
     """
     from polar_proxy.store import display_url
     from polar_proxy.tasks import load_tasks
@@ -126,7 +126,7 @@ async def _run(
     *,
     quiet: bool,
 ) -> None:
-    """Run the tasks and report their rollouts; if the run is cancelled, report those that finished before."""
+    """Run the tasks and report their rollouts; if the run is cancelled, report the finished ones."""
     from polar_proxy.engines.factory import make_engine
     from polar_proxy.rollouts import local_gateway, recover, run_job
     from polar_proxy.traces.grades import DistributionNotes

@@ -139,18 +139,18 @@ async def _serve(settings: Settings, as_json: bool, *, with_workers: bool, ray_a
 
 
 def _print_welcome(gateway: Gateway, settings: Settings, db: str, model: str, key_file: Path) -> None:
-    """Print what to do next. Every line works as it is printed, in a shell with the same POLAR_HOME."""
+    """Print the next commands. Each works as it is printed, in a shell with the same POLAR_HOME."""
     out.print(styled("[bold]Polar[/] serves {} at {} and records into {}", model, gateway.url, db), soft_wrap=True)
     out.print("point an agent at it:")
     plain = load_settings()
     if plain.url != gateway.url and (plain.url is not None or database_url(plain) != database_url(settings)):
-        # Without it, the commands below would use another server or database.
+        # Without this variable, the commands below would use another server or database.
         out.print(f"  export POLAR_URL={gateway.url}    # for the polar commands below", soft_wrap=True)
         if not is_local_url(gateway.url):
             out.print(f"  export POLAR_API_KEY=$(cat {shlex.quote(str(key_file))})", soft_wrap=True)
     out.print(f"  export OPENAI_BASE_URL={gateway.url}/v1", soft_wrap=True)
     if gateway.sessions.open_to_all:
-        out.print("  export OPENAI_API_KEY=any-name-you-like    # one session per key, labelled so")
+        out.print("  export OPENAI_API_KEY=any-name-you-like    # one session per key, with the key as label")
     else:
         out.print("  export OPENAI_API_KEY=$(polar session new)   # unknown keys are refused")
     out.print(f"the API: {gateway.url}/docs, with the key in {key_file}", soft_wrap=True)

@@ -96,7 +96,7 @@ def build(
 
 
 async def _note_no_match(store: Store, where: str | None, targets: Sequence[SessionTarget]) -> None:
-    """If no rollout matches the conditions, print which values there are."""
+    """Print the existing values of the compared fields if no rollout matches the conditions."""
     if where is not None and not targets:
         print_note(await store.rollouts.explain_no_match(where))
 
@@ -308,8 +308,8 @@ def export(
     """Write recorded runs as JSON lines, and print counts of what was left out to standard error.
 
     --json prints these counts as one JSON document on standard output; --out must then be a file. If there are no
-    rows, the reasons are printed in words, and the exit code is 3. Ctrl-C prints the counts of what is on standard
-    output so far; a file is written completely or not at all.
+    rows, the reasons are printed and the exit code is 3. Without --url, Ctrl-C prints the counts so far. A file is
+    written completely or not at all.
     """
     if as_json and file == "-":
         raise UsageError("--json reports on standard output, so --out must be a file.")

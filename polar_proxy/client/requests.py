@@ -229,7 +229,7 @@ class RowDecoder(StreamDecoder[Json]):
 
 
 class ExportDecoder(StreamDecoder[bytes | ExportSummary]):
-    """Decodes an export: each row as the line that it is, then the counts. Without these the export is not complete."""
+    """Decodes an export: each row as bytes with its line break, then the counts, without which it is incomplete."""
 
     def headers(self) -> dict[str, str]:
         return {"accept": NDJSON}

@@ -49,8 +49,8 @@ class AnswerChoice(AssistantDraft):
     versions: list[tuple[int, str]] = field(default_factory=list)
     """(first position, policy version) of each run of tokens."""
     reasoning_tokens: int | None = None
-    """Number of tokens up to the end of the reasoning; None if there is no reasoning, or its end is not known because
-    the engine sends it together with text."""
+    """Number of tokens up to the end of the reasoning; None without reasoning, and if the engine sent its end together
+    with text, so that the position is unknown."""
 
     def add(self, event: SampleEvent) -> None:
         if event.text:
@@ -183,7 +183,7 @@ class ParsedRequest:
     encoder: Callable[..., Encoder] = field(compare=False, repr=False)
     """Returns a new encoder of the answer, for a call id, a time of creation and the keyword `sampled`."""
     background: bool = False
-    """The client gets an id at once and asks for the answer later."""
+    """The client gets an id at once and retrieves the answer later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,9 +216,9 @@ class Dialect(ABC):
         return set()
 
     def write_out_references(self, body: Json, calls: Mapping[str, ReferencedCall]) -> Json:
-        """Return `body` with what it refers to in place of the references.
+        """Return `body` with each reference replaced by the items that it refers to.
 
-        `calls`: those of `referenced_calls` that this session may refer to. Raises RequestError if others are missing.
+        `calls`: the calls of `referenced_calls` that this session may use. Raises RequestError if one is missing.
         """
         raise NotImplementedError(f"the dialect {self.name} does not support references to recorded calls")
 

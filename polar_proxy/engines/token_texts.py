@@ -18,16 +18,16 @@ Decode = Callable[[Sequence[int]], Awaitable[str]]
 
 
 class NoTextsError(PolarError):
-    """The tokens have no texts here. The message says why, and what to do."""
+    """The tokens cannot be decoded here. The message says why."""
 
 
 async def token_texts(
     answers: Sequence[TokenIds], info: EngineInfo | None, settings: EngineSettings, engine: Engine | None = None
 ) -> list[list[str]]:
-    """Return the text of each token of the answers, special tokens included. A part of a character is U+FFFD.
+    """Return the text of each token of the answers, with special tokens. A token that is part of a character is U+FFFD.
 
-    `info`: the engine that sampled them. `engine`: an entered engine, which is asked if it serves that model; otherwise
-    `settings` name one. Raises NoTextsError.
+    `info`: the engine that sampled them. `engine`: an entered engine, used if it serves that model; otherwise the files
+    of the model or the engine of `settings` are used. Raises NoTextsError.
     """
     if info is None:
         raise NoTextsError("No engine sampled this call.")
@@ -38,8 +38,10 @@ async def token_texts(
                 known[token] = await _decode_one(decode, token)
     except NotImplementedError as error:
         raise NoTextsError(f"The engine {info.engine} cannot decode tokens.") from error
+    except NoTextsError:
+        raise
     except (PolarError, OSError) as error:
-        raise error if isinstance(error, NoTextsError) else NoTextsError(str(error)) from error
+        raise NoTextsError(str(error)) from error
     return [[known[token] for token in answer.tolist()] for answer in answers]
 
 
@@ -80,7 +82,7 @@ async def _decoder(info: EngineInfo, settings: EngineSettings, engine: Engine | 
 
 
 def _tokenizer_file(info: EngineInfo, settings: EngineSettings) -> Path | None:
-    """Return the file of the tokenizer of the model, if this machine is known to have it."""
+    """Return the tokenizer file of the model, or None if it is not found on this machine."""
     folders: list[Path | None] = []
     if settings.model_folder is not None and settings.model in (None, info.model):
         folders.append(Path(settings.model_folder).expanduser())

@@ -51,9 +51,9 @@ class ExportReport:
     left_out: Counter[str] = field(default_factory=Counter)
     """Calls by reason (`not_built_yet`: their rollout still runs; `certificate_broken`: their session has a trace that
     does not match its certificate); traces by grade (`grade_...`), and branches whose parent is left out
-    (`parent_left_out`); rows that a trainer's format refuses, by reason. `reasons.py` says each in words."""
+    (`parent_left_out`); rows that a trainer's format refuses, by reason. `reasons.py` explains each."""
     reasons: list[str] = field(default_factory=list)
-    """If there are no rows: why, in words."""
+    """Why there are no rows, in words; empty if there are rows."""
 
     def to_json(self) -> Json:
         return {**asdict(self), "left_out": dict(self.left_out)}
@@ -82,8 +82,8 @@ async def export_lines(
 
     Rows are made of the rollouts that match `where`, or of the sessions `session_ids`, or by default of every rollout
     and every session without a rollout. Records of other trainers are made from the rows of tokens-jsonl; those of trl
-    and tinker have an advantage. Raise UsageError, before the first row, for an unknown format, builder or advantage
-    and for invalid conditions; for an unknown session when its turn comes.
+    and tinker have an advantage. Raises UsageError: before the first row for an unknown format, builder or advantage
+    and for invalid conditions, and for an unknown session after the rows of the sessions before it.
     """
     _require_known(form, builder, (*DATASET_FORMATS, *TRAINER_FORMATS))
     convert: Convert = list

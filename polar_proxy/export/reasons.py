@@ -1,4 +1,4 @@
-"""Why calls, traces and rows are left out of an export, in words."""
+"""Explanations of the reasons for which an export leaves out calls, traces and rows."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ CALLS: Mapping[str, str] = {
     "hidden_call": "calls with a further tool call that the agent was not shown",
     "side_call": "calls beside the conversation, such as the agent's requests for a title",
     "retry_of": "calls that the agent sent again, and whose answer it did not use",
-    "incomplete": "calls of a session or rollout that lost a call, so that none of its calls is trained",
-    "superseded_attempt": "calls of an attempt at a rollout that another attempt followed",
+    "incomplete": "calls of a session or rollout that lost a call, so that all its calls are excluded",
+    "superseded_attempt": "calls of an earlier attempt at a rollout",
     "not_built_yet": "calls without traces: their rollout still runs, or, with --builder rescored, `polar rescore` has "
     "not been run",
     "certificate_broken": "calls of traces that do not match their certificate: the data is damaged, see "
@@ -27,7 +27,7 @@ CALLS: Mapping[str, str] = {
     "unreadable": "calls whose stored request cannot be read",
     "template_refuses": "calls whose conversation the chat template of the scoring engine refuses",
     "prompt_not_kept": "calls whose conversation with the answer does not begin with the rendered prompt",
-    "no_end_of_turn": "calls after whose answer the chat template writes no end of turn",
+    "no_end_of_turn": "calls whose answer the chat template does not end with an end of turn",
     "answer_not_kept": "calls whose answer the chat template drops or changes",
     "cut_call": "calls whose answer was cut and calls tools",
     "empty": "calls with an empty answer",
@@ -45,7 +45,7 @@ ROWS: Mapping[str, str] = {
     "no_group": "traces of sessions without a rollout, which belong to no group: this trainer's format needs groups; "
     "choose tokens-jsonl",
     "no_reward": "traces of rollouts without a reward: this trainer's format needs one (`polar reward`)",
-    "no_advantage": "traces without an advantage: their rollout has no reward, or none of its group has",
+    "no_advantage": "traces without an advantage, because their rollout or its whole group has no reward",
     "masked": "traces of rollouts that count in the baseline but are not trained",
     "group_size": "traces of groups of another size than the trainer's",
     "several_traces": "traces of rollouts with several traces: this trainer's format holds one sequence for each "

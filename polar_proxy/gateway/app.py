@@ -130,7 +130,6 @@ async def _refuse_host(path: str, foreign: str, send: asgi.Send) -> None:
     await asgi.send_json(send, 403, refusal_body(path, RequestError(message, status=403)))
 
 
-@lru_cache(maxsize=256)
 def split_path(path: str) -> tuple[str | None, str]:
     """Split `/s/{key}/rest` into (key, /rest). Any other path is returned as (None, path)."""
     if not path.startswith("/s/"):

@@ -1,11 +1,11 @@
-"""Responses that run in the background (`background: true`): the client gets their id at once, and asks for them later.
+"""Responses in the background (`background: true`): the client gets the id at once and retrieves the answer later.
 
 Promises:
 
-* A background call takes the same way as any other and is recorded as they are. It does not end with its client's
-  connection, but when it is answered, when it is cancelled, or when its session or the gateway ends.
-* While it runs, only its own gateway knows it. Afterwards it is found by its record, which says how it ended.
-* One session has at most `_MOST_RUNNING` at a time: they are not bounded by the number of connections.
+* A background call is answered and recorded like any other. It does not end with its client's connection, but when it
+  is answered or cancelled, or when its session or the gateway ends.
+* While it runs, only the gateway that received it can find it. Afterwards it is found by its record.
+* `_MOST_RUNNING` limits the running calls of a session, because the number of connections does not.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class BackgroundCall:
         self._cancelled.set()
 
     async def receive(self) -> Json:
-        """Take the place of the client's connection, which may be closed: report its end when the call is cancelled."""
+        """Replace the `receive` of the client's connection: report a disconnect when the call is cancelled."""
         await self._cancelled.wait()
         return {"type": "http.disconnect"}
 
@@ -49,7 +49,7 @@ class BackgroundCalls:
         self._running: dict[str, BackgroundCall] = {}
 
     def require_room(self, session: SessionState) -> None:
-        """Raise RequestError 429 if the session has as many running calls as it may have."""
+        """Raise RequestError 429 if the session has `_MOST_RUNNING` running calls."""
         own = sum(call.session_id == session.session_id for call in self._running.values())
         if own >= _MOST_RUNNING:
             text = f"This session has {own} responses in the background, the most that can run. Wait for one of them."
@@ -64,7 +64,7 @@ class BackgroundCalls:
         return call.receive
 
     def end(self, call_id: str) -> None:
-        """Forget a call, which is recorded now. Safe to call for others."""
+        """Remove a call that has ended. Does nothing for calls that do not run in the background."""
         if (call := self._running.pop(call_id, None)) is not None:
             call.ended.set()
 
@@ -74,7 +74,7 @@ class BackgroundCalls:
         return call if call is not None and call.session_id == session.session_id else None
 
     def end_session(self, session_id: str) -> None:
-        """Cancel the calls of a session whose key is revoked: nobody can ask for them any more."""
+        """Cancel the calls of a session whose key is revoked, because they cannot be retrieved any more."""
         for call in self._running.values():
             if call.session_id == session_id:
                 call.cancel()

@@ -58,7 +58,7 @@ _LARGE_BODY, _MANY_MESSAGES = 1 << 20, 500
 """Bytes (with `_BYTES_OF_VALUE`) and messages above which a request is `large`: what takes time that grows with it runs
 in a thread, to keep the event loop free."""
 _MANY_REFERENCES = 50
-"""Number of recorded calls above which a request that refers to them is large."""
+"""Number of recorded calls above which a request that refers to them is `large`."""
 _TAKES_TURNS = 1 << 16
 """Size in bytes above which a request lets others be served before it is parsed. Smaller requests of its session do
 not wait for it."""
@@ -331,7 +331,7 @@ class RequestHandler:
             self._warned_of_no_key = True
             log.warning(
                 "A client sends no API key. Each of its connections is a session of its own, unless it names its "
-                "thread in a header. Give it a key of any name, or start it with `polar connect AGENT`"
+                "thread in a header. Give it a key of any name, or start it with `polar connect AGENT --`"
             )
         return key_without_api_key(headers, scope["state"][asgi.CONNECTION])
 
@@ -384,7 +384,7 @@ class RequestHandler:
     async def _write_out_references(
         self, dialect: Dialect, body: Json, session: SessionState, large: bool
     ) -> tuple[Json, bool]:
-        """Return a body with the recorded items that it refers to, and whether the request is large with them."""
+        """Return a body with its references replaced by the recorded items, and whether the request is then large."""
         call_ids = await self._thread.run(large, dialect.referenced_calls, body)
         if not call_ids:
             return body, large

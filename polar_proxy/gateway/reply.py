@@ -142,7 +142,7 @@ class BackgroundReply(Reply):
         return self._encoder.unfinished("in_progress")
 
     async def finish(self, answers: list[Answer]) -> None:
-        """Do nothing: the client asks for the answer later."""
+        """Do nothing: the client retrieves the answer later."""
 
     async def fail(self, error: RequestError | EngineError) -> None:
         """Do nothing: the record says how the call ended."""

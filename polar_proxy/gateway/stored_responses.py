@@ -1,16 +1,16 @@
-"""The stored life of a response (OpenAI Responses): find, retrieve, list its input, delete, cancel.
+"""Routes of stored responses (OpenAI Responses): retrieve, list the input, delete, cancel.
 
     GET    /v1/responses/{id}               the response, from its record; ?stream=true: its events
-    GET    /v1/responses/{id}/input_items   what it was generated from; ?limit, order, after, include
+    GET    /v1/responses/{id}/input_items   its input; ?limit, order, after, include
     DELETE /v1/responses/{id}
-    POST   /v1/responses/{id}/cancel        of a response in the background; others are refused
+    POST   /v1/responses/{id}/cancel        only for a response in the background
 
 Promises:
 
-* A session sees its own responses only. For all others, and for unknown and deleted ones and those with `store: false`,
-  it gets the same error: it cannot learn whether they exist. So it does for responses that have failed or are not
-  finished, unless they are of the background.
-* These routes record nothing. A deleted response can neither be retrieved nor be referred to; its call stays recorded.
+* A session sees its own responses only. Responses of other sessions, deleted ones and those with `store: false` get the
+  same error as unknown ids, so that a session cannot learn whether they exist. Responses that failed or are unfinished
+  get it too, except those in the background.
+* These routes record no call. A deleted response can neither be retrieved nor referred to; its call stays recorded.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _INCLUDABLE = frozenset(
         "reasoning.encrypted_content",
     }
 )
-"""Values of `include` that change nothing, because what they name is always included or never made here."""
+"""Values of `include` without effect, because these fields are always included or never exist here."""
 _MOST_LISTED, _LISTED = 100, 20
 
 Query = Mapping[str, list[str]]
@@ -91,7 +91,8 @@ class StoredCalls:
             call.call_id: call
             for call in calls
             if (call.choices or call.params.get("background"))
-            and (call.session_id, call.dialect) == (session.session_id, dialect.name)  # unrecorded ones are of any
+            # Sessions share the cache of unrecorded calls.
+            and (call.session_id, call.dialect) == (session.session_id, dialect.name)
             and call.deleted_at is None
             and call.params.get("store") is not False
         }
@@ -119,7 +120,7 @@ class StoredCalls:
         return await self._monitor.run(partial(self._store.calls.get_many, session.session_id, call_ids))
 
     async def delete(self, session: SessionState, call_id: str) -> None:
-        """Make a call of this session impossible to find here. Raises StoreError."""
+        """Delete the response of a call of this session, so that `find` leaves it out. Raises StoreError."""
         if not session.discard_unrecorded(call_id):
             await self._monitor.run(partial(self._store.calls.mark_deleted, call_id))
 
@@ -201,7 +202,7 @@ class StoredResponseRoutes:
 
 
 def _listed_page(call: CallRecord, query: Query) -> bytes:
-    """Return a page of a response's input items, the newest first unless the query says otherwise."""
+    """Return a page of a response's input items, newest first by default."""
     items = listed_input(call)
     _check_include(query)
     limit = _integer(query, "limit", 1, _MOST_LISTED) or _LISTED

@@ -1,8 +1,8 @@
 """The sender of a request, from its headers and body: the session key, and what the harness reports about the call.
 
-Keys are sent as API keys, and only their SHA-256 is stored. A key that a person made up of plain words is also the
-session's label (`typed_label`). The metadata (thread, attempt) is read from a fixed list of
-headers and body fields, so no key and no authorisation header can get into the history or the store.
+Keys are sent as API keys, and only their SHA-256 is stored. A key of plain words is also the session's label
+(`typed_label`). The metadata (thread, attempt) is read from a fixed list of headers and body fields, so that keys and
+authorisation headers cannot get into the history or the store.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def is_issued_key(key: str) -> bool:
 def typed_label(key: str) -> str | None:
     """Return a key as a label if it is made of plain words and small numbers, such as `my-agent-2`; otherwise None.
 
-    Such a key is a name that a person typed for an open gateway. Everything else may be a secret.
+    Such a key is a name that a person typed for an open gateway. Any other key may be a secret.
     """
     words = _SEPARATORS.split(key)
     plain = len(words) <= _MAX_WORDS and all(_PLAIN_WORD.fullmatch(word) for word in words)
@@ -138,10 +138,10 @@ def key_of_request(headers: Mapping[str, str], query_key: str | None) -> str | N
 
 
 def key_without_api_key(headers: Mapping[str, str], connection: str) -> str:
-    """Return the key that stands for the one that a request lacks, so that two clients do not share a session.
+    """Return a substitute for the key of a request without one, so that two clients do not share a session.
 
-    It names the thread that the client reports in a header, or else the connection. No client can send this key in a
-    header, because it contains a NUL.
+    It names the thread that the client reports in a header, or else the connection. It contains a NUL, so a client
+    cannot send it in a header.
     """
     thread = _thread_of_headers(headers)
     return f"\0connection {connection}" if thread is None else f"\0thread {thread}"

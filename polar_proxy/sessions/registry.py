@@ -79,10 +79,10 @@ class SessionRegistry:
             may_open = self.open_to_all and not inside_sandbox
             found = self._by_hash.get(digest) or await self._load(digest, key, path_key, may_open)
         if found is None:
-            # An agent in a sandbox need not know about this machine's files.
+            # Agents in a sandbox are not shown paths of this machine.
             place = "" if inside_sandbox else f" in {self._store.location}"
-            message = f"Incorrect API key provided. Polar accepts only keys that `polar session new` made{place}."
-            raise RequestError(message, status=401, code="invalid_api_key")
+            accepted = f"Polar accepts only keys made by `polar session new` or `polar connect`{place}."
+            raise RequestError(f"Incorrect API key provided. {accepted}", status=401, code="invalid_api_key")
         return found
 
     def in_memory(self, key: str | None, path_key: str | None) -> SessionState | None:
@@ -290,5 +290,5 @@ def _digest(key: str | None, path_key: str | None) -> bytes:
 
 
 def _given(key: str | None, path_key: str | None) -> str:
-    """Return the key that counts: the one in the URL's path, else the one in the headers."""
+    """Return the key of a request: the one in the URL's path, else the one in the headers."""
     return path_key if path_key is not None else (key or "")

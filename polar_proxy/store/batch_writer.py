@@ -1,4 +1,4 @@
-"""Writing in batches: what arrives during one write is written together by the next."""
+"""Writing in batches: items that arrive during one write are written together by the next."""
 
 from __future__ import annotations
 

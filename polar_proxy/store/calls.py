@@ -109,13 +109,13 @@ class CallRepository(Repository):
         return records[0] if records else None
 
     async def get_many(self, session_id: str, call_ids: Collection[str]) -> list[CallRecord]:
-        """Return those of the calls that the session has, ordered by start. What they have in common is read once."""
+        """Return the calls with these ids that the session has, ordered by start. Shared messages are read once."""
         async with self._database.reading() as connection:
             loader = await fetch(connection, and_(_c.session_id == session_id, _c.call_id.in_(list(call_ids))))
         return await asyncio.to_thread(loader.records)
 
     async def message_bytes(self, session_id: str, call_ids: Collection[str]) -> int:
-        """Return the bytes of the messages of what `get_many` reads. A message that several calls share counts once."""
+        """Return the size in bytes of the messages that `get_many` reads. A shared message counts once."""
         own = and_(_c.session_id == session_id, _c.call_id.in_(list(call_ids)), _c.messages_node.is_not(None))
         chain = chain_ids(select(_c.messages_node.label("node_id")).where(own))
         query = select(func.coalesce(func.sum(_n.length), 0)).join(chain, chain.c.node_id == _n.node_id)

@@ -150,7 +150,7 @@ class Database:
         """Return an INSERT that leaves existing rows unchanged."""
         if self.dialect == "sqlite":
             return sqlite.insert(table).on_conflict_do_nothing()
-        from sqlalchemy.dialects import postgresql  # an SQLite database needs none of it
+        from sqlalchemy.dialects import postgresql  # imported only for PostgreSQL
 
         return postgresql.insert(table).on_conflict_do_nothing()
 
@@ -437,7 +437,7 @@ def display_url(url: str) -> str:
 
 
 def database_location(url: str) -> str:
-    """Return the address without user, password and options, for those who may not know them."""
+    """Return the address without user, password and options, for error messages of the server."""
     parsed = make_url(normalise_url(url))
     plain = URL.create(parsed.get_backend_name(), host=parsed.host, port=parsed.port, database=parsed.database)
     return plain.render_as_string()

@@ -116,7 +116,7 @@ def _revision(connection: Connection) -> str | None:
 
 
 def _run_migrations(connection: Connection) -> None:
-    from alembic import command  # takes as long to import as the rest of the store, and is rarely needed
+    from alembic import command  # rarely needed, and takes as long to import as the rest of the store
     from alembic.config import Config
 
     config = Config()

@@ -1,4 +1,4 @@
-"""Find a rollout, a session or a call by what a person types: an id, the beginning of one, a label, or `last`."""
+"""Find a rollout, a session or a call by its id, the beginning of its id, its label, or `last`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _KINDS: tuple[tuple[RecordKind, str, ColumnElement[str]], ...] = (
 
 
 class UnknownNameError(UsageError):
-    """Nothing has this name."""
+    """No record has this name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,18 +43,18 @@ class NameRepository(Repository):
         """Return the record that `name` means.
 
         Tried in this order: an id, `last`, a label, the beginning of ids and labels. Raises UnknownNameError
-        if nothing has the name, and UsageError if several records have it.
+        if no record has the name, and UsageError if several have it.
         """
         for kind, prefix, column in _KINDS:
             if name.startswith(prefix) and (found := await self._names(_of_id(kind, column).where(column == name))):
                 return found[0]
         if name == LAST and (found := await self._names(_by_label.order_by(_used.desc()).limit(1))):
             return found[0]
-        for candidates in (await self._names(_newest(_by_label.where(_s.label == name))), await self._begins(name)):
-            if len(candidates) == 1:
-                return candidates[0]
-            if candidates:
-                raise UsageError(_ambiguous(name, candidates))
+        candidates = await self._names(_newest(_by_label.where(_s.label == name))) or await self._begins(name)
+        if len(candidates) > 1:
+            raise UsageError(_ambiguous(name, candidates))
+        if candidates:
+            return candidates[0]
         place = database_location(self._database.url)
         raise UnknownNameError(
             f"No rollout, session or call in {place} has an id or a label that begins with {name!r}. "
@@ -89,13 +89,11 @@ def _of_id(kind: RecordKind, column: ColumnElement[str]) -> Select[Any]:
     return _select_names(kind, column, literal(None))
 
 
-def _newest(
-    query: Select[Any],
-) -> Select[Any]:
+def _newest(query: Select[Any]) -> Select[Any]:
     return query.order_by(_s.session_id.desc()).limit(_LISTED + 1)
 
 
 def _ambiguous(name: str, candidates: list[RecordName]) -> str:
     lines = [f"{one.record_id} {one.label}" if one.label else one.record_id for one in candidates[:_LISTED]]
     more = ["..."] if len(candidates) > _LISTED else []
-    return "\n".join([f"{name!r} is the beginning of several names. Write more of one of them:", *lines, *more])
+    return "\n".join([f"{name!r} matches several names. Write one of these ids, or more of its label:", *lines, *more])

@@ -188,7 +188,7 @@ class RolloutRepository(Repository):
         return (await self._rows(RolloutRow, query.limit(limit)))[::-1]
 
     async def explain_no_match(self, where: str) -> str:
-        """Return why no rollout matches these conditions: for each that none matches, the values that there are."""
+        """Return why no rollout matches these conditions: the matches of each, or the existing values of its field."""
         total = await self._count()
         if not total:
             return "The database has no rollouts."
@@ -211,12 +211,12 @@ class RolloutRepository(Repository):
         joined = _rollouts_with_sessions.join(schema.tasks, _t.task_id == _r.task_id)
         if is_number(name):
             (row,) = await self._rows(lambda *row: row, select(func.min(column), func.max(column)).select_from(joined))
-            return f"No rollout has a {name}." if row[0] is None else f"Their {name} is {row[0]:g} to {row[1]:g}."
+            return f"No rollout has a {name}." if row[0] is None else f"Values of {name}: {row[0]:g} to {row[1]:g}."
         number = func.count().label("number")
         query = select(column, number).select_from(joined).group_by(column).order_by(number.desc(), column)
         rows = await self._rows(lambda *row: row, query.limit(_LISTED_VALUES + 1))
         values = [f"{'none' if value is None else value} ({count})" for value, count in rows[:_LISTED_VALUES]]
-        return f"Their {name} is {', '.join(values)}{' and others' if len(rows) > _LISTED_VALUES else ''}."
+        return f"Values of {name}: {', '.join(values)}{' and others' if len(rows) > _LISTED_VALUES else ''}."
 
     async def interrupted(self) -> list[RolloutRow]:
         """Return the rollouts without a final status, oldest first.

@@ -36,7 +36,7 @@ class Store:
 
     Each attribute is a repository with the queries on a few related tables. All of them raise StoreError if the
     database reports an error. The repositories of tokens and of maintenance are imported when they are first used,
-    because a command that lists sessions or jobs would spend most of its time on importing them.
+    because importing them would take most of the time of a command that lists sessions or jobs.
     """
 
     def __init__(self, database: Database, artifacts: Path) -> None:

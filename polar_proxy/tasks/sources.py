@@ -75,9 +75,9 @@ def load_tasks(
     """Return the tasks that a user asked for, and refusals of the listed tasks that cannot be used.
 
     Files, folders and functions give lists of tasks. A family or a class makes a task from any seed: it has no list, so
-    the refusals are None. The tasks are `instances` ones from number `seed` on; of a list, refused tasks are skipped.
-    Default of `seed`: 0. Default of `instances`: 1, or all tasks of a list if `seed` is not given either. Raises
-    UsageError if there is no such source, or the source has no such seed.
+    the refusals are None. The result has `instances` tasks, from number `seed` on; refused tasks of a list are
+    skipped. Default of `seed`: 0. Default of `instances`: 1, or all tasks of a list if `seed` is not given either.
+    Raises UsageError if there is no such source, or the source has no such seed.
     """
     source = get_source(name, code)
     if isinstance(source, TaskList):
@@ -214,7 +214,7 @@ class TaskList:
             return [self.task(position) for position in self.seeds[:instances]]
         following = [position for position in self.seeds if position >= seed][:instances]
         if instances is None or not following:
-            following = [seed]  # `task` says why it cannot be used, if it cannot
+            following = [seed]  # `task` raises the error if it cannot be used
         return [self.task(position) for position in following]
 
     def task(self, seed: int) -> Task:

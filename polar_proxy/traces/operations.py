@@ -38,7 +38,7 @@ _PAGE = 500
 
 @dataclass(frozen=True, slots=True)
 class SessionTarget:
-    """A session, with facts of its rollout, if it has one, and the reward of either."""
+    """A session, with the reward of its rollout if it has one, else its own."""
 
     session_id: str
     rollout_id: str | None = None

@@ -89,7 +89,7 @@ async def test_an_export_over_http_is_the_export_of_the_database(client: AsyncCl
     report = await export(store, form, written.append)
     lines, summary = await exported(client, form)
     assert len(lines) == summary.rows == report.rows
-    if form != "tokens-jsonl":  # whose certificates have new ids for a session that is built on request
+    if form != "tokens-jsonl":  # its certificates have new ids each time that a session is built on request
         assert lines == written
     assert (summary.left_out, summary.reasons) == (dict(report.left_out), report.reasons)
     _, summary = await exported(client, form, sessions=[session_id])  # type: ignore[arg-type]
@@ -112,7 +112,7 @@ async def test_an_export_without_its_counts_is_not_complete() -> None:
             _ = [row async for row in client.export()]
 
 
-async def test_a_session_is_rewarded_as_a_rollout_is(client: AsyncClient, store: Store) -> None:
+async def test_adds_rewards_to_a_session_without_a_rollout(client: AsyncClient, store: Store) -> None:
     session_id, calls = await session_without_rollout(store)
     rollout_id, others = await rollout(store, reward=None)
     given = await client.reward(RewardRequest(session_id=session_id, value=0.5, source="human:anna"))

@@ -1,4 +1,4 @@
-"""`polar connect`: settings for agents, printed or used to start a program that stands in for the agent."""
+"""`polar connect`: settings for agents, printed or used to start a fake agent."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 MODEL = 'a model\'s "$(name)" \\'
 FREE_PORT = "9"
-"""No server of this machine listens on the port of the discard protocol."""
+"""The port of the discard protocol, on which no server of this machine listens."""
 REPORT = """#!/bin/sh
 env > "$REPORT/env"
 pwd > "$REPORT/folder"
@@ -45,7 +45,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeProgram:
-    """Put programs on PATH that report how they were started, in the folder that the fixture returns."""
+    """Return a function that puts a fake agent on PATH and returns the folder in which it reports its start."""
     folder, report = tmp_path / "bin", tmp_path / "report"
     folder.mkdir()
     report.mkdir()
@@ -237,7 +237,7 @@ def test_signals_end_the_agent_and_not_the_command(
     assert list((polar_home / "connect").iterdir()) == []
 
 
-def test_double_dash_is_noticed() -> None:
+def test_command_records_double_dash() -> None:
     command = ConnectCommand("connect")
     assert command.make_context("connect", ["--"], resilient_parsing=True).meta == {"polar_connect_start": True}
     assert command.make_context("connect", [], resilient_parsing=True).meta == {"polar_connect_start": False}

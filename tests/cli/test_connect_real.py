@@ -1,4 +1,4 @@
-"""`polar connect AGENT -- ARGUMENTS` with the real agents, each with a home that knows nothing of Polar.
+"""`polar connect AGENT -- ARGUMENTS` with the real agents, each with an empty home.
 
 terminus-2 is missing: users start it by harbor, on tasks that need Docker.
 """

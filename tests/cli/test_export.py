@@ -80,7 +80,7 @@ def test_advantages_come_from_the_whole_group(polar_home: Path, tmp_path: Path) 
 def test_an_export_without_rows_says_why_in_words(tmp_path: Path) -> None:
     done = polar("export", "--where", "harness=codex, status=done")
     assert done.exit_code == 3
-    assert "harness=codex matches no rollout. Their harness is mini-swe-agent (2)." in done.stderr
+    assert "harness=codex matches no rollout. Values of harness: mini-swe-agent (2)." in done.stderr
     assert "status=done matches 2 of 2 rollouts." in done.stderr
     done = polar("export", "--format", "nemo-rl", "--out", str(tmp_path / "none"))
     assert done.exit_code == 3

@@ -1,4 +1,4 @@
-"""A verb imports what it needs and no more: the time of a short command is the time of its imports."""
+"""A verb imports only the modules that it needs, because imports take most of the time of a short command."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CLIENT = {"httpx", "polar_proxy.client"}
 TOKENS = {"numpy", "zstandard", "polar_proxy.sequences"}
 SETTINGS = {"pydantic", "pydantic_settings", "polar_proxy.config"}
 READING = MODELS | SERVER | AGENTS | CLIENT | {"alembic"}
-"""What no verb needs that reads the database."""
+"""Modules that a verb which reads the database does not need."""
 
 PROGRAM = """
 import sys
@@ -78,7 +78,7 @@ def test_showing_a_session_starts_no_server() -> None:
 
 @pytest.mark.slow
 def test_a_remote_verb_imports_neither_store_nor_server() -> None:
-    """The server does not answer, which changes nothing in what the verb needs."""
+    """The server does not answer; the verb's imports are the same as if it did."""
     program = "import polar_proxy.client.requests as r; r.MAX_PAUSE_SECONDS = 0.01\n" + PROGRAM
     remote = {**environment(), "POLAR_URL": "http://127.0.0.1:9", "POLAR_API_KEY": "none"}
     done = subprocess.run([sys.executable, "-c", program, "status"], env=remote, capture_output=True, text=True)
@@ -87,7 +87,7 @@ def test_a_remote_verb_imports_neither_store_nor_server() -> None:
 
 
 @pytest.mark.parametrize("name", VERBS)
-def test_help_of_all_verbs_is_the_first_paragraph_of_each(name: str) -> None:
+def test_listed_help_of_a_verb_is_its_first_paragraph(name: str) -> None:
     loaded = VERBS[name].load()
     if isinstance(loaded, typer.Typer):
         text = solve_typer_info_help(typer.models.TyperInfo(loaded))

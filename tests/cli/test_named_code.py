@@ -1,4 +1,4 @@
-"""Code that the user names on the command line is found in the current folder; code that data names is not."""
+"""Code that the user names on the command line is found in the current folder; code named by data is not."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_an_error_in_a_named_module_is_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_tasks_of_the_current_folder_are_submitted(tmp_path: Path) -> None:
-    """As the installed program, whose module path has not the current folder but its own."""
+    """Run by the installed program, because the current folder is not on its module path."""
     (tmp_path / "my_tasks.py").write_text(
         "def tasks():\n"
         "    evaluator = {'kind': 'command', 'argv': ['true']}\n"

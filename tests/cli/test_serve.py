@@ -101,7 +101,7 @@ END"""
 
 @pytest.mark.parametrize("keys", [(), ("--require-known-keys",)], ids=["open", "known keys"])
 def test_the_printed_lines_work_with_another_database(polar_home: Path, tmp_path: Path, keys: tuple[str, ...]) -> None:
-    """They are run as they are printed, in a shell that does not know the server's --db."""
+    """The lines are run in a shell without the server's --db."""
     command = [POLAR, "serve", "--engine", "scripted", "--port", "0", "--db", str(tmp_path / "my runs.db"), *keys]
     with subprocess.Popen(command, env=environment(), cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
         try:

@@ -41,13 +41,13 @@ def export(path: Path, *options: str) -> list[Json]:
 # Build
 
 
-def test_build_without_a_match_says_what_there_is(polar_home: Path) -> None:
+def test_build_without_a_match_lists_existing_values(polar_home: Path) -> None:
     async def fill() -> None:
         async with open_store(f"sqlite:///{polar_home}/polar.db") as store:
             await rollout(store, reward=1.0)
 
     asyncio.run(fill())
-    assert "harness is mini-swe-agent (1)" in polar("build", "--where", "harness=codex").stderr
+    assert "Values of harness: mini-swe-agent (1)" in polar("build", "--where", "harness=codex").stderr
 
 
 @pytest.fixture

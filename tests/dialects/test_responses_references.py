@@ -49,7 +49,7 @@ def conversation(*items: Json, calls: dict[str, ReferencedCall] = CALLS, **field
 
 
 def streamed_ids(message: Message, order: str) -> list[str]:
-    """Return the item ids that a client got of an answer whose parts arrived in this order (r, t, c)."""
+    """Return the item ids of an answer that was streamed in `order`: r reasoning, t text, c tool calls."""
     events = {
         "r": [SampleEvent(reasoning=message.reasoning or "")],
         "t": [SampleEvent(text=str(message.content))],
@@ -66,7 +66,7 @@ def streamed_ids(message: Message, order: str) -> list[str]:
 
 
 @pytest.mark.parametrize("order", ["rtc", "rct", "tcr", "crt"])
-def test_references_to_all_items_give_the_recorded_answer_in_whatever_order_they_were_streamed(order: str) -> None:
+def test_references_to_all_items_give_the_recorded_answer_in_any_streaming_order(order: str) -> None:
     ids = streamed_ids(ANSWER, order)
     assert len(ids) == len(set(ids)) == 5
     assert conversation(USER, *map(ref, ids)) == (Message("user", "hi"), ANSWER)
@@ -84,7 +84,7 @@ def test_type_of_a_reference_is_optional() -> None:
 
 
 def test_an_item_is_not_repeated() -> None:
-    """It is there as a whole, by an earlier reference, as another piece of one text, or in the previous response."""
+    """The input has it in full, by a reference to it or to another piece of its text, or by the previous response."""
     whole: Json = {"type": "message", "role": "assistant", "id": "msg_1_0", "content": "let me see"}
     once = (Message("user", "hi"), Message("assistant", "let me see"))
     assert conversation(USER, whole, ref("msg_1_0")) == once
@@ -118,7 +118,7 @@ BROKEN = {"call_1": ReferencedCall(FIRST, ANSWER, "the engine broke")}
         ("msg_1_0", BROKEN),
     ],
 )
-def test_an_item_that_is_not_there_is_not_found(identity: str, calls: dict[str, ReferencedCall]) -> None:
+def test_unknown_item_is_not_found(identity: str, calls: dict[str, ReferencedCall]) -> None:
     with pytest.raises(RequestError, match="Items are not persisted") as caught:
         DIALECT.write_out_references({"model": "m", "input": [USER, ref(identity)]}, calls)
     assert (caught.value.status, caught.value.param, caught.value.code) == (404, "input", None)

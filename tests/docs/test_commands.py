@@ -151,7 +151,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory, fake_vllm: FakeVllm) -> 
     home, folder = tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("work")
     (folder / "examples").symlink_to(ROOT / "examples")
     agents = tmp_path_factory.mktemp("agents")
-    for name in ("claude", "codex"):  # they stand in for the agents that `polar connect` starts
+    for name in ("claude", "codex"):  # fakes of the agents that `polar connect` starts
         (agents / name).symlink_to(shutil.which("true") or "/bin/true")
     env = {
         **{name: value for name, value in os.environ.items() if not name.startswith("POLAR_")},

@@ -1,4 +1,4 @@
-"""Every reason for which an export leaves something out is explained in words."""
+"""Every reason for which an export leaves something out has an explanation."""
 
 from __future__ import annotations
 

@@ -442,7 +442,7 @@ async def send_random_bodies(gateway: Gateway, store: Store, count: int, seed: i
                     await use_stored(own, own.choice(responses))
 
         async def use_stored(own: random.Random, response: str) -> None:
-            """Use the stored life of a response, with a key that may not be its own."""
+            """Send a request to a route of stored responses, perhaps with the key of another session."""
             name = own.choice([response, response, response, "resp_0", "%00", "%F0%9F%98", "x" * 300])
             path = f"/v1/responses/{name}{own.choice(['', '', '/input_items', '/cancel'])}{own.choice(_STORED_QUERIES)}"
             headers = {"authorization": f"Bearer k{own.randrange(4)}"}

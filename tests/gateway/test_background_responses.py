@@ -1,4 +1,4 @@
-"""Responses in the background: the id comes at once, the answer is retrieved later, and the call can be cancelled."""
+"""Responses in the background: the id is returned at once, the answer is retrieved later, the call can be cancelled."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def ended(sdk: AsyncOpenAI, identity: str) -> Response:
     return found
 
 
-async def test_answer_is_retrieved_when_it_is_there(serve: Serve, store: Store) -> None:
+async def test_retrieves_the_answer_when_it_is_complete(serve: Serve, store: Store) -> None:
     gate = asyncio.Event()
 
     class Waiting(ScriptedEngine):
@@ -82,7 +82,7 @@ async def test_cancelled_response_is_recorded_and_retrieved_as_cancelled(serve: 
     assert engine.aborted == 1
 
 
-async def test_failed_response_says_why(serve: Serve) -> None:
+async def test_failed_response_has_the_error_message(serve: Serve) -> None:
     async with connected_sdk(serve, BrokenEngine()) as sdk:
         one = await start(sdk)
         found = await ended(sdk, one.id)
@@ -120,14 +120,14 @@ async def test_end_of_the_session_cancels(serve: Serve, store: Store) -> None:
     assert call.status == "client_gone"
 
 
-async def test_gateway_that_stops_records_what_runs(serve: Serve, store: Store) -> None:
+async def test_stopping_the_gateway_records_running_calls(serve: Serve, store: Store) -> None:
     async with serve(slow_engine()) as gateway, client(gateway.url) as http:
         await http.post("/responses", json={"input": "hi", "background": True})
     (call,) = await recorded_calls(store)
     assert (call.status, call.error) == ("client_gone", "the gateway was stopped")
 
 
-async def test_one_session_cannot_start_any_number(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_limits_the_running_responses_of_a_session(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background, "_MOST_RUNNING", 2)
     async with connected_sdk(serve, slow_engine()) as sdk:
         running = [await start(sdk) for _ in range(2)]

@@ -65,7 +65,7 @@ async def test_any_key_opens_a_session_on_loopback(serve: Serve, store: Store) -
 async def test_clients_without_a_key_do_not_share_a_session(
     serve: Serve, store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each connection without a key is a session, whatever stands for the missing key. One warning says so."""
+    """Each connection without a key has its own session, also with an empty key. One warning is logged."""
     async with serve(ScriptedEngine()) as gateway:
         url = f"{gateway.url}/v1/chat/completions"
         async with httpx.AsyncClient(timeout=120) as one, httpx.AsyncClient(timeout=120) as other:
@@ -89,7 +89,7 @@ async def test_a_client_without_a_key_is_known_by_the_thread_that_it_reports(ser
 
 
 async def test_rejects_requests_without_a_key_if_known_keys_are_required(serve: Serve, store: Store) -> None:
-    """Also if an earlier version recorded such requests in the session of the empty key."""
+    """The database has a session of the empty key, as earlier versions created it."""
     await store.sessions.create(key_hash=hash_key(""), label=None, origin="open")
     async with serve(ScriptedEngine(), require_known_keys=True) as gateway:
         for answer in (

@@ -1,4 +1,4 @@
-"""The stored life of a response: retrieve, list its input, delete, cancel, refer to it and to its items."""
+"""Stored responses: retrieve, list the input, delete, cancel, refer to a response and to its items."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def outputs() -> list[Any]:
 async def test_second_turn_that_names_the_first_by_item_ids_continues_it(
     serve: Serve, store: Store, stream: bool
 ) -> None:
-    """As the AI SDK sends it. The model sees the conversation, and the call continues the exact tokens of the first."""
+    """The AI SDK sends such bodies. The model sees the conversation, and the call continues the first one's tokens."""
     engine = agent()
     question: Any = {"role": "user", "content": "hi"}
     async with connected_sdk(serve, engine) as sdk:
@@ -189,7 +189,7 @@ async def assert_unknown(sdk: AsyncOpenAI, identity: str) -> None:
         assert unknown.value.param == "input"
 
 
-async def test_deleted_response_is_gone_for_its_client_and_stays_recorded(serve: Serve, store: Store) -> None:
+async def test_deleted_response_is_unknown_but_stays_recorded(serve: Serve, store: Store) -> None:
     async with connected_sdk(serve, ScriptedEngine()) as sdk:
         one = await sdk.responses.create(model="m", input="hi")
         two = await sdk.responses.create(model="m", input="go on", previous_response_id=one.id)
@@ -213,7 +213,7 @@ async def test_response_that_is_not_stored_is_recorded_but_unknown(serve: Serve,
     assert call.status == "ok"
 
 
-async def test_another_session_sees_nothing(serve: Serve, store: Store) -> None:
+async def test_response_is_unknown_to_another_session(serve: Serve, store: Store) -> None:
     await new_session(store, "k2")
     async with connected_sdk(serve, ScriptedEngine()) as sdk:
         one = await sdk.responses.create(model="m", input="hi")
@@ -284,7 +284,7 @@ async def test_store_that_cannot_be_written_refuses_to_delete(serve: Serve, stor
         assert (await http.get(f"/responses/{identity}")).status_code == 200
 
 
-async def test_response_that_could_not_be_recorded_lives_in_memory(serve: Serve, store: Store) -> None:
+async def test_response_that_could_not_be_recorded_is_served_from_memory(serve: Serve, store: Store) -> None:
     async with serve(ScriptedEngine()) as gateway, client(gateway.url) as http:
         assert (await http.post("/responses", json=BODY)).status_code == 200
         with failing_writes(store):
@@ -303,7 +303,7 @@ async def test_wrong_method_is_refused(serve: Serve) -> None:
     assert (refused.status_code, refused.headers["allow"]) == (405, "GET, DELETE")
 
 
-async def test_routes_have_no_version_and_a_key_in_the_path_too(serve: Serve) -> None:
+async def test_routes_work_without_version_and_with_a_key_in_the_path(serve: Serve) -> None:
     async with serve(ScriptedEngine()) as gateway, httpx.AsyncClient(base_url=gateway.url, timeout=120) as http:
         for prefix in ("/s/k1/v1", "/s/k1"):
             identity = (await http.post(f"{prefix}/responses", json=BODY)).json()["id"]
@@ -311,7 +311,7 @@ async def test_routes_have_no_version_and_a_key_in_the_path_too(serve: Serve) ->
 
 
 async def test_references_to_too_much_text_are_refused(serve: Serve) -> None:
-    """A body may refer to what a body of the largest size could have sent."""
+    """The limit is the size of the largest body."""
     async with serve(ScriptedEngine(), max_body_mb=1) as gateway, client(gateway.url) as http:
         sent = [await http.post("/responses", json={"model": "m", "input": str(i) * 600_000}) for i in range(2)]
         names = ["msg_" + answer.json()["id"].removeprefix("resp_") + "_0" for answer in sent]
@@ -375,7 +375,7 @@ async def test_compaction_needs_a_conversation_and_does_not_stream(serve: Serve)
 
 
 async def test_objects_and_events_are_as_published(serve: Serve) -> None:
-    """Validated by the SDK's models, which its client itself does not do."""
+    """The SDK's models validate them; the SDK's client does not validate."""
     tools = [*TOOLS, {"type": "function", "function": {"name": "old"}}, {"type": "local_shell"}, {"type": "shell"}]
     schema = {"type": "json_schema", "schema": {"type": "object"}}
     bodies: list[Json] = [

@@ -1,4 +1,4 @@
-"""What points each harness at an endpoint: the same data for its rollouts and for `polar connect`."""
+"""The connection of each harness to an endpoint, which rollouts and `polar connect` share."""
 
 from __future__ import annotations
 

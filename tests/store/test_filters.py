@@ -46,19 +46,19 @@ async def test_the_name_of_a_harness_matches_all_its_versions(store: Store) -> N
     assert await matching(store, "harness=code%") == []
 
 
-async def test_conditions_without_a_match_say_which_values_there_are(store: Store) -> None:
+async def test_conditions_without_a_match_list_existing_values(store: Store) -> None:
     assert await store.rollouts.explain_no_match("reward>=1") == "The database has no rollouts."
     session_id = await new_session(store)
     first = await new_rollout(store, session_id, harness="codex@1")
     await new_rollout(store, harness="pi")
     explain = store.rollouts.explain_no_match
-    assert "Their harness is codex@1 (1), pi (1)." in await explain("harness=cody")
-    assert "Their status is preparing (1), queued (1)." in await explain("status=done")
+    assert "Values of harness: codex@1 (1), pi (1)." in await explain("harness=cody")
+    assert "Values of status: preparing (1), queued (1)." in await explain("status=done")
     assert "No rollout has a reward." in await explain("reward>=1")
     await store.rewards.add(first, 0.5, "tests", {})
-    assert "Their reward is 0.5 to 0.5." in await explain("reward>=1")
-    assert "Their family is swe-task (2)." in await explain("family=other")
-    assert "Their cause is none (2)." in await explain("cause=oom")
+    assert "Values of reward: 0.5 to 0.5." in await explain("reward>=1")
+    assert "Values of family: swe-task (2)." in await explain("family=other")
+    assert "Values of cause: none (2)." in await explain("cause=oom")
     assert "harness=pi matches 1 of 2 rollouts." in await explain("harness=pi, status=done")
     for number in range(10):
         await new_rollout(store, harness=f"agent-{number}")

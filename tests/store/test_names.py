@@ -1,4 +1,4 @@
-"""What a person may type instead of an id."""
+"""Records are found by id, the beginning of an id, label, and `last`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def test_last_is_the_session_that_was_used_last(store: Store) -> None:
     assert (await store.names.find("last")).record_id == used
 
 
-async def test_an_ambiguous_name_lists_what_it_may_mean(store: Store) -> None:
+async def test_an_ambiguous_name_lists_the_candidates(store: Store) -> None:
     made = [await new_session(store, label=f"run {number}") for number in range(7)]
     for name in ("sess_", "run"):
         with pytest.raises(UsageError, match="several names") as raised:

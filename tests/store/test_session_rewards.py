@@ -1,4 +1,4 @@
-"""Rewards of sessions without a rollout, and what a reward of the whole does to the traces."""
+"""Rewards of sessions without a rollout, and the effect of a reward of the whole on the traces."""
 
 from __future__ import annotations
 

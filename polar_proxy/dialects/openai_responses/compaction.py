@@ -1,4 +1,4 @@
-"""`POST /v1/responses/compact`: the model summarises a conversation, and the summary stands for it from then on.
+"""`POST /v1/responses/compact`: the model summarises a conversation, and the summary replaces it in later requests.
 
 Source: https://platform.openai.com/docs/api-reference/responses/compact
 
@@ -32,7 +32,7 @@ _PREAMBLE = "The conversation up to here was compacted. This is its summary:\n\n
 
 
 class ResponsesCompaction(OpenAIResponses):
-    """The dialect of the route. Its calls are recorded as those of `OpenAIResponses`, which reads them again."""
+    """Dialect of this route. Its calls are recorded under the name of `OpenAIResponses`, which parses the record."""
 
     def parse(self, body: Json, previous: ParsedRequest | None = None) -> ParsedRequest:
         for name in ("stream", "background"):

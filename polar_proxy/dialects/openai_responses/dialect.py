@@ -2,10 +2,10 @@
 
 Modules for the request: `tools` (the functions offered for the client's tools), `references` and `input` (items to
 messages). For the response: `items` (answer to items, ids), `encoder` (the response object and the event stream) and
-`stored` (both again, from the record).
+`stored` (the same two, made of the record).
 
-What a body refers to by an id (`previous_response_id`, items) is written out before it is parsed (`references`), and
-the new call is recorded whole. Every call is recorded; with `store: false` it cannot be retrieved or referred to.
+References of a body by id (`previous_response_id`, items) are replaced by the items before it is parsed (`references`),
+and the new call is recorded whole. Every call is recorded; with `store: false` it cannot be retrieved or referred to.
 `instructions` are stored as a first item of type `instructions`, and do not carry over to a continued conversation, as
 the API defines it.
 

@@ -75,8 +75,8 @@ class ItemId(NamedTuple):
 
     @property
     def part(self) -> tuple[str, str, int]:
-        """The place in the record that the id names. The texts of an answer share one, because they are recorded
-        joined, and so do its pieces of reasoning."""
+        """The place in the record that the id names. All texts of an answer have the same place, because they are
+        recorded as one; so have all its pieces of reasoning."""
         kind = "call" if self.prefix in _CALL_PREFIXES else self.prefix
         return self.call_id, kind, self.number if kind in ("call", _INPUT) else 0
 
@@ -88,7 +88,7 @@ def answer_of_item(value: Any) -> str | None:
 
 
 def item_not_found(identity: str) -> RequestError:
-    """Return OpenAI's error for an item that no stored response of the session has."""
+    """Return OpenAI's error for an item that is in no stored response of the session."""
     text = (
         f"Item with id {identity!r:.80} not found. Items are not persisted when `store` is set to false. Try again with"
         " `store` set to true, or remove this item from your input."

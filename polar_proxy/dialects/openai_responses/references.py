@@ -2,11 +2,11 @@
 
 `previous_response_id` names a response: its conversation and its answer come before the body's own input. An item of
 the input may name another item by its id (`{"type": "item_reference", "id": ...}`, the type is optional): it is
-replaced by that item. Only items of answers, and input items that the client listed, have ids that lead to a call.
+replaced by that item. Such ids are those of an answer's items and of the listed input items (`items`).
 
-Promises: an item that the input has already, as a whole or by an earlier reference, is not repeated. A referenced text
-is the whole text of its answer, and so is referenced reasoning: the record does not have their parts. The model reads
-a referenced item as it reads the item itself.
+Promises: an item that the input already has, in full or by an earlier reference, is not repeated. A reference to one
+text of an answer gives the answer's whole text, because the record does not have its parts; so for reasoning. The model
+reads a referenced item as it reads the item itself.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _Parts = dict[_Part, Json]
 
 
 def referenced_calls(body: Json) -> set[str]:
-    """Return the ids of the calls that a body refers to. Raises RequestError for an id that leads to no call."""
+    """Return the ids of the calls that a body refers to. Raises RequestError for an id that contains no call id."""
     items = input_items(body.get("input"))
     ids, _ = _given(items)
     found = set()
@@ -76,7 +76,7 @@ def write_out_references(body: Json, calls: _ReferencedCalls) -> Json:
 
 
 def _given(items: list[Json]) -> tuple[set[str], set[_Part]]:
-    """Return the ids of the items that the input has as a whole, and what they name in the record."""
+    """Return the ids of the items that the input has in full, and the places in the record that these ids name."""
     ids = {item["id"] for item in items if isinstance(item.get("id"), str) and not is_reference(item)}
     return ids, {named.part for identity in ids if (named := ItemId.read(identity)) is not None}
 
@@ -102,7 +102,7 @@ def _previous_not_found(previous: Any, reason: str = "") -> RequestError:
 
 
 def _parts_of_answer(call: ReferencedCall, call_id: str) -> _Parts:
-    """Return the items of a recorded answer by what their ids name."""
+    """Return the items of a recorded answer by the places in the record that their ids name."""
     items = answer_items(call.answer, call_id)
     return {named.part: item for item in items if (named := ItemId.read(item["id"])) is not None}
 

@@ -1,8 +1,8 @@
 """Recorded responses as the API shows them: the response object, its event stream and its input items.
 
-They are made of the record alone. The object is the one that the client got, with these exceptions: the items of the
-answer are in the order reasoning, text, tool calls, and there are no log-probabilities, because the record does not
-have the texts of single tokens. In the stream, each text comes in one piece.
+They are made of the record alone. The object equals the one that the client got, except that the items of the answer
+are in the order reasoning, text, tool calls, and that there are no log-probabilities, because the record does not have
+the texts of single tokens. The stream has each text in one piece.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _encoder(call: CallRecord) -> ResponsesEncoder:
 
 
 def recorded_answer(call: CallRecord) -> Answer:
-    """Return the answer of a recorded call as its encoder takes it."""
+    """Return the answer of a recorded call, for its encoder."""
     choices = {
         choice.index: AnswerChoice(
             text=[str(choice.message.content or "")],
@@ -73,7 +73,7 @@ def recorded_answer(call: CallRecord) -> Answer:
 def listed_input(call: CallRecord) -> list[Json]:
     """Return the items that a response was generated from, in order, each with an id and in the published form.
 
-    The instructions are not among them. An item that the client gave no id has one by which it can be referred to.
+    Instructions are left out. An item without an id of the client gets one by which it can be referred to.
     """
     items: list[Json] = [orjson.loads(message) for message in call.messages]
     return [

@@ -1,6 +1,6 @@
-"""Small JSON values as packed cells, and what they share with the cells of `cells`: the header and raw deflate.
+"""Small JSON values as packed cells, and the header and raw deflate that all cells share.
 
-The format is described in `cells`. This module imports no numpy, so that the schema needs none.
+The format is described in `cells`. This module does not import numpy, so that the schema does not need it.
 """
 
 from __future__ import annotations
