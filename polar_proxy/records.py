@@ -12,6 +12,7 @@ import orjson
 from pydantic import BaseModel
 
 from polar_proxy import api_models as m
+from polar_proxy.errors import UsageError
 from polar_proxy.store import Store
 from polar_proxy.types import CallRecord, Message
 
@@ -58,18 +59,19 @@ async def find_record(
     `tokens_from`: also decode the tokens of a call, with `engine` or the engine of these settings.
     """
     found = await store.names.find(name)
-    if found.kind == "rollout":
-        return m.Record(rollout=await _rollout(store, found.record_id))
-    if found.kind == "session":
-        return m.Record(session=await _session(store, found.record_id))
-    call = await store.calls.get(found.record_id)
-    assert call is not None  # its name was found
-    return m.Record(call=await _call(call, tokens_from, engine))
+    if found.kind == "rollout" and (rollout := await _rollout(store, found.record_id)) is not None:
+        return m.Record(rollout=rollout)
+    if found.kind == "session" and (session := await _session(store, found.record_id)) is not None:
+        return m.Record(session=session)
+    if found.kind == "call" and (call := await store.calls.get(found.record_id)) is not None:
+        return m.Record(call=await _call(call, tokens_from, engine))
+    raise UsageError(f"The {found.kind} {found.record_id} was removed while it was read.")
 
 
-async def _rollout(store: Store, rollout_id: str) -> m.RolloutRecord:
+async def _rollout(store: Store, rollout_id: str) -> m.RolloutRecord | None:
     row = await store.rollouts.get(rollout_id)
-    assert row is not None
+    if row is None:
+        return None
     task = await store.tasks.get(row.task_id)
     return convert(
         m.RolloutRecord,

@@ -101,7 +101,10 @@ def _load_tokenizer(file: Path) -> Decode:
         from tokenizers import Tokenizer
     except ImportError as error:
         raise NoTextsError("Decoding tokens needs the package tokenizers: pip install tokenizers.") from error
-    tokenizer = Tokenizer.from_file(str(file))
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises no narrower class
+        raise NoTextsError(f"The tokenizer {file} cannot be read: {error}.") from error
 
     async def decode(token_ids: Sequence[int]) -> str:
         return str(tokenizer.decode(list(token_ids), skip_special_tokens=False))

@@ -11,6 +11,9 @@ Promises:
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from polar_proxy.errors import RequestError
 from polar_proxy.gateway import asgi
@@ -47,13 +50,23 @@ class BackgroundCalls:
 
     def __init__(self) -> None:
         self._running: dict[str, BackgroundCall] = {}
+        self._requests: Counter[str] = Counter()
+        """Background requests that are being answered, by session."""
 
-    def require_room(self, session: SessionState) -> None:
-        """Raise RequestError 429 if the session has `_MOST_RUNNING` running calls."""
-        own = sum(call.session_id == session.session_id for call in self._running.values())
+    @contextmanager
+    def count(self, session: SessionState) -> Iterator[None]:
+        """Count a background request of the session while the block lasts. Raises RequestError 429 at the limit."""
+        own = self._requests[session.session_id]
         if own >= _MOST_RUNNING:
             text = f"This session has {own} responses in the background, the most that can run. Wait for one of them."
             raise RequestError(text, status=429, param="background")
+        self._requests[session.session_id] += 1
+        try:
+            yield
+        finally:
+            self._requests[session.session_id] -= 1
+            if not self._requests[session.session_id]:
+                del self._requests[session.session_id]
 
     async def begin(
         self, call_id: str, session: SessionState, reply: BackgroundReply, buffer: ResponseBuffer

@@ -132,8 +132,11 @@ class RequestHandler:
         if self._monitor.problem is not None and request.session.record_required:
             request.session.refusal = self._monitor.problem
             raise self._cannot_record()
-        if request.parsed.background:
-            self.background.require_room(request.session)
+        with self.background.count(request.session) if request.parsed.background else contextlib.nullcontext():
+            await self._answer_anew(request, receive, send)
+
+    async def _answer_anew(self, request: RequestContext, receive: asgi.Receive, send: asgi.Send) -> None:
+        """Answer a request that repeats no earlier one, with a second call if the engine drops the first."""
         buffer = self.retries.open(request)
         answered = False
         try:
