@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import time
 from dataclasses import asdict
 
@@ -50,3 +51,4 @@ def run(url: str, how: str) -> None:
         asyncio.run(main(url, how))
     except TrainingError as error:
         print(json.dumps({"error": str(error)}), flush=True)
+    os._exit(0)  # on a busy machine, threads of the other transport abort the interpreter's own exit
