@@ -9,6 +9,7 @@ namespace mistaken for dead.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -244,6 +245,17 @@ def _marker(pid: int) -> str:
         return ""  # the process ended, or is another user's
     prefix = SANDBOX_ID_VARIABLE.encode() + b"="
     return next((v[len(prefix) :].decode(errors="replace") for v in variables if v.startswith(prefix)), "")
+
+
+def describe_marked(ident: str) -> str:
+    """Return the pid, name and state of each process of this sandbox, for an error: `71 node (D)`. State D is a process
+    that the system does not end before its disk has answered."""
+    described = []
+    for _, pid in marked_processes({ident}):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+            before, _, after = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")
+            described.append(f"{before.replace('(', '', 1)} ({after.split()[0]})")
+    return ", ".join(described) or "no process is left"
 
 
 def kill_marked(ident: str, seconds: float = 30.0) -> set[int]:

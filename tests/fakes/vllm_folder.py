@@ -29,7 +29,7 @@ def write_model_folder(folder: Path) -> Path:
     vocabulary = {name: token for token, name in enumerate(NAMES)}
     vocabulary |= {character: byte + OFFSET for byte, character in enumerate(_byte_characters())}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(name, special=True) for name in NAMES])
     tokenizer.save(str(folder / "tokenizer.json"))
