@@ -1,4 +1,4 @@
-"""Sessions, calls and rollouts in full, for `polar show` and the API."""
+"""Sessions, calls, rollouts and keys as the API and the reading commands show them."""
 
 from __future__ import annotations
 

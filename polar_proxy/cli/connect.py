@@ -34,6 +34,7 @@ from polar_proxy.cli.output import make_table, print_note, print_result
 from polar_proxy.config import Settings, child_environment, local_url
 from polar_proxy.errors import UsageError
 from polar_proxy.temporary import left_folders, temporary_folder
+from sandboxes.remove_tree import remove_tree
 
 _START = "polar_connect_start"
 _REQUEST_SECONDS = 1800.0
@@ -288,7 +289,7 @@ def _start(
     """Run the agent in the current folder, with its settings in a private folder, and return its exit code."""
     parent.mkdir(parents=True, exist_ok=True)
     for folder in left_folders(parent):
-        shutil.rmtree(folder)
+        remove_tree(folder)
     with temporary_folder(parent) as home:
         connection = harness.connect(session.endpoint(home))
         for name, text in settings_files(connection.settings).items():

@@ -322,14 +322,14 @@ def export(
 
     async def from_store(store: Store, settings: Settings) -> ExportSummary:
         from polar_proxy.api_models import ExportSummary
-        from polar_proxy.export import ExportReport, export_lines
+        from polar_proxy.export import ExportReport
+        from polar_proxy.export import export as export_rows
         from polar_proxy.records import convert
 
         report = ExportReport()
         try:
             with open_output(file) as target:
-                async for line in export_lines(store, form, report, session_ids=session or (), **chosen):
-                    target.write(line)
+                await export_rows(store, form, target.write, report, session_ids=session or (), **chosen)
         except asyncio.CancelledError:
             fate = "written so far" if file == "-" else f"{file} was not written, because it would be incomplete"
             print_note(f"{_export_counts(report)}; {fate}")

@@ -28,7 +28,7 @@ import orjson
 from polar_proxy.conformance.recording_proxy import Exchange
 from polar_proxy.conformance.runner import ScenarioRun
 from polar_proxy.conformance.scripted_model import FaultKind, ReceivedRequest
-from polar_proxy.types import CallRecord, Message
+from polar_proxy.types import ANSWERED, CallRecord, Message
 
 CheckStatus = Literal["ok", "failed", "n/a", "gives up", "not run"]
 F = TypeVar("F", bound="Callable[..., CheckResult]")
@@ -315,7 +315,7 @@ def count_doubled(runs: Sequence[ScenarioRun]) -> int:
     for run in runs:
         seen: set[object] = set()
         for call in run.calls:
-            if call.status not in ("ok", "no_tokens"):
+            if call.status not in ANSWERED:
                 continue
             names = _request_names(call)
             found += call.edge != "retries" and not seen.isdisjoint(names)

@@ -59,9 +59,12 @@ class ExportReport:
         return {**asdict(self), "left_out": dict(self.left_out)}
 
 
-async def export(store: Store, form: str, write: Callable[[bytes], object], **options: Any) -> ExportReport:
-    """Write rows through `write`, one line at a time. `options` are those of `export_lines`."""
-    report = ExportReport()
+async def export(
+    store: Store, form: str, write: Callable[[bytes], object], report: ExportReport | None = None, **options: Any
+) -> ExportReport:
+    """Write rows through `write`, one line at a time, and return `report` (default: a new one), which counts from the
+    first row on. `options` are those of `export_lines`."""
+    report = ExportReport() if report is None else report
     async for line in export_lines(store, form, report, **options):
         write(line)
     return report

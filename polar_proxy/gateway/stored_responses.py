@@ -36,12 +36,11 @@ from polar_proxy.gateway.health import StoreMonitor
 from polar_proxy.gateway.reply import send_error
 from polar_proxy.sessions.state import SessionState
 from polar_proxy.store import Store
-from polar_proxy.types import CallRecord, CallStatus, Message
+from polar_proxy.types import ANSWERED, CallRecord, Message
 
 _DIALECT = get_dialect("openai_responses")
 _ROUTE = re.compile(r"(?:/v1)?/responses/(?!input_tokens$|compact$)([^/]+)(?:/(input_items|cancel))?")
 _METHODS = {None: ("GET", "DELETE"), "input_items": ("GET",), "cancel": ("POST",)}
-_ANSWERED: tuple[CallStatus, ...] = ("ok", "no_tokens")
 _INCLUDABLE = frozenset(
     {
         *("file_search_call.results", "web_search_call.results", "web_search_call.action.sources"),
@@ -105,7 +104,7 @@ class StoredCalls:
             call.call_id: ReferencedCall(
                 call.messages,
                 call.choices[0].message if call.choices else Message("assistant"),
-                problem=None if call.status in _ANSWERED else call.error or call.status,
+                problem=None if call.status in ANSWERED else call.error or call.status,
             )
             for call in (await self.find(session, dialect, call_ids)).values()
         }
@@ -161,7 +160,7 @@ class StoredResponseRoutes:
         call_id = call_id_of_response(identity)
         calls = {} if call_id is None else await self._calls.find(session, _DIALECT, [call_id])
         call = calls.get(call_id or "")
-        if call is None or not (call.status in _ANSWERED or call.params.get("background")):
+        if call is None or not (call.status in ANSWERED or call.params.get("background")):
             raise RequestError(f"Response with id {identity!r:.80} not found.", status=404, param="id")
         return call
 
@@ -192,7 +191,7 @@ class StoredResponseRoutes:
             _check_include(query)
             starting_after = _integer(query, "starting_after", 0, None)
             if _flag(query, "stream"):
-                if call.status not in _ANSWERED:
+                if call.status not in ANSWERED:
                     raise RequestError("This response ended early, so it has no stream. Retrieve it without one.")
                 await _send_stream(send, await asyncio.to_thread(response_events, call, starting_after))
             elif starting_after is not None:

@@ -30,6 +30,7 @@ from polar_proxy.sessions.identity import NO_METADATA, ClientMetadata
 from polar_proxy.sessions.lineage import Base, Lineage, PlacementQuery, decide, find_base
 from polar_proxy.sessions.rules import RequestTexts
 from polar_proxy.types import (
+    ANSWERED,
     CallRecord,
     CallStatus,
     ChatRequest,
@@ -248,7 +249,7 @@ class SessionState:
     def record_answer(self, lineage: Lineage, answers: Sequence[Message], status: CallStatus, *, now: float) -> Json:
         """Record the answers of a call, including partial ones of a failed call. Return the fingerprint to store."""
         node = self._index.by_id[lineage.call_id]
-        if status not in ("ok", "no_tokens"):  # nothing may have arrived
+        if status not in ANSWERED:  # nothing may have arrived
             answers = [answer for answer in answers if answer.tool_calls or text_of(answer).strip()]
         node.state, node.at = status, now
         node.answers = tuple(self._hasher.answer_node(lineage.conversation, answer) for answer in answers)

@@ -371,23 +371,28 @@ def _describe(error: SQLAlchemyError | sqlite3.Error | OSError) -> str:
 
 def _is_data_error(error: BaseException | None) -> bool:
     """Return whether PostgreSQL, or its driver, refused a value."""
-    while error is not None:
-        # The driver is optional, so its class is recognised by its name.
-        if type(error).__name__ == "DataError" or str(getattr(error, "sqlstate", "")).startswith("22"):
-            return True
-        error = error.__cause__
-    return False
+    # The driver is optional, so its class is recognised by its name.
+    return any(
+        type(cause).__name__ == "DataError" or str(getattr(cause, "sqlstate", "")).startswith("22")
+        for cause in _causes(error)
+    )
 
 
 def is_unavailable(error: BaseException | None) -> bool:
     """Return whether the error means that the server cannot be reached, or disconnected during the operation."""
+    return any(
+        (isinstance(cause, DBAPIError) and cause.connection_invalidated)
+        or isinstance(cause, OSError)
+        or getattr(cause, "sqlstate", None) in _UNAVAILABLE_STATES
+        for cause in _causes(error)
+    )
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and what caused it, outermost first."""
     while error is not None:
-        if isinstance(error, DBAPIError) and error.connection_invalidated:
-            return True
-        if isinstance(error, OSError) or getattr(error, "sqlstate", None) in _UNAVAILABLE_STATES:
-            return True
+        yield error
         error = error.__cause__
-    return False
 
 
 def create_file(database: Database) -> None:

@@ -30,19 +30,20 @@ _Parts = dict[_Part, Json]
 def referenced_calls(body: Json) -> set[str]:
     """Return the ids of the calls that a body refers to. Raises RequestError for an id that contains no call id."""
     items = input_items(body.get("input"))
-    ids, _ = _given(items)
     found = set()
     if (previous := body.get("previous_response_id")) is not None:
         call_id = call_id_of_response(previous)
         if call_id is None:
             raise _previous_not_found(previous)
         found.add(call_id)
-    for item in items:
-        if is_reference(item) and item["id"] not in ids:
-            named = ItemId.read(item["id"])
-            if named is None:
-                raise item_not_found(item["id"])
-            found.add(named.call_id)
+    references = {item["id"] for item in items if is_reference(item)}
+    if references:
+        references -= _own_ids(items)
+    for identity in references:
+        named = ItemId.read(identity)
+        if named is None:
+            raise item_not_found(identity)
+        found.add(named.call_id)
     return found
 
 
@@ -77,8 +78,12 @@ def write_out_references(body: Json, calls: _ReferencedCalls) -> Json:
 
 def _given(items: list[Json]) -> tuple[set[str], set[_Part]]:
     """Return the ids of the items that the input has in full, and the places in the record that these ids name."""
-    ids = {item["id"] for item in items if isinstance(item.get("id"), str) and not is_reference(item)}
+    ids = _own_ids(items)
     return ids, {named.part for identity in ids if (named := ItemId.read(identity)) is not None}
+
+
+def _own_ids(items: list[Json]) -> set[str]:
+    return {item["id"] for item in items if isinstance(item.get("id"), str) and not is_reference(item)}
 
 
 def _conversation(previous: Any, calls: _ReferencedCalls) -> list[Json]:

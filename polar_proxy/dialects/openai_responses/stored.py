@@ -15,7 +15,7 @@ from polar_proxy.dialects import parse_recorded
 from polar_proxy.dialects.base import Answer, AnswerChoice
 from polar_proxy.dialects.openai_responses.encoder import ResponsesEncoder
 from polar_proxy.dialects.openai_responses.items import input_item_id, listed_item
-from polar_proxy.types import CallRecord, Json, Sampling
+from polar_proxy.types import ANSWERED, CallRecord, Json, Sampling
 
 _SAMPLING = tuple(field.name for field in fields(Sampling))
 
@@ -26,7 +26,7 @@ def response_object(call: CallRecord) -> bytes:
     Raises RequestError for a damaged record.
     """
     encoder = _encoder(call)
-    if call.status in ("ok", "no_tokens"):
+    if call.status in ANSWERED:
         return encoder.respond([recorded_answer(call)])
     status = "cancelled" if call.status == "client_gone" else "failed"
     return encoder.ended_early(status, call.error or call.status)
