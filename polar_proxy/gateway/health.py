@@ -106,6 +106,8 @@ class StoreMonitor:
         self._on_writable = on_writable
         self._outage = OutageLog("calls cannot be recorded")
         self._watching: asyncio.Task[None] | None = None
+        self._due = False
+        """`on_writable` has something to write that came since it was called last."""
 
     async def close(self) -> None:
         """Stop watching. If `on_writable` is still due after an outage and the store can be written, call it now."""
@@ -149,6 +151,7 @@ class StoreMonitor:
 
     def watch(self) -> None:
         """Call `on_writable` as soon as the store can be written."""
+        self._due = True
         if self._watching is None or self._watching.done():
             self._watching = asyncio.create_task(self._until_writable(), name="polar-store-monitor")
 
@@ -160,21 +163,19 @@ class StoreMonitor:
             self.watch()
 
     async def _until_writable(self) -> None:
-        while True:
+        while self._due:
             problem = await self._check.result()
             if problem is None:
+                self._due = False
                 try:
                     await self._on_writable()
-                    self.problem = None
-                    await self._on_writable()  # what began to wait during the first time
                 except StoreError as error:
-                    problem = str(error)
-                else:
-                    self._outage.worked()
-                    return
+                    self._due, problem = True, str(error)
             self.problem = problem
-            self._outage.failed(problem)
-            await asyncio.sleep(_PROBE_PAUSE_SECONDS)
+            if problem is not None:
+                self._outage.failed(problem)
+                await asyncio.sleep(_PROBE_PAUSE_SECONDS)
+        self._outage.worked()
 
 
 async def _probe(store: Store) -> None:

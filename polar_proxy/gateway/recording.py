@@ -6,7 +6,7 @@ import asyncio
 import logging
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 
@@ -125,7 +125,7 @@ class CallRecorder:
             self._metrics.count(record)
             started = time.perf_counter()
             try:
-                await self._monitor.run(partial(self._store.calls.commit, record, large=request.large))
+                await self._monitor.run(partial(self._store_record, session, record, large=request.large))
             except StoreError as error:
                 failure = error
                 session.forget(record)
@@ -141,6 +141,16 @@ class CallRecorder:
             if self._in_flight is not None:
                 self._in_flight.finished([call.call_id])
         return failure
+
+    def _store_record(self, session: SessionState, record: CallRecord, *, large: bool) -> Awaitable[None]:
+        if session.unstored_key is None:
+            return self._store.calls.commit(record, large=large)
+        return self._store_with_session(session, record, large=large)
+
+    async def _store_with_session(self, session: SessionState, record: CallRecord, *, large: bool) -> None:
+        """Store a call of a session that was opened while the store failed, and the session before it."""
+        await self._sessions.store_late(session)
+        await self._store.calls.commit(record, large=large)
 
     def _count_unrecorded(self, session: SessionState, record: CallRecord, error: StoreError, *, lost: bool) -> None:
         if session.record_required:

@@ -132,7 +132,7 @@ class SessionRegistry:
         """
         taken, self._pending = self._pending, {}
         try:
-            stored = dict(zip(taken, await asyncio.gather(*map(self._store_late, taken.values())), strict=True))
+            stored = dict(zip(taken, await asyncio.gather(*map(self.store_late, taken.values())), strict=True))
             lost = {stored[session_id] for session_id, session in taken.items() if session.lost}
             await self._store.sessions.mark_incomplete(lost, "unrecorded_calls")
         except BaseException:
@@ -152,7 +152,7 @@ class SessionRegistry:
         """Remove the file of marks, unless it has marks that are not in the store: the next process stores those."""
         self._marks.close()
 
-    async def _store_late(self, session: SessionState) -> str:
+    async def store_late(self, session: SessionState) -> str:
         """Store a session that was opened while the store failed. Return the id under which it is stored.
 
         If a session with the same key is stored already, this one is forgotten, and the id is that of the stored one.

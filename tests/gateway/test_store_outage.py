@@ -12,18 +12,19 @@ import httpx
 import pytest
 
 from polar_proxy.engines.scripted import ScriptedEngine
-from polar_proxy.errors import EngineError
+from polar_proxy.errors import EngineError, StoreError
 from polar_proxy.export import export
 from polar_proxy.gateway import Gateway
+from polar_proxy.gateway.health import StoreMonitor
 from polar_proxy.sessions.identity import hash_key
-from polar_proxy.store import Store
+from polar_proxy.store import SessionRow, Store
 from polar_proxy.traces.operations import build_traces, find_targets, rebuild
 from polar_proxy.types import CallRecord
 from tests.conftest import Serve
 from tests.fakes.store_faults import FULL, away, failing_writes, hanging
 from tests.gateway.agents import CHAT, client, events_of, new_session
 from tests.gateway.random_bodies import ROUTES
-from tests.until import GUARD_SECONDS
+from tests.until import GUARD_SECONDS, until
 
 pytestmark = pytest.mark.slow
 
@@ -179,6 +180,29 @@ async def test_an_unknown_key_is_answered_and_stored_later(serve: Serve, store: 
     assert (session.calls, session.incomplete) == (1, "unrecorded_calls")
 
 
+async def test_a_call_is_recorded_if_only_its_session_could_not_be_found(
+    serve: Serve, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store fails for a moment, so that the session of a new key is opened in memory; the call ends before the
+    session is stored."""
+    create = store.sessions.create
+
+    async def fail(key_hash: bytes) -> None:
+        raise StoreError("too slow")
+
+    async def create_slowly(**row: Any) -> SessionRow:
+        await asyncio.sleep(0.5)
+        return await create(**row)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store.sessions, "by_key", fail)
+        patch.setattr(store.sessions, "create", create_slowly)
+        async with serve(ScriptedEngine()) as gateway, client(gateway.url, "new") as http:
+            assert (await http.post("/chat/completions", json=CHAT)).status_code == 200
+    (session,) = await store.sessions.recent()
+    assert (session.calls, session.incomplete) == (1, None)
+
+
 async def test_a_known_key_keeps_its_session_after_an_outage(serve: Serve, store: Store) -> None:
     """The gateway cannot find the session of the key while the database is away; afterwards it is marked and used."""
     session_id = await new_session(store, "known")
@@ -282,3 +306,18 @@ async def test_a_lost_engine_is_an_error_in_the_dialects_form(serve: Serve, name
         answer = await http.post(route.path, json=body)
     assert answer.status_code == 502
     assert route.is_error(answer.json(), 502)
+
+
+async def test_what_begins_to_wait_while_an_outage_is_settled_is_written_too(store: Store) -> None:
+    written = 0
+
+    async def write() -> None:
+        nonlocal written
+        written += 1
+        if written < 4:
+            monitor.watch()
+
+    monitor = StoreMonitor(store, write)
+    monitor.watch()
+    await until(lambda: written == 4, "the fourth call")
+    await monitor.close()
