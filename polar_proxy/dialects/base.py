@@ -237,8 +237,11 @@ class Dialect(ABC):
         """Return the fields of a body that hold these stored messages."""
 
     @abstractmethod
-    def error_body(self, error: RequestError) -> bytes:
-        """Return the response body of an error in the provider's own shape."""
+    def error_body(self, error: RequestError, request_id: str) -> bytes:
+        """Return the response body of an error in the provider's own shape.
+
+        `request_id`: the id that is also in the response's headers.
+        """
 
     def parse_count(self, body: Json) -> ChatRequest:
         """Return the request whose prompt tokens the client wants counted. Raises RequestError."""

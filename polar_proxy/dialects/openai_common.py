@@ -214,5 +214,5 @@ def error_object(message: str, status: int, param: str | None = None, code: str 
 
 
 class OpenAIDialect(Dialect):
-    def error_body(self, error: RequestError) -> bytes:
+    def error_body(self, error: RequestError, request_id: str) -> bytes:
         return orjson.dumps(error_object(str(error), error.status, error.param, error.code))

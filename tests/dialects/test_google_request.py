@@ -263,15 +263,14 @@ def test_model_card() -> None:
     ],
 )
 def test_error_status(status: int, name: str) -> None:
-    error = json.loads(GoogleGenerateContent("m").error_body(RequestError("why", status=status)))["error"]
+    error = json.loads(GoogleGenerateContent("m").error_body(RequestError("why", status=status), "req_1"))["error"]
     assert (error["code"], error["status"], error["message"]) == (status, name, "why")
 
 
 def test_error_details() -> None:
     def details(status: int, param: str | None = None) -> Any:
-        return json.loads(GoogleGenerateContent("m").error_body(RequestError("why", status=status, param=param)))[
-            "error"
-        ]["details"]
+        error = RequestError("why", status=status, param=param)
+        return json.loads(GoogleGenerateContent("m").error_body(error, "req_1"))["error"]["details"]
 
     assert details(400, "contents")[0]["fieldViolations"] == [{"field": "contents", "description": "why"}]
     assert details(401)[0]["reason"] == "API_KEY_INVALID"

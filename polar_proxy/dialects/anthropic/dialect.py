@@ -93,8 +93,8 @@ class AnthropicMessages(Dialect):
             return {"system": stored[0]["content"], "messages": stored[1:]}
         return {"messages": stored}
 
-    def error_body(self, error: RequestError) -> bytes:
-        return orjson.dumps(error_object(str(error), error.status, error.code))
+    def error_body(self, error: RequestError, request_id: str) -> bytes:
+        return orjson.dumps(error_object(str(error), error.status, request_id, error.code))
 
     def parse_count(self, body: Json) -> ChatRequest:
         return _parse_prompt(PromptFields.read(body))[0]

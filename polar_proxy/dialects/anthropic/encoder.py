@@ -116,7 +116,7 @@ class AnthropicEncoder(Encoder):
         return orjson.dumps(self._message(content, reason, stop, answer))
 
     def fail(self, message: str, status: int) -> bytes:
-        return named_sse("error", error_object(message, status))
+        return named_sse("error", error_object(message, status, self.call_id))
 
     def _message(self, content: list[Json], reason: str | None, stop: str | None, answer: Answer) -> Json:
         return {
@@ -265,12 +265,12 @@ def _input_delta(index: int, arguments: str) -> bytes:
     return _delta(index, {"type": "input_json_delta", "partial_json": arguments}) if arguments else b""
 
 
-def error_object(message: str, status: int, code: str | None = None) -> Json:
+def error_object(message: str, status: int, request_id: str, code: str | None = None) -> Json:
     # Inside a stream that has begun there is no code, only the message.
     if code == "context_length_exceeded" or (status == 400 and _CONTEXT.search(message)):
         message = _context_message(message)
     kind = _ERROR_TYPES.get(status) or ("invalid_request_error" if status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": None}
+    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
 
 
 def _context_message(message: str) -> str:

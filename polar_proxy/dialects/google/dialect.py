@@ -90,7 +90,7 @@ class GoogleGenerateContent(Dialect):
             return {**stored[0], "contents": stored[1:]}
         return {"contents": stored}
 
-    def error_body(self, error: RequestError) -> bytes:
+    def error_body(self, error: RequestError, request_id: str) -> bytes:
         return orjson.dumps(google_error(str(error), error.status, error.param))
 
     def parse_count(self, body: Json) -> ChatRequest:
