@@ -130,6 +130,11 @@ class Answer:
         return len(self.prompt_ids or ())
 
     @property
+    def reasoning_tokens(self) -> int:
+        """Number of tokens of reasoning, as far as their end is known."""
+        return sum(choice.reasoning_tokens or 0 for choice in self.choices.values())
+
+    @property
     def completion_tokens(self) -> int:
         sampled = sum(len(choice.token_ids) for choice in self.choices.values())
         return self.usage[1] if self.usage is not None and not sampled else sampled

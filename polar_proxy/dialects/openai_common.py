@@ -182,6 +182,8 @@ def _usage(answers: list[Answer]) -> Json:
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
     }
+    if reasoning := sum(answer.reasoning_tokens for answer in answers):
+        out["completion_tokens_details"] = {"reasoning_tokens": reasoning}
     cached = [answer.cached_tokens for answer in answers if answer.cached_tokens is not None]
     if cached:
         out["prompt_tokens_details"] = {"cached_tokens": sum(cached)}

@@ -165,7 +165,7 @@ def error_format(path: str) -> Dialect:
     """Return the dialect in which a client of an unknown `path` expects errors."""
     if path.removeprefix("/v1").startswith(("/messages", "/api/")):
         return _MODEL_ROUTES["/messages"]
-    if path.startswith(("/v1beta", "/v1alpha")) or ("/models/" in path and ":" in path):
+    if path.startswith(("/v1beta", "/v1alpha", "/v1/cachedContents")) or ("/models/" in path and ":" in path):
         return GoogleGenerateContent("")
     return _MODEL_ROUTES["/chat/completions"]
 
