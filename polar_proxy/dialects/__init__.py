@@ -5,7 +5,7 @@ from __future__ import annotations
 from polar_proxy.dialects.anthropic.dialect import AnthropicMessages
 from polar_proxy.dialects.base import Dialect, ParsedRequest
 from polar_proxy.dialects.google.dialect import GoogleGenerateContent
-from polar_proxy.dialects.openai_chat import OpenAIChat
+from polar_proxy.dialects.openai_chat.dialect import OpenAIChat
 from polar_proxy.dialects.openai_completions import OpenAICompletions
 from polar_proxy.dialects.openai_responses.dialect import OpenAIResponses
 from polar_proxy.errors import RequestError

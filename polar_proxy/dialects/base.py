@@ -130,6 +130,11 @@ class Answer:
         return len(self.prompt_ids or ())
 
     @property
+    def reasoning_tokens(self) -> int:
+        """Number of tokens of reasoning, as far as their end is known."""
+        return sum(choice.reasoning_tokens or 0 for choice in self.choices.values())
+
+    @property
     def completion_tokens(self) -> int:
         sampled = sum(len(choice.token_ids) for choice in self.choices.values())
         return self.usage[1] if self.usage is not None and not sampled else sampled
@@ -237,8 +242,11 @@ class Dialect(ABC):
         """Return the fields of a body that hold these stored messages."""
 
     @abstractmethod
-    def error_body(self, error: RequestError) -> bytes:
-        """Return the response body of an error in the provider's own shape."""
+    def error_body(self, error: RequestError, request_id: str) -> bytes:
+        """Return the response body of an error in the provider's own shape.
+
+        `request_id`: the id that is also in the response's headers.
+        """
 
     def parse_count(self, body: Json) -> ChatRequest:
         """Return the request whose prompt tokens the client wants counted. Raises RequestError."""

@@ -9,10 +9,10 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
 import orjson
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from polar_proxy.dialects.base import Answer, AnswerChoice, Dialect, Encoder
 from polar_proxy.dialects.fields import (
@@ -78,7 +78,13 @@ class StreamFields(SamplingFields):
     stream_options: Json = Field(default_factory=dict)
     return_token_ids: Any = None
 
-    def encoder(self, kind: type[OpenAIEncoder], *, logprobs: bool) -> Callable[[str, int], OpenAIEncoder]:
+    @model_validator(mode="after")
+    def _options_need_a_stream(self) -> Self:
+        if "stream_options" in self.model_fields_set and not self.stream:
+            raise invalid("stream_options", "it is only allowed when 'stream' is true")
+        return self
+
+    def encoder(self, kind: type[OpenAIEncoder], *, logprobs: bool) -> Callable[..., OpenAIEncoder]:
         return partial(
             kind,
             model=self.model,
@@ -97,7 +103,7 @@ class OpenAIEncoder(Encoder):
     response_object: ClassVar[str]
     chunk_object: ClassVar[str]
     empty_content: ClassVar[Json]
-    """The content of a choice in its last chunk."""
+    """The content of a choice in a chunk without any."""
     null_usage: ClassVar[bool] = False
     """Whether chunks before the usage chunk have `usage: null`."""
 
@@ -110,7 +116,7 @@ class OpenAIEncoder(Encoder):
 
     def end(self, answers: list[Answer]) -> bytes:
         out = b"".join(
-            self._chunk([make_choice(index, self.empty_content, choice.finish_reason or "stop")])
+            self._chunk([make_choice(index, self._last_content(index, choice), self._finish_reason(choice))])
             for index, _, choice in self._numbered(answers)
         )
         if self.stream_usage:
@@ -119,6 +125,13 @@ class OpenAIEncoder(Encoder):
 
     def fail(self, message: str, status: int) -> bytes:
         return sse(error_object(message, status))
+
+    def _last_content(self, index: int, choice: AnswerChoice) -> Json:
+        """Return the content of the last chunk of choice number `index`."""
+        return self.empty_content
+
+    def _finish_reason(self, choice: AnswerChoice) -> str:
+        return choice.finish_reason or "stop"
 
     def _numbered(self, answers: list[Answer]) -> list[tuple[int, Answer, AnswerChoice]]:
         """Return the choices of all engine requests with their index in the response."""
@@ -169,6 +182,8 @@ def _usage(answers: list[Answer]) -> Json:
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
     }
+    if reasoning := sum(answer.reasoning_tokens for answer in answers):
+        out["completion_tokens_details"] = {"reasoning_tokens": reasoning}
     cached = [answer.cached_tokens for answer in answers if answer.cached_tokens is not None]
     if cached:
         out["prompt_tokens_details"] = {"cached_tokens": sum(cached)}
@@ -201,5 +216,5 @@ def error_object(message: str, status: int, param: str | None = None, code: str 
 
 
 class OpenAIDialect(Dialect):
-    def error_body(self, error: RequestError) -> bytes:
+    def error_body(self, error: RequestError, request_id: str) -> bytes:
         return orjson.dumps(error_object(str(error), error.status, error.param, error.code))

@@ -307,9 +307,10 @@ def parse_json(raw: bytes, url: str) -> Any:
 def api_error(body: Any, status: int, name: str) -> PolarError:
     """Return the typed error for an OpenAI error body; `name` is the server's name in its text.
 
-    A refused key (401, 403) and an unknown route (404) are faults of the set-up, which the agent cannot fix:
-    EngineError with status 502. Overload (429, 503) keeps its status, so that the agent waits and tries again. Any
-    other 4xx is the request's own fault: RequestError with its status, `param` and `code`. The rest: EngineError, 502.
+    A refused key (401, 403) and an unknown route (404 that names neither model, parameter nor code) are faults of the
+    set-up, which the agent cannot fix: EngineError with status 502. Overload (429, 503) keeps its status, so that the
+    agent waits and tries again. Any other 4xx is the request's own fault: RequestError with its status, `param` and
+    `code`. The rest: EngineError, 502.
     """
     error = body.get("error", body) if isinstance(body, Mapping) else {}
     if isinstance(error, Mapping):
@@ -320,7 +321,7 @@ def api_error(body: Any, status: int, name: str) -> PolarError:
     text = text or (body if isinstance(body, str) else "") or f"HTTP {status}"
     if status in (401, 403):
         return EngineError(f"{name} refused the API key it was given ({status}): {text} Set the engine's API key.")
-    if status == 404 and param is None and "model" not in text.lower():
+    if status == 404 and param is None and not isinstance(code, str) and "model" not in text.lower():
         return EngineError(f"{name} does not have this route (404 {text}). Is it an OpenAI-compatible server?")
     if status in (429, 503):
         return EngineError(f"{name} is overloaded ({status}): {text}", status=status)

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 import orjson
 from fastapi import APIRouter, FastAPI, Request, Response
@@ -33,7 +33,9 @@ from polar_proxy.gateway import asgi
 from polar_proxy.gateway.docs_page import serve_docs
 from polar_proxy.gateway.handler import RequestHandler
 from polar_proxy.gateway.metrics import GatewayMetrics
+from polar_proxy.gateway.reply import send_error
 from polar_proxy.gateway.stored_responses import StoredResponseRoute, StoredResponseRoutes
+from polar_proxy.types import new_id
 
 _MODEL_ROUTES: dict[str, Dialect] = {
     "/messages": get_dialect("anthropic_messages"),
@@ -69,19 +71,21 @@ class GatewayApp:
         self._rest.openapi_schema = None  # generated again when it is next requested
 
     async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
+        send = asgi.with_request_id(send)
+        path = scope["raw_path"].decode("latin-1")
         inside_sandbox = asgi.INSIDE_SANDBOX in scope.get("state", {})
         if self._hosts is not None and not inside_sandbox:
             foreign = foreign_host(scope["headers"], self._hosts)
             if foreign is not None:
-                await _refuse_host(scope["path"], foreign, send)
+                await _refuse_host(path, foreign, send)
                 return
-        path_key, path = split_path(scope["path"])
+        path_key, path = split_path(path)
         route = find_route(path, scope["query_string"])
         if route is not None:
             dialect, counts_tokens = route
             if scope["method"] != "POST":
                 error = RequestError(f"{path} takes POST, not {scope['method']}.", status=405)
-                await asgi.send_json(send, 405, dialect.error_body(error), [(b"allow", b"POST")])
+                await send_error(send, error, dialect, [(b"allow", b"POST")])
             elif counts_tokens:
                 await self._handler.count_tokens(dialect, path_key, scope, receive, send)
             else:
@@ -90,7 +94,7 @@ class GatewayApp:
             await self._stored_responses.handle(stored, path_key, scope, send)
         elif inside_sandbox and not _ROUTES_OF_AGENTS.fullmatch(path):
             error = RequestError(f"{path} is not served inside a sandbox.", status=404)
-            await asgi.send_json(send, 404, error_format(path).error_body(error))
+            await send_error(send, error, error_format(path))
         else:
             await self._rest({**scope, "path": path}, receive, send)
 
@@ -127,15 +131,20 @@ async def _refuse_host(path: str, foreign: str, send: asgi.Send) -> None:
         f"This gateway takes requests from its own machine only, and this one has the header '{foreign}'. "
         "If that name is right, add it to the setting gateway.allowed_hosts."
     )
-    await asgi.send_json(send, 403, refusal_body(path, RequestError(message, status=403)))
+    request_id = new_id("req")
+    body = refusal_body(path, RequestError(message, status=403), request_id)
+    await asgi.send_json(send, 403, body, asgi.request_id_headers(request_id))
 
 
 def split_path(path: str) -> tuple[str | None, str]:
-    """Split `/s/{key}/rest` into (key, /rest). Any other path is returned as (None, path)."""
+    """Split the percent-encoded path `/s/{key}/rest` into (key, /rest). Any other path gives (None, path).
+
+    Both parts are decoded, so an encoded slash belongs to the key.
+    """
     if not path.startswith("/s/"):
-        return None, path
+        return None, unquote(path)
     key, separator, rest = path[3:].partition("/")
-    return key, separator + rest
+    return unquote(key), separator + unquote(rest)
 
 
 def find_route(path: str, query: bytes) -> tuple[Dialect, bool] | None:
@@ -156,18 +165,21 @@ def error_format(path: str) -> Dialect:
     """Return the dialect in which a client of an unknown `path` expects errors."""
     if path.removeprefix("/v1").startswith(("/messages", "/api/")):
         return _MODEL_ROUTES["/messages"]
-    if path.startswith(("/v1beta", "/v1alpha")) or ("/models/" in path and ":" in path):
+    if path.startswith(("/v1beta", "/v1alpha", "/v1/cachedContents")) or ("/models/" in path and ":" in path):
         return GoogleGenerateContent("")
     return _MODEL_ROUTES["/chat/completions"]
 
 
-def refusal_body(path: str, error: RequestError) -> bytes:
-    """Return an error in the format of the dialect, or of the HTTP API, that this path belongs to."""
+def refusal_body(path: str, error: RequestError, request_id: str | None = None) -> bytes:
+    """Return an error in the format of the dialect, or of the HTTP API, that this percent-encoded path belongs to.
+
+    `request_id`: the id that is also in the response's headers; without it, a new one.
+    """
     path = split_path(path)[1]
     if path.startswith(API_PREFIX):
         return orjson.dumps({"error": {"code": "bad_request", "message": str(error)}})
     route = find_route(path, b"")
-    return (error_format(path) if route is None else route[0]).error_body(error)
+    return (error_format(path) if route is None else route[0]).error_body(error, request_id or new_id("req"))
 
 
 def create_app(
@@ -252,7 +264,10 @@ def create_app(
     async def http_error(request: Request, error: HTTPException) -> Response:
         path = request.url.path
         described = RequestError(f"{request.method} {path}: {error.detail}", status=error.status_code)
-        return Response(error_format(path).error_body(described), error.status_code, media_type="application/json")
+        request_id = new_id("req")
+        body = error_format(path).error_body(described, request_id)
+        headers = {name.decode(): value.decode() for name, value in asgi.request_id_headers(request_id)}
+        return Response(body, error.status_code, headers, media_type="application/json")
 
     return GatewayApp(handler, app, hosts)
 

@@ -14,7 +14,7 @@ import numpy as np
 import orjson
 
 from polar_proxy.errors import RequestError
-from polar_proxy.types import Json
+from polar_proxy.types import Json, new_id
 
 Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[Any]]
@@ -117,6 +117,24 @@ def _replace_lone_surrogates(body: bytes, error: orjson.JSONDecodeError) -> obje
 
 def _reject_constant(name: str) -> object:
     raise ValueError(f"{name} is not JSON")
+
+
+def request_id_headers(request_id: str) -> list[tuple[bytes, bytes]]:
+    """Return the headers that hold the id of a request: the name of OpenAI's clients, and that of Anthropic's."""
+    return [(b"x-request-id", request_id.encode()), (b"request-id", request_id.encode())]
+
+
+def with_request_id(send: Send) -> Send:
+    """Return a `send` that gives a response without an id of the request a new one."""
+
+    async def identified_send(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            headers = list(message.get("headers", ()))
+            if all(name != b"x-request-id" for name, _ in headers):
+                message = {**message, "headers": headers + request_id_headers(new_id("req"))}
+        await send(message)
+
+    return identified_send
 
 
 async def send_json(send: Send, status: int, body: bytes, headers: Headers = ()) -> None:

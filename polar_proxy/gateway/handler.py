@@ -67,6 +67,7 @@ _BYTES_OF_VALUE = 64
 _NO_KEY = "No API key was sent. Polar accepts only keys made by `polar session new` or `polar connect` here."
 _MESSAGE_LISTS = ("messages", "input", "contents", "prompt")
 """The fields of the dialects that hold messages or prompts. A list of numbers is one prompt of token ids."""
+_TOOL_LISTS = ("tools", "functions")
 
 
 class RequestHandler:
@@ -373,7 +374,8 @@ class RequestHandler:
         reservation.take(values * _BYTES_OF_VALUE)
         large = reservation.size > _LARGE_BODY
         body = await self._thread.run(large, asgi.parse_json_object, raw)
-        for name, most in (*((name, limits.messages) for name in _MESSAGE_LISTS), ("tools", limits.tools)):
+        most_items = dict.fromkeys(_MESSAGE_LISTS, limits.messages) | dict.fromkeys(_TOOL_LISTS, limits.tools)
+        for name, most in most_items.items():
             items = body.get(name)
             if isinstance(items, list) and len(items) > most and not isinstance(items[0], int):
                 message = f"'{name}' has {len(items)} items; at most {most} are served."

@@ -10,19 +10,26 @@ from polar_proxy.dialects.base import Answer, Dialect
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.gateway import asgi
 from polar_proxy.gateway.recording import PendingCall, RequestContext
-from polar_proxy.types import SampleEvent
+from polar_proxy.types import SampleEvent, new_id
 
 
 async def send_error(
-    send: asgi.Send, error: RequestError | EngineError, dialect: Dialect, headers: asgi.Headers = ()
+    send: asgi.Send,
+    error: RequestError | EngineError,
+    dialect: Dialect,
+    headers: asgi.Headers = (),
+    *,
+    call_id: str | None = None,
 ) -> None:
-    """Send an error as the whole response, in the format of `dialect`."""
+    """Send an error as the whole response, in the format of `dialect`. `call_id`: the id of the call that failed."""
+    request_id = call_id or new_id("req")
     # Clients such as Codex give up at once on a 429 without a retry-after header.
     after = error.retry_after or ("1" if error.status in (429, 503) else None)
     retry = [] if after is None else [(b"retry-after", after.encode("latin-1", "replace"))]
     if isinstance(error, EngineError):
         error = RequestError(str(error), status=error.status, code="engine_error")
-    await asgi.send_json(send, error.status, dialect.error_body(error), [*headers, *retry])
+    described = [*headers, *asgi.request_id_headers(request_id), *retry]
+    await asgi.send_json(send, error.status, dialect.error_body(error, request_id), described)
 
 
 class Reply:
@@ -36,10 +43,11 @@ class Reply:
         """`call`: the first call of the request."""
         self._send = send
         self._dialect = request.dialect
-        call_id = call.call_id
+        self._call_id = call_id = call.call_id
         self._encoder = request.parsed.encoder(call_id, int(request.started_at), sampled=call.request)
         session_id = request.session.session_id
-        self._headers = [(b"x-polar-call-id", call_id.encode()), (b"x-polar-session-id", session_id.encode())]
+        self._polar_headers = [(b"x-polar-call-id", call_id.encode()), (b"x-polar-session-id", session_id.encode())]
+        self._headers = [*self._polar_headers, *asgi.request_id_headers(call_id)]
         self._stream = request.parsed.stream
         self._started = False
         self._closed = False
@@ -80,7 +88,7 @@ class Reply:
         if self._started:
             await self._finish_stream(self._encoder.fail(str(error), error.status))
         else:
-            await send_error(self._send, error, self._dialect, self._headers)
+            await send_error(self._send, error, self._dialect, self._polar_headers, call_id=self._call_id)
 
     def close(self) -> None:
         """Stop the heartbeats. Safe to call more than once."""

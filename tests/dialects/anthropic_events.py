@@ -83,6 +83,7 @@ def read_stream(stream: bytes) -> Json:
                 message = event["message"]
             case "content_block_start":
                 assert event["index"] == len(message["content"])
+                assert done == set(range(event["index"])), "two blocks are open at the same time"
                 message["content"].append(event["content_block"])
                 inputs[event["index"]] = ""
             case "content_block_delta":

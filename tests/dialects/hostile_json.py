@@ -39,7 +39,7 @@ VALUES = st.recursive(
 def assert_refusal(dialect: Dialect, error: RequestError) -> None:
     """Assert that an error is the client's, and can be written."""
     assert 400 <= error.status < 500
-    assert orjson.loads(dialect.error_body(error))["error"]["message"]
+    assert orjson.loads(dialect.error_body(error, "req_1"))["error"]["message"]
 
 
 _FIELDS = (

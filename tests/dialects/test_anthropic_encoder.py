@@ -16,7 +16,8 @@ from tests.dialects.anthropic_events import BROKEN, OBJECTS, TEXTS, calls, cut, 
 from tests.dialects.encoding import encode, gather
 
 DIALECT = AnthropicMessages()
-BODY: Json = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
+UNASKED: Json = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
+BODY: Json = {**UNASKED, "thinking": {"type": "adaptive"}}
 EAGER: Json = {
     **BODY,
     "tools": [{"name": name, "input_schema": {}, "eager_input_streaming": True} for name in ("bash", "edit", "Read")],
@@ -187,3 +188,37 @@ def test_eager_arguments_are_streamed() -> None:
         )
         + b"\n\n"
     )
+
+
+@pytest.mark.parametrize("thinking", [{}, {"thinking": None}, {"thinking": {"type": "disabled"}}])
+def test_thinking_that_was_not_requested_is_not_sent(thinking: Json) -> None:
+    events = [SampleEvent(reasoning="hm", prompt_ids=(1,)), SampleEvent(text="a", finish_reason="stop")]
+    for message in both_forms({**UNASKED, **thinking}, events):
+        assert message["content"] == [{"type": "text", "text": "a"}]
+
+
+def test_text_and_later_calls_wait_for_an_incomplete_eager_call() -> None:
+    events = [
+        SampleEvent(tool_calls=(ToolDelta(0, "c0", "bash", '{"a":'),), prompt_ids=(1,)),
+        SampleEvent(text="between"),
+        SampleEvent(tool_calls=(ToolDelta(1, "c1", "edit", "{}"),)),
+        SampleEvent(tool_calls=(ToolDelta(0, arguments=" 1}"),)),
+        SampleEvent(finish_reason="tool_calls"),
+    ]
+    encoder = DIALECT.parse(EAGER).encoder("call_1", 1)
+    before = [encoder.feed(0, event) for event in events[:3]]
+    assert b"between" not in b"".join(before)
+    after = encoder.feed(0, events[3]) + encoder.end([gather(events)])
+    content = read_stream(b"".join(before) + after)["content"]
+    assert [block["type"] for block in content] == ["tool_use", "text", "tool_use"]
+    assert [block.get("input") for block in content] == [{"a": 1}, None, {}]
+
+
+def test_an_eager_call_that_stays_incomplete_is_closed_before_the_text_after_it() -> None:
+    events = [
+        SampleEvent(tool_calls=(ToolDelta(0, "c0", "bash", '{"a": 1'),), prompt_ids=(1,)),
+        SampleEvent(text="after", finish_reason="length"),
+    ]
+    stream = encode(DIALECT, EAGER, events).stream.decode()
+    first_stop = stream.index("content_block_stop")
+    assert stream.index('{\\"a\\": 1') < first_stop < stream.index("after")

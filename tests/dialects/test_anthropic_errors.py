@@ -38,8 +38,8 @@ BODY: Json = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "cont
     ],
 )
 def test_error_type_of_each_status(status: int, kind: str) -> None:
-    body = json.loads(DIALECT.error_body(RequestError("It broke.", status=status)))
-    assert body == {"type": "error", "error": {"type": kind, "message": "It broke."}, "request_id": None}
+    body = json.loads(DIALECT.error_body(RequestError("It broke.", status=status), "call_1"))
+    assert body == {"type": "error", "error": {"type": kind, "message": "It broke."}, "request_id": "call_1"}
     event = DIALECT.parse(BODY).encoder("call_1", 1).fail("It broke.", status).decode()
     assert event.startswith("event: error\ndata: ")
     assert event.endswith("\n\n")
@@ -76,12 +76,13 @@ def test_error_type_of_each_status(status: int, kind: str) -> None:
 )
 def test_full_context_error_has_anthropics_text(engine_text: str, expected: str) -> None:
     error = RequestError(engine_text, code="context_length_exceeded")
-    assert json.loads(DIALECT.error_body(error))["error"] == {"type": "invalid_request_error", "message": expected}
+    body = json.loads(DIALECT.error_body(error, "req_1"))
+    assert body["error"] == {"type": "invalid_request_error", "message": expected}
 
 
 def test_other_errors_keep_their_text() -> None:
     error = RequestError("No images.", code="no_images")
-    assert json.loads(DIALECT.error_body(error))["error"]["message"] == "No images."
+    assert json.loads(DIALECT.error_body(error, "req_1"))["error"]["message"] == "No images."
 
 
 @settings(max_examples=40, deadline=None)

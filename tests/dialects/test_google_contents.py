@@ -242,3 +242,22 @@ def test_error_names_the_wrong_field(contents: object, param: str) -> None:
     assert caught.value.param is not None
     assert caught.value.param.startswith(param) or param.startswith(caught.value.param)
     assert str(caught.value)
+
+
+def test_a_result_inside_a_model_content_ends_the_message_before_it() -> None:
+    content = {
+        "role": "model",
+        "parts": [
+            {"text": "I look."},
+            {"functionCall": {"name": "bash", "args": {}}},
+            {"functionResponse": {"name": "bash", "response": {"output": "a.py"}}},
+            {"text": "Done."},
+        ],
+    }
+    call = {"id": "call_1_1", "type": "function", "function": {"name": "bash", "arguments": "{}"}}
+    assert conversation(HI, content, HI)[1:] == [
+        {"role": "assistant", "content": "I look.", "tool_calls": [call]},
+        {"role": "tool", "content": "a.py", "tool_call_id": "call_1_1", "name": "bash"},
+        {"role": "assistant", "content": "Done."},
+        {"role": "user", "content": "hi"},
+    ]

@@ -314,3 +314,29 @@ def test_error_inside_a_stream(begun: bool) -> None:
     elements = json.loads(written + encoder.fail("broke", 502))
     assert elements[-1]["error"]["message"] == "broke"
     assert len(elements) == (2 if begun else 1)
+
+
+ENUM: Json = {
+    "contents": [HI],
+    "generationConfig": {"responseMimeType": "text/x.enum", "responseSchema": {"type": "STRING", "enum": ["a é", "b"]}},
+}
+
+
+@pytest.mark.parametrize(("pieces", "text"), [(['"a ', '\\u00e9"'], "a é"), (["b"], "b"), (['"a'], '"a'), (["1"], "1")])
+@pytest.mark.parametrize("sse", [True, False])
+def test_an_enumerations_value_is_sent_without_its_quotes(pieces: list[str], text: str, sse: bool) -> None:
+    events = [SampleEvent(text=piece) for piece in pieces] + [SampleEvent(finish_reason="stop")]
+    chunks, response = both_forms(ENUM, events, sse=sse)
+    assert [part["text"] for part in parts_of(chunks)] == [text]
+    assert [part["text"] for part in response["candidates"][0]["content"]["parts"]] == [text]
+
+
+def test_tokens_of_thoughts_are_counted_apart() -> None:
+    events = [
+        SampleEvent(reasoning="hm", token_ids=(1, 2), logprobs=(-1.0, -1.0), prompt_ids=(5,)),
+        SampleEvent(text="a", token_ids=(3,), logprobs=(-1.0,), finish_reason="stop"),
+    ]
+    chunks, response = both_forms({"contents": [HI]}, events)
+    usage = response["usageMetadata"]
+    assert (usage["thoughtsTokenCount"], usage["candidatesTokenCount"], usage["totalTokenCount"]) == (2, 1, 4)
+    assert chunks[-1]["usageMetadata"] == usage

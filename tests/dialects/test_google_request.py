@@ -263,18 +263,32 @@ def test_model_card() -> None:
     ],
 )
 def test_error_status(status: int, name: str) -> None:
-    error = json.loads(GoogleGenerateContent("m").error_body(RequestError("why", status=status)))["error"]
+    error = json.loads(GoogleGenerateContent("m").error_body(RequestError("why", status=status), "req_1"))["error"]
     assert (error["code"], error["status"], error["message"]) == (status, name, "why")
 
 
 def test_error_details() -> None:
     def details(status: int, param: str | None = None) -> Any:
-        return json.loads(GoogleGenerateContent("m").error_body(RequestError("why", status=status, param=param)))[
-            "error"
-        ]["details"]
+        error = RequestError("why", status=status, param=param)
+        return json.loads(GoogleGenerateContent("m").error_body(error, "req_1"))["error"]["details"]
 
     assert details(400, "contents")[0]["fieldViolations"] == [{"field": "contents", "description": "why"}]
     assert details(401)[0]["reason"] == "API_KEY_INVALID"
     for status in (429, 503):
         (retry,) = details(status)
         assert retry == {"@type": "type.googleapis.com/google.rpc.RetryInfo", "retryDelay": "1s"}
+
+
+@pytest.mark.parametrize("schema", [{"type": "STRING", "enum": ["a", "b"]}, {"enum": ["a", "b"]}])
+@pytest.mark.parametrize("name", ["responseSchema", "responseJsonSchema"])
+def test_an_enumeration_is_constrained_to_its_values(name: str, schema: Json) -> None:
+    wanted = {"name": "response", "schema": {"type": "string", "enum": ["a", "b"]}}
+    request = asked(generationConfig={"responseMimeType": "text/x.enum", name: schema})
+    assert request.response_format == {"type": "json_schema", "json_schema": wanted}
+
+
+@pytest.mark.parametrize("schema", [{}, {"enum": []}, {"enum": [1]}, {"type": "STRING"}])
+def test_an_enumeration_without_values_is_refused(schema: Json) -> None:
+    with pytest.raises(RequestError, match="needs a response schema") as caught:
+        asked(generationConfig={"responseMimeType": "text/x.enum", "responseSchema": schema})
+    assert caught.value.param == "generationConfig.responseMimeType"

@@ -226,3 +226,12 @@ def test_choice_index_counts_through_the_prompts() -> None:
     streamed = [json.loads(line[6:])["choices"][0] for line in written.decode().split("\n\n")[:-1]]
     assert [(c["index"], c["text"]) for c in streamed] == [(c["index"], c["text"]) for c in response["choices"]]
     assert response["usage"]["prompt_tokens"] == 2 * len(PROMPT)
+
+
+def test_tokens_of_reasoning_are_counted() -> None:
+    thought = SampleEvent(reasoning="hm", token_ids=(1, 2), logprobs=(-1.0, -1.0), prompt_ids=PROMPT)
+    chunks, response = both_forms(
+        OpenAIChat(), {**BODY, "stream": True, "stream_options": {"include_usage": True}}, [thought, END]
+    )
+    assert response["usage"]["completion_tokens_details"] == {"reasoning_tokens": 2}
+    assert chunks[-1]["usage"] == response["usage"]

@@ -30,7 +30,7 @@ both = pytest.mark.parametrize("dialect", [OpenAIChat(), OpenAICompletions()], i
 )
 def test_error_body(dialect: Dialect, status: int, kind: str) -> None:
     error = RequestError("it is wrong", status=status, param="stop", code="wrong")
-    assert json.loads(dialect.error_body(error)) == {
+    assert json.loads(dialect.error_body(error, "req_1")) == {
         "error": {"message": "it is wrong", "type": kind, "param": "stop", "code": "wrong"}
     }
 

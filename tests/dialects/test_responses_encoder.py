@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from polar_proxy.dialects.base import Answer
+from polar_proxy.dialects.custom_tools import CustomInputDecoder, custom_input
 from polar_proxy.dialects.openai_responses.dialect import OpenAIResponses
-from polar_proxy.dialects.openai_responses.items import CustomInputDecoder, custom_input
 from polar_proxy.types import ChatRequest, Json, Message, SampleEvent, ToolCall, ToolDelta, TopLogprob
 from tests.dialects.encoding import cut, encode
 

@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from anthropic import AsyncAnthropic
 
 from polar_proxy.engines.scripted import END, INFO, ScriptedEngine, ScriptedReply, decode, encode
 from polar_proxy.errors import EngineError
@@ -361,3 +362,36 @@ async def test_an_engine_that_dies_after_its_answer_loses_no_call(serve: Serve, 
         await Conversation(http).say(user("one"))
     (call,) = await recorded_calls(store)
     assert (call.status, call.weight_version) == ("ok", "7")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_thinking_that_an_anthropic_client_never_saw_stays_in_the_prompt(
+    serve: Serve, store: Store, stream: bool
+) -> None:
+    """Without `thinking` in the request no block of it is sent, and the next prompt has it as it was sampled."""
+    messages: list[Any] = [user("look")]
+    tools: Any = [{"name": "look", "input_schema": {"type": "object"}}]
+    async with (
+        serve(ScriptedEngine(script)) as gateway,
+        AsyncAnthropic(base_url=gateway.url, api_key="k1", max_retries=0, timeout=120) as anthropic,
+    ):
+        for _ in range(3):
+            body: Any = {"model": "m", "max_tokens": 500, "messages": messages, "tools": tools}
+            if stream:
+                async with anthropic.messages.stream(**body) as events:
+                    answer: Any = await events.get_final_message()
+            else:
+                answer = await anthropic.messages.create(**body)
+            assert answer.content[0].type == "text"
+            assert "thinking" not in [block.type for block in answer.content]
+            messages.append({"role": "assistant", "content": [block.model_dump() for block in answer.content]})
+            calls = [block.id for block in answer.content if block.type == "tool_use"]
+            results = [{"type": "tool_result", "tool_use_id": call, "content": "ok"} for call in calls]
+            messages.append({"role": "user", "content": results or "and now?"})
+    first, second, third = await recorded_calls(store)
+    assert [call.choices[0].message.reasoning for call in (first, second, third)] == ["Hm, where?", "Well.", "Well."]
+    for before, call in ((first, second), (second, third)):
+        assert (call.prompt_mode, call.base_call_id) == ("continue", before.call_id)
+        assert prompt_and_answer(call)[: len(prompt_and_answer(before))] == prompt_and_answer(before)
+    (trace,) = build([first, second, third]).traces
+    assert trace.token_ids.tolist() == prompt_and_answer(third)

@@ -398,3 +398,14 @@ async def test_sends_no_heartbeats_while_the_engine_is_slow(serve: Serve, alt: s
         assert len(answer.json()) == 6
     else:
         assert all(line.startswith("data: ") for line in answer.text.split("\n\n")[:-1])
+
+
+@pytest.mark.parametrize("path", ["/v1/cachedContents", "/v1beta/cachedContents", "/v1beta/cachedContents/1"])
+@pytest.mark.parametrize("method", ["GET", "POST"])
+async def test_cached_contents_answer_with_googles_error(serve: Serve, path: str, method: str) -> None:
+    async with serve(ScriptedEngine()) as gateway, httpx.AsyncClient(timeout=120) as http:
+        answer = await http.request(method, gateway.url + path, json={})
+    assert answer.status_code == 404
+    error = answer.json()["error"]
+    assert (error["code"], error["status"]) == (404, "NOT_FOUND")
+    assert path in error["message"]

@@ -24,6 +24,9 @@ from polar_proxy.dialects.wire import storable_params, to_json
 from polar_proxy.errors import RequestError
 from polar_proxy.types import ChatRequest, Json, Sampling
 
+_THINKING = ("enabled", "adaptive")
+"""Types of `thinking` with which a client requests thinking blocks."""
+
 
 class PromptFields(RequestFields):
     """The fields that determine the prompt."""
@@ -82,6 +85,7 @@ class AnthropicMessages(Dialect):
                 AnthropicEncoder,
                 model=fields.model,
                 eager=tools.eager,
+                send_thinking=fields.thinking.get("type") in _THINKING,
                 omit_thinking=fields.thinking.get("display") == "omitted",
             ),
         )
@@ -93,8 +97,8 @@ class AnthropicMessages(Dialect):
             return {"system": stored[0]["content"], "messages": stored[1:]}
         return {"messages": stored}
 
-    def error_body(self, error: RequestError) -> bytes:
-        return orjson.dumps(error_object(str(error), error.status, error.code))
+    def error_body(self, error: RequestError, request_id: str) -> bytes:
+        return orjson.dumps(error_object(str(error), error.status, request_id, error.code))
 
     def parse_count(self, body: Json) -> ChatRequest:
         return _parse_prompt(PromptFields.read(body))[0]
@@ -138,9 +142,7 @@ def _parse_response_format(form: Any, beta_form: Any) -> Json | None:
 
 
 def _template_kwargs(thinking: Json) -> Json:
-    match thinking.get("type"):
-        case "enabled" | "adaptive":
-            return {"enable_thinking": True}
-        case "disabled":
-            return {"enable_thinking": False}
-    return {}
+    kind = thinking.get("type")
+    if kind in _THINKING:
+        return {"enable_thinking": True}
+    return {"enable_thinking": False} if kind == "disabled" else {}

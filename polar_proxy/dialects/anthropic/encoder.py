@@ -6,6 +6,12 @@ Text and thinking are streamed as they arrive. A tool call is sent when it is co
 object, which is known only when all arguments were sampled. (Anthropic's own servers hold arguments back for the same
 reason.) The arguments of a tool with `eager_input_streaming` are streamed as they arrive, valid or not.
 
+One block is open at a time. What arrives while the arguments of an eager tool are incomplete waits until they are
+complete, or until the end.
+
+Thinking is sent only if the client requested it by `thinking`, so that the first block of any other answer is its text.
+The record holds it in any case, and a continued prompt has it as it was sampled.
+
 Arguments that are not a JSON object (`[1]`, or cut short by `max_tokens`) are not changed into one: the tool call is
 sent as text, with its name and arguments as sampled. So the agent runs nothing that the model did not write, and
 nothing is lost.
@@ -26,7 +32,7 @@ from typing import Any
 import orjson
 
 from polar_proxy.dialects.base import Answer, AnswerChoice, Encoder
-from polar_proxy.dialects.wire import named_sse, seal, to_json
+from polar_proxy.dialects.wire import is_json_object, named_sse, seal, to_json
 from polar_proxy.errors import RequestError
 from polar_proxy.types import Json, SampleEvent, ToolCall, ToolDelta
 
@@ -53,27 +59,33 @@ class AnthropicEncoder(Encoder):
     model: str
     eager: frozenset[str]
     """Names of the tools with `eager_input_streaming`."""
+    send_thinking: bool
+    """The client requested thinking."""
     omit_thinking: bool
+    """Thinking blocks have a signature, but no text."""
     _started: bool = field(default=False, init=False)
     _block_count: int = field(default=0, init=False)
     """Number of blocks begun so far; the index of the next one."""
     _open: str | None = field(default=None, init=False)
-    """Kind of the open text or thinking block. Tool blocks may be open at the same time."""
+    """Type of the open block."""
     _open_index: int = field(default=0, init=False)
     _thinking: list[str] = field(default_factory=list, init=False)
-    _begun_calls: dict[int, int] = field(default_factory=dict, init=False)
-    """Tool calls whose block has begun: number of the tool call -> index of its block."""
+    _begun_calls: list[int] = field(default_factory=list, init=False)
+    """Numbers of the tool calls whose block has begun. The last one may be open."""
     _received: AnswerChoice = field(default_factory=AnswerChoice, init=False)
-    """The tool calls whose block has not begun, if there are eager tools."""
+    """The tool calls so far, if there are eager tools."""
+    _waiting: list[tuple[str, str]] = field(default_factory=list, init=False)
+    """(type of block, text) that arrived while the arguments of the open tool call were incomplete."""
 
     def feed(self, request_index: int, event: SampleEvent) -> bytes:
         out = b"" if self._started else self._start(event.prompt_ids, event.cached_tokens)
         if event.reasoning:
-            out += self._thinking_delta(event.reasoning)
+            self._waiting.append(("thinking", event.reasoning))
         if event.text:
-            out += self._text_delta(event.text)
-        for delta in event.tool_calls:
-            out += self._call_delta(delta)
+            self._waiting.append(("text", event.text))
+        out += self._send_waiting()
+        for delta in event.tool_calls if self.eager else ():
+            out += self._call_delta(delta) + self._send_waiting()
         return out
 
     def end(self, answers: list[Answer]) -> bytes:
@@ -81,16 +93,13 @@ class AnthropicEncoder(Encoder):
         choice = answer.first
         out = b"" if self._started else self._start(answer.prompt_ids, answer.cached_tokens)
         numbers = _calls_in_blocks(choice, self._begun_calls)
-        if text := _calls_as_text(choice, numbers):
-            out += self._text_delta(text)
-        out += self._close()
+        for kind, text in [*self._waiting, ("text", _calls_as_text(choice, numbers))]:
+            out += self._text_delta(kind, text)
         for number in numbers:
-            index, begin = self._begun_calls.get(number), b""
-            if index is None:
+            if number not in self._begun_calls:
                 call = choice.tool_calls[number]
-                index, begin = self._begin_call(call)
-                begin += _input_delta(index, _input_text(call.arguments))
-            out += begin + _event("content_block_stop", index=index)
+                out += self._begin_call(number, call) + _input_delta(self._open_index, _input_text(call.arguments))
+        out += self._close()
         reason, stop = _stop_reason(choice, called=bool(numbers))
         out += _event(
             "message_delta",
@@ -103,7 +112,7 @@ class AnthropicEncoder(Encoder):
         answer = answers[0]
         choice = answer.first
         content: list[Json] = []
-        if choice.reasoning:
+        if choice.reasoning and self.send_thinking:
             thinking = "".join(choice.reasoning)
             shown = "" if self.omit_thinking else thinking
             content.append({"type": "thinking", "thinking": shown, "signature": seal(thinking)})
@@ -116,7 +125,7 @@ class AnthropicEncoder(Encoder):
         return orjson.dumps(self._message(content, reason, stop, answer))
 
     def fail(self, message: str, status: int) -> bytes:
-        return named_sse("error", error_object(message, status))
+        return named_sse("error", error_object(message, status, self.call_id))
 
     def _message(self, content: list[Json], reason: str | None, stop: str | None, answer: Answer) -> Json:
         return {
@@ -135,16 +144,20 @@ class AnthropicEncoder(Encoder):
         message = self._message([], None, None, Answer(prompt_ids, cached_tokens))
         return _event("message_start", message=message) + _event("ping")
 
-    def _begin_block(self, block: Json) -> tuple[int, bytes]:
-        index = self._block_count
+    def _begin_block(self, kind: str, **fields: Any) -> bytes:
+        """Return the events that end the open block and begin another one."""
+        out = self._close()
+        self._open, self._open_index = kind, self._block_count
         self._block_count += 1
-        return index, _event("content_block_start", index=index, content_block=block)
+        block = {"type": kind, **fields}
+        return out + _event("content_block_start", index=self._open_index, content_block=block)
 
-    def _begin_call(self, call: ToolCall) -> tuple[int, bytes]:
-        return self._begin_block({"type": "tool_use", "id": call.id, "name": call.name, "input": {}})
+    def _begin_call(self, number: int, call: ToolCall) -> bytes:
+        self._begun_calls.append(number)
+        return self._begin_block("tool_use", id=call.id, name=call.name, input={})
 
     def _close(self) -> bytes:
-        """End the open text or thinking block."""
+        """End the open block, if there is one."""
         out = b""
         if self._open == "thinking":
             out = _delta(self._open_index, {"type": "signature_delta", "signature": seal("".join(self._thinking))})
@@ -154,44 +167,42 @@ class AnthropicEncoder(Encoder):
         self._open = None
         return out
 
-    def _switch(self, kind: str, block: Json) -> bytes:
-        """Return the events that end the open block and begin `block`; none if a block of this `kind` is open."""
-        if self._open == kind:
+    def _text_delta(self, kind: str, text: str) -> bytes:
+        """Return the events for a piece of `text` or `thinking`."""
+        if not text or (kind == "thinking" and not self.send_thinking):
             return b""
-        out = self._close()
-        self._open = kind
-        self._open_index, begin = self._begin_block(block)
-        return out + begin
-
-    def _thinking_delta(self, text: str) -> bytes:
-        out = self._switch("thinking", {"type": "thinking", "thinking": "", "signature": ""})
+        if kind == "text":
+            out = b"" if self._open == "text" else self._begin_block("text", text="")
+            return out + _delta(self._open_index, {"type": "text_delta", "text": text})
+        out = b"" if self._open == "thinking" else self._begin_block("thinking", thinking="", signature="")
         self._thinking.append(text)
         if self.omit_thinking:
             return out
         return out + _delta(self._open_index, {"type": "thinking_delta", "thinking": text})
 
-    def _text_delta(self, text: str) -> bytes:
-        out = self._switch("text", {"type": "text", "text": ""})
-        return out + _delta(self._open_index, {"type": "text_delta", "text": text})
-
     def _call_delta(self, delta: ToolDelta) -> bytes:
-        """Return the events for a piece of a tool call; none if the piece must wait.
+        """Return the events for a piece of a tool call, if its block is open; else none."""
+        self._received.add(SampleEvent(tool_calls=(delta,)))
+        is_open = self._open == "tool_use" and self._begun_calls[-1] == delta.index
+        return _input_delta(self._open_index, delta.arguments) if is_open else b""
+
+    def _send_waiting(self) -> bytes:
+        """Return the events of what waits, as far as no incomplete tool call is open.
 
         A tool call waits until the one before it has begun and, unless its tool is eager, until the end of the answer.
         """
-        if delta.index in self._begun_calls:
-            return _input_delta(self._begun_calls[delta.index], delta.arguments)
-        if not self.eager:
-            return b""
-        self._received.add(SampleEvent(tool_calls=(delta,)))
-        call = self._received.tool_calls[delta.index]
-        is_next = delta.index == len(self._begun_calls)
-        if call.name not in self.eager or not is_next or not call.arguments.lstrip().startswith("{"):
-            return b""
-        out = self._close()
-        index, begin = self._begin_call(call)
-        self._begun_calls[delta.index] = index
-        return out + begin + _input_delta(index, call.arguments)
+        out, calls = b"", self._received.tool_calls
+        while self._open != "tool_use" or is_json_object(calls[self._begun_calls[-1]].arguments):
+            if self._waiting:
+                out += self._text_delta(*self._waiting.pop(0))
+                continue
+            number = len(self._begun_calls)
+            if number >= len(calls) or calls[number].name not in self.eager:
+                break
+            if not calls[number].arguments.lstrip().startswith("{"):
+                break
+            out += self._begin_call(number, calls[number]) + _input_delta(self._open_index, calls[number].arguments)
+        return out
 
 
 def _usage(answer: Answer) -> Json:
@@ -265,12 +276,12 @@ def _input_delta(index: int, arguments: str) -> bytes:
     return _delta(index, {"type": "input_json_delta", "partial_json": arguments}) if arguments else b""
 
 
-def error_object(message: str, status: int, code: str | None = None) -> Json:
+def error_object(message: str, status: int, request_id: str, code: str | None = None) -> Json:
     # Inside a stream that has begun there is no code, only the message.
     if code == "context_length_exceeded" or (status == 400 and _CONTEXT.search(message)):
         message = _context_message(message)
     kind = _ERROR_TYPES.get(status) or ("invalid_request_error" if status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": None}
+    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
 
 
 def _context_message(message: str) -> str:

@@ -1,8 +1,8 @@
 """Anthropic's tools as OpenAI functions, including those whose loading is deferred.
 
-The model is offered, at the top of its prompt, every tool that the client runs and that is not deferred. Tools that
-Anthropic's own servers run (`web_search`, `code_execution`, ...) and tools whose schema only Anthropic's models know
-(`bash_20250124`, ...) have a `type`; they are tolerated and not offered.
+The model is offered, at the top of its prompt, every tool that the client runs and that is not deferred; those whose
+form Anthropic defines (`bash_20250124`, ...) are in `client_tools`. Tools that Anthropic's own servers run
+(`web_search`, `code_execution`, ...) are tolerated and not offered.
 
 A deferred tool (`defer_loading`) is shown at the place in the conversation that loads it: a `tool_reference` in a tool
 result, or a `tool_addition` in a message, becomes the tool's definition, in the form that Claude Code's ToolSearch
@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from polar_proxy.dialects.anthropic.client_tools import client_tool
 from polar_proxy.dialects.fields import function_tool, invalid, invalid_type
 from polar_proxy.dialects.wire import to_json
 from polar_proxy.types import Json
@@ -58,7 +59,7 @@ def _parse_tool(tool: Any, path: str) -> Json | None:
     if kind is not None and not isinstance(kind, str):
         raise invalid_type(f"{path}.type", "a string")
     if kind not in (None, "custom"):
-        return None
+        return client_tool(tool)
     name, schema = tool.get("name"), tool.get("input_schema")
     if not isinstance(name, str) or not name:
         raise invalid(f"{path}.name", "a tool needs a name")

@@ -9,6 +9,7 @@ The model reads:
 * A `functionResponse` as a tool message. It answers the tool call with its id or, without an id, the first tool call of
   that name in the model's last turn that has no result yet. Its text is the string in `output` or `result` if that is
   the only field, else the JSON of `response` (an `error` keeps its key, so that the model sees the failure).
+* A `functionResponse` inside a `model` content ends the assistant message before it; what follows begins another one.
 * Results directly after the tool calls. Other parts of the same content (images, text) follow as a user message.
 * A repeated result (Gemini CLI repeats them when it resumes) once. A second result for one id with different text is
   kept, because Polar cannot decide which one is right.
@@ -171,12 +172,21 @@ class _ContentReader:
     def _model(self, parts: list[Part], path: str, position: int) -> None:
         if not parts:  # the empty end of a stream, or an answer that the client never received
             return
+        for number, part in enumerate(parts):
+            part_path, generated_id = f"{path}.parts[{number}]", f"call_{position}_{number}"
+            if part.function_response is not None:
+                self._close_turn()
+                self._result(part.function_response, f"{part_path}.functionResponse", generated_id)
+            else:
+                self._model_part(self._open_turn(), part, part_path, generated_id)
+
+    def _open_turn(self) -> _ModelTurn:
+        """Return the model's turn, and begin one if there is none."""
         if self.turn is None:
             self.turn = _ModelTurn()
             self.open_calls = []
             self.results_of_turn.clear()
-        for number, part in enumerate(parts):
-            self._model_part(self.turn, part, f"{path}.parts[{number}]", f"call_{position}_{number}")
+        return self.turn
 
     def _model_part(self, turn: _ModelTurn, part: Part, path: str, generated_id: str) -> None:
         signed = None if part.thought_signature is None else unpack(part.thought_signature)
@@ -188,8 +198,6 @@ class _ContentReader:
             turn.thoughts.append(part.text or "")
         elif signed is not None and signed.call is not None and part.text == call_as_text(signed.call):
             turn.calls.append(signed.call)
-        elif part.function_response is not None:
-            raise invalid(f"{path}.functionResponse", "a content of the role 'model' cannot hold function responses")
         else:
             turn.content += _data(part, path)
 

@@ -38,6 +38,7 @@ _ROUTE = re.compile(
     r":(?P<verb>generateContent|streamGenerateContent|countTokens)"
 )
 _CONFIG = "generationConfig"
+_ENUM = "text/x.enum"
 _SEPARATE = ("contents", "systemInstruction", "tools")
 """The fields that are not stored with the parameters."""
 
@@ -81,6 +82,7 @@ class GoogleGenerateContent(Dialect):
                 sse=self.sse,
                 thoughts=fields.generation_config.thinking_config.include_thoughts,
                 logprobs=request.sampling.logprobs,
+                enum=fields.generation_config.response_mime_type == _ENUM,
             ),
         )
 
@@ -90,7 +92,7 @@ class GoogleGenerateContent(Dialect):
             return {**stored[0], "contents": stored[1:]}
         return {"contents": stored}
 
-    def error_body(self, error: RequestError) -> bytes:
+    def error_body(self, error: RequestError, request_id: str) -> bytes:
         return orjson.dumps(google_error(str(error), error.status, error.param))
 
     def parse_count(self, body: Json) -> ChatRequest:
@@ -201,8 +203,14 @@ def _response_format(config: GenerationConfig) -> Json | None:
         if schema is None:
             return {"type": "json_object"}
         return {"type": "json_schema", "json_schema": {"name": "response", "schema": schema}}
+    if mime == _ENUM:
+        values = schema.get("enum") if isinstance(schema, dict) else None
+        if not isinstance(values, list) or not values or not all(isinstance(value, str) for value in values):
+            raise invalid(path, f"{_ENUM} needs a response schema with an 'enum' of strings")
+        strings = {"type": "string", "enum": values}
+        return {"type": "json_schema", "json_schema": {"name": "response", "schema": strings}}
     if mime != "text/plain":
-        raise invalid(path, "expected text/plain or application/json")
+        raise invalid(path, f"expected text/plain, application/json or {_ENUM}")
     if schema is not None:
         raise RequestError(f"A response schema needs '{path}' to be application/json.", param=path)
     return None

@@ -8,7 +8,10 @@
 * `args` must be a JSON object. Arguments that are not one (`[1]`, broken JSON, cut short) reach the agent as the text
   `name(arguments)`, letter for letter, and never as an empty object; the signature restores the tool call when the text
   comes back. Empty arguments of a finished tool call mean `{}`.
-* `candidatesTokenCount` counts all sampled tokens, thoughts included: engines do not say which tokens are thoughts.
+* `thoughtsTokenCount` counts the tokens up to the end of the reasoning, `candidatesTokenCount` the others. If an engine
+  does not show where the reasoning ends, all tokens count as the candidate's.
+* The answer to `text/x.enum` is sampled as a JSON string, because engines constrain JSON, and sent in one piece without
+  its quotes.
 * There are no safety ratings, so no `safetyRatings` and no `promptFeedback`.
 """
 
@@ -110,6 +113,8 @@ class GoogleEncoder(Encoder):
     """Stream server-sent events, otherwise a JSON array."""
     thoughts: bool
     logprobs: bool
+    enum: bool
+    """The answer is one value of an enumeration, sampled as a JSON string."""
     _started: bool = field(default=False, init=False)
     _streams: dict[int, _CandidateStream] = field(default_factory=dict, init=False)
 
@@ -118,7 +123,9 @@ class GoogleEncoder(Encoder):
         if self.logprobs:
             tokens = SampleEvent(token_ids=event.token_ids, logprobs=event.logprobs, tokens=event.tokens, top=event.top)
             stream.pending.add(tokens)
-        parts = stream.parts.thought(event.reasoning) + stream.parts.text(event.text)
+        parts = stream.parts.thought(event.reasoning)
+        if not self.enum:
+            parts += stream.parts.text(event.text)
         if event.tool_calls:
             stream.received.add(SampleEvent(tool_calls=event.tool_calls))
             calls = stream.received.tool_calls
@@ -132,7 +139,8 @@ class GoogleEncoder(Encoder):
         candidates = []
         for index, choice in answers[0].in_order:
             stream = self._stream(index)
-            parts = stream.parts.calls(choice, stream.calls_sent) + stream.parts.rest()
+            parts = stream.parts.text(self._text(choice)) if self.enum else []
+            parts += stream.parts.calls(choice, stream.calls_sent) + stream.parts.rest()
             candidate = self._streamed(index, parts or [{"text": ""}], stream)
             candidates.append(self._finished(candidate, choice))
         last = self._write({**self._response(candidates), "usageMetadata": _usage(answers)})
@@ -142,11 +150,15 @@ class GoogleEncoder(Encoder):
         candidates = []
         for index, choice in answers[0].in_order:
             writer = _PartWriter(self.thoughts)
-            parts = writer.thought("".join(choice.reasoning)) + writer.text("".join(choice.text))
+            parts = writer.thought("".join(choice.reasoning)) + writer.text(self._text(choice))
             parts += writer.calls(choice, 0) + writer.rest()
             candidate = self._candidate(index, parts or [{"text": ""}], choice)
             candidates.append(self._finished(candidate, choice))
         return orjson.dumps({**self._response(candidates), "usageMetadata": _usage(answers)})
+
+    def _text(self, choice: AnswerChoice) -> str:
+        text = "".join(choice.text)
+        return _unquoted(text) if self.enum else text
 
     def fail(self, message: str, status: int) -> bytes:
         error = self._write(google_error(message, status))
@@ -194,6 +206,15 @@ def _args(arguments: str) -> Any:
     return orjson.Fragment(arguments)
 
 
+def _unquoted(text: str) -> str:
+    """Return the string that `text` is in JSON; any other text, such as one that was cut, unchanged."""
+    try:
+        value = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return text
+    return value if isinstance(value, str) else text
+
+
 def _logprobs_result(choice: AnswerChoice) -> Json:
     chosen = [
         _token(token, token_id, logprob)
@@ -214,12 +235,15 @@ def _token(token: str, token_id: int, logprob: float) -> Json:
 def _usage(answers: list[Answer]) -> Json:
     prompt = sum(answer.prompt_tokens for answer in answers)
     sampled = sum(answer.completion_tokens for answer in answers)
+    thoughts = sum(answer.reasoning_tokens for answer in answers)
     usage: Json = {
         "promptTokenCount": prompt,
-        "candidatesTokenCount": sampled,
+        "candidatesTokenCount": sampled - thoughts,
         "totalTokenCount": prompt + sampled,
         "promptTokensDetails": [{"modality": "TEXT", "tokenCount": prompt}],
     }
+    if thoughts:
+        usage["thoughtsTokenCount"] = thoughts
     cached = [answer.cached_tokens for answer in answers if answer.cached_tokens is not None]
     if cached:
         usage["cachedContentTokenCount"] = sum(cached)

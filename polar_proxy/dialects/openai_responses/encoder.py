@@ -23,9 +23,9 @@ from typing import Any
 import orjson
 
 from polar_proxy.dialects.base import Answer, AnswerChoice, Encoder
+from polar_proxy.dialects.custom_tools import CustomInputDecoder
 from polar_proxy.dialects.openai_common import token_logprobs
 from polar_proxy.dialects.openai_responses.items import (
-    CustomInputDecoder,
     call_item,
     item_id,
     message_item,

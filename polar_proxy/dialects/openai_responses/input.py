@@ -21,6 +21,7 @@ from itertools import takewhile
 from typing import Any
 
 from polar_proxy.dialects.base import AssistantDraft
+from polar_proxy.dialects.custom_tools import custom_arguments
 from polar_proxy.dialects.fields import (
     as_content,
     invalid,
@@ -29,7 +30,7 @@ from polar_proxy.dialects.fields import (
     string_field,
     text_part,
 )
-from polar_proxy.dialects.openai_responses.items import answer_of_item, is_broken_input, item_not_found
+from polar_proxy.dialects.openai_responses.items import answer_of_item, item_not_found
 from polar_proxy.dialects.openai_responses.tools import BUILT_IN_TOOLS, Toolbox, built_in_arguments
 from polar_proxy.dialects.wire import to_json, unseal
 from polar_proxy.types import Json, Message, ToolCall
@@ -98,8 +99,7 @@ class _ItemReader:
             self._call(item, self._offered_name(item, name, path), arguments)
         elif kind == "custom_tool_call":
             name, text = string_field(item, "name", path), string_field(item, "input", path)
-            raw = str(item.get("id")).startswith("ctcraw_") or is_broken_input(text)
-            arguments = text if raw else to_json({"input": text}, f"{path}.input").decode()
+            arguments = custom_arguments(text, f"{path}.input", raw=str(item.get("id")).startswith("ctcraw_"))
             self._call(item, self._offered_name(item, name, path), arguments)
         elif isinstance(kind, str) and kind in _BUILT_IN_CALLS:
             self._built_in_call(item, _BUILT_IN_CALLS[kind], path)

@@ -20,8 +20,7 @@ from __future__ import annotations
 import re
 from typing import Any, NamedTuple
 
-import orjson
-
+from polar_proxy.dialects.custom_tools import begins_as_input, custom_input
 from polar_proxy.dialects.openai_responses.tools import Toolbox, built_in_item
 from polar_proxy.dialects.wire import seal
 from polar_proxy.errors import RequestError
@@ -31,12 +30,6 @@ _RESPONSE_ID = re.compile(r"resp_([0-9A-Za-z]{1,64})")
 _ITEM_ID = re.compile(r"([a-z]{1,9})_([0-9A-Za-z]{1,64})_([0-9]{1,6})")
 _INPUT = "in"
 _CALL_PREFIXES = ("fc", "ctc", "ctcraw", "bt")
-_HEAD = re.compile(r'\s*\{\s*"input"\s*:\s*"')
-# Characters and complete escapes; the first half of a surrogate pair waits for the second.
-_COMPLETE = re.compile(
-    r'(?:[^"\\\x00-\x1f]|\\["\\/bfnrt]|\\u(?![dD][89a-fA-F])[0-9a-fA-F]{4}'
-    r"|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})+"
-)
 
 
 def response_id(call_id: str) -> str:
@@ -185,55 +178,3 @@ def answer_items(answer: Message, call_id: str) -> list[Json]:
     for number, call in enumerate(answer.tool_calls):
         items.append(call_item(Toolbox(), call, call_id, number, "completed"))
     return items
-
-
-def custom_input(arguments: str) -> str | None:
-    """Return the text in the arguments of a custom tool's call; None for arguments of another form."""
-    try:
-        value = orjson.loads(arguments)
-    except orjson.JSONDecodeError:
-        return None
-    if isinstance(value, dict) and list(value) == ["input"] and isinstance(value["input"], str):
-        return value["input"]
-    return None
-
-
-def begins_as_input(arguments: str) -> bool:
-    """Return whether a custom tool's arguments begin with `{"input": "`. If so, the text after it can be streamed."""
-    return _HEAD.match(arguments) is not None
-
-
-def is_broken_input(arguments: str) -> bool:
-    """Return whether the arguments begin with `{"input": "`, but are not of the form `{"input": text}` as a whole."""
-    return begins_as_input(arguments) and custom_input(arguments) is None
-
-
-class CustomInputDecoder:
-    """Decodes the text of a custom tool's call while its arguments arrive in pieces.
-
-    More may follow after the text, so only `custom_input` shows whether the complete arguments have the expected form.
-    """
-
-    def __init__(self) -> None:
-        self._buffer = ""
-        self._inside = False
-        self.began = False
-        """True once the arguments have begun as expected."""
-
-    def feed(self, piece: str) -> str:
-        self._buffer += piece
-        if not self.began:
-            head = _HEAD.match(self._buffer)
-            if head is None:
-                return ""
-            self.began = self._inside = True
-            self._buffer = self._buffer[head.end() :]
-        if not self._inside:
-            return ""
-        complete = _COMPLETE.match(self._buffer)
-        if complete is None:
-            self._inside = not self._buffer.startswith('"')
-            return ""
-        self._buffer = self._buffer[complete.end() :]
-        self._inside = not self._buffer.startswith('"')
-        return str(orjson.loads(f'"{complete[0]}"'))

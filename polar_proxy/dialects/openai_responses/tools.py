@@ -4,8 +4,8 @@ Engines know only functions. A tool of another kind is offered as a function, an
 the client as the item of the tool's kind:
 
 * `function`: unchanged. A function inside a `namespace` is offered as `namespace__name`; items of its calls have both.
-* `custom` (free text, such as apply_patch with a grammar): a function with one string parameter `input`. The
-  description contains the grammar; it is not enforced.
+* `custom` (free text, such as apply_patch with a grammar): a function with one string parameter `input`
+  (`custom_tools.py`).
 * `tool_search` run by the client, `local_shell`, `shell`, `apply_patch`: a function with that tool's own arguments.
 * Tools that the provider itself runs (web search, file search, code interpreter, MCP, ...) and unknown kinds are
   tolerated and not offered, because nothing here can run them.
@@ -23,6 +23,7 @@ from typing import Any
 
 import orjson
 
+from polar_proxy.dialects.custom_tools import custom_parameters
 from polar_proxy.dialects.fields import invalid
 from polar_proxy.dialects.openai_common import choice_mode
 from polar_proxy.types import Json
@@ -135,7 +136,8 @@ class Toolbox:
                 function["strict"] = True
             return self._offer("function", _name(raw, path), namespace, function)
         if kind == "custom":
-            return self._offer("custom", _name(raw, path), namespace, _custom_function(raw))
+            function = custom_parameters(raw.get("description"), raw.get("format"))
+            return self._offer("custom", _name(raw, path), namespace, function)
         if kind == "tool_search":
             if raw.get("execution") != "client":
                 return []  # all tools are offered, so there is nothing to search for
@@ -236,16 +238,6 @@ def _function(description: Any, parameters: Json) -> Json:
     out: Json = {"description": description} if isinstance(description, str) else {}
     out["parameters"] = parameters
     return out
-
-
-def _custom_function(raw: Json) -> Json:
-    description = raw.get("description")
-    lines = [description] if isinstance(description, str) and description else []
-    lines.append("Give the whole text as the string `input`.")
-    form = raw.get("format")
-    if isinstance(form, dict) and isinstance(form.get("definition"), str):
-        lines.append(f"The text must follow this {form.get('syntax') or ''} grammar:\n{form['definition']}")
-    return _function("\n\n".join(lines), _object(["input"], input=_TEXT))
 
 
 def built_in_item(kind: str, arguments: str) -> Json | None:

@@ -1,0 +1,94 @@
+"""Custom tools, whose input is free text, as functions with one string parameter `input`.
+
+Engines know only functions. The description contains the tool's grammar; it is not enforced.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import orjson
+
+from polar_proxy.dialects.wire import to_json
+from polar_proxy.types import Json
+
+_HEAD = re.compile(r'\s*\{\s*"input"\s*:\s*"')
+# Characters and complete escapes; the first half of a surrogate pair waits for the second.
+_COMPLETE = re.compile(
+    r'(?:[^"\\\x00-\x1f]|\\["\\/bfnrt]|\\u(?![dD][89a-fA-F])[0-9a-fA-F]{4}'
+    r"|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})+"
+)
+
+
+def custom_parameters(description: Any, form: Any) -> Json:
+    """Return description and parameters of the function that replaces a custom tool.
+
+    `form`: the tool's `format`; with a grammar it has a `definition` and a `syntax`.
+    """
+    lines = [description] if isinstance(description, str) and description else []
+    lines.append("Give the whole text as the string `input`.")
+    if isinstance(form, dict) and isinstance(form.get("definition"), str):
+        lines.append(f"The text must follow this {form.get('syntax') or ''} grammar:\n{form['definition']}")
+    parameters = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+    return {"description": "\n\n".join(lines), "parameters": parameters}
+
+
+def custom_input(arguments: str) -> str | None:
+    """Return the text in the arguments of a custom tool's call; None for arguments of another form."""
+    try:
+        value = orjson.loads(arguments)
+    except orjson.JSONDecodeError:
+        return None
+    if isinstance(value, dict) and list(value) == ["input"] and isinstance(value["input"], str):
+        return value["input"]
+    return None
+
+
+def begins_as_input(arguments: str) -> bool:
+    """Return whether a custom tool's arguments begin with `{"input": "`. If so, the text after it can be streamed."""
+    return _HEAD.match(arguments) is not None
+
+
+def custom_arguments(text: str, path: str, *, raw: bool = False) -> str:
+    """Return the arguments of a custom tool's call from the text that the client sends back. Raises RequestError.
+
+    `path`: the text's place in the body. `raw`: the text is known to be the whole argument string.
+    """
+    return text if raw or is_broken_input(text) else to_json({"input": text}, path).decode()
+
+
+def is_broken_input(arguments: str) -> bool:
+    """Return whether the arguments begin with `{"input": "`, but are not of the form `{"input": text}` as a whole."""
+    return begins_as_input(arguments) and custom_input(arguments) is None
+
+
+class CustomInputDecoder:
+    """Decodes the text of a custom tool's call while its arguments arrive in pieces.
+
+    More may follow after the text, so only `custom_input` shows whether the complete arguments have the expected form.
+    """
+
+    def __init__(self) -> None:
+        self._buffer = ""
+        self._inside = False
+        self.began = False
+        """True once the arguments have begun as expected."""
+
+    def feed(self, piece: str) -> str:
+        self._buffer += piece
+        if not self.began:
+            head = _HEAD.match(self._buffer)
+            if head is None:
+                return ""
+            self.began = self._inside = True
+            self._buffer = self._buffer[head.end() :]
+        if not self._inside:
+            return ""
+        complete = _COMPLETE.match(self._buffer)
+        if complete is None:
+            self._inside = not self._buffer.startswith('"')
+            return ""
+        self._buffer = self._buffer[complete.end() :]
+        self._inside = not self._buffer.startswith('"')
+        return str(orjson.loads(f'"{complete[0]}"'))
