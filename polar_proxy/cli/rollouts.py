@@ -43,7 +43,7 @@ from polar_proxy.cli.output import (
 from polar_proxy.config import Settings
 from polar_proxy.errors import UsageError
 from polar_proxy.rollout_spec import JobSpec, RolloutSpec
-from polar_proxy.terminal import escape_json_controls, one_line
+from polar_proxy.terminal import configure_logging, escape_json_controls, one_line
 from polar_proxy.types import Json
 
 if TYPE_CHECKING:
@@ -80,6 +80,8 @@ def run(
     prompt_mode: options.PromptMode = None,
     past_reasoning: options.PastReasoning = None,
     allow_code: options.AllowCode = None,
+    log_level: options.LogLevel = None,
+    log_format: options.LogFormat = None,
     db: options.Db = None,
     as_json: options.AsJson = False,
 ) -> None:
@@ -98,7 +100,9 @@ def run(
         engine={"kind": engine, "url": engine_url, "model": model},
         gateway={"prompt_mode": prompt_mode, "past_reasoning": past_reasoning},
         run={"samples": samples, "concurrency": concurrency, **rollout_options},
+        log={"level": log_level, "format": log_format},
     )
+    configure_logging(settings.log.level or "warning", settings.log.format)
     code = settings.code(task)
     tasks, refused = load_tasks(task, seed, instances, code)
     if is_code(task):  # tasks that the user's own code made may refer to more of it
