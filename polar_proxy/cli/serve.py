@@ -100,6 +100,7 @@ def serve(
 async def _serve(settings: Settings, as_json: bool, *, with_workers: bool, ray_address: str | None) -> None:
     from polar_proxy.api import ApiContext, BackgroundLoops, create_router, local_admin_key
     from polar_proxy.api.service import ServiceCollector
+    from polar_proxy.engines.bundled import OtherAgentWarning, is_bundled
     from polar_proxy.engines.factory import make_engine
     from polar_proxy.gateway import Gateway
     from polar_proxy.rollouts import RolloutService, ServiceLimits, recover
@@ -120,6 +121,8 @@ async def _serve(settings: Settings, as_json: bool, *, with_workers: bool, ray_a
         context = ApiContext(store, settings, service, engine)
         gateway.include(create_router(context))
         gateway.observe(DistributionNotes(log.warning))
+        if is_bundled(settings.engine):
+            gateway.observe(OtherAgentWarning())
         await stack.enter_async_context(gateway)
         if service is not None:
             await stack.enter_async_context(service)
@@ -147,8 +150,12 @@ async def _serve(settings: Settings, as_json: bool, *, with_workers: bool, ray_a
 
 
 def _print_welcome(gateway: Gateway, settings: Settings, db: str, model: str, key_file: Path) -> None:
-    """Print the next commands. Each works as it is printed, in a shell with the same POLAR_HOME."""
+    """Print what is served and the next commands. Each works as it is printed, in a shell with the same POLAR_HOME."""
+    from polar_proxy.engines.bundled import ABILITY, is_bundled
+
     out.print(styled("[bold]Polar[/] serves {} at {} and records into {}", model, gateway.url, db), soft_wrap=True)
+    if is_bundled(settings.engine):
+        out.print(ABILITY, soft_wrap=True)
     out.print("point an agent at it:")
     plain = load_settings()
     if plain.url != gateway.url and (plain.url is not None or database_url(plain) != database_url(settings)):
