@@ -15,11 +15,12 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Polar needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[local,docker,postgres,dev]'
+	@echo "Installing Polar and its packages into $(VENV): a few minutes, most of them for PyTorch."
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[local,docker,postgres,dev]'
 	touch $@
 
 demo: setup
-	$(BIN)/polar run swe-task
+	$(BIN)/polar run swe-task --samples 4
 	@echo "To have polar on your PATH: . $(BIN)/activate"
 
 lint: setup

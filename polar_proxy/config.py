@@ -202,6 +202,17 @@ class SandboxSettings(_Section):
     """Time limit of building a task's image."""
 
 
+class LogSettings(_Section):
+    """The log, on standard error."""
+
+    level: Literal["debug", "info", "warning", "error"] | None = None
+    """Lowest level that is logged. `info` has a line for each session, stage of a rollout and broken-off call, `debug`
+    also for each answered call and refused request; failed calls are warnings. Default: info for `polar serve`,
+    warning for other commands."""
+    format: Literal["text", "json"] = "text"
+    """`text`: lines for people. `json`: one JSON object per line, with the ids in fields of their own."""
+
+
 class ApiSettings(_Section):
     """The HTTP API."""
 
@@ -271,6 +282,8 @@ class Settings(BaseSettings):
     """Sandboxes of agents and evaluators."""
     api: ApiSettings = ApiSettings()
     """The HTTP API."""
+    log: LogSettings = LogSettings()
+    """The log."""
 
     @classmethod
     def settings_customise_sources(

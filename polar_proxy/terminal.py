@@ -2,15 +2,17 @@
 
 A terminal obeys what it is sent: escape sequences set its title, write the clipboard, make links and erase lines, and
 Unicode's direction and tag characters make a line look other than it is. Everything that is printed or logged passes
-through here.
+through here. `configure_logging` is the only place that configures the log.
 """
 
 from __future__ import annotations
 
 import io
+import json
 import logging
 import re
 import sys
+import time
 import traceback
 from types import TracebackType
 from typing import Any
@@ -25,6 +27,8 @@ _CONTROL = re.compile(f"[{_COMMANDS}]")
 _CONTROL_OR_BREAK = re.compile(f"[\\t\\n{_COMMANDS}]")
 _LONGEST_LINE, _LONGEST_MESSAGE = 500, 8000
 """Characters."""
+_LOG_LINE, _LOG_TIME = "%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S"
+_OWN_PACKAGES = ("polar_proxy", "harness_adapters", "sandboxes")
 
 
 def escape_controls(text: str) -> str:
@@ -67,11 +71,49 @@ class SafeLogFormatter(logging.Formatter):
         return message_lines(super().format(record), 4 * _LONGEST_MESSAGE)
 
 
-def configure_logging(level: int = logging.WARNING) -> None:
-    """Send log records, and the traceback of an exception that ends this process, to standard error as safe text."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(SafeLogFormatter())
-    logging.basicConfig(level=level, handlers=[handler])
+class JsonLogFormatter(logging.Formatter):
+    """Formats a record as one line of JSON: time, level, logger, message, and the dict that was logged as `fields`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        document = {
+            "time": f"{seconds}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage()[:_LONGEST_MESSAGE],
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            document["traceback"] = self.formatException(record.exc_info)[-4 * _LONGEST_MESSAGE :]
+        return escape_json_controls(json.dumps(document, default=str))
+
+
+class LogHandler(logging.Handler):
+    """Writes Polar's log records, and the warnings and errors of libraries, to standard error.
+
+    It writes to what is standard error at that time, so that a live table stays below the lines of the log.
+    """
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno < logging.WARNING and record.name.partition(".")[0] not in _OWN_PACKAGES:
+            return
+        try:
+            sys.stderr.write(self.format(record) + "\n")
+            sys.stderr.flush()
+        except (OSError, ValueError, TypeError):  # closed or full standard error; arguments that do not fit
+            self.handleError(record)
+
+
+def configure_logging(level: str = "warning", form: str = "text") -> None:
+    """Send log records, and the traceback of an exception that ends this process, to standard error as safe text.
+
+    `form` is `text` or `json`. A later call replaces the level and the form of an earlier one.
+    """
+    handler = LogHandler()
+    handler.setFormatter(JsonLogFormatter() if form == "json" else SafeLogFormatter(_LOG_LINE, _LOG_TIME))
+    root = logging.getLogger()
+    root.handlers = [*(one for one in root.handlers if not isinstance(one, LogHandler)), handler]
+    root.setLevel(level.upper())
     sys.excepthook = _print_exception
 
 

@@ -12,6 +12,8 @@ from typing import Literal
 
 from sandboxes import bubblewrap, docker, docker_engine, orphans
 from sandboxes.base import Sandbox, SandboxError, SandboxKind, SandboxSpec, SandboxUnavailable
+from sandboxes.docker_engine import ImageMissing
+from sandboxes.docker_remedy import docker_remedy
 from sandboxes.process import ProcessSandbox
 
 log = logging.getLogger(__name__)
@@ -22,8 +24,7 @@ KINDS: dict[SandboxKind, type[Sandbox]] = {
     "process": ProcessSandbox,
 }
 STRONGEST_FIRST: tuple[SandboxKind, ...] = ("docker", "bubblewrap", "process")
-HOW_TO_GET: dict[SandboxKind, str] = {
-    "docker": "install a Docker engine, then: python -m sandboxes.images.build",
+_HOW_TO_GET: dict[SandboxKind, str] = {
     "bubblewrap": "apt-get install bubblewrap (or your distribution's equivalent); user namespaces must be allowed",
     "process": "",
 }
@@ -81,7 +82,9 @@ def _availability(kind: SandboxKind, image: str | None) -> Availability:
         with ThreadPoolExecutor(1) as pool:
             pool.submit(asyncio.run, _try(kind, image)).result()
     except SandboxError as error:
-        return Availability(kind, False, str(error), HOW_TO_GET[kind])
+        if kind == "docker":
+            return Availability(kind, False, str(error), docker_remedy(answers=isinstance(error, ImageMissing)))
+        return Availability(kind, False, str(error), _HOW_TO_GET[kind])
     return Availability(kind, True)
 
 

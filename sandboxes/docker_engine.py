@@ -43,6 +43,10 @@ def require_aiodocker() -> Any:
     return aiodocker
 
 
+class ImageMissing(SandboxUnavailable):
+    """The engine answers, and lacks the image."""
+
+
 @contextlib.asynccontextmanager
 async def docker_client() -> AsyncIterator[aiodocker.Docker]:
     """Connect to the engine of DOCKER_HOST or of the current context. Raise `SandboxUnavailable` if there is none."""
@@ -78,12 +82,12 @@ async def image_user(engine: aiodocker.Docker, image: str) -> str:
 async def find_image(engine: aiodocker.Docker, image: str | None) -> str:
     """Return the name of `image` (None: the default image).
 
-    Raise `SandboxUnavailable`, with the command that gets the image, if this machine lacks it.
+    Raise `ImageMissing`, with the command that gets the image, if this machine lacks it.
     """
     name = image or images.tag()
     if await inspect_image(engine, name) is None:
         command = f"docker pull {image}" if image else "python -m sandboxes.images.build"
-        raise SandboxUnavailable(f"the image {name} is not on this machine (get it with: {command})")
+        raise ImageMissing(f"the image {name} is not on this machine (get it with: {command})")
     return name
 
 

@@ -86,6 +86,14 @@ Instances = Annotated[
     typer.Option(min=1, help="Run N tasks, from --seed on. Default: all of a file or folder, one of a family."),
 ]
 Concurrency = Annotated[int | None, typer.Option(min=1, help="Rollouts at a time.")]
+LogLevel = Annotated[
+    str | None,
+    typer.Option(help="Lowest level that is logged: debug, info, warning or error.", show_default=False),
+]
+LogFormat = Annotated[
+    str | None,
+    typer.Option(help="text: log lines for people; json: one JSON object per line.", show_default=False),
+]
 PauseFor = Annotated[float | None, typer.Option("--for", help="Resume automatically after N seconds.")]
 
 

@@ -211,15 +211,25 @@ class RolloutProgressLine:
     """The state of one rollout in `RolloutProgressView`."""
 
     task: str
+    number: int
     status: str = "queued"
     calls: int = 0
     tokens: int = 0
+    reward: float | None = None
     command: str = ""
     since: float = field(default_factory=time.monotonic)
+    until: float | None = None
+    """When it ended; None while it has not."""
+
+    @property
+    def seconds(self) -> str:
+        return f"{(self.until or time.monotonic()) - self.since:.0f}"
 
 
 class RolloutProgressView:
     """The progress of `polar run`: a live table on a terminal, else one line for each stage of a rollout.
+
+    The table has all rollouts if they are few, else those that are active.
 
     It is the rollout service's ProgressReporter and an observer of the gateway's calls.
     """
@@ -237,15 +247,18 @@ class RolloutProgressView:
     def rollout_ids(self) -> list[str]:
         return list(self._lines)
 
-    def stage(self, rollout_id: str, status: str, detail: str = "") -> None:
+    def stage(self, rollout_id: str, status: str, detail: str = "", reward: float | None = None) -> None:
         line = self._lines.get(rollout_id)
         if line is None:
-            line = self._lines[rollout_id] = RolloutProgressLine(task=detail or rollout_id)
+            line = self._lines[rollout_id] = RolloutProgressLine(detail or rollout_id, len(self._lines) + 1)
         elif line.status == "queued":
             line.since = time.monotonic()
-        line.status = status
+        line.status, line.reward = status, reward
+        end = ""
+        if status in _END_COLOURS:
+            line.until = time.monotonic()
+            end = f", reward {format_number(reward)} ({line.calls} calls, {line.tokens} tokens) {detail}".rstrip()
         if not self._is_live and status != "queued":
-            end = f" ({line.calls} calls, {line.tokens} tokens) {detail}" if status in _END_COLOURS else ""
             err.print(one_line(f"{line.task} {rollout_id}: {status}{end}"))
 
     def session(self, rollout_id: str, session_id: str) -> None:
@@ -265,14 +278,23 @@ class RolloutProgressView:
             line.command = last_command(record.choices[0].message) or line.command
 
     def _table(self) -> Table:
-        lines = self._lines.values()
+        lines = list(self._lines.values())
         active = [line for line in lines if line.status not in _END_COLOURS and line.status != "queued"]
         rows = (
-            (one.task, Text(one.status, "cyan"), one.calls, one.tokens, _seconds_since(one.since), one.command)
-            for one in active[:_MAX_LIVE_ROWS]
+            (
+                one.number,
+                one.task,
+                Text(one.status, _END_COLOURS.get(one.status, "dim" if one.status == "queued" else "cyan")),
+                one.calls,
+                one.tokens,
+                format_number(one.reward),
+                "-" if one.status == "queued" else one.seconds,
+                one.command,
+            )
+            for one in (lines if len(lines) <= _MAX_LIVE_ROWS else active[:_MAX_LIVE_ROWS])
         )
-        columns = ("task", "stage", "calls", "tokens", "s", "last command")
-        table = make_table(columns, rows, right=("calls", "tokens", "s"))
+        numbers = ("calls", "tokens", "reward", "s")
+        table = make_table(("", "task", "stage", *numbers, "last command"), rows, right=("", *numbers))
         finished = sum(line.status in _END_COLOURS for line in lines)
         queued = sum(line.status == "queued" for line in lines)
         table.caption = f"{finished} finished, {len(active)} active, {queued} queued"

@@ -38,12 +38,12 @@ from polar_proxy.cli.output import (
     print_note,
     print_refused_task,
     print_result,
-    styled,
 )
+from polar_proxy.cli.run_summary import print_run
 from polar_proxy.config import Settings
 from polar_proxy.errors import UsageError
 from polar_proxy.rollout_spec import JobSpec, RolloutSpec
-from polar_proxy.terminal import escape_json_controls, one_line
+from polar_proxy.terminal import configure_logging, escape_json_controls, one_line
 from polar_proxy.types import Json
 
 if TYPE_CHECKING:
@@ -80,6 +80,8 @@ def run(
     prompt_mode: options.PromptMode = None,
     past_reasoning: options.PastReasoning = None,
     allow_code: options.AllowCode = None,
+    log_level: options.LogLevel = None,
+    log_format: options.LogFormat = None,
     db: options.Db = None,
     as_json: options.AsJson = False,
 ) -> None:
@@ -98,7 +100,9 @@ def run(
         engine={"kind": engine, "url": engine_url, "model": model},
         gateway={"prompt_mode": prompt_mode, "past_reasoning": past_reasoning},
         run={"samples": samples, "concurrency": concurrency, **rollout_options},
+        log={"level": log_level, "format": log_format},
     )
+    configure_logging(settings.log.level or "warning", settings.log.format)
     code = settings.code(task)
     tasks, refused = load_tasks(task, seed, instances, code)
     if is_code(task):  # tasks that the user's own code made may refer to more of it
@@ -113,7 +117,7 @@ def run(
         document: Json = {"rollouts": [{name: getattr(row, name) for name in _SUMMARY} for row in rows], "db": url}
         if refused is not None:
             document["refused"] = refused
-        print_result(document, lambda: _print_summary(rows, url), as_json)
+        print_result(document, lambda: print_run(rows, task, url, db), as_json)
 
     run_async(_run(settings, tasks, code, report, quiet=as_json))
 
@@ -127,6 +131,7 @@ async def _run(
     quiet: bool,
 ) -> None:
     """Run the tasks and report their rollouts; if the run is cancelled, report the finished ones."""
+    from polar_proxy.engines.bundled import OtherAgentWarning, is_bundled
     from polar_proxy.engines.factory import make_engine
     from polar_proxy.rollouts import local_gateway, recover, run_job
     from polar_proxy.traces.grades import DistributionNotes
@@ -141,6 +146,8 @@ async def _run(
             async with local_gateway(settings, engine, store) as gateway:
                 gateway.observe(view.call)
                 gateway.observe(DistributionNotes(print_note))
+                if is_bundled(settings.engine):
+                    gateway.observe(OtherAgentWarning())
                 spec = settings.run.job_spec()
                 try:
                     with view.show():
@@ -150,33 +157,6 @@ async def _run(
                     report([row for row in known if row is not None and row.final and row.status != "cancelled"])
                     raise
         report(rows)
-
-
-def _print_summary(rows: list[RolloutRow], url: str) -> None:
-    numbers = ("reward", "calls", "trained", "s")
-    cells = (
-        (
-            row.rollout_id,
-            row.task_id,
-            row.status,
-            format_number(row.reward),
-            row.calls,
-            row.trained_tokens,
-            format_number(row.wall_seconds, ".1f"),
-        )
-        for row in rows
-    )
-    out.print(make_table(("rollout", "task", "status", *numbers), cells, right=numbers))
-    scored = [row.reward for row in rows if row.reward is not None]
-    solved = sum(reward >= 1 for reward in scored)
-    out.print(f"solved {solved} of {len(scored)} scored rollouts ({len(rows)} in all)")
-    for row in rows:
-        if row.error:
-            out.print(styled("[yellow]{}: {}[/]", row.rollout_id, row.error), soft_wrap=True)
-    out.print(f"database: {url}", soft_wrap=True)
-    if rows:
-        out.print(f"next:  polar show {rows[0].rollout_id}", soft_wrap=True)
-        out.print("       polar export --format tokens-jsonl --where 'reward>=1' --out train.jsonl")
 
 
 # Jobs of a server

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import importlib.util
 import json
+import logging
 import os
 import shlex
 import sys
@@ -26,9 +27,12 @@ from polar_proxy.cli.common import (
 from polar_proxy.cli.output import out, print_json, print_note, styled
 from polar_proxy.config import Settings
 from polar_proxy.errors import PolarError, UsageError
+from polar_proxy.terminal import configure_logging
 
 if TYPE_CHECKING:
     from polar_proxy.gateway import Gateway
+
+log = logging.getLogger(__name__)
 
 _RAY_EXIT_SECONDS = 2.0
 """Seconds after which Ray's workers have ended too. Their sandboxes then count as left over and can be removed."""
@@ -65,6 +69,8 @@ def serve(
         str, typer.Option(help="HOST:PORT of the Ray cluster; auto: the cluster of this machine.")
     ] = "auto",
     allow_code: options.AllowCode = None,
+    log_level: options.LogLevel = None,
+    log_format: options.LogFormat = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Serve the gateway and the HTTP API until stopped. --json prints one JSON document when the server is ready."""
@@ -83,7 +89,9 @@ def serve(
         },
         engine={"kind": engine, "url": engine_url, "model": model},
         run={"concurrency": rollout_workers, "backlog": backlog},
+        log={"level": log_level, "format": log_format},
     )
+    configure_logging(settings.log.level or "info", settings.log.format)
     options.require_choice("executor", executor, ("local", "ray"))
     ray = ray_address if executor == "ray" else None
     run_async(_serve(settings, as_json, with_workers=rollout_workers is not None, ray_address=ray))
@@ -92,6 +100,7 @@ def serve(
 async def _serve(settings: Settings, as_json: bool, *, with_workers: bool, ray_address: str | None) -> None:
     from polar_proxy.api import ApiContext, BackgroundLoops, create_router, local_admin_key
     from polar_proxy.api.service import ServiceCollector
+    from polar_proxy.engines.bundled import OtherAgentWarning, is_bundled
     from polar_proxy.engines.factory import make_engine
     from polar_proxy.gateway import Gateway
     from polar_proxy.rollouts import RolloutService, ServiceLimits, recover
@@ -99,19 +108,21 @@ async def _serve(settings: Settings, as_json: bool, *, with_workers: bool, ray_a
 
     async with open_database(settings, create=True) as store, contextlib.AsyncExitStack() as stack:
         for line in await recover(store):
-            print_note(line)
+            log.warning("%s", line)
         engine = await stack.enter_async_context(make_engine(settings.engine))
         gateway = Gateway(engine, store, settings.gateway)
         service: RolloutService | None = None
         if with_workers:
             limits = ServiceLimits.of(settings, backlog=settings.run.backlog)
             service = RolloutService(
-                store, gateway, engine, settings.harness_cache, limits=limits, note=print_note, code=settings.code()
+                store, gateway, engine, settings.harness_cache, limits=limits, note=log.info, code=settings.code()
             )
         # The API is added before the gateway listens, so that a client that waits for this server never gets a 404.
         context = ApiContext(store, settings, service, engine)
         gateway.include(create_router(context))
-        gateway.observe(DistributionNotes(print_note))
+        gateway.observe(DistributionNotes(log.warning))
+        if is_bundled(settings.engine):
+            gateway.observe(OtherAgentWarning())
         await stack.enter_async_context(gateway)
         if service is not None:
             await stack.enter_async_context(service)
@@ -133,14 +144,18 @@ async def _serve(settings: Settings, as_json: bool, *, with_workers: bool, ray_a
         if ray_address is not None:
             from polar_proxy.rollouts.cluster import Cluster
 
-            await stack.enter_async_context(Cluster(settings, store, ray_address, note=print_note))
+            await stack.enter_async_context(Cluster(settings, store, ray_address, note=log.info))
         # A signal cancels this wait; rollouts in flight then go back to the queue.
         await gateway.ended()
 
 
 def _print_welcome(gateway: Gateway, settings: Settings, db: str, model: str, key_file: Path) -> None:
-    """Print the next commands. Each works as it is printed, in a shell with the same POLAR_HOME."""
+    """Print what is served and the next commands. Each works as it is printed, in a shell with the same POLAR_HOME."""
+    from polar_proxy.engines.bundled import ABILITY, is_bundled
+
     out.print(styled("[bold]Polar[/] serves {} at {} and records into {}", model, gateway.url, db), soft_wrap=True)
+    if is_bundled(settings.engine):
+        out.print(ABILITY, soft_wrap=True)
     out.print("point an agent at it:")
     plain = load_settings()
     if plain.url != gateway.url and (plain.url is not None or database_url(plain) != database_url(settings)):

@@ -153,10 +153,7 @@ async def check_installation(
             "install git with your system's package manager",
             needed=True,
         ),
-        _package("torch", "the local engine", "local"),
-        _package("transformers", "the local engine", "local"),
-        _package("aiodocker", "the docker sandbox", "docker"),
-        _package("asyncpg", "PostgreSQL", "postgres"),
+        *_packages(),
         _bundled_policy(),
         *await _sandboxes(settings),
         *_harnesses(settings),
@@ -165,12 +162,28 @@ async def check_installation(
     return checks + (await _engine(settings) if engine else [])
 
 
-def _package(name: str, purpose: str, extra: str) -> InstallCheck:
-    fix = f"pip install 'polar-proxy[{extra}]'"
-    try:
-        return InstallCheck(name, "ok", f"{importlib.metadata.version(name)} (for {purpose})")
-    except importlib.metadata.PackageNotFoundError:
-        return InstallCheck(name, "missing", f"not installed (for {purpose})", fix)
+_OPTIONAL_PACKAGES = {
+    "torch": ("the local engine", "local"),
+    "transformers": ("the local engine", "local"),
+    "aiodocker": ("the docker sandbox", "docker"),
+    "asyncpg": ("PostgreSQL", "postgres"),
+}
+"""Package -> (what needs it, the extra of pyproject.toml that installs it)."""
+
+
+def _packages() -> list[InstallCheck]:
+    """Return one check for each installed package, and one for all that are missing."""
+    checks, missing, extras = [], [], []
+    for name, (purpose, extra) in _OPTIONAL_PACKAGES.items():
+        try:
+            checks.append(InstallCheck(name, "ok", f"{importlib.metadata.version(name)} (for {purpose})"))
+        except importlib.metadata.PackageNotFoundError:
+            missing.append(f"{name} (for {purpose})")
+            extras.append(extra)
+    if missing:
+        fix = f"pip install 'polar-proxy[{','.join(dict.fromkeys(extras))}]'"
+        checks.append(InstallCheck("packages", "missing", f"not installed: {', '.join(missing)}", fix))
+    return checks
 
 
 def _bundled_policy() -> InstallCheck:
@@ -206,16 +219,16 @@ async def _sandbox(item: Availability, runtime: DockerRuntime) -> InstallCheck:
 
 
 def _harnesses(settings: Settings) -> list[InstallCheck]:
-    checks = []
+    """Return one check for each installed harness, and one for all others, which `polar run` installs."""
+    checks, others = [], []
     for name in list_adapters():
         adapter = get_adapter(name)
-        ready = adapter.is_installed(settings.harness_cache)
-        detail = f"{adapter.default_version} " + ("installed" if ready else "will be installed at first use")
-        checks.append(
-            InstallCheck(
-                f"harness {name}", "ok" if ready else "missing", detail, "nothing to do: `polar run` does this"
-            )
-        )
+        if adapter.is_installed(settings.harness_cache):
+            checks.append(InstallCheck(f"harness {name}", "ok", f"{adapter.default_version} installed"))
+        else:
+            others.append(name)
+    if others:
+        checks.append(InstallCheck("harnesses", "note", f"installed at their first use: {', '.join(others)}"))
     return checks
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from polar_proxy.config import EngineSettings
 from polar_proxy.engines.base import Engine
+from polar_proxy.engines.bundled import MAX_ANSWER_TOKENS, POLAR_TINY_NAME, is_bundled
 from polar_proxy.errors import UsageError
 
 POLAR_TINY = Path(__file__).resolve().parent.parent / "assets" / "polar_tiny"
 """Folder of the bundled demo policy."""
-POLAR_TINY_NAME = "polar-tiny"
 
 
 def make_engine(settings: EngineSettings) -> Engine:
@@ -53,14 +53,16 @@ def _url(settings: EngineSettings, example: str) -> str:
 def _local(settings: EngineSettings) -> Engine:
     if settings.url:
         raise UsageError("--engine-url is for --engine vllm or openai; the local engine runs in this process.")
-    path = POLAR_TINY if settings.model in (None, POLAR_TINY_NAME) else Path(str(settings.model)).expanduser()
+    path = POLAR_TINY if is_bundled(settings) else Path(str(settings.model)).expanduser()
     if not (path / "config.json").is_file():
         raise UsageError(f"There is no model in {path}: --model takes a folder with config.json and safetensors.")
     try:
         from polar_proxy.engines.local import LocalEngine
     except ImportError as error:
         raise UsageError(f"The local engine needs {error.name}: pip install 'polar-proxy[local]'.") from error
-    return LocalEngine(path, name=POLAR_TINY_NAME if path == POLAR_TINY else path.name)
+    if path == POLAR_TINY:
+        return LocalEngine(path, name=POLAR_TINY_NAME, max_answer=MAX_ANSWER_TOKENS)
+    return LocalEngine(path, name=path.name)
 
 
 def _by_name(kind: str) -> Engine:

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from polar_proxy.config import EngineSettings
 from polar_proxy.engines.base import Engine
+from polar_proxy.engines.bundled import POLAR_TINY_NAME
 from polar_proxy.engines.chat_template import find_model_folder
-from polar_proxy.engines.factory import POLAR_TINY, POLAR_TINY_NAME, make_engine
+from polar_proxy.engines.factory import POLAR_TINY, make_engine
 from polar_proxy.errors import PolarError, RequestError
 from polar_proxy.types import EngineInfo, TokenIds
 

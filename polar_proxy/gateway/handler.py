@@ -123,6 +123,8 @@ class RequestHandler:
             return
         except RequestError as error:
             self._metrics.refused.labels(error.status).inc()
+            fields = {"dialect": dialect.name, "http_status": error.status, "code": error.code}
+            log.debug("a request was refused with status %d (%s)", error.status, error.code, extra={"fields": fields})
             await send_error(send, error, dialect)
 
     async def _join_or_answer(self, request: RequestContext, receive: asgi.Receive, send: asgi.Send) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import struct
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 
@@ -32,6 +32,12 @@ log = logging.getLogger(__name__)
 
 _VERSION_SECONDS = 10.0
 """How long to wait for the policy version after an answer."""
+_LOGGED_ENDINGS: Mapping[CallStatus, tuple[int, str]] = {
+    "ok": (logging.DEBUG, "was answered"),
+    "no_tokens": (logging.DEBUG, "was answered without token ids"),
+    "client_gone": (logging.INFO, "was broken off by its client"),
+    "upstream_error": (logging.WARNING, "failed"),
+}
 CallObserver = Callable[[CallRecord], None]
 """Called with each call once it is committed. It runs in the event loop, so it must be quick."""
 
@@ -123,6 +129,7 @@ class CallRecorder:
             record = make_record(request, call, outcome, ended_at, self._engine.info, version_range, fingerprint)
             session.remember_tokens(record, call.plan.config, call.lineage.base)
             self._metrics.count(record)
+            _log_call(record)
             started = time.perf_counter()
             try:
                 await self._monitor.run(partial(self._store_record, session, record, large=request.large))
@@ -171,6 +178,26 @@ class CallRecorder:
         except (RequestError, EngineError, TimeoutError) as error:
             log.warning("the policy version of call %s is unknown: %s", call.call_id, str(error) or "no answer")
             return None
+
+
+def _log_call(record: CallRecord) -> None:
+    """Log how a call ended, without its error: that may quote messages."""
+    level, ending = _LOGGED_ENDINGS[record.status]
+    if not log.isEnabledFor(level):
+        return
+    seconds = record.ended_at - record.started_at
+    line = f"call {record.call_id} of session {record.session_id} {ending} after {seconds:.1f} s"
+    if level == logging.WARNING:
+        line += f" with HTTP status {record.http_status}; `polar show {record.call_id}` shows the error"
+    details = {
+        "call_id": record.call_id,
+        "session_id": record.session_id,
+        "dialect": record.dialect,
+        "status": record.status,
+        "http_status": record.http_status,
+        "seconds": round(seconds, 3),
+    }
+    log.log(level, line, extra={"fields": details})
 
 
 def make_record(

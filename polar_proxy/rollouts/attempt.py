@@ -66,7 +66,7 @@ _FINAL_STATUS: Mapping[str, tuple[RolloutStatus, str | None]] = {
 class ProgressReporter(Protocol):
     """Receives the progress of rollouts. Called in the event loop, so it must be quick."""
 
-    def stage(self, rollout_id: str, status: str, detail: str = "") -> None: ...
+    def stage(self, rollout_id: str, status: str, detail: str = "", reward: float | None = None) -> None: ...
     def session(self, rollout_id: str, session_id: str) -> None: ...
 
 
@@ -345,7 +345,7 @@ class AttemptRunner:
             incomplete=lost is not None,
             masked=result.masked,
         )
-        self.reporter.stage(attempt.rollout_id, result.status, detail)
+        self.reporter.stage(attempt.rollout_id, result.status, detail, reward)
 
     async def _abandon(self, attempt: RunningAttempt) -> None:
         """Revoke the key and wait for calls in flight; the worker decides what happens to the recorded calls."""

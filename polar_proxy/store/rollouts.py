@@ -6,6 +6,7 @@ the first worker raises ClaimLostError.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from polar_proxy.store.filters import column_of, is_number, parse_conditions, pa
 from polar_proxy.store.schema import FINAL_STATUSES, ROLLOUT_STATUSES, RolloutStatus
 from polar_proxy.store.secrets import without_secrets
 from polar_proxy.types import Json
+
+log = logging.getLogger(__name__)
 
 _DEFAULT_BUILDER = "merged"
 
@@ -279,6 +282,7 @@ class RolloutRepository(Repository):
             await _change_status(connection, claim, stage, now, values)
             await end_stages(connection, _stages_of(claim), now, outcome)
             await connection.execute(new_stage)
+        _log_status(claim, stage)
 
     async def end(
         self,
@@ -300,6 +304,7 @@ class RolloutRepository(Repository):
         async with self._database.writing() as connection:
             await _change_status(connection, claim, status, now, values)
             await end_stages(connection, _stages_of(claim), now, outcome, cause)
+        _log_status(claim, status, cause)
 
     async def end_open_stage(self, rollout_id: str, outcome: str, cause: str | None = None) -> None:
         """End the open stage of a rollout whose worker died, in whichever attempt it is."""
@@ -347,6 +352,12 @@ def _given(**values: Any) -> dict[str, Any]:
 
 def _clean_error(error: str | None) -> str | None:
     return None if error is None else json_codec.clean_text(without_secrets(error))
+
+
+def _log_status(claim: Claim, status: RolloutStatus, cause: str | None = None) -> None:
+    because = f" ({cause})" if cause else ""
+    fields = {"rollout_id": claim.rollout_id, "attempt": claim.attempt, "status": status, "cause": cause}
+    log.info("rollout %s: %s%s", claim.rollout_id, status, because, extra={"fields": fields})
 
 
 async def _change_status(

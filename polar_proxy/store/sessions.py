@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
@@ -17,6 +18,8 @@ from polar_proxy.store.database import Database, Repository, row_columns
 from polar_proxy.store.outage_marks import OutageMark
 from polar_proxy.store.secrets import clean_label
 from polar_proxy.types import Json, new_id
+
+log = logging.getLogger(__name__)
 
 SessionOrigin = Literal["key", "open", "rollout"]
 """Created by `polar session new`, by an unknown key on the loopback interface, or for a rollout."""
@@ -108,7 +111,12 @@ class SessionRepository(Repository):
             raise UsageError(f"`key_hash` has {len(key_hash)} bytes: give the SHA-256 of the session key (32 bytes).")
         session_id = session_id or new_id("sess")
         row = SessionRow(session_id, clean_label(label), origin, rollout_id, policy, time.time(), None, None)
-        return await self._creations.add(_NewSession(row, key_hash))
+        stored = await self._creations.add(_NewSession(row, key_hash))
+        if stored.session_id == session_id:
+            of = f" of rollout {rollout_id}" if rollout_id else f" {stored.label!r}" if stored.label else ""
+            fields = {"session_id": session_id, "origin": origin, "label": stored.label, "rollout_id": rollout_id}
+            log.info("session %s%s opened", session_id, of, extra={"fields": fields})
+        return stored
 
     async def _write_new(self, batch: Sequence[tuple[_NewSession, asyncio.Future[SessionRow]]]) -> None:
         try:

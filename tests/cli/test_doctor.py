@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,23 @@ KEEPS_ARGUMENTS = ("doctor", "drift", "--harness", "tests.conformance.small_agen
 def test_doctor_checks_the_installation() -> None:
     found = polar_json("doctor")
     assert {"python", "git", "database"} <= {check["name"] for check in found["checks"]}
+
+
+def test_what_is_merely_not_installed_yet_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = importlib.metadata.version
+
+    def version(name: str) -> str:
+        if name in ("aiodocker", "asyncpg"):
+            raise importlib.metadata.PackageNotFoundError(name)
+        return installed(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    checks = {check["name"]: check for check in polar_json("doctor")["checks"]}
+    assert checks["harnesses"]["state"] == "note"
+    assert "codex" in checks["harnesses"]["detail"]
+    assert [name for name in checks if name.startswith("harness ")] == ["harness shell"]  # it is part of Polar
+    assert checks["packages"]["detail"] == "not installed: aiodocker (for the docker sandbox), asyncpg (for PostgreSQL)"
+    assert checks["packages"]["fix"] == "pip install 'polar-proxy[docker,postgres]'"
 
 
 def test_drift_reports_the_first_difference_and_its_cause() -> None:

@@ -52,6 +52,14 @@ async def random_engine(random_model_dir: Path) -> AsyncIterator[LocalEngine]:
         yield local
 
 
+async def test_an_answer_ends_at_the_engines_own_limit(random_model_dir: Path) -> None:
+    request = TextRequest("random", [5, 6, 7], Sampling(temperature=1.0, max_tokens=100, seed=1))
+    async with LocalEngine(random_model_dir, max_answer=3) as engine:
+        events = [event async for event in engine.sample(request)]
+    assert sum(len(event.token_ids) for event in events) <= 3
+    assert events[-1].finish_reason in ("length", "stop")
+
+
 class TestContract(EngineContract):
     pass
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import socket
 from pathlib import Path
@@ -50,6 +51,19 @@ async def test_rollout_from_queued_to_done(store: Store) -> None:
         *("queued", "preparing", "ready", "running", "scoring", "done")
     ]
     assert [reward.value for reward in await store.rewards.of_rollout(rollout_id)] == [0.5, 1.0]
+
+
+async def test_each_stage_is_one_line_of_the_log(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    rollout_id = await new_rollout(store)
+    row = await store.rollouts.get(rollout_id)
+    assert row is not None
+    (claim,) = await store.queue.claim("worker", 1, 60, job_id=row.job_id)
+    with caplog.at_level(logging.INFO):
+        await store.rollouts.enter_stage(claim, "preparing")
+        await store.rollouts.end(claim, "failed", cause="agent", error="an agent's words")
+        with pytest.raises(ClaimLostError):
+            await store.rollouts.enter_stage(claim, "running")
+    assert caplog.messages == [f"rollout {rollout_id}: preparing", f"rollout {rollout_id}: failed (agent)"]
 
 
 async def test_lost_claim_changes_nothing(store: Store) -> None:

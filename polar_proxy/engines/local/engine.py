@@ -48,13 +48,17 @@ class LoadedModel:
 class LocalEngine(Engine):
     """The model in the folder `model_path`: config, safetensors weights, a fast tokenizer with a chat template.
 
-    At most `max_batch` choices run at once; further ones wait.
+    At most `max_batch` choices run at once; further ones wait. `max_answer`: the most tokens of an answer, whatever
+    a request asks for.
     """
 
-    def __init__(self, model_path: Path | str, *, name: str | None = None, max_batch: int = 16) -> None:
+    def __init__(
+        self, model_path: Path | str, *, name: str | None = None, max_batch: int = 16, max_answer: int | None = None
+    ) -> None:
         self._path = Path(model_path)
         self._name = name or self._path.resolve().name
         self._max_batch = max_batch
+        self._max_answer = max_answer
         self._loaded: LoadedModel | None = None
 
     async def __aenter__(self) -> Self:
@@ -167,6 +171,8 @@ class LocalEngine(Engine):
         self._check_prompt(request, ids)
         vocab_size = model.runner.vocab_size
         room = model.info.context_length - len(ids)
+        if self._max_answer is not None:
+            room = min(room, self._max_answer)
         sampling, max_tokens = resolve(sampling, model.generation_config, vocab_size, room)
         samplers = [
             SequenceSampler(sampling, seed + index, vocab_size, new_mask() if new_mask else None, ids)

@@ -205,7 +205,7 @@ class NodeActor:
 
     def __init__(self, config: NodeConfig, scoring_resources: dict[str, float]) -> None:
         """`scoring_resources` is as for `RayScorer`."""
-        configure_logging(logging.INFO)
+        configure_logging(config.settings.log.level or "info", config.settings.log.format)
         self._config = config
         self._scorer = RayScorer(scoring_resources)
         self._stopping = asyncio.Event()

@@ -1,0 +1,46 @@
+"""The bundled policy polar-tiny: what it can play, how long its answers may be, and a note about other agents."""
+
+from __future__ import annotations
+
+import logging
+
+import orjson
+
+from polar_proxy.config import EngineSettings
+from polar_proxy.types import CallRecord
+
+log = logging.getLogger(__name__)
+
+POLAR_TINY_NAME = "polar-tiny"
+MAX_ANSWER_TOKENS = 256
+"""Upper limit of an answer. The policy's own answers are shorter; what it samples for other agents has no end."""
+ABILITY = (
+    "polar-tiny, the bundled policy, can only play `polar run swe-task` with mini-swe-agent. For other agents serve "
+    "your own model: polar serve --engine vllm --engine-url URL --model NAME"
+)
+_ONLY_TOOL = "bash"
+"""The only tool of mini-swe-agent."""
+
+
+def is_bundled(settings: EngineSettings) -> bool:
+    return settings.kind == "local" and settings.model in (None, POLAR_TINY_NAME)
+
+
+class OtherAgentWarning:
+    """An observer of calls: logs one warning when an agent calls that the bundled policy cannot play."""
+
+    def __init__(self) -> None:
+        self._warned = False
+
+    def __call__(self, call: CallRecord) -> None:
+        if not self._warned and not _may_be_mini_swe_agent(call):
+            self._warned = True
+            log.warning("session %s is of another agent: expect babble. %s", call.session_id, ABILITY)
+
+
+def _may_be_mini_swe_agent(call: CallRecord) -> bool:
+    tools = orjson.loads(call.tools or b"[]")
+    if call.dialect != "openai_chat" or len(tools) != 1 or not isinstance(tools[0], dict):
+        return False
+    function = tools[0].get("function")
+    return isinstance(function, dict) and function.get("name") == _ONLY_TOOL

@@ -1,0 +1,35 @@
+"""Advice for a machine on which the docker sandbox does not work: which engine it has, and how to make it answer."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+BUILD_IMAGE = "python -m sandboxes.images.build"
+
+
+def docker_remedy(
+    run_folder: Path = Path("/run"), find_program: Callable[[str], str | None] = shutil.which, *, answers: bool = False
+) -> str:
+    """Return how to get the docker sandbox here. `answers`: an engine answers, so that only its image is missing.
+
+    Podman serves Docker's API on a socket that is off by default, and that DOCKER_HOST must name.
+    """
+    if answers:
+        return BUILD_IMAGE
+    rootless = run_folder / "user" / str(os.getuid()) / "podman" / "podman.sock"
+    rootful = run_folder / "podman" / "podman.sock"
+    for socket in (rootless, rootful):
+        if socket.is_socket() and os.access(socket, os.W_OK):
+            return f"use Podman's engine: export DOCKER_HOST=unix://{socket}, then: {BUILD_IMAGE}"
+    if find_program("podman") is not None:
+        start = "systemctl --user enable --now podman.socket"
+        return f"start Podman's engine: {start}; export DOCKER_HOST=unix://{rootless}, then: {BUILD_IMAGE}"
+    socket = run_folder / "docker.sock"
+    if socket.is_socket() and not os.access(socket, os.W_OK):
+        return f"let your user use {socket}: sudo usermod -aG docker $USER, and log in again; then: {BUILD_IMAGE}"
+    if find_program("dockerd") is not None or socket.is_socket():
+        return f"start the Docker engine: sudo systemctl start docker, then: {BUILD_IMAGE}"
+    return f"install a Docker engine, or Podman, then: {BUILD_IMAGE}"

@@ -1,0 +1,115 @@
+"""The log of `polar serve`: one line per session and failed call, as text or JSON, without keys and messages."""
+
+from __future__ import annotations
+
+import logging
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import orjson
+import pytest
+
+from polar_proxy.engines.scripted import ScriptedEngine
+from polar_proxy.errors import EngineError
+from polar_proxy.terminal import JsonLogFormatter, configure_logging
+from tests.cli.process import POLAR, environment
+from tests.cli.runner import polar_error
+from tests.cli.test_serve import CHAT
+
+KEY = "sk-a-secret-key-0123456789abcdef"
+HOSTILE = "said \x1b]0;title\x07 \u202e\nINFO forged"
+
+
+class QuotingEngine(ScriptedEngine):
+    """An engine that fails, and quotes the request's messages in its error."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda request: EngineError(f"bad request: {request}"))
+
+
+@pytest.fixture
+def restored_logging() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    root.handlers = handlers
+    root.setLevel(level)
+
+
+def log_of_serve(tmp_path: Path, *options: str) -> tuple[list[str], str]:
+    """Serve an engine that fails, send it one request, and return the lines of the log and the session's id."""
+    engine = "tests.cli.test_logs:QuotingEngine"
+    command = [POLAR, "serve", "--engine", engine, "--port", "0", "--json", *options]
+    with subprocess.Popen(
+        command, env=environment(), cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            printed = ""
+            while not printed.rstrip().endswith("}"):
+                printed += process.stdout.readline()
+            url = orjson.loads(printed)["url"] + "/v1/chat/completions"
+            answer = httpx.post(url, json=CHAT, headers={"authorization": f"Bearer {KEY}"}, timeout=60)
+            assert answer.status_code == 502
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=120)
+        finally:
+            process.kill()
+    return errors.splitlines(), answer.headers["x-polar-session-id"]
+
+
+@pytest.mark.slow
+def test_a_session_and_a_failed_call_are_one_line_each(polar_home: Path, tmp_path: Path) -> None:
+    lines, session_id = log_of_serve(tmp_path)
+    opened, failed = (line for line in lines if session_id in line)
+    assert re.fullmatch(rf"[-\d]+ [:\d]+ INFO session {session_id} opened", opened)
+    assert "WARNING call call_" in failed
+    assert "failed after" in failed
+    assert "HTTP status 502; `polar show call_" in failed
+    assert not [line for line in lines if KEY in line or "hi[/]" in line]
+
+
+@pytest.mark.slow
+def test_the_log_can_be_json_of_a_higher_level(polar_home: Path, tmp_path: Path) -> None:
+    lines, session_id = log_of_serve(tmp_path, "--log-format", "json", "--log-level", "warning")
+    assert lines.pop().startswith("stopped")
+    (failed,) = (found for line in lines if (found := orjson.loads(line)).get("session_id") == session_id)
+    assert (failed["level"], failed["status"], failed["http_status"]) == ("warning", "upstream_error", 502)
+    assert KEY not in "".join(lines)
+    assert "hi[/]" not in "".join(lines)
+
+
+def test_a_hostile_message_stays_in_its_json_line() -> None:
+    try:
+        raise ValueError(HOSTILE)
+    except ValueError:
+        record = logging.LogRecord("polar_proxy.x", logging.ERROR, "f", 1, "failed: %s", (HOSTILE,), sys.exc_info())
+    record.fields = {"label": HOSTILE}
+    line = JsonLogFormatter().format(record)
+    assert not re.findall("[\x00-\x1f\x7f-\x9f\u202e]", line)
+    document = orjson.loads(line)
+    assert (document["message"], document["label"]) == (f"failed: {HOSTILE}", HOSTILE)
+    assert document["traceback"].endswith(HOSTILE)
+
+
+@pytest.mark.usefixtures("restored_logging")
+def test_the_level_is_that_of_polar_and_libraries_only_warn(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("error")
+    configure_logging("info")
+    for name in ("polar_proxy.gateway", "httpx"):
+        for level in (logging.DEBUG, logging.INFO, logging.WARNING):
+            logging.getLogger(name).log(level, "%s %s", name, logging.getLevelName(level))
+    shown = [line.split(" ", 3)[3] for line in capsys.readouterr().err.splitlines()]
+    assert shown == ["polar_proxy.gateway INFO", "polar_proxy.gateway WARNING", "httpx WARNING"]
+
+
+@pytest.mark.parametrize("verb", [("serve",), ("run", "swe-task")], ids=["serve", "run"])
+@pytest.mark.usefixtures("restored_logging")
+def test_an_unknown_level_or_format_is_refused(polar_home: Path, verb: tuple[str, ...]) -> None:
+    assert "log.level" in polar_error(*verb, "--log-level", "loud")
+    assert "log.format" in polar_error(*verb, "--log-format", "xml")
