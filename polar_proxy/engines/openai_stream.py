@@ -7,6 +7,9 @@ that the server reported for it. Missing values are marked as unknown and never 
   have or has clamped, and a chunk whose ids and log-probabilities differ in number cannot be aligned.
 * token id -1: a log-probability came without its id.
 
+A server that names the tokens beside their log-probabilities by their ids sends each id twice. An answer in which the
+two differ is an error, because it is not known which of them was sampled.
+
 A call with such values is answered like any other, and must not be trained on.
 """
 
@@ -26,6 +29,8 @@ from polar_proxy.types import Json, SampleEvent, Sampling, ToolDelta, TopLogprob
 MISSING_BELOW = -9000.0
 """vLLM floors log-probabilities at -9999.0; no float32 softmax over real logits gives such a small value."""
 UNKNOWN_ID = -1
+_ID_NAME = "token_id:"
+"""What a token's text begins with if the server names tokens by their ids."""
 _CONTEXT_LENGTH = re.compile(r"maximum context length|longer than the maximum model length", re.IGNORECASE)
 
 
@@ -110,6 +115,7 @@ class ChunkDecoder:
                 logprobs = choice.get("logprobs")
                 if plain and ids and logprobs and len(ids) == len(entries := logprobs.get("content") or []) == 1:
                     # Most chunks carry one token. The same as `_add_evidence`, in a third of the time.
+                    self._check_id(ids[0], entries[0].get("token", ""))
                     pending.ids.append(ids[0])
                     pending.logprobs.append(_real(entries[0]["logprob"]))
                 elif ids or logprobs:
@@ -178,6 +184,9 @@ class ChunkDecoder:
             reported = logprobs.get("token_logprobs")  # completions
             values = [entry["logprob"] for entry in logprobs.get("content") or ()] if reported is None else reported
         aligned = len(values) == len(ids)
+        if ids and aligned and logprobs:
+            for token_id, entry in zip(ids, _chat_entries(logprobs), strict=True):
+                self._check_id(token_id, entry.get("token", ""))
         if not ids and not aligned:
             if not self._expect_ids:
                 return
@@ -189,6 +198,11 @@ class ChunkDecoder:
             pending.tokens.extend(map(_text, entries))
             if self._tops:
                 pending.top.extend(map(_top, entries))
+
+    def _check_id(self, token_id: int, name: str) -> None:
+        """Raise EngineError if `name`, the text beside the token's log-probability, is the id of another token."""
+        if name.startswith(_ID_NAME) and name[len(_ID_NAME) :] != str(token_id):
+            raise EngineError(f"{self._name} sent two ids for one token, {token_id} and {name!r}.")
 
     def _emit(self, index: int, pending: _PendingEvent, out: list[SampleEvent], *, last: bool = False) -> None:
         first = not self._started
@@ -279,7 +293,7 @@ def _reals(values: Sequence[Any]) -> Sequence[float]:
 def _text(entry: Json) -> str:
     """Return the text of a sampled token; empty if the server sent only its id."""
     token: str = entry["token"]
-    if not token.startswith("token_id:"):
+    if not token.startswith(_ID_NAME):
         return token
     raw = entry.get("bytes")
     return "" if raw is None else bytes(raw).decode(errors="replace")
@@ -290,7 +304,7 @@ def _top(entry: Json) -> tuple[TopLogprob, ...]:
     engine."""
     named = [(other["token"], other["logprob"]) for other in entry.get("top_logprobs") or ()]
     return tuple(
-        TopLogprob(int(name[9:]) if name.startswith("token_id:") else UNKNOWN_ID, name, logprob)
+        TopLogprob(int(name[len(_ID_NAME) :]) if name.startswith(_ID_NAME) else UNKNOWN_ID, name, logprob)
         for name, logprob in named
     )
 

@@ -236,6 +236,9 @@ class RequestHandler:
                 await self._sample_calls(request, calls, reply)
             if watch.gone or not await buffer.has_listener():
                 return CallOutcome("client_gone", 499, "the client closed the connection")
+            if request.session.ended:
+                late = RequestError("The rollout ended before its answer.", status=409, code="rollout_ended")
+                return CallOutcome("client_gone", late.status, str(late), late)
             return CallOutcome("ok", 200)
         except SessionClosedError:
             raise

@@ -6,7 +6,7 @@ requests of two parallel runs under one key are ordinary, and joining them would
 
 * the first request lost its client before the last byte, or
 * the client's SDK says so (`X-Stainless-Retry-Count`). But if an equal request has failed, this one may be its retry,
-  and is sampled.
+  and is sampled. Only the answer to the last equal request is joined.
 
 With the setting `gateway.join_retries` = `always`, a request also joins any equal one that is in flight or was just
 answered; with `never`, it joins none.
@@ -171,10 +171,10 @@ class RetryCache:
         if failed:
             failed[-1].retried = True
             return None
-        answered = [buffer for buffer in same if not buffer.failed and not buffer.given_up]
-        if answered and (request.metadata.retry > 0 or self._policy == "always"):
-            return answered[-1]
-        return None
+        # The last attempt supersedes the answers to earlier ones: this request may be its retry.
+        if not same or same[-1].failed or same[-1].given_up:
+            return None
+        return same[-1] if request.metadata.retry > 0 or self._policy == "always" else None
 
     def open(self, request: RequestContext) -> ResponseBuffer:
         buffer = ResponseBuffer(request, self._grace)

@@ -153,7 +153,7 @@ class Gateway:
         self, session_id: str, timeout: float, *, timeout_elsewhere: float | None = None
     ) -> str | None:
         """Wait for the calls in flight of a closed session, then drop it from memory. Return one line about calls that
-        were lost or still run, if there are any.
+        were lost or still run, if there are any. A client whose call still runs here gets a 409 in place of its answer.
 
         `timeout` is in seconds, for this gateway and, unless `timeout_elsewhere` is given, for the others.
         """
@@ -161,6 +161,7 @@ class Gateway:
         try:
             await self.sessions.idle(session_id, timeout)
         except TimeoutError:
+            self.sessions.end(session_id)
             lost.append("a call was still being answered when its rollout ended")
         else:
             count = self.sessions.lost(session_id)

@@ -236,6 +236,11 @@ class SessionRegistry:
         if quiet:
             session.recorded = row.calls
 
+    def end(self, session_id: str) -> None:
+        """Note that a session's rollout has ended without its calls in flight."""
+        if session := self._by_id.get(session_id):
+            session.ended = True
+
     def lost(self, session_id: str) -> int:
         """Return how many calls of this session were answered without being recorded."""
         session = self._by_id.get(session_id)

@@ -163,6 +163,8 @@ class SessionState:
         """The hash of the key, while the session itself is not stored yet."""
         self.refusal: str | None = None
         """Why the last call could not be recorded. It was refused, or broken off if its answer had begun."""
+        self.ended = False
+        """Its rollout ended without the calls that are in flight here: their answers are too late."""
         self.recorded = 0
         """Number of stored calls that are in this index, from this gateway and from others."""
 

@@ -267,3 +267,22 @@ def test_arguments_that_are_not_json_are_sent_as_a_json_string() -> None:
 def test_text_body_requests_ids_and_logprobs() -> None:
     body = text_body(TextRequest("", (1, 2), Sampling(temperature=0.0)), stream=False)
     assert body == {"prompt": [1, 2], "temperature": 0.0, "logprobs": 0, "return_token_ids": True}
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("chat", [True, False])
+@pytest.mark.parametrize("logprobs", [True, False])
+def test_ids_that_are_sent_twice_must_agree(count: int, chat: bool, logprobs: bool) -> None:
+    def chunk(*named: int) -> dict[str, Any]:
+        names = [f"token_id:{number}" for number in named]
+        entries = [{"token": name, "logprob": -1.0, "bytes": None} for name in names]
+        evidence: Any = {"content": entries} if chat else {"tokens": names, "token_logprobs": [-1.0] * count}
+        ids = list(range(7, 7 + count))
+        return {"choices": [{"index": 0, "text": "a", "token_ids": ids, "logprobs": evidence, "finish_reason": "stop"}]}
+
+    agreeing = ChunkDecoder(Sampling(logprobs=logprobs), "It")
+    agreeing.feed([chunk(*range(7, 7 + count))])
+    (event,) = agreeing.end()
+    assert event.token_ids == tuple(range(7, 7 + count))
+    with pytest.raises(EngineError, match="two ids for one token"):
+        ChunkDecoder(Sampling(logprobs=logprobs), "It").feed([chunk(*range(8, 8 + count))])

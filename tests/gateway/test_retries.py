@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from polar_proxy.engines.scripted import ScriptedEngine
-from polar_proxy.errors import EngineError
+from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.gateway import Gateway
-from polar_proxy.gateway.retries import ResponseBuffer
+from polar_proxy.gateway.recording import RequestContext
+from polar_proxy.gateway.retries import ResponseBuffer, RetryCache
 from polar_proxy.store import Store
 from tests.conftest import Serve
 from tests.gateway.agents import CHAT, client, recorded_calls
@@ -174,3 +175,22 @@ async def test_lineage_survives_a_restart_of_the_gateway(serve: Serve, store: St
         await http.post("/chat/completions", json={**CHAT, "messages": messages})
     first, second = await recorded_calls(store)
     assert (second.edge, second.parent_call_id, second.thread) == ("continues", first.call_id, first.thread)
+
+
+async def test_a_later_equal_attempt_supersedes_an_answer_that_is_kept(serve: Serve, store: Store) -> None:
+    """The retries of an attempt that failed never get the answer to an earlier one, even if one of them is refused."""
+    replies: list[str | Exception] = ["old", EngineError("busy", status=503), "new"]
+    engine = ScriptedEngine(lambda request: replies.pop(0))
+    async with serve(engine, **KEPT) as gateway, client(gateway.url) as http:
+        await http.post("/chat/completions", json=CHAT)
+        assert (await http.post("/chat/completions", json=CHAT)).status_code == 503
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(RetryCache, "open", _refuse_to_open)
+            assert (await http.post("/chat/completions", json=CHAT, headers=RETRY)).status_code == 503
+        answer = await http.post("/chat/completions", json=CHAT, headers=RETRY)
+    assert answer.json()["choices"][0]["message"]["content"] == "new"
+    assert len(await recorded_calls(store)) == 3
+
+
+def _refuse_to_open(cache: RetryCache, request: RequestContext) -> ResponseBuffer:
+    raise RequestError("not now", status=503)
