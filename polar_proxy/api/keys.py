@@ -7,7 +7,7 @@ from typing import Annotated
 from fastapi import Path
 
 from polar_proxy import api_models as m
-from polar_proxy.api.context import ApiContext, Routers, new_api_key
+from polar_proxy.api.context import ApiContext, Routers, new_api_key, require
 from polar_proxy.records import convert, list_keys
 from polar_proxy.sessions.identity import hash_key
 
@@ -29,4 +29,4 @@ def add_routes(routers: Routers, context: ApiContext) -> None:
     @admin.post("/keys/{key_name}/revoke", tags=["keys"])
     async def revoke_api_key(key_name: Annotated[str, Path(description="Name of the key.")]) -> m.ApiKey:
         """Revoke a key of the HTTP API. It is refused from now on."""
-        return convert(m.ApiKey, await store.api_keys.revoke(key_name))
+        return convert(m.ApiKey, await require("API key", key_name, store.api_keys.revoke(key_name)))

@@ -60,7 +60,9 @@ def add_routes(routers: Routers, context: ApiContext) -> None:
     ) -> m.RolloutList:
         """Return the newest `limit` rollouts that match the conditions, sorted from old to new."""
         rows = await store.rollouts.find(where=where, limit=limit, before=before)
-        return m.RolloutList(rollouts=convert_all(m.Rollout, rows))
+        matched = rows or where is None or (before and await store.rollouts.find(where=where, limit=1))
+        note = None if matched else await store.rollouts.explain_no_match(str(where))
+        return m.RolloutList(rollouts=convert_all(m.Rollout, rows), note=note)
 
     @trainer.get("/rollouts/{rollout_id}", tags=["rollouts"])
     async def get_rollout(rollout_id: RolloutId) -> m.RolloutDetail:

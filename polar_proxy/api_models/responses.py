@@ -196,6 +196,8 @@ class RolloutList(ApiResponseModel):
 
     rollouts: list[Rollout]
     """The rollouts, in the order of submission."""
+    note: str | None = None
+    """Why no rollout matches the conditions, with the existing values; null if some do, or without conditions."""
 
 
 class GroupDetail(Group):

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from polar_proxy.config import Settings
     from polar_proxy.store import Store
     from polar_proxy.store.maintenance.archive_import import ArchiveCounts
+    from polar_proxy.store.maintenance.repository import PruneResult
 
 key_app = typer.Typer(help="Manage keys of the HTTP API.", no_args_is_help=True)
 session_app = typer.Typer(help="Create sessions for agents that you start yourself.", no_args_is_help=True)
@@ -261,19 +262,26 @@ def prune(
 ) -> None:
     """Remove rollouts and sessions that ended long ago, with everything that belongs to them."""
     before = time.time() - parse_age(older_than)
-    with progress_bars() as update:
-        done = with_store(
-            load_settings(db),
-            lambda store: store.maintenance.prune(before, where=where, dry_run=dry_run, progress=update),
-            create=True,
-        )
+
+    async def work(store: Store) -> tuple[PruneResult, str | None]:
+        with progress_bars() as update:
+            done = await store.maintenance.prune(before, where=where, dry_run=dry_run, progress=update)
+        if where is None or done.rollouts:
+            return done, None
+        if await store.rollouts.find(where=where, limit=1):
+            return done, f"Rollouts match the conditions, but none of them ended more than {older_than} ago."
+        return done, await store.rollouts.explain_no_match(where)
+
+    done, note = with_store(load_settings(db), work, create=True)
     what = (
         f"{len(done.rollouts)} rollouts and {len(done.sessions)} sessions with {done.calls} calls, {done.files} files"
     )
     text = f"would remove {what}" if dry_run else f"removed {what}"
     if done.calls and not dry_run:
         text += "\n`polar db vacuum` frees their space"
-    print_result({**asdict(done), "dry_run": dry_run}, text, as_json)
+    if note is not None:
+        text += f"\n{one_line(note)}"
+    print_result({**asdict(done), "dry_run": dry_run, "note": note}, text, as_json)
 
 
 @db_app.command("verify")

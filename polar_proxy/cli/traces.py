@@ -34,7 +34,6 @@ from polar_proxy.types import Json
 if TYPE_CHECKING:
     from polar_proxy.api_models import ExportSummary
     from polar_proxy.client import AsyncClient
-    from polar_proxy.config import Settings
     from polar_proxy.export import ExportReport
     from polar_proxy.store import Store
     from polar_proxy.traces.audit import AuditReport
@@ -308,46 +307,57 @@ def export(
     """Write recorded runs as JSON lines, and print counts of what was left out to standard error.
 
     --json prints these counts as one JSON document on standard output; --out must then be a file. If there are no
-    rows, the reasons are printed and the exit code is 3. Without --url, Ctrl-C prints the counts so far. A file is
-    written completely or not at all.
+    rows, the reasons are printed and the exit code is 3. Ctrl-C prints the counts so far. A file is written completely
+    or not at all.
     """
     if as_json and file == "-":
         raise UsageError("--json reports on standard output, so --out must be a file.")
-    chosen: dict[str, Any] = {
-        "where": where,
-        "builder": builder,
-        "all_grades": all_grades,
-        "advantage": advantage,
-    }
-
-    async def from_store(store: Store, settings: Settings) -> ExportSummary:
-        from polar_proxy.api_models import ExportSummary
-        from polar_proxy.export import ExportReport
-        from polar_proxy.export import export as export_rows
-        from polar_proxy.records import convert
-
-        report = ExportReport()
-        try:
-            with open_output(file) as target:
-                await export_rows(store, form, target.write, report, session_ids=session or (), **chosen)
-        except asyncio.CancelledError:
-            fate = "written so far" if file == "-" else f"{file} was not written, because it would be incomplete"
-            print_note(f"{_export_counts(report)}; {fate}")
-            raise
-        return convert(ExportSummary, report)
-
-    async def from_server(client: AsyncClient) -> ExportSummary:
-        with open_output(file) as target:
-            async for item in client.export(form, sessions=session or (), **chosen):
-                if not isinstance(item, bytes):
-                    return item
-                target.write(item)
-        raise AssertionError("unreachable: an export without its counts raises an error")
-
-    report = read_store_or_server(url, db, from_store, from_server)
+    chosen = {"where": where, "builder": builder, "all_grades": all_grades, "advantage": advantage}
+    report = read_store_or_server(
+        url,
+        db,
+        lambda store, settings: _export_store(store, form, file, session_ids=session or (), **chosen),
+        lambda client: _export_server(client, form, file, sessions=session or (), **chosen),
+    )
     print_result({"out": file, "format": form, **report.model_dump()}, partial(_print_export, report), as_json)
     if not report.rows:
         raise typer.Exit(NO_ROWS)
+
+
+async def _export_store(store: Store, form: str, file: str, **options: Any) -> ExportSummary:
+    from polar_proxy.api_models import ExportSummary
+    from polar_proxy.export import ExportReport
+    from polar_proxy.export import export as export_rows
+    from polar_proxy.records import convert
+
+    report = ExportReport()
+    try:
+        with open_output(file) as target:
+            await export_rows(store, form, target.write, report, **options)
+    except asyncio.CancelledError:
+        _note_stopped(_export_counts(report), file)
+        raise
+    return convert(ExportSummary, report)
+
+
+async def _export_server(client: AsyncClient, form: str, file: str, **options: Any) -> ExportSummary:
+    rows = 0
+    try:
+        with open_output(file) as target:
+            async for item in client.export(form, **options):
+                if not isinstance(item, bytes):
+                    return item
+                target.write(item)
+                rows += item.count(b"\n")
+    except asyncio.CancelledError:
+        _note_stopped(f"{rows} rows", file)
+        raise
+    raise AssertionError("unreachable: an export without its counts raises an error")
+
+
+def _note_stopped(counts: str, file: str) -> None:
+    fate = "written so far" if file == "-" else f"{file} was not written, because it would be incomplete"
+    print_note(f"{counts}; {fate}")
 
 
 def _print_export(report: ExportSummary) -> None:

@@ -64,5 +64,5 @@ _TEXTS = {**CALLS, **TRACES, **ROWS}
 
 
 def explain(reason: str, count: int) -> str:
-    """Return a line about what was left out for this reason, such as `3 calls whose ... (client_gone)`."""
-    return f"{count} {_TEXTS.get(reason, 'calls or traces')} ({reason})"
+    """Return a line about what was left out for this reason, such as `3 left out as client_gone: calls whose ...`."""
+    return f"{count} left out as {reason}: {_TEXTS.get(reason, 'calls or traces')}"

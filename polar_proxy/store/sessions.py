@@ -243,17 +243,15 @@ class ApiKeyRepository(Repository):
         """Return all keys, oldest first."""
         return await self._rows(_api_key, _select_keys.order_by(_k.created_at, _k.key_hash))
 
-    async def revoke(self, name: str) -> ApiKeyRow:
-        """Revoke the key with this name. Raises UsageError for an unknown name."""
+    async def revoke(self, name: str) -> ApiKeyRow | None:
+        """Revoke the key with this name and return it; None for an unknown name."""
         try:
             prefix = bytes.fromhex(name)
         except ValueError:
             prefix = b""
         keys = [key_hash for key_hash in await self._scalars(select(_k.key_hash)) if key_hash.startswith(prefix)]
         if not prefix or len(keys) != 1:
-            raise UsageError(f"There is no API key {name!r}. `polar key list` shows all names.")
+            return None
         valid = (_k.key_hash == keys[0], _k.revoked_at.is_(None))
         await self._write(update(schema.api_keys).where(*valid).values(revoked_at=time.time()))
-        revoked = await self.get(keys[0])
-        assert revoked is not None
-        return revoked
+        return await self.get(keys[0])

@@ -11,7 +11,7 @@ import pytest_asyncio
 from pydantic import ValidationError
 
 from polar_proxy.api import allow_all, create_api
-from polar_proxy.api_models import ExportSummary, KeyRequest, RewardRequest
+from polar_proxy.api_models import ExportSummary, KeyRequest, RewardRequest, RolloutList
 from polar_proxy.client import AsyncClient, BadRequestError, NotFoundError, UnreachableError
 from polar_proxy.client.inprocess import InProcessTransport
 from polar_proxy.config import Settings
@@ -36,6 +36,15 @@ async def test_lists_sessions_in_pages(client: AsyncClient, store: Store) -> Non
     page = await client.sessions(limit=2)
     assert [(one.session_id, one.label) for one in page.sessions] == [(made[2], "run 2"), (made[1], "run 1")]
     assert [one.session_id for one in (await client.sessions(before=made[1])).sessions] == [made[0]]
+
+
+async def test_conditions_that_match_no_rollout_say_what_there_is(client: AsyncClient, store: Store) -> None:
+    rollout_id, _ = await rollout(store, reward=0.5)
+    found = await client.rollouts(where="harness=codex")
+    assert (found.rollouts, "Values of harness: mini-swe-agent (1)." in str(found.note)) == ([], True)
+    for where in (None, "reward=0.5"):
+        assert (await client.rollouts(where=where)).note is None
+        assert await client.rollouts(where=where, before=rollout_id) == RolloutList(rollouts=[])
 
 
 async def test_returns_a_record_by_each_kind_of_name(client: AsyncClient, store: Store) -> None:
@@ -137,7 +146,7 @@ async def test_keys_are_made_listed_and_revoked(client: AsyncClient, store: Stor
     assert [(key.name, key.label) for key in (await client.keys()).keys] == [(made.name, "gpu box")]
     assert made.key not in str(await client.keys())
     assert (await client.revoke_key(made.name)).revoked_at is not None
-    with pytest.raises(BadRequestError, match="no API key"):
+    with pytest.raises(NotFoundError, match="no API key"):
         await client.revoke_key("abcdef123456")
 
 

@@ -12,7 +12,8 @@ import pytest
 from polar_proxy.cli.admin import parse_age
 from polar_proxy.errors import UsageError
 from polar_proxy.store import open_store
-from tests.cli.runner import polar_json
+from tests.cli.runner import polar_json, polar_ok
+from tests.export.recorded_runs import rollout
 from tests.factories import call_record, new_session
 
 pytestmark = pytest.mark.slow
@@ -58,6 +59,20 @@ def test_pruned_data_comes_back_from_an_archive(database: Path, tmp_path: Path) 
     assert db("import", file)["rows"]["calls"] == 2
     assert db("import", file)["rows"] == {}
     assert db("verify") == {"faults": []}
+
+
+def test_conditions_that_match_nothing_say_what_there_is(polar_home: Path) -> None:
+    async def fill() -> None:
+        async with open_store(f"sqlite:///{polar_home}/polar.db") as store:
+            await rollout(store, reward=0.5)
+
+    asyncio.run(fill())
+    unknown = db("prune", "--older-than", "0s", "--where", "harness=codex")
+    assert unknown["rollouts"] == []
+    assert "Values of harness: mini-swe-agent (1)." in unknown["note"]
+    young = db("prune", "--older-than", "30d", "--where", "reward>0", "--dry-run")
+    assert (young["rollouts"], "none of them ended more than 30d ago" in young["note"]) == ([], True)
+    assert "No rollout matches" in polar_ok("db", "prune", "--older-than", "0s", "--where", "reward>1")
 
 
 def test_verify_names_a_wrong_counter(database: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import orjson
 import pytest
 
 from polar_proxy.cli.traces import open_output
+from polar_proxy.client import AsyncClient
 from polar_proxy.errors import UsageError
 from polar_proxy.export import SessionExport, exporter
 from polar_proxy.store import open_store
@@ -85,8 +87,8 @@ def test_an_export_without_rows_says_why_in_words(tmp_path: Path) -> None:
     done = polar("export", "--format", "nemo-rl", "--out", str(tmp_path / "none"))
     assert done.exit_code == 3
     lines = done.stderr.splitlines()
-    assert any("6 traces of rollouts with several traces" in line and "(several_traces)" in line for line in lines)
-    assert any("3 calls whose agent disconnected" in line and "(client_gone)" in line for line in lines)
+    assert any("6 left out as several_traces: traces of rollouts with several traces" in line for line in lines)
+    assert any("3 left out as client_gone: calls whose agent disconnected" in line for line in lines)
 
 
 def test_a_session_is_rewarded_and_exported(polar_home: Path, tmp_path: Path) -> None:
@@ -202,3 +204,16 @@ def test_a_stopped_export_says_what_was_written(tmp_path: Path, monkeypatch: pyt
     else:
         assert "rows.jsonl was not written, because it would be incomplete" in done.stderr
         assert not (tmp_path / file).exists()
+
+
+def test_a_stopped_export_of_a_server_says_what_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server's rows are two, then the command is cancelled, as Ctrl-C does."""
+
+    async def two_rows(client: AsyncClient, form: str, **options: Any) -> AsyncIterator[bytes]:
+        yield b'{"row": 1}\n{"row": 2}\n'
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr(AsyncClient, "export", two_rows)
+    done = polar("export", "--url", "http://127.0.0.1:9")
+    assert (done.exit_code, len(done.stdout.splitlines())) == (130, 2)
+    assert "2 rows; written so far" in done.stderr

@@ -35,4 +35,4 @@ def test_every_reason_is_explained() -> None:
     returned = re.findall(r'return "(\w+)"', inspect.getsource(grades.exclusion_reason))
     documented = re.findall(r"`(\w+)`", (scoring.__doc__ or "").split("Reasons:")[1])
     assert set(returned) | set(documented) <= CALLS.keys()
-    assert explain("client_gone", 3).startswith("3 calls whose agent disconnected")
+    assert explain("client_gone", 1).startswith("1 left out as client_gone: calls whose agent disconnected")

@@ -18,11 +18,11 @@ async def test_add_list_and_revoke(store: Store) -> None:
     assert await store.api_keys.all() == [admin, trainer]
     assert await store.api_keys.get(b"\0" * 32) is None
     gone = await store.api_keys.revoke(admin.name)
+    assert gone is not None
     assert gone.revoked_at is not None
     assert await store.api_keys.revoke(admin.name) == gone
     assert await store.api_keys.add(hashes[0], "admin") == gone  # adding it again does not restore it
     for wrong in ("", "zz", "00" * 6):
-        with pytest.raises(UsageError, match="no API key"):
-            await store.api_keys.revoke(wrong)
+        assert await store.api_keys.revoke(wrong) is None
     with pytest.raises(UsageError, match="admin or trainer"):
         await store.api_keys.add(b"\1" * 32, "boss")  # type: ignore[arg-type]
