@@ -25,6 +25,12 @@ INSIDE_SANDBOX = "polar_inside_sandbox"
 """Key that the scope's `state` has if the request came through a socket inside a sandbox."""
 CONNECTION = "polar_connection"
 """Key of the connection's random id in the scope's `state`."""
+SOCKET_PIECE = "polar.websocket.piece"
+"""Type of the messages with the `size` of a part of a WebSocket message that came, before it is complete."""
+SOCKET_CLOSING = "polar.websocket.closing"
+"""Type of the message that asks the application to close a WebSocket with `code`, after reporting `error` if any."""
+SOCKET_IDLE = "polar.websocket.idle"
+"""Type of the message with which the application says that a WebSocket has no request any more."""
 _PIECE = 1 << 17
 """Bytes of a body that are searched at a time."""
 
@@ -117,6 +123,15 @@ def _replace_lone_surrogates(body: bytes, error: orjson.JSONDecodeError) -> obje
 
 def _reject_constant(name: str) -> object:
     raise ValueError(f"{name} is not JSON")
+
+
+def refuse_upgrade(send: Send) -> Send:
+    """Return a `send` that answers the request to open a WebSocket with an HTTP response."""
+
+    async def send_refusal(message: Any) -> None:
+        await send({**message, "type": f"websocket.{message['type']}"})
+
+    return send_refusal
 
 
 async def send_json(send: Send, status: int, body: bytes, headers: Headers = ()) -> None:
