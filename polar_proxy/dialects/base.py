@@ -169,6 +169,10 @@ class Encoder(ABC):
     def fail(self, message: str, status: int) -> bytes:
         """Return the bytes that report an error inside a stream that has begun."""
 
+    def warmed_up(self, answer: Answer) -> bytes:
+        """Return the whole stream of a warm-up, whose answer is empty."""
+        raise NotImplementedError("this dialect has no warm-ups")
+
     def unfinished(self, status: str) -> bytes:
         """Return the response body of an answer that is sampled in the background."""
         raise NotImplementedError("this dialect has no answers in the background")
@@ -187,6 +191,8 @@ class ParsedRequest:
     """The other fields of the body, to store."""
     encoder: Callable[..., Encoder] = field(compare=False, repr=False)
     """Returns a new encoder of the answer, for a call id, a time of creation and the keyword `sampled`."""
+    generate: bool = True
+    """False for a warm-up: nothing is sampled, and a later request may continue it by its id."""
     background: bool = False
     """The client gets an id at once and retrieves the answer later."""
 
@@ -197,7 +203,8 @@ class ReferencedCall:
 
     messages: tuple[bytes, ...]
     """The call's request messages as stored."""
-    answer: Message
+    answer: Message | None
+    """None for a warm-up, which has none."""
     problem: str | None = None
     """Why the answer is not complete, so that it cannot be referred to."""
 

@@ -34,6 +34,7 @@ from polar_proxy.gateway.docs_page import serve_docs
 from polar_proxy.gateway.handler import RequestHandler
 from polar_proxy.gateway.metrics import GatewayMetrics
 from polar_proxy.gateway.reply import send_error
+from polar_proxy.gateway.responses_socket import ResponsesSocket
 from polar_proxy.gateway.stored_responses import StoredResponseRoute, StoredResponseRoutes
 from polar_proxy.types import new_id
 
@@ -77,9 +78,13 @@ class GatewayApp:
         if self._hosts is not None and not inside_sandbox:
             foreign = foreign_host(scope["headers"], self._hosts)
             if foreign is not None:
-                await _refuse_host(path, foreign, send)
+                refuse = asgi.refuse_upgrade(send) if scope["type"] == "websocket" else send
+                await _refuse_host(path, foreign, refuse)
                 return
         path_key, path = split_path(path)
+        if scope["type"] == "websocket":
+            await self._serve_socket(path, path_key, scope, receive, send)
+            return
         route = find_route(path, scope["query_string"])
         if route is not None:
             dialect, counts_tokens = route
@@ -97,6 +102,15 @@ class GatewayApp:
             await send_error(send, error, error_format(path))
         else:
             await self._rest({**scope, "path": path}, receive, send)
+
+    async def _serve_socket(
+        self, path: str, path_key: str | None, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send
+    ) -> None:
+        if path.removeprefix("/v1") == "/responses":
+            await ResponsesSocket(self._handler, path, path_key, scope, send).serve(receive)
+        else:
+            error = RequestError(f"{path} is served over HTTP, not over a WebSocket.", status=426)
+            await asgi.send_json(asgi.refuse_upgrade(send), 426, refusal_body(path, error))
 
 
 def foreign_host(headers: asgi.Headers, hosts: frozenset[str]) -> str | None:

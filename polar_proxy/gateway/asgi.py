@@ -25,6 +25,12 @@ INSIDE_SANDBOX = "polar_inside_sandbox"
 """Key that the scope's `state` has if the request came through a socket inside a sandbox."""
 CONNECTION = "polar_connection"
 """Key of the connection's random id in the scope's `state`."""
+SOCKET_PIECE = "polar.websocket.piece"
+"""Type of the messages with the `size` of a part of a WebSocket message that came, before it is complete."""
+SOCKET_CLOSING = "polar.websocket.closing"
+"""Type of the message that asks the application to close a WebSocket with `code`, after reporting `error` if any."""
+SOCKET_IDLE = "polar.websocket.idle"
+"""Type of the message with which the application says that a WebSocket has no request any more."""
 _PIECE = 1 << 17
 """Bytes of a body that are searched at a time."""
 
@@ -128,13 +134,22 @@ def with_request_id(send: Send) -> Send:
     """Return a `send` that gives a response without an id of the request a new one."""
 
     async def identified_send(message: Any) -> None:
-        if message["type"] == "http.response.start":
+        if message["type"] in ("http.response.start", "websocket.http.response.start"):
             headers = list(message.get("headers", ()))
             if all(name != b"x-request-id" for name, _ in headers):
                 message = {**message, "headers": headers + request_id_headers(new_id("req"))}
         await send(message)
 
     return identified_send
+
+
+def refuse_upgrade(send: Send) -> Send:
+    """Return a `send` that answers the request to open a WebSocket with an HTTP response."""
+
+    async def send_refusal(message: Any) -> None:
+        await send({**message, "type": f"websocket.{message['type']}"})
+
+    return send_refusal
 
 
 async def send_json(send: Send, status: int, body: bytes, headers: Headers = ()) -> None:

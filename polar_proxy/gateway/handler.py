@@ -18,14 +18,14 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 from urllib.parse import parse_qs
 
 from polar_proxy.config import GatewaySettings
-from polar_proxy.dialects.base import Dialect, ParsedRequest
+from polar_proxy.dialects.base import Answer, Dialect, ParsedRequest
 from polar_proxy.engines.base import Engine
 from polar_proxy.engines.one_call import OneCallLimit, wants_one_call
 from polar_proxy.errors import EngineDroppedError, EngineError, RequestError, StoreError
@@ -37,7 +37,7 @@ from polar_proxy.gateway.in_flight import InFlightCalls
 from polar_proxy.gateway.limits import BodyBudget, BodyReservation
 from polar_proxy.gateway.metrics import GatewayMetrics
 from polar_proxy.gateway.recording import CallOutcome, CallRecorder, PendingCall, RequestContext, apply_policy
-from polar_proxy.gateway.reply import BackgroundReply, Reply, send_error
+from polar_proxy.gateway.reply import BackgroundReply, Reply, send_error, send_stream
 from polar_proxy.gateway.retries import ResponseBuffer, RetryCache
 from polar_proxy.gateway.stored_responses import StoredCalls
 from polar_proxy.offload import OffloadThread
@@ -46,7 +46,7 @@ from polar_proxy.sessions.identity import key_of_request, key_without_api_key, r
 from polar_proxy.sessions.registry import SessionClosedError, SessionRegistry
 from polar_proxy.sessions.state import SessionState
 from polar_proxy.store import Store
-from polar_proxy.types import CallRecord, Json, new_id
+from polar_proxy.types import CallRecord, EngineRequest, Json, new_id
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class RequestHandler:
         self._in_flight = in_flight
         self._monitor = monitor
         self._timeouts = timeouts
-        self._bodies = BodyBudget(settings.limits.bodies_mb << 20)
+        self.bodies = BodyBudget(settings.limits.bodies_mb << 20)
         self._thread = OffloadThread("polar-large-requests")
         self._prompts = PromptBuilder(engine, self._read_call, settings, self._thread)
         self.recorder = CallRecorder(engine, store, monitor, sessions, metrics, in_flight)
@@ -108,17 +108,25 @@ class RequestHandler:
         scope: asgi.Scope,
         receive: asgi.Receive,
         send: asgi.Send,
+        *,
+        resumable: Collection[str] = (),
     ) -> None:
-        """Answer one model request. `path` is the route without the prefix `/s/{path_key}`."""
+        """Answer one model request. `path` is the route without the prefix `/s/{path_key}`.
+
+        `resumable`: ids of calls that the request may refer to even if they were made with `store: false`.
+        """
         started_at = time.time()
         try:
             headers = asgi.read_headers(scope)
             session = await self.find_session(headers, path_key, scope)
-            with session.in_request(), self._bodies.reserve(session.session_id) as reservation:
-                parsed, large = await self._read(dialect, receive, session, reservation)
+            with session.in_request(), self.bodies.reserve(session.session_id) as reservation:
+                parsed, large = await self._read(dialect, receive, session, reservation, resumable)
                 metadata = read_client_metadata(headers, parsed.params)
                 request = RequestContext(dialect, session, path, parsed, metadata, started_at, large)
-                await self._join_or_answer(request, receive, send)
+                if parsed.generate:
+                    await self._join_or_answer(request, receive, send)
+                else:
+                    await self._warm_up(request, send)
         except asgi.ClientDisconnected:
             return
         except RequestError as error:
@@ -126,6 +134,15 @@ class RequestHandler:
             fields = {"dialect": dialect.name, "http_status": error.status, "code": error.code}
             log.debug("a request was refused with status %d (%s)", error.status, error.code, extra={"fields": fields})
             await send_error(send, error, dialect)
+
+    async def _warm_up(self, request: RequestContext, send: asgi.Send) -> None:
+        """Answer a request that samples nothing, which is not recorded, and keep its messages for a later one."""
+        call_id = new_id("call")
+        self.stored_calls.keep_warm_up(request.session, call_id, request.parsed.messages[0])
+        sampled = self._as_sampled(request, request.parsed.requests[0])
+        encoder = request.parsed.encoder(call_id, int(request.started_at), sampled=sampled)
+        stream = encoder.warmed_up(Answer(prompt_ids=(), ended_at=time.time()))
+        await send_stream(send, stream, request.dialect)
 
     async def _join_or_answer(self, request: RequestContext, receive: asgi.Receive, send: asgi.Send) -> None:
         earlier = self.retries.find(request)
@@ -209,15 +226,19 @@ class RequestHandler:
             call_id = new_id("call")
             hashed = await self._thread.run(request.large, session.hash, engine_request, session.last_conversation)
             lineage = session.place(call_id, engine_request, request.metadata, hashed, now=request.started_at)
-            engine_request = replace(
-                apply_policy(engine_request, session.policy),
-                model=engine_request.model or self._engine.info.model,
-                large=request.large,
-            )
+            engine_request = self._as_sampled(request, engine_request)
             limit = OneCallLimit(engine_request.sampling.n) if wants_one_call(engine_request) else None
             calls.append(PendingCall(call_id, engine_request, lineage, messages, limit=limit))
         session.remember_request(request.dialect.name, parsed, calls[0].lineage.conversation, size)
         return calls
+
+    def _as_sampled(self, request: RequestContext, engine_request: EngineRequest) -> EngineRequest:
+        """Return an engine request with the session's policy and all defaults."""
+        return replace(
+            apply_policy(engine_request, request.session.policy),
+            model=engine_request.model or self._engine.info.model,
+            large=request.large,
+        )
 
     async def _sample(
         self,
@@ -296,7 +317,7 @@ class RequestHandler:
         """Answer a request for the number of tokens of a prompt. Such a request is not recorded."""
         try:
             session = await self.find_session(asgi.read_headers(scope), path_key, scope)
-            with self._bodies.reserve(session.session_id) as reservation:
+            with self.bodies.reserve(session.session_id) as reservation:
                 parts = await asgi.read_body(receive, reservation.take)
                 async with _turn(session, reservation.size):
                     body, large = await self._read_json(parts, reservation)
@@ -355,13 +376,18 @@ class RequestHandler:
         return error
 
     async def _read(
-        self, dialect: Dialect, receive: asgi.Receive, session: SessionState, reservation: BodyReservation
+        self,
+        dialect: Dialect,
+        receive: asgi.Receive,
+        session: SessionState,
+        reservation: BodyReservation,
+        resumable: Collection[str],
     ) -> tuple[ParsedRequest, bool]:
         """Read and parse the body of a model request. Return also whether the request is large."""
         parts = await asgi.read_body(receive, reservation.take)
         async with _turn(session, reservation.size):
             body, large = await self._read_json(parts, reservation)
-            body, large = await self._write_out_references(dialect, body, session, large)
+            body, large = await self._write_out_references(dialect, body, session, large, resumable)
             return await self._thread.run(large, dialect.parse, body, session.last_parsed(dialect.name)), large
 
     async def _read_json(self, parts: list[bytes], reservation: BodyReservation) -> tuple[Json, bool]:
@@ -392,14 +418,14 @@ class RequestHandler:
         return await self._monitor.run(partial(self._store.calls.get, call_id))
 
     async def _write_out_references(
-        self, dialect: Dialect, body: Json, session: SessionState, large: bool
+        self, dialect: Dialect, body: Json, session: SessionState, large: bool, resumable: Collection[str] = ()
     ) -> tuple[Json, bool]:
         """Return a body with its references replaced by the recorded items, and whether the request is then large."""
         call_ids = await self._thread.run(large, dialect.referenced_calls, body)
         if not call_ids:
             return body, large
         try:
-            calls = await self.stored_calls.find_referenced(session, dialect, call_ids)
+            calls = await self.stored_calls.find_referenced(session, dialect, call_ids, resumable)
         except StoreError as error:
             raise self._cannot_record() from error
         # A short body may refer to megabytes.

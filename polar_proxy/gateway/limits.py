@@ -21,7 +21,8 @@ import resource
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
@@ -29,6 +30,8 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from polar_proxy.config import GatewayLimits
 from polar_proxy.errors import RequestError
 from polar_proxy.gateway import asgi
+from polar_proxy.gateway.connections import BodyPace, Connections, LimitedConnection
+from polar_proxy.gateway.websocket import LimitedWebSocketProtocol, upgrade_problem
 
 RefusalBody = Callable[[str, RequestError], bytes]
 """Returns the response body of an error for a client that requested this path."""
@@ -37,10 +40,6 @@ _LINGER_SECONDS = 1.0
 """How long to read and drop what a refused client still sends."""
 _PIPELINED = 8
 """Requests that a connection may send before the answer to its first one."""
-_SLICE_BYTES, _SLICE_PIECES = 1024, 64
-"""Heads and chunked bodies are parsed in slices of these bytes. A connection's turn ends after the slice with which it
-has this many pieces of content."""
-_NOTHING = memoryview(b"")
 _SESSION_SHARE = 4
 """A session may hold one part in this many of the budget for bodies."""
 
@@ -53,49 +52,6 @@ def raise_descriptor_limit() -> int:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
             soft = hard
     return soft
-
-
-@dataclass
-class Connections:
-    """The open connections of one or more listeners."""
-
-    limit: int
-    parent: Connections | None = None
-    """The connections of all listeners together."""
-    open: dict[LimitedHttpProtocol, None] = field(default_factory=dict)
-    waiting: dict[LimitedHttpProtocol, None] = field(default_factory=dict)
-    """Those that wait for the head of a request; the one that has waited longest is first."""
-
-    def add(self, connection: LimitedHttpProtocol) -> bool:
-        """Add a connection. At the limit, close the connection that has waited longest for a request to make room.
-
-        Return False if there is no room, because every connection has a request.
-        """
-        if self.parent is not None and not self.parent.add(connection):
-            return False
-        if len(self.open) >= self.limit:
-            oldest = next(iter(self.waiting), None)
-            if oldest is None:
-                if self.parent is not None:
-                    self.parent.remove(connection)
-                return False
-            oldest.transport.abort()
-            oldest.connections_of_listener.remove(oldest)
-        self.open[connection] = self.waiting[connection] = None
-        return True
-
-    def remove(self, connection: LimitedHttpProtocol) -> None:
-        self.open.pop(connection, None)
-        self.waiting.pop(connection, None)
-        if self.parent is not None:
-            self.parent.remove(connection)
-
-    def set_waiting(self, connection: LimitedHttpProtocol, waiting: bool) -> None:
-        self.waiting.pop(connection, None)
-        if waiting and connection in self.open:
-            self.waiting[connection] = None
-        if self.parent is not None:
-            self.parent.set_waiting(connection, waiting)
 
 
 @dataclass(eq=False)
@@ -185,7 +141,7 @@ class _RefusedError(Exception):
     """Stops the parser of a connection that is refused."""
 
 
-class LimitedHttpProtocol(HttpToolsProtocol):
+class LimitedHttpProtocol(LimitedConnection, HttpToolsProtocol):
     """uvicorn's HTTP protocol with bounds on connections, on the head of a request and on its body."""
 
     def __init__(
@@ -200,25 +156,21 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self.app_state = {**self.app_state, asgi.CONNECTION: secrets.token_hex(8)}
         self.connections_of_listener = connections
+        self.ws_protocol_class = partial(  # type: ignore[assignment]  # any factory serves
+            LimitedWebSocketProtocol, limits=limits, body_bytes=body_bytes, connections=connections
+        )
         self.url = b""
+        self.unread_seconds = limits.unread_seconds
         self._limits = limits
         self._body_bytes = body_bytes
         self._refusal_body = refusal_body
         self._refusal: RequestError | None = None
-        self._closing = False
         self._reading: Literal["head", "body"] | None = "head"
         self._unread = 0
         """Bytes that came since the message or its last piece of content began."""
         self._content = 0
-        self._content_of_window = 0
-        self._windows = 0
+        self._pace = BodyPace(limits)
         self._chunked = False
-        self._held = _NOTHING
-        """What came but is not parsed before a later turn of the event loop."""
-        self._pieces_of_turn = 0
-        self._unread_answer = 0
-        """Bytes that waited for the client to read them when this was last checked."""
-        self._answer_timer: asyncio.TimerHandle | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._timed: Literal["head", "body"] | None = None
         """The part of a request that the timer is for."""
@@ -231,67 +183,22 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._refuse(RequestError("The gateway has too many connections. Try again soon.", status=429))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._closing = True
         self._set_timer(None)
-        self._stop_answer_timer()
-        self.connections_of_listener.remove(self)
         super().connection_lost(exc)
 
-    def data_received(self, data: bytes) -> None:
-        if self._held:
-            self._held = memoryview(bytes(self._held) + data)
-            self.transport.pause_reading()
-        else:
-            self._held = memoryview(data)
-            self._parse_held()
+    def parse(self, piece: memoryview) -> None:
+        self._unread += len(piece)
+        HttpToolsProtocol.data_received(self, piece)  # type: ignore[arg-type]  # the parser reads any buffer
+        self._check_progress()
 
-    def _parse_held(self) -> None:
-        """Parse what came, as far as this turn of the event loop allows, and leave the rest to the next turns."""
-        self._pieces_of_turn = 0
-        while self._held and not self._closing and self._pieces_of_turn < _SLICE_PIECES:
-            # A body with a known length is passed on in one piece, whatever it contains.
-            whole = self._reading == "body" and not self._chunked
-            data = self._held if whole else self._held[:_SLICE_BYTES]
-            self._held = self._held[len(data) :]
-            self._unread += len(data)
-            super().data_received(data)  # type: ignore[arg-type]  # the parser reads any buffer
-            self._check_progress()
-        if self._closing:
-            self._held = _NOTHING
-        if (self._held or self._closing) and not self.transport.is_closing():
-            self.transport.pause_reading()  # what a refused client still sends is read in turns, too
-            self.loop.call_soon(self._go_on)
+    def reads_whole(self) -> bool:
+        return self._reading == "body" and not self._chunked
 
-    def _go_on(self) -> None:
-        if self._held:
-            self._parse_held()
-        if not self._held and not self.flow.read_paused and not self.transport.is_closing():
-            self.transport.resume_reading()
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._unread_answer = self.transport.get_write_buffer_size()
-        self._answer_timer = self.loop.call_later(self._limits.unread_seconds, self._check_answer)
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        self._stop_answer_timer()
-
-    def _check_answer(self) -> None:
-        """Disconnect a client that has read nothing of its answer since the last check."""
-        before, self._unread_answer = self._unread_answer, self.transport.get_write_buffer_size()
-        if self._unread_answer >= before:
-            self.transport.abort()
-        else:
-            self._answer_timer = self.loop.call_later(self._limits.unread_seconds, self._check_answer)
-
-    def _stop_answer_timer(self) -> None:
-        if self._answer_timer is not None:
-            self._answer_timer.cancel()
-            self._answer_timer = None
+    def reading_paused(self) -> bool:
+        return self.flow.read_paused
 
     def _check_progress(self) -> None:
-        if self._closing:
+        if self.closing:
             return
         limits = self._limits
         if self._reading and self._unread > limits.head_kb << 10:
@@ -320,15 +227,16 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._stop(problem)
         self._reading, self._unread = "body", 0
         self._chunked = any(name == b"transfer-encoding" for name, _ in self.headers)
-        self._content = self._content_of_window = self._windows = 0
+        self._content = 0
+        self._pace = BodyPace(self._limits)
         self.connections_of_listener.set_waiting(self, False)
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         self._unread = 0
-        self._pieces_of_turn += 1
+        self.pieces_of_turn += 1
         self._content += len(body)
-        self._content_of_window += len(body)
+        self._pace.received += len(body)
         if self._content > self._body_bytes:
             self._stop(self._body_too_large())
         super().on_body(body)
@@ -338,10 +246,16 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._unread = 0
         super().on_message_complete()
 
+    def handle_websocket_upgrade(self) -> None:
+        self.closing = True  # this protocol: another one goes on with the connection
+        self._set_timer(None)
+        self.connections_of_listener.remove(self)
+        super().handle_websocket_upgrade()
+
     def on_response_complete(self) -> None:
         self.connections_of_listener.set_waiting(self, True)
         super().on_response_complete()
-        if self._reading == "body" and self.cycle.response_complete and not self._closing:  # nobody wants the rest
+        if self._reading == "body" and self.cycle.response_complete and not self.closing:  # nobody wants the rest
             self._close_soon()
 
     # Refusals
@@ -380,9 +294,10 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             # Digits only, which the parser has made sure of.
             if name == b"content-length" and int(value) > self._body_bytes:
                 return self._body_too_large()
-            # Codex tries a WebSocket first. With this status it uses HTTP at once, with others it tries seven times.
-            if name == b"upgrade" and value.lower() == b"websocket":
-                return RequestError("Polar answers over HTTP, not over a WebSocket.", status=426)
+        if self._should_upgrade():
+            if self.cycle is not None and not self.cycle.response_complete:
+                return RequestError("A WebSocket cannot be opened before the last answer is complete.", status=400)
+            return upgrade_problem(method, self.url, self.headers)
         return None
 
     def _body_too_large(self) -> RequestError:
@@ -403,25 +318,11 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._refuse(RequestError(message, status=408))
 
     def _check_body(self) -> None:
-        problem = None if self.flow.read_paused else self._body_problem()
+        problem = None if self.flow.read_paused else self._pace.problem("request body")
         if problem is not None:
             self._refuse(RequestError(problem, status=408))
         else:
-            self._content_of_window = 0
             self._set_timer("body")
-
-    def _body_problem(self) -> str | None:
-        """Return why the request body is too slow, or None if it is fast enough.
-
-        Called at the end of each time window, unless the gateway has paused reading then.
-        """
-        limits, seconds = self._limits, self._limits.body_window_seconds
-        self._windows += 1
-        if self._content_of_window < limits.body_rate_kb * seconds * 1024:
-            return f"The request body came more slowly than {limits.body_rate_kb:g} KiB/s for {seconds:g} seconds."
-        if self._windows * seconds >= limits.body_seconds:
-            return f"The request body took longer than {limits.body_seconds:g} seconds."
-        return None
 
     def _refuse(self, error: RequestError) -> None:
         """Answer with an error and close the connection, without running the application further."""
@@ -429,7 +330,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         cycle = self.cycle
         if cycle is not None and not cycle.response_complete:
             if cycle.response_started or self.pipeline or self._reading == "head":
-                self._closing = True
+                self.closing = True
                 self.transport.close()  # an earlier answer on this connection is still being sent
                 return
             cycle.disconnected = True  # the application waits for the body of this request
@@ -445,7 +346,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def _close_soon(self) -> None:
         """Close the connection, but read what the client still sends for a moment: a connection that is closed with
         unread data is reset, and the client might lose the answer."""
-        self._closing = True
+        self.closing = True
         self._set_timer(None)
         self._unset_keepalive_if_required()
         if self not in self.connections_of_listener.open:  # nor may it take the place of others

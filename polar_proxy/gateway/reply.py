@@ -32,6 +32,13 @@ async def send_error(
     await asgi.send_json(send, error.status, dialect.error_body(error, request_id), described)
 
 
+async def send_stream(send: asgi.Send, body: bytes, dialect: Dialect, headers: asgi.Headers = ()) -> None:
+    """Send a stream that is complete already."""
+    described = [(b"content-type", dialect.stream_media_type.encode() + b"; charset=utf-8"), *headers]
+    await send({"type": "http.response.start", "status": 200, "headers": described})
+    await send({"type": "http.response.body", "body": body})
+
+
 class Reply:
     """The response to one request: one JSON body when its calls have been sampled, or a stream during the sampling.
 

@@ -21,11 +21,12 @@ from polar_proxy.engines.base import Engine
 from polar_proxy.errors import PolarError, UsageError
 from polar_proxy.gateway import asgi
 from polar_proxy.gateway.app import create_app, refusal_body
+from polar_proxy.gateway.connections import Connections
 from polar_proxy.gateway.engine_timeouts import EngineTimeouts
 from polar_proxy.gateway.handler import RequestHandler
 from polar_proxy.gateway.health import HealthCheck, StoreMonitor
 from polar_proxy.gateway.in_flight import InFlightCalls
-from polar_proxy.gateway.limits import Connections, LimitedHttpProtocol, raise_descriptor_limit
+from polar_proxy.gateway.limits import LimitedHttpProtocol, raise_descriptor_limit
 from polar_proxy.gateway.metrics import GatewayMetrics
 from polar_proxy.gateway.recording import CallObserver
 from polar_proxy.sessions.registry import SessionRegistry
@@ -101,7 +102,10 @@ class Gateway:
         self._config = uvicorn.Config(
             self.app,
             http=self._protocol(self._connections),  # type: ignore[arg-type]  # any factory serves
-            ws="none",
+            ws="none",  # `LimitedHttpProtocol` brings its own
+            ws_max_size=sys.maxsize,  # limited there, too
+            ws_per_message_deflate=False,
+            ws_ping_timeout=None,  # some clients read only while they wait for an answer
             lifespan="off",
             access_log=False,
             log_config=None,

@@ -16,6 +16,7 @@ Promises:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from functools import partial
@@ -23,6 +24,7 @@ from typing import NamedTuple
 from urllib.parse import parse_qs
 
 import orjson
+from cachetools import LRUCache
 
 from polar_proxy.dialects import get_dialect
 from polar_proxy.dialects.base import Dialect, ReferencedCall
@@ -33,7 +35,7 @@ from polar_proxy.errors import RequestError, StoreError
 from polar_proxy.gateway import asgi
 from polar_proxy.gateway.background import BackgroundCall, BackgroundCalls
 from polar_proxy.gateway.health import StoreMonitor
-from polar_proxy.gateway.reply import send_error
+from polar_proxy.gateway.reply import send_error, send_stream
 from polar_proxy.sessions.state import SessionState
 from polar_proxy.store import Store
 from polar_proxy.types import ANSWERED, CallRecord, Message
@@ -77,12 +79,22 @@ class StoredCalls:
         self._store = store
         self._monitor = monitor
         self._most_bytes = most_bytes
+        self._warm_ups: LRUCache[tuple[str, str], tuple[bytes, ...]] = LRUCache(most_bytes, _size_of_messages)
+        """The messages of warm-ups, by session id and call id. Those that were not used for longest are dropped."""
 
-    async def find(self, session: SessionState, dialect: Dialect, call_ids: Collection[str]) -> dict[str, CallRecord]:
+    def keep_warm_up(self, session: SessionState, call_id: str, messages: tuple[bytes, ...]) -> None:
+        """Keep the messages of a request that samples nothing, so that `find_referenced` finds them."""
+        with contextlib.suppress(ValueError):  # larger than the cache
+            self._warm_ups[session.session_id, call_id] = messages
+
+    async def find(
+        self, session: SessionState, dialect: Dialect, call_ids: Collection[str], resumable: Collection[str] = ()
+    ) -> dict[str, CallRecord]:
         """Return those of the calls that belong to this session and dialect.
 
-        Left out are calls with `store: false`, those whose response was deleted, and those without an answer, unless
-        they ran in the background. Raises StoreError, and RequestError if their conversations are too large.
+        Left out are calls with `store: false` that are not `resumable`, those whose response was deleted, and those
+        without an answer, unless they ran in the background. Raises StoreError, and RequestError if their conversations
+        are too large.
         """
         unrecorded = {call_id: call for call_id in call_ids if (call := session.unrecorded(call_id)) is not None}
         calls = [*unrecorded.values(), *await self._read(session, set(call_ids) - unrecorded.keys())]
@@ -93,20 +105,25 @@ class StoredCalls:
             # Sessions share the cache of unrecorded calls.
             and (call.session_id, call.dialect) == (session.session_id, dialect.name)
             and call.deleted_at is None
-            and call.params.get("store") is not False
+            and (call.params.get("store") is not False or call.call_id in resumable)
         }
 
     async def find_referenced(
-        self, session: SessionState, dialect: Dialect, call_ids: Collection[str]
+        self, session: SessionState, dialect: Dialect, call_ids: Collection[str], resumable: Collection[str]
     ) -> dict[str, ReferencedCall]:
-        """Return the calls that a body refers to. Raises as `find` does."""
-        return {
+        """Return the calls and warm-ups that a body refers to. Raises as `find` does."""
+        warm_ups = {
+            call_id: ReferencedCall(messages, None)
+            for call_id in call_ids
+            if (messages := self._warm_ups.get((session.session_id, call_id))) is not None
+        }
+        return warm_ups | {
             call.call_id: ReferencedCall(
                 call.messages,
                 call.choices[0].message if call.choices else Message("assistant"),
                 problem=None if call.status in ANSWERED else call.error or call.status,
             )
-            for call in (await self.find(session, dialect, call_ids)).values()
+            for call in (await self.find(session, dialect, set(call_ids) - warm_ups.keys(), resumable)).values()
         }
 
     async def _read(self, session: SessionState, call_ids: Collection[str]) -> list[CallRecord]:
@@ -193,11 +210,15 @@ class StoredResponseRoutes:
             if _flag(query, "stream"):
                 if call.status not in ANSWERED:
                     raise RequestError("This response ended early, so it has no stream. Retrieve it without one.")
-                await _send_stream(send, await asyncio.to_thread(response_events, call, starting_after))
+                await send_stream(send, await asyncio.to_thread(response_events, call, starting_after), _DIALECT)
             elif starting_after is not None:
                 raise invalid("starting_after", "it needs 'stream=true'")
             else:
                 await asgi.send_json(send, 200, await asyncio.to_thread(response_object, call))
+
+
+def _size_of_messages(messages: tuple[bytes, ...]) -> int:
+    return sum(map(len, messages))
 
 
 def _listed_page(call: CallRecord, query: Query) -> bytes:
@@ -254,12 +275,6 @@ def _flag(query: Query, name: str) -> bool:
     if value not in (None, "true", "false"):
         raise invalid(name, "expected true or false")
     return value == "true"
-
-
-async def _send_stream(send: asgi.Send, body: bytes) -> None:
-    headers = [(b"content-type", _DIALECT.stream_media_type.encode() + b"; charset=utf-8")]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
 
 
 def _unavailable(error: StoreError) -> RequestError:

@@ -1,31 +1,376 @@
-"""WebSocket handshakes get the status that makes Codex fall back to HTTP at once."""
+"""The Responses API over a WebSocket: many requests on one connection, each recorded like an HTTP request."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import re
+import socket as sockets
+from collections.abc import Sequence
+from typing import Any
 
-from polar_proxy.engines.scripted import ScriptedEngine
+import pytest
+from openai.types.responses import Response
+from websockets.asyncio.client import ClientConnection
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+
+from polar_proxy.config import GatewaySettings
+from polar_proxy.engines.scripted import ScriptedAnswer, ScriptedEngine, ScriptedReply
+from polar_proxy.errors import EngineError
+from polar_proxy.gateway import Gateway
+from polar_proxy.store import Store
+from polar_proxy.traces.builders import build
+from polar_proxy.types import ChatRequest, EngineRequest, Json, Message, ToolCall
 from tests.conftest import Serve
+from tests.gateway.agents import client, connected_sdk, new_session, only_call, recorded_calls
+from tests.gateway.sockets import create, next_event, opened, read_answer, request
+from tests.until import until
 
-UPGRADE = (
-    "GET {path} HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: Upgrade\r\nupgrade: websocket\r\n"
-    "sec-websocket-version: 13\r\nsec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\nauthorization: Bearer k\r\n"
-    "openai-beta: responses_websockets=2026-02-06\r\n\r\n"
+pytestmark = pytest.mark.slow
+
+TOOLS: list[Json] = [
+    {"type": "function", "name": "bash", "parameters": {"type": "object"}},
+    {"type": "custom", "name": "apply_patch", "description": "Edit files."},
+]
+CALLS = (ToolCall("c0", "bash", '{"command":"ls"}'), ToolCall("c1", "apply_patch", '{"input": "*** Begin Patch"}'))
+OUTPUTS: list[Json] = [
+    {"type": "function_call_output", "call_id": "c0", "output": "a.py"},
+    {"type": "custom_tool_call_output", "call_id": "c1", "output": "ok"},
+]
+
+
+def agent() -> ScriptedEngine:
+    """Return an engine that thinks, writes and calls both tools, then answers "done"."""
+
+    def script(request: EngineRequest) -> ScriptedAnswer:
+        assert isinstance(request, ChatRequest)
+        first = ScriptedReply("let me see", "hm", CALLS)
+        return "done" if any(message.role == "tool" for message in request.messages) else first
+
+    return ScriptedEngine(script)
+
+
+def endless() -> ScriptedEngine:
+    return ScriptedEngine(lambda request: "x" * 100_000, pace=0.01, tokens_per_event=1)
+
+
+def messages_of(engine: ScriptedEngine) -> Sequence[Message]:
+    seen = engine.requests[-1]
+    assert isinstance(seen, ChatRequest)
+    return seen.messages
+
+
+@pytest.mark.parametrize("store_responses", [True, False])
+async def test_turns_of_one_socket_continue_each_other_exactly(
+    serve: Serve, store: Store, store_responses: bool
+) -> None:
+    async with serve(agent()) as gateway, opened(gateway) as socket:
+        one = (await create(socket, input="hi", tools=TOOLS, store=store_responses))[-1]["response"]
+        fields = {"tools": TOOLS, "store": store_responses}
+        two = (await create(socket, input=OUTPUTS, previous_response_id=one["id"], **fields))[-1]["response"]
+        three = await create(socket, input="and now?", previous_response_id=two["id"], **fields)
+        assert three[-1]["type"] == "response.completed"
+    calls = await recorded_calls(store)
+    assert [call.edge for call in calls] == ["root", "continues", "continues"]
+    assert [call.base_call_id for call in calls] == [None, calls[0].call_id, calls[1].call_id]
+    built = build(calls)
+    assert [trace.grade for trace in built.traces] == ["continued"]  # one sequence of the sampled tokens
+    assert built.excluded == {}
+
+
+async def test_events_are_those_of_a_stream_over_http(serve: Serve) -> None:
+    fields: Json = {"model": "m", "input": "hi", "tools": TOOLS, "instructions": "be exact"}
+    async with serve(agent()) as gateway, client(gateway.url) as http, opened(gateway) as socket:
+        stream = (await http.post("/responses", json={**fields, "stream": True})).text
+        over_http = re.findall("^data: (.*)$", stream, re.MULTILINE)
+        over_socket = [json.dumps(event) for event in await create(socket, **fields)]
+    assert len(over_http) > 10
+    assert [without_ids(event) for event in over_socket] == [without_ids(event) for event in over_http]
+
+
+def without_ids(event: str) -> Json:
+    text = re.sub(r'"((?:resp|msg|rs|fc|ctc)_)[0-9a-z]+', r'"\1', json.dumps(json.loads(event)))
+    value: Json = json.loads(re.sub(r'"(created_at|completed_at)": \d+', r'"\1": 0', text))
+    return value
+
+
+async def test_a_record_is_that_of_the_same_request_over_http(serve: Serve, store: Store) -> None:
+    fields: Json = {"model": "m", "input": "hi", "temperature": 0.5, "stream": True}
+    async with serve(ScriptedEngine()) as gateway, client(gateway.url) as http:
+        await http.post("/responses", json=fields)
+        async with opened(gateway) as socket:
+            await create(socket, **fields)
+    one, two = await recorded_calls(store)
+    assert (two.params, two.messages, two.path, two.dialect) == (one.params, one.messages, one.path, one.dialect)
+    assert two.sampling == one.sampling
+
+
+async def test_warm_up_samples_nothing_and_can_be_continued(serve: Serve, store: Store) -> None:
+    engine = ScriptedEngine()
+    async with serve(engine) as gateway, client(gateway.url) as http, opened(gateway) as socket:
+        rules = [{"role": "developer", "content": "be exact"}]
+        events = await create(socket, input=rules, generate=False, store=False)
+        assert [event["type"] for event in events] == [
+            "response.created",
+            "response.in_progress",
+            "response.completed",
+        ]
+        warm = events[-1]["response"]
+        assert (warm["output"], warm["usage"]["total_tokens"], engine.requests) == ([], 0, [])
+        assert (await http.get(f"/responses/{warm['id']}")).status_code == 404
+        await create(socket, input="hi", previous_response_id=warm["id"], store=False)
+    assert [(message.role, message.content) for message in messages_of(engine)] == [
+        ("system", "be exact"),
+        ("user", "hi"),
+    ]
+    assert (await only_call(store)).edge == "root"
+
+
+async def test_a_warm_up_belongs_to_its_session(serve: Serve) -> None:
+    async with serve(ScriptedEngine()) as gateway, opened(gateway) as socket, opened(gateway, key="k2") as other:
+        warm = (await create(socket, input="secret", generate=False))[-1]["response"]
+        (error,) = await create(other, input="hi", previous_response_id=warm["id"])
+    assert error["error"]["code"] == "previous_response_not_found"
+
+
+async def test_unstored_response_is_continued_by_its_own_socket_only(serve: Serve, store: Store) -> None:
+    async with serve(ScriptedEngine()) as gateway, opened(gateway) as socket, opened(gateway) as other:
+        one = (await create(socket, input="hi", store=False))[-1]["response"]
+        (error,) = await create(other, input="more", previous_response_id=one["id"])
+        assert error["error"]["code"] == "previous_response_not_found"
+        two = (await create(socket, input="more", previous_response_id=one["id"], store=False))[-1]["response"]
+        (late,) = await create(socket, input="fork", previous_response_id=one["id"])  # no longer the latest
+        assert late["error"]["code"] == "previous_response_not_found"
+        assert two["status"] == "completed"
+    assert [call.edge for call in await recorded_calls(store)] == ["root", "continues"]
+
+
+@pytest.mark.parametrize(
+    ("message", "code", "param"),
+    [
+        ("{", "invalid_json", None),
+        ("[]", "invalid_type", None),
+        (b"\xff\xfe", None, None),
+        (request(type="response.steer", input="hi"), "invalid_value", "type"),
+        (json.dumps({"model": "m", "input": "hi"}), "invalid_value", "type"),
+        (request(input="hi", previous_response_id="resp_x"), "previous_response_not_found", "previous_response_id"),
+        (request(input="hi", background=True), "unsupported_parameter", "background"),
+        (request(input="hi", stream=False), "unsupported_parameter", "stream"),
+        (request(input="hi", stream_id="a"), "unsupported_parameter", "stream_id"),
+        (request(input="hi", generate="no"), "invalid_type", "generate"),
+        (request(), "missing_required_parameter", "input"),
+    ],
 )
+async def test_refused_message_leaves_the_socket_open(
+    serve: Serve, message: str | bytes, code: str | None, param: str | None
+) -> None:
+    async with serve(ScriptedEngine()) as gateway, opened(gateway) as socket:
+        await socket.send(message)
+        error = await next_event(socket)
+        assert (error["type"], error["status"]) == ("error", 400)
+        assert (error["error"]["code"], error["error"]["param"]) == (code, param)
+        assert (await create(socket, input="hi"))[-1]["type"] == "response.completed"
 
 
-async def ask(port: int, path: str) -> bytes:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(UPGRADE.format(path=path).encode())
-    async with asyncio.timeout(120):
-        answer = await reader.read()  # to the end: the connection is closed
-    writer.close()
-    return answer
+async def test_text_that_is_not_utf8_is_refused(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    async with serve(ScriptedEngine()) as gateway, opened(gateway) as socket:
+        await socket.send(b'{"type": "\xff"}', text=True)
+        assert (await next_event(socket))["error"]["code"] == "invalid_json"
+    assert caplog.records == []
 
 
-async def test_answers_an_upgrade_with_426(serve: Serve) -> None:
+async def test_engine_error_is_an_error_event(serve: Serve, store: Store) -> None:
+    engine = ScriptedEngine(lambda request: EngineError("the engine is full", status=429))
+    async with serve(engine) as gateway, opened(gateway) as socket:
+        (error,) = await create(socket, input="hi")
+    assert (error["status"], error["error"]["code"]) == (429, "engine_error")
+    assert error["error"]["headers"] == {"retry-after": "1"}
+    assert (await only_call(store)).status == "upstream_error"
+
+
+async def test_a_second_request_is_refused_while_the_first_is_answered(serve: Serve, store: Store) -> None:
+    go = asyncio.Event()
+
+    class Waiting(ScriptedEngine):
+        async def weight_version(self) -> str | None:
+            await go.wait()
+            return await super().weight_version()
+
+    async with serve(Waiting()) as gateway, opened(gateway) as socket:
+        await socket.send(request(input="hi"))
+        await socket.send(request(input="hi again"))
+        error = await next_event(socket)
+        assert (error["status"], error["error"]["code"]) == (400, "response_in_progress")
+        go.set()
+        assert (await read_answer(socket))[-1]["type"] == "response.completed"
+        assert (await create(socket, input="hi again"))[-1]["type"] == "response.completed"
+    assert len(await recorded_calls(store)) == 2
+
+
+async def test_too_large_message_is_refused_and_the_socket_closed(serve: Serve) -> None:
+    async with serve(ScriptedEngine(), max_body_mb=1) as gateway, opened(gateway) as socket:
+        await socket.send(request(input="x" * (3 << 20)))
+        error = await next_event(socket)
+        assert (error["status"], error["error"]["type"]) == (413, "invalid_request_error")
+        with pytest.raises(ConnectionClosed) as closed:
+            await socket.recv()
+    assert closed.value.rcvd is not None
+    assert closed.value.rcvd.code == 1009
+
+
+async def test_a_client_that_disconnects_is_recorded(serve: Serve, store: Store) -> None:
+    engine = endless()
+    async with serve(engine, retry_grace_seconds=0) as gateway:
+        async with opened(gateway) as socket:
+            await socket.send(request(input="hi"))
+            await until(lambda: engine.sampled)
+        call = await only_call(store)
+        assert engine.aborted == 1
+    assert (call.status, call.http_status) == ("client_gone", 499)
+    assert 0 < len(call.choices[0].token_ids) < 100_000
+
+
+async def test_a_retry_on_a_new_socket_joins_the_answer_of_a_lost_one(serve: Serve, store: Store) -> None:
+    engine = ScriptedEngine(lambda request: "x" * 200, pace=0.01, tokens_per_event=1)
+    async with serve(engine, retry_grace_seconds=60) as gateway:
+        async with opened(gateway) as socket:
+            await socket.send(request(input="hi"))
+            await until(lambda: engine.sampled)
+        async with opened(gateway) as socket:
+            answer = (await create(socket, input="hi"))[-1]["response"]
+            again = await create(socket, input="go on", previous_response_id=answer["id"], store=False)
+    assert answer["output"][0]["content"][0]["text"] == "x" * 200
+    assert again[-1]["type"] == "response.completed"
+    assert [call.edge for call in await recorded_calls(store)] == ["root", "continues"]
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/responses", "/s/known/v1/responses"])
+async def test_known_keys_open_a_socket_on_each_path(serve: Serve, store: Store, path: str) -> None:
+    await new_session(store, "known")
+    async with serve(ScriptedEngine(), require_known_keys=True) as gateway:
+        key = "" if "known" in path else "known"
+        async with opened(gateway, path, key) as socket:
+            assert (await create(socket, input="hi"))[-1]["type"] == "response.completed"
+    assert (await only_call(store)).path == path.removeprefix("/s/known")
+
+
+@pytest.mark.parametrize(
+    ("path", "key", "headers", "status"),
+    [
+        ("/v1/responses", "unknown", {}, 401),
+        ("/v1/responses", "", {}, 401),
+        ("/v1/responses", "known", {"origin": "https://evil.example"}, 403),
+        ("/v1/responses", "known", {"host": "evil.example"}, 403),
+        ("/v1/chat/completions", "known", {}, 426),
+        ("/metrics", "known", {}, 426),
+    ],
+)
+async def test_refused_before_the_upgrade(
+    serve: Serve, store: Store, path: str, key: str, headers: dict[str, str], status: int
+) -> None:
+    await new_session(store, "known")
+    async with serve(ScriptedEngine(), require_known_keys=True) as gateway:
+        with pytest.raises(InvalidStatus) as refused:
+            async with opened(gateway, path, key, headers=headers):
+                pass
+    response = refused.value.response
+    assert response.status_code == status
+    assert json.loads(response.body or b"")["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("method", "headers", "status"),
+    [
+        ("GET", {"sec-websocket-version": "12"}, 426),
+        ("GET", {"sec-websocket-key": "a"}, 400),
+        ("POST", {}, 405),
+    ],
+)
+async def test_malformed_upgrade_gets_an_error_of_the_dialect(
+    serve: Serve, method: str, headers: dict[str, str], status: int
+) -> None:
+    upgrade = {
+        "connection": "Upgrade",
+        "upgrade": "websocket",
+        "sec-websocket-version": "13",
+        "sec-websocket-key": "dGhlIHNhbXBsZSBub25jZQ==",
+    }
+    async with serve(ScriptedEngine()) as gateway, client(gateway.url) as http:
+        answer = await http.request(method, "/responses", headers={**upgrade, **headers})
+    assert answer.status_code == status
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+async def test_sandboxed_agents_use_sockets(serve: Serve, store: Store) -> None:
+    listener = sockets.create_server(("127.0.0.1", 0))
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    await new_session(store, "made")
     async with serve(ScriptedEngine()) as gateway:
-        for path in ("/v1/responses", "/responses", "/s/some-key/v1/responses"):
-            answer = await ask(gateway.port, path)
-            assert answer.startswith(b"HTTP/1.1 426 "), answer
-            assert answer.count(b"HTTP/1.1") == 1
+        await gateway.serve_on(listener)
+        async with opened(url, key="made") as socket:
+            assert (await create(socket, input="hi"))[-1]["type"] == "response.completed"
+        with pytest.raises(InvalidStatus):
+            async with opened(url, key="guess"):
+                pass
+
+
+async def test_the_official_client_holds_a_conversation(serve: Serve, store: Store) -> None:
+    tools: Any = TOOLS
+    turns: Any = ("hi", OUTPUTS)
+    responses: list[Response] = []
+    async with connected_sdk(serve, agent()) as sdk, sdk.responses.connect() as connection:
+        for turn in turns:
+            previous = {"previous_response_id": responses[-1].id} if responses else {}
+            await connection.response.create(model="m", input=turn, tools=tools, **previous)  # type: ignore[arg-type]
+            async for event in connection:
+                if event.type == "response.completed":
+                    responses.append(event.response)
+                    break
+    assert responses[-1].output_text == "done"
+    assert [call.edge for call in await recorded_calls(store)] == ["root", "continues"]
+
+
+async def closed_by_stop(gateway: Gateway, socket: ClientConnection) -> int | None:
+    """Stop the gateway, and return the code with which it closes the socket."""
+    await gateway.__aexit__(None, None, None)
+    await socket.wait_closed()
+    return socket.close_code
+
+
+async def test_stopping_the_server_closes_idle_sockets(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    engine = ScriptedEngine()
+    async with engine:
+        gateway = await Gateway(engine, store, GatewaySettings(port=0)).__aenter__()
+        async with opened(gateway) as socket:
+            await create(socket, input="hi")
+            assert await closed_by_stop(gateway, socket) == 1001
+    assert caplog.records == []
+
+
+async def test_stopping_the_server_records_the_answer_in_flight(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    engine = endless()
+    async with engine:
+        gateway = await Gateway(engine, store, GatewaySettings(port=0), grace=0).__aenter__()
+        async with opened(gateway) as socket:
+            await socket.send(request(input="hi"))
+            await until(lambda: engine.sampled)
+            stopping = asyncio.create_task(closed_by_stop(gateway, socket))
+            assert (await read_answer(socket))[-1]["type"] == "response.failed"
+            assert await stopping == 1001
+    call = await only_call(store)
+    assert (call.status, call.error) == ("client_gone", "the gateway was stopped")
+    assert [record for record in caplog.records if record.exc_info] == []
+
+
+async def test_a_stopping_server_lets_an_answer_end(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    engine = ScriptedEngine(lambda request: "x" * 50, pace=0.01, tokens_per_event=1)
+    async with engine:
+        gateway = await Gateway(engine, store, GatewaySettings(port=0), grace=60).__aenter__()
+        async with opened(gateway) as socket:
+            await socket.send(request(input="hi"))
+            await until(lambda: engine.sampled)
+            stopping = asyncio.create_task(closed_by_stop(gateway, socket))
+            assert (await read_answer(socket))[-1]["type"] == "response.completed"
+            assert await stopping == 1001
+    assert caplog.records == []
+    assert (await only_call(store)).status == "ok"

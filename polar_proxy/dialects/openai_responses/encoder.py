@@ -147,6 +147,9 @@ class ResponsesEncoder(Encoder):
         self.end(answers)
         return orjson.dumps(self._finished(answers[0]))
 
+    def warmed_up(self, answer: Answer) -> bytes:
+        return self._start() + self._event("response.completed", response=self._finished(answer))
+
     def unfinished(self, status: str) -> bytes:
         return orjson.dumps(self._response(status))
 

@@ -95,7 +95,8 @@ def _conversation(previous: Any, calls: _ReferencedCalls) -> list[Json]:
     if call.problem is not None:
         raise _previous_not_found(previous, f"It ended early ({call.problem}), so it cannot be continued.")
     before = [orjson.loads(message) for message in call.messages]
-    return [*(item for item in before if item.get("type") != "instructions"), *answer_items(call.answer, call_id)]
+    answer = [] if call.answer is None else answer_items(call.answer, call_id)
+    return [*(item for item in before if item.get("type") != "instructions"), *answer]
 
 
 def _previous_not_found(previous: Any, reason: str = "") -> RequestError:
@@ -108,7 +109,7 @@ def _previous_not_found(previous: Any, reason: str = "") -> RequestError:
 
 def _parts_of_answer(call: ReferencedCall, call_id: str) -> _Parts:
     """Return the items of a recorded answer by the places in the record that their ids name."""
-    items = answer_items(call.answer, call_id)
+    items = [] if call.answer is None else answer_items(call.answer, call_id)
     return {named.part: item for item in items if (named := ItemId.read(item["id"])) is not None}
 
 

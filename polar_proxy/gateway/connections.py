@@ -1,0 +1,168 @@
+"""Open connections: how many there may be, how much of one is parsed at a time, and clients that stop reading.
+
+The base class of both protocols of the gateway: HTTP (`limits.py`) and WebSocket (`websocket.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import abstractmethod
+from dataclasses import dataclass, field
+
+from polar_proxy.config import GatewayLimits
+
+_SLICE_BYTES, _SLICE_PIECES = 1024, 64
+"""What comes is parsed in slices of these bytes. A connection's turn ends after the slice with which it has this many
+pieces of content."""
+_NOTHING = memoryview(b"")
+
+
+@dataclass
+class Connections:
+    """The open connections of one or more listeners."""
+
+    limit: int
+    parent: Connections | None = None
+    """The connections of all listeners together."""
+    open: dict[LimitedConnection, None] = field(default_factory=dict)
+    waiting: dict[LimitedConnection, None] = field(default_factory=dict)
+    """Those that wait for the head of a request; the one that has waited longest is first."""
+
+    def add(self, connection: LimitedConnection) -> bool:
+        """Add a connection. At the limit, close the connection that has waited longest for a request to make room.
+
+        Return False if there is no room, because every connection has a request.
+        """
+        if self.parent is not None and not self.parent.add(connection):
+            return False
+        if len(self.open) >= self.limit:
+            oldest = next(iter(self.waiting), None)
+            if oldest is None:
+                if self.parent is not None:
+                    self.parent.remove(connection)
+                return False
+            oldest.transport.abort()
+            oldest.connections_of_listener.remove(oldest)
+        self.open[connection] = self.waiting[connection] = None
+        return True
+
+    def remove(self, connection: LimitedConnection) -> None:
+        self.open.pop(connection, None)
+        self.waiting.pop(connection, None)
+        if self.parent is not None:
+            self.parent.remove(connection)
+
+    def set_waiting(self, connection: LimitedConnection, waiting: bool) -> None:
+        self.waiting.pop(connection, None)
+        if waiting and connection in self.open:
+            self.waiting[connection] = None
+        if self.parent is not None:
+            self.parent.set_waiting(connection, waiting)
+
+
+class BodyPace:
+    """Measures how fast a body comes. Its `problem` is asked for at the end of each time window."""
+
+    def __init__(self, limits: GatewayLimits) -> None:
+        self.received = 0
+        """Bytes that came in this time window."""
+        self._limits = limits
+        self._windows = 0
+
+    def problem(self, subject: str) -> str | None:
+        """Return why the body, which the text calls `subject`, is too slow; None if it is fast enough."""
+        limits, seconds = self._limits, self._limits.body_window_seconds
+        received, self.received = self.received, 0
+        self._windows += 1
+        if received < limits.body_rate_kb * seconds * 1024:
+            return f"The {subject} came more slowly than {limits.body_rate_kb:g} KiB/s for {seconds:g} seconds."
+        if self._windows * seconds >= limits.body_seconds:
+            return f"The {subject} took longer than {limits.body_seconds:g} seconds."
+        return None
+
+
+class LimitedConnection(asyncio.Protocol):
+    """A connection that is parsed in slices, so that others get their turn, and whose client must read its answers."""
+
+    loop: asyncio.AbstractEventLoop
+    transport: asyncio.Transport
+    connections_of_listener: Connections
+    unread_seconds: float
+    """Time after which a client is disconnected that has read nothing of what waits for it."""
+
+    closing = False
+    """Nothing more is parsed: what still comes is dropped."""
+    pieces_of_turn = 0
+    """Pieces of content that were parsed in this turn of the event loop. Subclasses count them."""
+    _held = _NOTHING
+    """What came but is not parsed before a later turn of the event loop."""
+    _unread_answer = 0
+    """Bytes that waited for the client to read them when this was last checked."""
+    _answer_timer: asyncio.TimerHandle | None = None
+
+    @abstractmethod
+    def parse(self, piece: memoryview) -> None:
+        """Parse what came next."""
+
+    @abstractmethod
+    def reads_whole(self) -> bool:
+        """Return whether what comes next is passed on in one piece, whatever it contains."""
+
+    @abstractmethod
+    def reading_paused(self) -> bool:
+        """Return whether the application wants nothing more for now."""
+
+    def data_received(self, data: bytes) -> None:
+        if self._held:
+            self._held = memoryview(bytes(self._held) + data)
+            self.transport.pause_reading()
+        else:
+            self._held = memoryview(data)
+            self._parse_held()
+
+    def _parse_held(self) -> None:
+        """Parse what came, as far as this turn of the event loop allows, and leave the rest to the next turns."""
+        self.pieces_of_turn = 0
+        while self._held and not self.closing and self.pieces_of_turn < _SLICE_PIECES:
+            piece = self._held if self.reads_whole() else self._held[:_SLICE_BYTES]
+            self._held = self._held[len(piece) :]
+            self.parse(piece)
+        if self.closing:
+            self._held = _NOTHING
+        if (self._held or self.closing) and not self.transport.is_closing():
+            self.transport.pause_reading()  # what a refused client still sends is read in turns, too
+            self.loop.call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        if self._held:
+            self._parse_held()
+        if not self._held and not self.reading_paused() and not self.transport.is_closing():
+            self.transport.resume_reading()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread_answer = self.transport.get_write_buffer_size()
+        self._answer_timer = self.loop.call_later(self.unread_seconds, self._check_answer)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_answer_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.closing = True
+        self._stop_answer_timer()
+        self.connections_of_listener.remove(self)
+        super().connection_lost(exc)
+
+    def _check_answer(self) -> None:
+        """Disconnect a client that has read nothing of its answer since the last check."""
+        before, self._unread_answer = self._unread_answer, self.transport.get_write_buffer_size()
+        if self._unread_answer >= before:
+            self.transport.abort()
+        else:
+            self._answer_timer = self.loop.call_later(self.unread_seconds, self._check_answer)
+
+    def _stop_answer_timer(self) -> None:
+        if self._answer_timer is not None:
+            self._answer_timer.cancel()
+            self._answer_timer = None

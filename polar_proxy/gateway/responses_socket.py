@@ -1,0 +1,195 @@
+"""The Responses API over a WebSocket: many requests on one connection, one after the other.
+
+    client   {"type": "response.create", ...the body of POST /v1/responses}
+    server   the events of the stream, each in one text message
+    server   {"type": "error", "status": ..., "error": {...}} instead of a response with an error status
+
+Promises:
+
+* Each request goes through `RequestHandler.handle`, so all that holds for an HTTP request holds for it: limits,
+  retries, recording, and what happens when the client disconnects.
+* A refused request leaves the socket open. It is closed after the client broke the protocol's or the gateway's limits.
+* The latest response of the socket can be continued on it, even if it was made with `store: false`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+from polar_proxy.dialects.openai_responses.socket import ResponsesSocketDialect
+from polar_proxy.errors import RequestError
+from polar_proxy.gateway import asgi
+from polar_proxy.gateway.handler import RequestHandler
+from polar_proxy.gateway.limits import BodyReservation
+from polar_proxy.gateway.reply import send_error
+from polar_proxy.gateway.websocket import CLOSE_SECONDS, TRY_AGAIN
+from polar_proxy.types import new_id
+
+_DIALECT = ResponsesSocketDialect()
+_ANSWERED = (b"event: response.completed", b"event: response.incomplete")
+
+
+class ResponsesSocket:
+    """One socket, from the request that opens it to its end."""
+
+    def __init__(
+        self, handler: RequestHandler, path: str, path_key: str | None, scope: asgi.Scope, send: asgi.Send
+    ) -> None:
+        """`path` is the route without the prefix `/s/{path_key}`."""
+        self._handler = handler
+        self._path = path
+        self._path_key = path_key
+        self._scope = scope
+        self._send = send
+        self._requests: asyncio.Queue[bytes | None] = asyncio.Queue()
+        """Bodies of requests, then None when the socket ends."""
+        self._close_code: int | None = None
+        """Set if the server closes the socket."""
+        self.gone = asyncio.Event()
+        """Set once the client has disconnected."""
+        self.answering = False
+        """The last event of the latest request's answer was not sent yet."""
+        self.latest_call: str | None = None
+        """The call id of the latest complete answer."""
+
+    async def serve(self, receive: asgi.Receive) -> None:
+        try:
+            session = await self._handler.find_session(asgi.read_headers(self._scope), self._path_key, self._scope)
+        except RequestError as error:
+            await send_error(asgi.refuse_upgrade(self._send), error, _DIALECT)
+            return
+        await receive()  # websocket.connect
+        await self.send({"type": "websocket.accept"})
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                reader = tasks.create_task(self._read(receive, session.session_id))
+                await self._answer_requests()
+                reader.cancel()
+        except asyncio.CancelledError:
+            pass  # a server that stops cancels requests after its grace period
+        if self._close_code is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CLOSE_SECONDS):
+                    await self.send({"type": "websocket.close", "code": self._close_code})
+
+    async def _answer_requests(self) -> None:
+        await self.send({"type": asgi.SOCKET_IDLE})
+        while (body := await self._requests.get()) is not None:
+            request = _SocketRequest(self, body)
+            resumable = () if self.latest_call is None else (self.latest_call,)
+            await self._handler.handle(
+                _DIALECT, self._path, self._path_key, self._scope, request.receive, request.send, resumable=resumable
+            )
+            request.end()
+            if not self.answering:
+                await self.send({"type": asgi.SOCKET_IDLE})
+
+    async def _read(self, receive: asgi.Receive, session_id: str) -> None:
+        """Read the client's messages until it disconnects. A request is refused while another one is answered."""
+        while not self.gone.is_set():
+            try:
+                with self._handler.bodies.reserve(session_id) as reservation:
+                    message = await _receive_whole(receive, reservation)
+            except RequestError as error:
+                await self._end(TRY_AGAIN, error)
+                break
+            if message["type"] == "websocket.disconnect":
+                await self._end()
+            elif message["type"] == asgi.SOCKET_CLOSING:
+                await self._end(message["code"], message["error"])
+            elif "text" not in message:
+                await self._refuse(RequestError("A request must be a text message; this one is binary."))
+            elif self.answering:
+                text = "The last request on this socket is still being answered. Wait for it, or open another socket."
+                await self._refuse(RequestError(text, code="response_in_progress"))
+            else:
+                self.answering = True
+                self._requests.put_nowait(message["text"])
+        self._requests.put_nowait(None)
+
+    async def _refuse(self, error: RequestError) -> None:
+        await self.send_text(_error_event(error.status, _DIALECT.error_body(error, new_id("req"))))
+        if not self.answering:
+            await self.send({"type": asgi.SOCKET_IDLE})
+
+    async def _end(self, close_code: int | None = None, error: RequestError | None = None) -> None:
+        """Take no more requests. Without a `close_code` the client has disconnected.
+
+        With an `error`, a request that is being answered ends as if the client had disconnected.
+        """
+        self._close_code = close_code
+        if error is not None:
+            await self._refuse(error)
+        if error is not None or close_code is None:
+            self.gone.set()
+        else:
+            self._requests.put_nowait(None)
+
+    async def send(self, message: Any) -> None:
+        try:
+            await self._send(message)
+        except OSError:
+            self.gone.set()
+
+    async def send_text(self, text: bytes) -> None:
+        await self.send({"type": "websocket.send", "text": text.decode()})
+
+
+class _SocketRequest:
+    """One request of a socket in the form of an HTTP request: its `receive`, and the `send` for its answer."""
+
+    def __init__(self, socket: ResponsesSocket, body: bytes) -> None:
+        self._socket = socket
+        self._body: bytes | None = body
+        self._status = 0
+        self._headers: dict[bytes, bytes] = {}
+        self._ended = False
+
+    async def receive(self) -> Any:
+        if self._body is None:
+            await self._socket.gone.wait()
+            return {"type": "http.disconnect"}
+        body, self._body = self._body, None
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            self._status, self._headers = message["status"], dict(message["headers"])
+            return
+        if not message.get("more_body", False):
+            self.end()  # the client may send its next request as soon as it has read the last event
+        if self._status != 200:
+            await self._socket.send_text(_error_event(self._status, message["body"], self._headers))
+            return
+        for event in message["body"].split(b"\n\n"):  # there are no line breaks inside an event's JSON
+            name, _, data = event.partition(b"\ndata: ")
+            if name in _ANSWERED and b"x-polar-call-id" in self._headers:
+                self._socket.latest_call = self._headers[b"x-polar-call-id"].decode()
+            if data:
+                await self._socket.send_text(data)
+
+    def end(self) -> None:
+        """Let the socket take its next request. Safe to call more than once."""
+        if not self._ended:
+            self._ended, self._socket.answering = True, False
+
+
+async def _receive_whole(receive: asgi.Receive, reservation: BodyReservation) -> Any:
+    """Return the next message, with memory reserved for it as it comes. Raises RequestError if there is too little."""
+    while (message := await receive())["type"] == asgi.SOCKET_PIECE:
+        reservation.take(message["size"])
+    return message
+
+
+def _error_event(status: int, body: bytes, headers: Mapping[bytes, bytes] | None = None) -> bytes:
+    """Return the event for an HTTP response with an error status."""
+    event = {"type": "error", "status": status, "error": orjson.loads(body)["error"]}
+    if headers is not None and (after := headers.get(b"retry-after")) is not None:
+        # The schema has them in the error; Codex reads them beside it.
+        event["headers"] = event["error"]["headers"] = {"retry-after": after.decode("latin-1")}
+    return orjson.dumps(event)

@@ -1,0 +1,195 @@
+"""uvicorn's WebSocket protocol with the limits of the HTTP one (`limits.py`).
+
+* A message is bounded in size, in time, and in how slowly it may come, like the body of a request. While a large one
+  comes, the application is sent `asgi.SOCKET_PIECE` messages, so that it can reserve the memory.
+* What of one connection is parsed in one turn of the event loop is bounded, however small its frames are.
+* A client that does not read what is sent to it is read no further, and later disconnected.
+* A socket without a request is closed after a time, or earlier if there are too many connections.
+* Messages are not compressed, so what comes is not larger than it was sent.
+
+If the server closes a socket, because of a limit or because it stops, the application gets `asgi.SOCKET_CLOSING`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any
+
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+
+from polar_proxy.config import GatewayLimits
+from polar_proxy.errors import RequestError
+from polar_proxy.gateway import asgi
+from polar_proxy.gateway.connections import BodyPace, Connections, LimitedConnection
+
+GOING_AWAY, BROKEN_RULE, TOO_LARGE, TRY_AGAIN = 1001, 1008, 1009, 1013
+"""Codes with which a socket is closed."""
+CLOSE_SECONDS = 1.0
+"""How long to wait for the client's answer to a close frame."""
+_PIECE_BYTES = 1 << 16
+_KEY = re.compile(rb"[A-Za-z0-9+/]{22}==")
+
+
+def upgrade_problem(method: bytes, url: bytes, headers: asgi.Headers) -> RequestError | None:
+    """Return why a request to open a WebSocket is not one, or None."""
+    found = dict(headers)
+    if method != b"GET":
+        return RequestError("A WebSocket is opened with GET.", status=405)
+    if found.get(b"sec-websocket-version") != b"13":
+        return RequestError("Only version 13 of the WebSocket protocol is served.", status=426)
+    if not _KEY.fullmatch(found.get(b"sec-websocket-key", b"")) or not url.isascii():
+        return RequestError("The request to open a WebSocket is not valid.", status=400)
+    return None
+
+
+class LimitedWebSocketProtocol(LimitedConnection, WebSocketsSansIOProtocol):
+    """One WebSocket connection, from the request that opens it.
+
+    A text message reaches the application as bytes, because the JSON parser takes bytes and checks their encoding.
+    """
+
+    def __init__(
+        self, *args: Any, limits: GatewayLimits, body_bytes: int, connections: Connections, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.connections_of_listener = connections
+        self.unread_seconds = limits.unread_seconds
+        self.close_timeout = CLOSE_SECONDS
+        self._limits = limits
+        self._body_bytes = body_bytes
+        self._unread = 0
+        """Bytes that came since the message began."""
+        self._unreported = 0
+        """Those of them that the application has not been told of."""
+        self._pace = BodyPace(limits)
+        self._pace_timer: asyncio.TimerHandle | None = None
+        """Runs while a message comes."""
+        self._idle_timer: asyncio.TimerHandle | None = None
+        """Runs while the socket has no request."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self.connections_of_listener.add(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_pace_timer()
+        self._stop_idle_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if not self.handshake_initiated:  # the head of the request, whole
+            WebSocketsSansIOProtocol.data_received(self, data)
+            if not self.handshake_initiated:  # larger than the library reads
+                self.transport.abort()
+        elif not self.handshake_complete:  # a client must wait for the answer
+            self.transport.abort()
+        else:
+            super().data_received(data)
+            if not self.writable.is_set():
+                self.transport.pause_reading()
+
+    def parse(self, piece: memoryview) -> None:
+        if not self._unread:
+            self._pace = BodyPace(self._limits)
+            self._start_pace_timer()
+        self._unread += len(piece)
+        self._unreported += len(piece)
+        self._pace.received += len(piece)
+        WebSocketsSansIOProtocol.data_received(self, piece)  # type: ignore[arg-type]  # the parser reads any buffer
+        if self._unread > self._body_bytes:
+            problem = f"The message is larger than {self._body_bytes} bytes."
+            self._close(TOO_LARGE, RequestError(problem, status=413))
+        elif self._unreported >= _PIECE_BYTES:
+            self._queue({"type": asgi.SOCKET_PIECE, "size": self._unreported})
+            self._unreported = 0
+
+    def reads_whole(self) -> bool:
+        return False
+
+    def reading_paused(self) -> bool:
+        return self.read_paused or not self.writable.is_set()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if not self.read_paused:
+            self.transport.resume_reading()
+
+    def shutdown(self) -> None:
+        if self.handshake_complete and not self.close_sent:
+            self._close(GOING_AWAY)
+        else:
+            super().shutdown()
+
+    async def send(self, message: Any) -> None:
+        if message["type"] == asgi.SOCKET_IDLE:
+            self.connections_of_listener.set_waiting(self, True)
+            self._stop_idle_timer()
+            self._idle_timer = self.loop.call_later(self._limits.socket_idle_seconds, self._close, GOING_AWAY)
+        else:
+            await super().send(message)
+
+    # websockets
+
+    def handle_cont(self, event: Any) -> None:
+        self.pieces_of_turn += 1
+        super().handle_cont(event)
+
+    def handle_ping(self) -> None:
+        self._control_frame_ended()
+        super().handle_ping()
+
+    def handle_pong(self, event: Any) -> None:
+        self._control_frame_ended()
+        super().handle_pong(event)
+
+    def _control_frame_ended(self) -> None:
+        self.pieces_of_turn += 1
+        if not self.frames:
+            self._message_ended()
+
+    def send_receive_event_to_app(self) -> None:
+        self.pieces_of_turn += 1
+        self._message_ended()
+        self._stop_idle_timer()
+        self.connections_of_listener.set_waiting(self, False)
+        data, self.frames = b"".join(self.frames), []
+        self._queue({"type": "websocket.receive", self.curr_msg_data_type: data})
+
+    def _message_ended(self) -> None:
+        self._unread = self._unreported = 0
+        self._stop_pace_timer()
+
+    def _queue(self, message: Any) -> None:
+        """Pass a message to the application, and read no more before it has taken it."""
+        if self.close_sent or self.closing:
+            return
+        self.queue.put_nowait(message)
+        if not self.read_paused:
+            self.read_paused = True
+            self.transport.pause_reading()
+
+    def _close(self, code: int, error: RequestError | None = None) -> None:
+        """Let the application close the socket, and drop what still comes."""
+        self._queue({"type": asgi.SOCKET_CLOSING, "code": code, "error": error})
+        self._stop_pace_timer()
+        self._stop_idle_timer()
+        self.closing = error is not None
+
+    def _check_pace(self) -> None:
+        problem = None if self.reading_paused() else self._pace.problem("message")
+        if problem is not None:
+            self._close(BROKEN_RULE, RequestError(problem, status=408))
+        else:
+            self._start_pace_timer()
+
+    def _start_pace_timer(self) -> None:
+        self._pace_timer = self.loop.call_later(self._limits.body_window_seconds, self._check_pace)
+
+    def _stop_pace_timer(self) -> None:
+        if self._pace_timer is not None:
+            self._pace_timer.cancel()
+
+    def _stop_idle_timer(self) -> None:
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
