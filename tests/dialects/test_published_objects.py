@@ -193,7 +193,6 @@ def test_errors_inside_a_stream_are_valid(status: int) -> None:
 def test_token_counts_are_valid() -> None:
     _validate(anthropic_types.MessageTokensCount, json.loads(AnthropicMessages().count_body(7)))
     _validate(InputTokenCountResponse, json.loads(OpenAIResponses().count_body(7)))
-    _validate(google_types.CountTokensResponse, json.loads(GOOGLE_DIALECT.count_body(7)))
 
 
 def test_an_unfinished_response_is_valid() -> None:

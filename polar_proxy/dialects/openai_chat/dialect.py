@@ -65,7 +65,7 @@ class OpenAIChat(OpenAIDialect):
                 logprobs=fields.logprobs,
                 top_logprobs=fields.top_logprobs,
             ),
-            tools=offered,
+            tools=_same_objects(offered, previous),
             tool_choice=tool_choice,
             parallel_tool_calls=False if tools.legacy else fields.parallel_tool_calls,
             response_format=_parse_response_format(fields.response_format),
@@ -114,6 +114,12 @@ def _stored_tools(raw: list[Any], previous: ParsedRequest | None) -> bytes | Non
     """Return all tools as bytes to store, those that are not offered included."""
     stored = to_json(raw, "tools") if raw else None
     return previous.tools if previous is not None and previous.tools == stored else stored
+
+
+def _same_objects(offered: tuple[Json, ...], previous: ParsedRequest | None) -> tuple[Json, ...]:
+    """Return the tools of `previous` if they are equal, so that one copy of them is held."""
+    request = None if previous is None else previous.requests[0]
+    return request.tools if isinstance(request, ChatRequest) and request.tools == offered else offered
 
 
 def _parse_message(item: Any, position: int) -> Message:
