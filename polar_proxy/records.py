@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, TypeVar
 
@@ -44,6 +44,29 @@ async def list_sessions(store: Store, *, limit: int, before: str | None = None) 
     """Return a page of sessions, newest first."""
     rows = await store.sessions.recent(limit=limit, before=before)
     return m.SessionList(sessions=convert_all(m.Session, rows))
+
+
+async def list_jobs(
+    store: Store, *, states: Collection[str] | None = None, limit: int, before: str | None = None
+) -> m.JobList:
+    """Return a page of jobs, newest first."""
+    rows = await store.jobs.find(statuses=states, limit=limit, before=before)
+    return m.JobList(jobs=convert_all(m.Job, rows), feed=await store.feed.depth())
+
+
+async def find_job(store: Store, job_id: str) -> m.JobDetail | None:
+    """Return a job with its groups."""
+    row = await store.jobs.get(job_id)
+    if row is None:
+        return None
+    return convert(m.JobDetail, row, group_list=convert_all(m.Group, await store.groups.of_job(job_id)))
+
+
+async def rollouts_of_job(store: Store, job_id: str) -> m.RolloutList | None:
+    """Return the rollouts of a job, in the order of submission; None if there is no such job."""
+    if await store.jobs.get(job_id) is None:
+        return None
+    return m.RolloutList(rollouts=convert_all(m.Rollout, await store.rollouts.find(job_id=job_id)))
 
 
 async def list_keys(store: Store) -> m.KeyList:

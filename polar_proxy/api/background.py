@@ -17,11 +17,12 @@ import httpx
 from polar_proxy import __version__, webhooks
 from polar_proxy.api import serializers
 from polar_proxy.api.callback_transport import PublicTransport
-from polar_proxy.api.context import ApiContext, write_private
+from polar_proxy.api.context import ApiContext, require, write_private
 from polar_proxy.api_models import CallbackPayload
 from polar_proxy.config import ApiSettings, Settings
 from polar_proxy.errors import ApiError, StoreError
 from polar_proxy.gateway.health import OutageLog
+from polar_proxy.records import find_job
 from polar_proxy.store import Store
 from polar_proxy.store.service.job_events import CallbackRow
 from polar_proxy.types import Json
@@ -179,5 +180,5 @@ class CallbackSender:
         if row.group_id is not None:
             data: Json = (await serializers.group_detail(self._store, row.group_id)).model_dump(mode="json")
         else:
-            data = (await serializers.job_detail(self._store, row.job_id)).model_dump(mode="json")
+            data = (await require("job", row.job_id, find_job(self._store, row.job_id))).model_dump(mode="json")
         return CallbackPayload(type=row.kind, timestamp=row.created_at, data=data).model_dump_json()

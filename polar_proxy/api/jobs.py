@@ -17,13 +17,13 @@ from fastapi import Header, Path, Query, Response
 from fastapi.responses import StreamingResponse
 
 from polar_proxy import api_models as m
+from polar_proxy import records
 from polar_proxy.allowed_code import AllowedCode
 from polar_proxy.api.callback_transport import check_public_host
 from polar_proxy.api.context import ApiContext, Routers, pause_timed_out, require, wait_or_undo
 from polar_proxy.api.host_access import check_job, check_source, code_of_request
-from polar_proxy.api.serializers import job_detail
 from polar_proxy.errors import ApiError, UsageError
-from polar_proxy.records import convert, convert_all
+from polar_proxy.records import convert
 from polar_proxy.rollout_spec import JobSpec
 from polar_proxy.rollouts import cancel, submit
 from polar_proxy.store import json_codec
@@ -83,19 +83,17 @@ def add_routes(routers: Routers, context: ApiContext) -> None:
         for one in states or ():
             if one not in known:
                 raise UsageError(f"There is no job state {one!r}: choose {', '.join(known)}.")
-        rows = await store.jobs.find(statuses=states, limit=limit, before=before)
-        return m.JobList(jobs=convert_all(m.Job, rows), feed=await store.feed.depth())
+        return await records.list_jobs(store, states=states, limit=limit, before=before)
 
     @trainer.get("/jobs/{job_id}", tags=["jobs"])
     async def get_job(job_id: JobId) -> m.JobDetail:
         """Return a job with its groups."""
-        return await job_detail(store, job_id)
+        return await require("job", job_id, records.find_job(store, job_id))
 
     @trainer.get("/jobs/{job_id}/rollouts", tags=["jobs"])
     async def job_rollouts(job_id: JobId) -> m.RolloutList:
         """Return the rollouts of a job, in the order of submission."""
-        await _require_job(context, job_id)
-        return m.RolloutList(rollouts=convert_all(m.Rollout, await store.rollouts.find(job_id=job_id)))
+        return await require("job", job_id, records.rollouts_of_job(store, job_id))
 
     @admin.post("/jobs/{job_id}/cancel", tags=["jobs"])
     async def cancel_job(job_id: JobId) -> m.CancelResponse:

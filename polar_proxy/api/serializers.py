@@ -1,4 +1,4 @@
-"""API models of jobs and groups, with the rows of the store that belong to them."""
+"""API models of groups, with the rows of the store that belong to them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,6 @@ from polar_proxy import api_models as m
 from polar_proxy.api.context import require
 from polar_proxy.records import convert, convert_all
 from polar_proxy.store import RolloutRow, Store
-
-
-async def job_detail(store: Store, job_id: str) -> m.JobDetail:
-    """Return a job with its groups. Raises ApiError 404."""
-    row = await require("job", job_id, store.jobs.get(job_id))
-    return convert(m.JobDetail, row, group_list=convert_all(m.Group, await store.groups.of_job(job_id)))
 
 
 async def group_detail(store: Store, group_id: str) -> m.GroupDetail:

@@ -1,5 +1,6 @@
 """`polar run` runs an agent on tasks here; `polar submit`, `status`, `results`, `watch`, `events`, `cancel`, `pause`,
-`resume` and `reward` use the API of a server (--url), or without a URL the same API in this process.
+`resume` and `reward` use the API of a server (--url). Without a URL, `status` and `results` read the database, and the
+others use the same API in this process.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import orjson
 import typer
@@ -25,6 +26,7 @@ from polar_proxy.cli.common import (
     load_settings,
     make_request,
     open_database,
+    read_store_or_server,
     run_async,
     with_client,
 )
@@ -47,10 +49,12 @@ from polar_proxy.terminal import configure_logging, escape_json_controls, one_li
 from polar_proxy.types import Json
 
 if TYPE_CHECKING:
-    from polar_proxy.api_models import Job, JobDetail, RefusedTask
+    from polar_proxy.api_models import Job, JobDetail, JobList, RefusedTask, RolloutList
     from polar_proxy.client import AsyncClient
-    from polar_proxy.store import RolloutRow
+    from polar_proxy.store import RolloutRow, Store
     from polar_proxy.tasks import Task
+
+T = TypeVar("T")
 
 _SUMMARY = (
     *("rollout_id", "task_id", "group_id", "seed", "status", "cause", "attempt", "masked", "reward", "calls", "traces"),
@@ -219,12 +223,31 @@ def status(
     if state is not None:
         options.require_choice("job state", state, ("open", "paused", "done", "cancelled"))
     if job is None:
-        page = with_client(url, db, lambda client: client.jobs(state=state, limit=limit))
+
+        async def read_jobs(store: Store, settings: Settings) -> JobList:
+            from polar_proxy.records import list_jobs
+
+            return await list_jobs(store, states=None if state is None else [state], limit=limit)
+
+        page = read_store_or_server(url, db, read_jobs, lambda client: client.jobs(state=state, limit=limit))
         found = {"jobs": [_job_json(one) for one in page.jobs], "feed": page.feed}
         print_result(found, _job_table(page.jobs), as_json)
     else:
-        detail = with_client(url, db, lambda client: client.job(job))
+
+        async def read_job(store: Store, settings: Settings) -> JobDetail:
+            from polar_proxy.records import find_job
+
+            return _required(job, await find_job(store, job))
+
+        detail = read_store_or_server(url, db, read_job, lambda client: client.job(job))
         print_result(_job_detail_json(detail), lambda: _print_groups(detail), as_json)
+
+
+def _required(job_id: str, found: T | None) -> T:
+    """Return what was found of a job. Raises UsageError if there is no such job."""
+    if found is None:
+        raise UsageError(f"There is no job {job_id}.")
+    return found
 
 
 def _print_groups(job: JobDetail) -> None:
@@ -236,7 +259,13 @@ def _print_groups(job: JobDetail) -> None:
 
 def results(job: JobId, url: options.Url = None, db: options.Db = None, as_json: options.AsJson = False) -> None:
     """Show the rollouts of a job with their rewards."""
-    rollouts = with_client(url, db, lambda client: client.job_rollouts(job)).rollouts
+
+    async def read(store: Store, settings: Settings) -> RolloutList:
+        from polar_proxy.records import rollouts_of_job
+
+        return _required(job, await rollouts_of_job(store, job))
+
+    rollouts = read_store_or_server(url, db, read, lambda client: client.job_rollouts(job)).rollouts
 
     def show() -> None:
         for row in rollouts:
