@@ -1,6 +1,6 @@
-"""Write the reference pages of docs/reference from the code: command line, settings, HTTP API, database schema.
+"""Write the reference pages of docs/reference from the code: command line, settings, request fields, HTTP API, schema.
 
-    python scripts/reference.py            write cli.md, settings.md, api.md and schema.md
+    python scripts/reference.py            write cli.md, settings.md, fields.md, api.md and schema.md
     python scripts/reference.py --check    exit with 1 if a page is not up to date
 
 The texts are the help texts of the commands, the docstrings of settings and API models, and the comments of the schema.
@@ -18,7 +18,7 @@ import sys
 import tempfile
 import tokenize
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -38,6 +38,7 @@ def pages() -> dict[str, str]:
     builders: dict[str, Callable[[], Iterable[str]]] = {
         "cli.md": cli_page,
         "settings.md": settings_page,
+        "fields.md": fields_page,
         "api.md": api_page,
         "schema.md": schema_page,
     }
@@ -219,6 +220,29 @@ def _default(field: FieldInfo) -> str:
         return ""
     default = sorted(field.default) if isinstance(field.default, frozenset) else field.default
     return "" if default == [] else _code(default)
+
+
+# Request fields
+
+
+def fields_page() -> Iterator[str]:
+    from scripts.request_fields import FIELDS, REFUSED, WITHOUT_EFFECT, used_fields
+
+    yield from _heading("Fields of model requests")
+    yield "Every field of a request is recorded with its call, whether it has an effect or not. Fields that this page"
+    yield "does not name have no effect."
+    yield ""
+    for dialect in FIELDS:
+        yield f"## {dialect}"
+        yield ""
+        yield f"With an effect: {', '.join(map(_code, used_fields(dialect)))}."
+        yield ""
+        yield from _reasons("without effect", WITHOUT_EFFECT[dialect])
+        yield from _reasons("refused", REFUSED[dialect])
+
+
+def _reasons(title: str, reasons: Mapping[str, str]) -> Iterator[str]:
+    yield from _table([title, "why"], ([_code(name), reason] for name, reason in reasons.items()))
 
 
 # HTTP API
