@@ -34,6 +34,9 @@ from polar_proxy.store import Store
 
 log = logging.getLogger(__name__)
 
+_RECORD_SECONDS = 10.0
+"""How long a gateway that stops waits until the calls that it has cancelled are recorded."""
+
 
 class _UvicornServer(uvicorn.Server):
     """uvicorn without its own signal handling: the owner of the gateway decides when it stops."""
@@ -132,6 +135,9 @@ class Gateway:
             await self.stop_serving_on(listener)
         self._server.should_exit = True
         await self._task
+        # The server cancels the requests that are still answered, and does not wait until their calls are recorded.
+        if requests := set(self._server.server_state.tasks):
+            await asyncio.wait(requests, timeout=_RECORD_SECONDS)
         self._handler.close()
         if self._in_flight is not None:
             await self._in_flight.__aexit__(*error)

@@ -123,6 +123,7 @@ def main() -> int:
         answer = ask(messages)
         if manner == "forgetful":
             answer.pop("reasoning_content", None)
+            answer.pop("reasoning", None)
         for call in answer.get("tool_calls") or () if manner == "reserialising" else ():
             call["function"]["arguments"] = json.dumps(json.loads(call["function"]["arguments"]), sort_keys=True)
         messages.append(answer)

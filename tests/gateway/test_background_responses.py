@@ -13,6 +13,7 @@ from openai.types.responses import Response
 from polar_proxy.engines.scripted import ScriptedEngine, ScriptedReply
 from polar_proxy.gateway import background
 from polar_proxy.store import Store
+from polar_proxy.types import CallRecord
 from tests.conftest import Serve
 from tests.fakes.player import BrokenEngine
 from tests.gateway.agents import client, connected_sdk, new_session, recorded_calls
@@ -120,7 +121,16 @@ async def test_end_of_the_session_cancels(serve: Serve, store: Store) -> None:
     assert call.status == "client_gone"
 
 
-async def test_stopping_the_gateway_records_running_calls(serve: Serve, store: Store) -> None:
+async def test_stopping_the_gateway_records_running_calls(
+    serve: Serve, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = store.calls.commit
+
+    async def commit_slowly(record: CallRecord, *, large: bool = False) -> None:
+        await asyncio.sleep(0.5)
+        await commit(record, large=large)
+
+    monkeypatch.setattr(store.calls, "commit", commit_slowly)
     async with serve(slow_engine()) as gateway, client(gateway.url) as http:
         await http.post("/responses", json={"input": "hi", "background": True})
     (call,) = await recorded_calls(store)

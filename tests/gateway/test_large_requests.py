@@ -71,7 +71,8 @@ async def test_requests_of_one_session_take_turns(serve: Serve) -> None:
     """Requests whose bodies have arrived are not all parsed before the loop serves anybody else."""
     body = json.dumps({"model": "m", "messages": [user(f"{n} " * 400) for n in range(400)]}).encode()
     headers = [(b"host", b"localhost"), (b"authorization", b"Bearer k")]
-    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "query_string": b"", "headers": headers}
+    request_line = {"type": "http", "method": "POST", "raw_path": b"/v1/chat/completions", "query_string": b""}
+    scope = {**request_line, "headers": headers}
     statuses: list[int] = []
 
     async def request(gateway: Gateway, content: bytes) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -106,7 +107,11 @@ asyncio.run(main())
 
 
 def loop_files() -> str:
-    return "".join(path.read_text() for path in Path("/sys/block").glob("loop*/loop/backing_file"))
+    found = ""
+    for path in Path("/sys/block").glob("loop*/loop/backing_file"):
+        with contextlib.suppress(OSError):  # the device was released meanwhile
+            found += path.read_text()
+    return found
 
 
 @pytest.mark.parametrize("kind", ["bubblewrap"], indirect=True)
