@@ -208,9 +208,9 @@ class LogSettings(_Section):
     """The log, on standard error."""
 
     level: Literal["debug", "info", "warning", "error"] | None = None
-    """Lowest level that is logged. `info` has a line for each session, stage of a rollout and broken-off call, `debug`
-    also for each answered call and refused request; failed calls are warnings. Default: info for `polar serve`,
-    warning for other commands."""
+    """Lowest level that is logged. `info` adds one line for each session, stage of a rollout and broken-off call;
+    `debug` adds answered calls and refused requests; failed calls are warnings. Default: info for `polar serve` and
+    Ray nodes, warning for `polar run`. Other commands log warnings as text."""
     format: Literal["text", "json"] = "text"
     """`text`: lines for people. `json`: one JSON object per line, with the ids in fields of their own."""
 

@@ -91,7 +91,7 @@ class JsonLogFormatter(logging.Formatter):
 class LogHandler(logging.Handler):
     """Writes Polar's log records, and the warnings and errors of libraries, to standard error.
 
-    It writes to what is standard error at that time, so that a live table stays below the lines of the log.
+    Each record goes to the current `sys.stderr`, which a live table replaces to stay below the lines of the log.
     """
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -100,7 +100,7 @@ class LogHandler(logging.Handler):
         try:
             sys.stderr.write(self.format(record) + "\n")
             sys.stderr.flush()
-        except (OSError, ValueError, TypeError):  # closed or full standard error; arguments that do not fit
+        except Exception:  # noqa: BLE001 - as every logging handler does: a log line must not end what logs it
             self.handleError(record)
 
 

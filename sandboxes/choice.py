@@ -64,7 +64,8 @@ def choose(kind: SandboxKind | Literal["auto"] = "auto", image: str | None = Non
     if kind != "auto":
         found = _availability(kind, image)
         if not found.ok:
-            raise SandboxUnavailable(f"no {kind} sandbox: {found.why_not}. To get it: {found.how_to_get}")
+            remedy = f". To get it: {found.how_to_get}" if found.how_to_get else ""
+            raise SandboxUnavailable(f"no {kind} sandbox: {found.why_not}{remedy}")
         return SandboxChoice(kind, f"{kind}, as requested")
     passed_over: list[str] = []
     for candidate in STRONGEST_FIRST:
@@ -83,7 +84,10 @@ def _availability(kind: SandboxKind, image: str | None) -> Availability:
             pool.submit(asyncio.run, _try(kind, image)).result()
     except SandboxError as error:
         if kind == "docker":
-            return Availability(kind, False, str(error), docker_remedy(answers=isinstance(error, ImageMissing)))
+            engine_answers = isinstance(error, ImageMissing)
+            # The error names the command that gets a task's own image.
+            remedy = "" if engine_answers and image is not None else docker_remedy(engine_answers=engine_answers)
+            return Availability(kind, False, str(error), remedy)
         return Availability(kind, False, str(error), _HOW_TO_GET[kind])
     return Availability(kind, True)
 

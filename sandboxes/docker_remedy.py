@@ -11,18 +11,21 @@ BUILD_IMAGE = "python -m sandboxes.images.build"
 
 
 def docker_remedy(
-    run_folder: Path = Path("/run"), find_program: Callable[[str], str | None] = shutil.which, *, answers: bool = False
+    run_folder: Path = Path("/run"),
+    find_program: Callable[[str], str | None] = shutil.which,
+    *,
+    engine_answers: bool = False,
 ) -> str:
-    """Return how to get the docker sandbox here. `answers`: an engine answers, so that only its image is missing.
+    """Return how to get the docker sandbox here. `engine_answers`: only the image is missing.
 
     Podman serves Docker's API on a socket that is off by default, and that DOCKER_HOST must name.
     """
-    if answers:
+    if engine_answers:
         return BUILD_IMAGE
     rootless = run_folder / "user" / str(os.getuid()) / "podman" / "podman.sock"
     rootful = run_folder / "podman" / "podman.sock"
     for socket in (rootless, rootful):
-        if socket.is_socket() and os.access(socket, os.W_OK):
+        if _is_socket(socket) and os.access(socket, os.W_OK):
             return f"use Podman's engine: export DOCKER_HOST=unix://{socket}, then: {BUILD_IMAGE}"
     if find_program("podman") is not None:
         start = "systemctl --user enable --now podman.socket"
@@ -30,6 +33,13 @@ def docker_remedy(
     socket = run_folder / "docker.sock"
     if socket.is_socket() and not os.access(socket, os.W_OK):
         return f"let your user use {socket}: sudo usermod -aG docker $USER, and log in again; then: {BUILD_IMAGE}"
-    if find_program("dockerd") is not None or socket.is_socket():
+    if find_program("dockerd") is not None or _is_socket(socket):
         return f"start the Docker engine: sudo systemctl start docker, then: {BUILD_IMAGE}"
     return f"install a Docker engine, or Podman, then: {BUILD_IMAGE}"
+
+
+def _is_socket(path: Path) -> bool:
+    try:
+        return path.is_socket()
+    except PermissionError:  # in a folder of another user, such as Podman's of root
+        return False

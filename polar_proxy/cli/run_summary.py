@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from polar_proxy.store import RolloutRow
 
 _SAMPLES = 4
-"""Samples of a task that a suggested run takes, unless this run took more."""
+"""Number of samples that a suggested run takes for each task, unless this run took more."""
 
 
 def print_run(rows: Sequence[RolloutRow], task: str, url: str, db: str | None) -> None:
@@ -48,37 +48,41 @@ def print_run(rows: Sequence[RolloutRow], task: str, url: str, db: str | None) -
 
 def next_steps(rows: Sequence[RolloutRow], task: str) -> Iterator[tuple[str, str]]:
     """Yield the steps that fit the result of a run, each with its purpose and its command."""
-    from polar_proxy.engines.bundled import POLAR_TINY_NAME
-
     if not rows:
         return
-    scored = {row.rollout_id: row.reward for row in rows if row.reward is not None}
-    if not scored:
+    rewards = {row.rollout_id: row.reward for row in rows if row.reward is not None}
+    if not rewards:
         yield "see what happened", f"polar show {rows[0].rollout_id}"
         return
-    yield "see the best rollout", f"polar show {max(scored, key=lambda one: scored[one])}"
-    if any(reward >= 1 for reward in scored.values()):
+    yield "see the best rollout", f"polar show {max(rewards, key=lambda one: rewards[one])}"
+    if any(reward >= 1 for reward in rewards.values()):
         export = "polar export --format tokens-jsonl --where 'reward>=1' --out train.jsonl"
         yield "write the solved ones as training sequences", export
-    run = f"polar run {shlex.quote(task)}"
-    per_group = max(len(values) for values in _rewards_by_group(rows))
-    if per_group == 1:
-        yield "compare several samples of a task", f"{run} --samples {_SAMPLES}"
-    elif all(len(set(values)) == 1 for values in _rewards_by_group(rows)):
-        seeds = [row.seed for row in rows if row.seed is not None]
-        other = (
-            f"--seed {max(seeds) + 1} --samples {max(_SAMPLES, per_group)}" if seeds else f"--samples {2 * per_group}"
-        )
-        reason = "all rewards of a group are equal, which teaches a policy nothing"
-        yield f"{reason}; try {'another task' if seeds else 'more samples'}", f"{run} {other}"
-    elif rows[0].engine.startswith("local ") and rows[0].model == POLAR_TINY_NAME:
-        train = f"polar train grpo --task {shlex.quote(task)} --engine local --steps 2 --samples {per_group} --groups 1"
-        yield "the rewards of a group differ, so a policy can learn from them; train it", f"{train} --run first"
+    if _is_bundled(rows[0]):  # of other runs, the options are not known here
+        yield _next_run(rows, shlex.quote(task))
 
 
-def _rewards_by_group(rows: Sequence[RolloutRow]) -> list[list[float]]:
-    rewards: dict[str, list[float]] = defaultdict(list)
+def _is_bundled(row: RolloutRow) -> bool:
+    """Return whether the bundled policy played, with the harness that it can play."""
+    from polar_proxy.engines.bundled import POLAR_TINY_NAME
+
+    return row.engine.startswith("local ") and (row.model, row.harness) == (POLAR_TINY_NAME, "mini-swe-agent")
+
+
+def _next_run(rows: Sequence[RolloutRow], task: str) -> tuple[str, str]:
+    """Return the purpose and the command of a run or a training that the rewards suggest."""
+    groups: dict[str, list[RolloutRow]] = defaultdict(list)
     for row in rows:
-        if row.reward is not None:
-            rewards[row.group_id].append(row.reward)
-    return list(rewards.values())
+        groups[row.group_id].append(row)
+    samples = max(map(len, groups.values()))
+    run = f"polar run {task}"
+    if samples == 1:
+        return "compare several samples of a task", f"{run} --samples {_SAMPLES}"
+    if any(len({row.reward for row in group} - {None}) > 1 for group in groups.values()):
+        train = f"polar train grpo --task {task} --engine local --steps 2 --samples {samples} --groups 1 --run first"
+        return "the rewards of a group differ, so a policy can learn from them; train it", train
+    reason = "all rewards of a group are equal, so a policy learns nothing from them"
+    seeds = [row.seed for row in rows if row.seed is not None]
+    if seeds:
+        return f"{reason}; try another task", f"{run} --seed {max(seeds) + 1} --samples {max(_SAMPLES, samples)}"
+    return f"{reason}; try more samples", f"{run} --samples {2 * samples}"

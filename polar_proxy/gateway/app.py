@@ -109,8 +109,8 @@ class GatewayApp:
         if path.removeprefix("/v1") == "/responses":
             await ResponsesSocket(self._handler, path, path_key, scope, send).serve(receive)
         else:
-            error = RequestError(f"{path} is served over HTTP, not over a WebSocket.", status=426)
-            await asgi.send_json(asgi.refuse_upgrade(send), 426, refusal_body(path, error))
+            error = RequestError(f"Only /v1/responses is served over a WebSocket, not {path}.", status=426)
+            await send_error(asgi.refuse_upgrade(send), error, error_format(path))
 
 
 def foreign_host(headers: asgi.Headers, hosts: frozenset[str]) -> str | None:
@@ -184,16 +184,16 @@ def error_format(path: str) -> Dialect:
     return _MODEL_ROUTES["/chat/completions"]
 
 
-def refusal_body(path: str, error: RequestError, request_id: str | None = None) -> bytes:
+def refusal_body(path: str, error: RequestError, request_id: str) -> bytes:
     """Return an error in the format of the dialect, or of the HTTP API, that this percent-encoded path belongs to.
 
-    `request_id`: the id that is also in the response's headers; without it, a new one.
+    `request_id`: the id that is also in the response's headers.
     """
     path = split_path(path)[1]
     if path.startswith(API_PREFIX):
         return orjson.dumps({"error": {"code": "bad_request", "message": str(error)}})
     route = find_route(path, b"")
-    return (error_format(path) if route is None else route[0]).error_body(error, request_id or new_id("req"))
+    return (error_format(path) if route is None else route[0]).error_body(error, request_id)
 
 
 def create_app(

@@ -32,9 +32,10 @@ from polar_proxy.errors import RequestError
 from polar_proxy.gateway import asgi
 from polar_proxy.gateway.connections import BodyPace, Connections, LimitedConnection
 from polar_proxy.gateway.websocket import LimitedWebSocketProtocol, upgrade_problem
+from polar_proxy.types import new_id
 
-RefusalBody = Callable[[str, RequestError], bytes]
-"""Returns the response body of an error for a client that requested this path."""
+RefusalBody = Callable[[str, RequestError, str], bytes]
+"""Returns the response body of an error, from the path that the client requested, the error and the request's id."""
 
 _LINGER_SECONDS = 1.0
 """How long to read and drop what a refused client still sends."""
@@ -335,8 +336,10 @@ class LimitedHttpProtocol(LimitedConnection, HttpToolsProtocol):
                 return
             cycle.disconnected = True  # the application waits for the body of this request
             cycle.message_event.set()
-        body = self._refusal_body(path, error)
+        request_id = new_id("req")
+        body = self._refusal_body(path, error, request_id)
         head = [STATUS_LINE[error.status], b"content-type: application/json\r\nconnection: close\r\n"]
+        head += [b"%b: %b\r\n" % header for header in asgi.request_id_headers(request_id)]
         if error.status == 429:
             head.append(b"retry-after: 1\r\n")
         head.append(b"content-length: %d\r\n\r\n" % len(body))

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import struct
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 
@@ -35,7 +35,7 @@ _VERSION_SECONDS = 10.0
 _LOGGED_ENDINGS: Mapping[CallStatus, tuple[int, str]] = {
     "ok": (logging.DEBUG, "was answered"),
     "no_tokens": (logging.DEBUG, "was answered without token ids"),
-    "client_gone": (logging.INFO, "was broken off by its client"),
+    "client_gone": (logging.INFO, "was broken off"),
     "upstream_error": (logging.WARNING, "failed"),
 }
 CallObserver = Callable[[CallRecord], None]
@@ -132,7 +132,7 @@ class CallRecorder:
             _log_call(record)
             started = time.perf_counter()
             try:
-                await self._monitor.run(partial(self._store_record, session, record, large=request.large))
+                await self._monitor.run(partial(self._store_call, session, record, large=request.large))
             except StoreError as error:
                 failure = error
                 session.forget(record)
@@ -149,14 +149,10 @@ class CallRecorder:
                 self._in_flight.finished([call.call_id])
         return failure
 
-    def _store_record(self, session: SessionState, record: CallRecord, *, large: bool) -> Awaitable[None]:
-        if session.unstored_key is None:
-            return self._store.calls.commit(record, large=large)
-        return self._store_with_session(session, record, large=large)
-
-    async def _store_with_session(self, session: SessionState, record: CallRecord, *, large: bool) -> None:
-        """Store a call of a session that was opened while the store failed, and the session before it."""
-        await self._sessions.store_late(session)
+    async def _store_call(self, session: SessionState, record: CallRecord, *, large: bool) -> None:
+        """Store a call. If its session was opened while the store failed, store the session first."""
+        if session.unstored_key is not None:
+            await self._sessions.store_late(session)
         await self._store.calls.commit(record, large=large)
 
     def _count_unrecorded(self, session: SessionState, record: CallRecord, error: StoreError, *, lost: bool) -> None:
@@ -181,7 +177,7 @@ class CallRecorder:
 
 
 def _log_call(record: CallRecord) -> None:
-    """Log how a call ended, without its error: that may quote messages."""
+    """Log how a call ended. The error is left out, because it may quote messages."""
     level, ending = _LOGGED_ENDINGS[record.status]
     if not log.isEnabledFor(level):
         return

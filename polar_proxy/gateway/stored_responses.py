@@ -52,6 +52,8 @@ _INCLUDABLE = frozenset(
 )
 """Values of `include` without effect, because these fields are always included or never exist here."""
 _MOST_LISTED, _LISTED = 100, 20
+_ENTRY_BYTES, _MESSAGE_BYTES = 512, 64
+"""Memory of an entry of the warm-ups and of each of its messages, without their texts."""
 
 Query = Mapping[str, list[str]]
 """The parameters of a URL."""
@@ -80,7 +82,7 @@ class StoredCalls:
         self._monitor = monitor
         self._most_bytes = most_bytes
         self._warm_ups: LRUCache[tuple[str, str], tuple[bytes, ...]] = LRUCache(most_bytes, _size_of_messages)
-        """The messages of warm-ups, by session id and call id. Those that were not used for longest are dropped."""
+        """The messages of warm-ups, by session id and call id. The least recently used are dropped."""
 
     def keep_warm_up(self, session: SessionState, call_id: str, messages: tuple[bytes, ...]) -> None:
         """Keep the messages of a request that samples nothing, so that `find_referenced` finds them."""
@@ -218,7 +220,8 @@ class StoredResponseRoutes:
 
 
 def _size_of_messages(messages: tuple[bytes, ...]) -> int:
-    return sum(map(len, messages))
+    """Return about the memory in bytes that the messages of a warm-up take, their Python objects included."""
+    return _ENTRY_BYTES + sum(_MESSAGE_BYTES + len(message) for message in messages)
 
 
 def _listed_page(call: CallRecord, query: Query) -> bytes:

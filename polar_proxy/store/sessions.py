@@ -112,7 +112,7 @@ class SessionRepository(Repository):
         session_id = session_id or new_id("sess")
         row = SessionRow(session_id, clean_label(label), origin, rollout_id, policy, time.time(), None, None)
         stored = await self._creations.add(_NewSession(row, key_hash))
-        if stored.session_id == session_id:
+        if (stored.session_id, stored.created_at) == (session_id, row.created_at):  # stored by this very call
             of = f" of rollout {rollout_id}" if rollout_id else f" {stored.label!r}" if stored.label else ""
             fields = {"session_id": session_id, "origin": origin, "label": stored.label, "rollout_id": rollout_id}
             log.info("session %s%s opened", session_id, of, extra={"fields": fields})

@@ -67,14 +67,26 @@ TRAIN = "polar train grpo --task swe-task --engine local --steps 2 --samples 4 -
         ([], []),
         (rows(None, None), [f"{SHOW} roll_0"]),
         (rows(0.0), [f"{SHOW} roll_0", "polar run swe-task --samples 4"]),
-        (rows(0.0, 1.0, 0.0, None), [f"{SHOW} roll_1", EXPORT, TRAIN.replace("4", "3")]),
+        (rows(0.0, 1.0, 0.0, None), [f"{SHOW} roll_1", EXPORT, TRAIN]),
         (rows(0.0, 1.0, 0.0, 1.0), [f"{SHOW} roll_1", EXPORT, TRAIN]),
         (rows(0.0, 1.0, engine="vllm 1", model="m"), [f"{SHOW} roll_1", EXPORT]),
+        (rows(0.0, 0.0, harness="codex"), [f"{SHOW} roll_0"]),
         (rows(1.0, 1.0), [f"{SHOW} roll_0", EXPORT, "polar run swe-task --seed 8 --samples 4"]),
         (rows(0.0, 0.0, 0.0, 0.0, 0.0), [f"{SHOW} roll_0", "polar run swe-task --seed 8 --samples 5"]),
         (rows(0.0, 0.0, seed=None), [f"{SHOW} roll_0", "polar run swe-task --samples 4"]),
     ],
-    ids=["none", "no reward", "one", "different", "different, all", "own model", "all solved", "all failed", "no seed"],
+    ids=[
+        "none",
+        "no reward",
+        "one",
+        "different",
+        "different, all",
+        "own model",
+        "other harness",
+        "all solved",
+        "all failed",
+        "no seed",
+    ],
 )
 def test_the_steps_fit_the_result(found: list[RolloutRow], commands: list[str]) -> None:
     assert [command for _, command in next_steps(found, "swe-task")] == commands

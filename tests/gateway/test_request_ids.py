@@ -152,3 +152,11 @@ def test_a_404_with_a_code_is_the_requests_fault_and_a_missing_route_is_not() ->
         missing = api_error(body, 404, "The engine")
         assert isinstance(missing, EngineError)
         assert missing.status == 502
+
+
+async def test_a_request_that_breaks_a_limit_has_an_id(serve: Serve) -> None:
+    async with serve(ScriptedEngine()) as gateway, httpx.AsyncClient(timeout=120) as http:
+        answer = await http.post(f"{gateway.url}/v1/messages", headers={"x-long": "x" * 100_000}, json={})
+    assert answer.status_code == 431
+    request_id = answer.json()["request_id"]
+    assert (answer.headers["x-request-id"], answer.headers["request-id"]) == (request_id, request_id)

@@ -55,4 +55,12 @@ def test_without_an_engine_one_is_installed(tmp_path: Path) -> None:
 
 def test_an_engine_that_answers_needs_only_the_image(listen: Listen, tmp_path: Path) -> None:
     listen("docker.sock")
-    assert docker_remedy(tmp_path, programs("dockerd"), answers=True) == "python -m sandboxes.images.build"
+    assert docker_remedy(tmp_path, programs("dockerd"), engine_answers=True) == "python -m sandboxes.images.build"
+
+
+def test_a_folder_of_another_user_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> bool:
+        raise PermissionError(path)
+
+    monkeypatch.setattr(Path, "is_socket", refuse)
+    assert docker_remedy(tmp_path, programs()).startswith("install a Docker engine, or Podman")

@@ -9,7 +9,7 @@ reason.) The arguments of a tool with `eager_input_streaming` are streamed as th
 One block is open at a time. What arrives while the arguments of an eager tool are incomplete waits until they are
 complete, or until the end.
 
-Thinking is sent only if the client requested it by `thinking`, so that the first block of any other answer is its text.
+Thinking is sent only if the client requested it by `thinking`; otherwise the answer begins with its text or tool call.
 The record holds it in any case, and a continued prompt has it as it was sampled.
 
 Arguments that are not a JSON object (`[1]`, or cut short by `max_tokens`) are not changed into one: the tool call is
@@ -187,12 +187,12 @@ class AnthropicEncoder(Encoder):
         return _input_delta(self._open_index, delta.arguments) if is_open else b""
 
     def _send_waiting(self) -> bytes:
-        """Return the events of what waits, as far as no incomplete tool call is open.
+        """Return the events for what waits and for the eager calls that can begin, up to an incomplete tool call.
 
         A tool call waits until the one before it has begun and, unless its tool is eager, until the end of the answer.
         """
         out, calls = b"", self._received.tool_calls
-        while self._open != "tool_use" or is_json_object(calls[self._begun_calls[-1]].arguments):
+        while self._open != "tool_use" or _is_complete(calls[self._begun_calls[-1]].arguments):
             if self._waiting:
                 out += self._text_delta(*self._waiting.pop(0))
                 continue
@@ -203,6 +203,11 @@ class AnthropicEncoder(Encoder):
                 break
             out += self._begin_call(number, calls[number]) + _input_delta(self._open_index, calls[number].arguments)
         return out
+
+
+def _is_complete(arguments: str) -> bool:
+    # Few pieces end with a brace, so the arguments so far are seldom parsed.
+    return arguments.rstrip().endswith("}") and is_json_object(arguments)
 
 
 def _usage(answer: Answer) -> Json:

@@ -5,7 +5,7 @@ Engines know only functions, so tools of other kinds are replaced:
 * `function`: unchanged.
 * `custom` (free text): a function with one string parameter `input` (`custom_tools.py`). A call whose arguments are
   not exactly of this form is returned as a call of a function, so that no argument is changed.
-* `functions`, the field that came before `tools`: its calls are returned as `function_call`, one in each answer.
+* `functions` (deprecated in favour of `tools`): calls are returned as `function_call`, at most one per answer.
 * Tools of other types are tolerated and not offered, because nothing here can run them.
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from polar_proxy.dialects.custom_tools import custom_arguments, custom_input, custom_parameters
+from polar_proxy.dialects.custom_tools import custom_input, custom_parameters
 from polar_proxy.dialects.fields import invalid, invalid_type, optional_string, string_field
 from polar_proxy.dialects.openai_common import choice_mode
 from polar_proxy.dialects.wire import to_json
@@ -26,14 +26,14 @@ class ChatTools:
     """The tools of one body."""
 
     offered: tuple[Json, ...]
-    """As functions."""
+    """All tools, as OpenAI functions."""
     custom: frozenset[str] = frozenset()
     """Names of the custom tools."""
     legacy: bool = False
     """They came in the field `functions`."""
 
     def choose(self, choice: Any, path: str) -> tuple[str | Json | None, tuple[Json, ...]]:
-        """Return the engine's (tool_choice, tools) for the body's `tool_choice`, which is at `path`.
+        """Return (tool_choice, tools) for the engine. `choice` is the body's choice, `path` the name of its field.
 
         With `allowed_tools` the other tools are not offered, which is the only way to prevent their calls.
         """
@@ -147,7 +147,8 @@ def _tool_call(call: Any, path: str) -> ToolCall:
     custom = call.get("custom")
     if isinstance(custom, dict):
         text = string_field(custom, "input", f"{path}.custom")
-        return ToolCall(identity, string_field(custom, "name", f"{path}.custom"), custom_arguments(text, path))
+        arguments = to_json({"input": text}, f"{path}.custom.input").decode()
+        return ToolCall(identity, string_field(custom, "name", f"{path}.custom"), arguments)
     return _function_call(call.get("function"), identity, path)
 
 
