@@ -31,7 +31,7 @@ def docker_remedy(
         start = "systemctl --user enable --now podman.socket"
         return f"start Podman's engine: {start}; export DOCKER_HOST=unix://{rootless}, then: {BUILD_IMAGE}"
     socket = run_folder / "docker.sock"
-    if socket.is_socket() and not os.access(socket, os.W_OK):
+    if _is_socket(socket) and not os.access(socket, os.W_OK):
         return f"let your user use {socket}: sudo usermod -aG docker $USER, and log in again; then: {BUILD_IMAGE}"
     if find_program("dockerd") is not None or _is_socket(socket):
         return f"start the Docker engine: sudo systemctl start docker, then: {BUILD_IMAGE}"
