@@ -472,5 +472,6 @@ def _gateway_stopped() -> RequestError:
     return RequestError("The gateway was stopped.", status=503)
 
 
-def _internal_error(error: Exception) -> EngineError:
-    return EngineError(f"Internal error in Polar: {type(error).__name__}: {error}", status=500)
+def _internal_error(error: Exception) -> RequestError:
+    text = f"Internal error in Polar: {type(error).__name__}: {error}"
+    return RequestError(text, status=500, code="internal_error")  # not the code of the engine's errors

@@ -149,6 +149,16 @@ async def test_engine_error_in_the_middle_of_a_stream(serve: Serve, store: Store
     assert call.choices[0].token_ids.tolist() == encode("hel")
 
 
+async def test_a_fault_of_polar_has_its_own_code(serve: Serve, store: Store) -> None:
+    def break_down(request: EngineRequest) -> ScriptedReply:
+        raise LookupError("a fault")
+
+    async with serve(ScriptedEngine(break_down)) as gateway, client(gateway.url) as http:
+        answer = await http.post("/chat/completions", json=CHAT)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal_error")
+    assert [call.status for call in await recorded_calls(store)] == ["upstream_error"]
+
+
 @pytest.mark.parametrize(("status", "retry"), [(503, "1"), (429, "1"), (502, None)])
 async def test_engine_error_status(serve: Serve, status: int, retry: str | None) -> None:
     engine = ScriptedEngine(lambda request: EngineError("busy", status=status))
