@@ -49,7 +49,7 @@ WARM_UP = 0.5
 MAX_SLOPE_MB = 1.0
 """Growth per 10,000 calls after the warm-up, beyond two standard errors."""
 MAX_DESCRIPTORS = 32
-"""More in the last quarter than in the second, by their medians: at any moment between one and two for each session."""
+"""Growth of the median from the second to the last quarter. A session holds one or two descriptors at any moment."""
 MAX_WAL_MB = {"sqlite": 128.0, "postgresql": 1100.0}
 """PostgreSQL keeps up to max_wal_size, which is 1 GB by default."""
 MAX_P99_GROWTH, P99_NOISE = 2.0, 0.1

@@ -1,4 +1,4 @@
-"""Sessions, calls, rollouts and keys as the API and the reading commands show them."""
+"""Sessions, calls, rollouts, jobs and keys as the API and the reading commands show them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def list_jobs(
 
 
 async def find_job(store: Store, job_id: str) -> m.JobDetail | None:
-    """Return a job with its groups."""
+    """Return a job with its groups; None if there is no such job."""
     row = await store.jobs.get(job_id)
     if row is None:
         return None

@@ -24,7 +24,7 @@ Logprobs: TypeAlias = "npt.NDArray[np.float32]"
 Edge = Literal["root", "continues", "retries", "rewinds", "compacts", "subagent", "side_call"]
 CallStatus = Literal["ok", "client_gone", "upstream_error", "no_tokens"]
 ANSWERED: frozenset[CallStatus] = frozenset({"ok", "no_tokens"})
-"""Statuses of a call whose answer is whole."""
+"""Statuses of a call with a complete answer."""
 LogprobMode = Literal["raw", "processed"]
 PromptMode = Literal["render", "continue"]
 """render: the engine rendered the messages. continue: the prompt is the exact tokens of the base (the call that this

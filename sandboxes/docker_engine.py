@@ -44,7 +44,7 @@ def require_aiodocker() -> Any:
 
 
 class ImageMissing(SandboxUnavailable):
-    """The engine answers, and lacks the image."""
+    """Raised if the engine answers but lacks the image."""
 
 
 @contextlib.asynccontextmanager

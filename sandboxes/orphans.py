@@ -248,14 +248,16 @@ def _marker(pid: int) -> str:
 
 
 def describe_marked(ident: str) -> str:
-    """Return the pid, name and state of each process of this sandbox, for an error: `71 node (D)`. State D is a process
-    that the system does not end before its disk has answered."""
+    """Return pid, name and state of each process of this sandbox, such as `71 node (D)`, for an error message.
+
+    State D: the process waits for the disk, and cannot be killed meanwhile.
+    """
     described = []
     for _, pid in marked_processes({ident}):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
             before, _, after = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")
             described.append(f"{before.replace('(', '', 1)} ({after.split()[0]})")
-    return ", ".join(described) or "no process is left"
+    return ", ".join(described) or "none"
 
 
 def kill_marked(ident: str, seconds: float = 30.0) -> set[int]:

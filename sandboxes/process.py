@@ -41,8 +41,8 @@ DRAIN_SECONDS = 0.1
 the wait is for helpers that still flush (`> >(tee log)`). A command waits this long only if a background process keeps
 the pipe open."""
 END_SECONDS = 120.0
-"""Far more than ending a process takes. One that waits for the disk ends only when the disk answers, which took more
-than 30 seconds on a busy machine. A process that lasts longer cannot be killed, and the sandbox is closed."""
+"""Far more than ending a process takes, even one that waits for a slow disk. A process that lasts longer cannot be
+killed, and the sandbox is closed."""
 
 # Loads the supervisor package by itself, without `sandboxes/__init__` and its imports: it starts in half the time.
 START = "import sys; sys.path.append(sys.argv[1]); from supervisor.server import main; sys.exit(main(sys.argv[2]))"
@@ -221,21 +221,21 @@ class SupervisedSandbox(Sandbox):
         await link.call(op="kill", target=ident)
         await asyncio.wait({done}, timeout=END_SECONDS)
         if not done.done():
-            await self._close_for("a command")
+            await self._close_unkillable("a command")
 
     async def kill_all(self) -> None:
         await self._require_open(self._link).call(op="kill", target=None)
         deadline = time.monotonic() + END_SECONDS
         while (await self._require_open(self._link).call(op="running"))[0]["running"]:
             if time.monotonic() > deadline:
-                await self._close_for("a process")
+                await self._close_unkillable("a process")
             await asyncio.sleep(0.005)
 
-    async def _close_for(self, what: str) -> NoReturn:
+    async def _close_unkillable(self, what: str) -> NoReturn:
         """Close the sandbox because something in it could not be killed. Raise SandboxEnded with the processes left."""
         left = await asyncio.to_thread(orphans.describe_marked, self.id)
         await self.close()
-        raise SandboxEnded(f"{what} could not be killed, so the sandbox was closed ({left})")
+        raise SandboxEnded(f"{what} could not be killed, so the sandbox was closed (processes left: {left})")
 
     # ------------------------------------------------------------ files
 

@@ -197,7 +197,7 @@ class RolloutList(ApiResponseModel):
     rollouts: list[Rollout]
     """The rollouts, in the order of submission."""
     note: str | None = None
-    """Why no rollout matches the conditions, with the existing values; null if some do, or without conditions."""
+    """Why no rollout matches `where`, with the values that exist; null if one matches, or without `where`."""
 
 
 class GroupDetail(Group):

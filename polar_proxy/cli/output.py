@@ -229,7 +229,7 @@ class RolloutProgressLine:
 class RolloutProgressView:
     """The progress of `polar run`: a live table on a terminal, else one line for each stage of a rollout.
 
-    The table has all rollouts if they are few, else those that are active.
+    The table shows all rollouts if they fit into it, otherwise only active ones.
 
     It is the rollout service's ProgressReporter and an observer of the gateway's calls.
     """

@@ -131,7 +131,7 @@ class Answer:
 
     @property
     def reasoning_tokens(self) -> int:
-        """Number of tokens of reasoning, as far as their end is known."""
+        """Number of reasoning tokens; a choice counts as 0 if the end of its reasoning is unknown."""
         return sum(choice.reasoning_tokens or 0 for choice in self.choices.values())
 
     @property

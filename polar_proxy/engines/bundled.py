@@ -1,4 +1,4 @@
-"""The bundled policy polar-tiny: what it can play, how long its answers may be, and a note about other agents."""
+"""The bundled policy polar-tiny: its name, its ability, its longest answer, and a warning about other agents."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 POLAR_TINY_NAME = "polar-tiny"
 MAX_ANSWER_TOKENS = 256
-"""Upper limit of an answer. The policy's own answers are shorter; what it samples for other agents has no end."""
+"""Maximum length of an answer. Answers to mini-swe-agent are shorter; an answer to another agent might never end."""
 ABILITY = (
     "polar-tiny, the bundled policy, can only play `polar run swe-task` with mini-swe-agent. For other agents serve "
     "your own model: polar serve --engine vllm --engine-url URL --model NAME"
@@ -27,7 +27,7 @@ def is_bundled(settings: EngineSettings) -> bool:
 
 
 class OtherAgentWarning:
-    """An observer of calls: logs one warning when an agent calls that the bundled policy cannot play."""
+    """Observer of calls. Logs one warning, at the first call that mini-swe-agent cannot have made."""
 
     def __init__(self) -> None:
         self._warned = False
@@ -35,7 +35,8 @@ class OtherAgentWarning:
     def __call__(self, call: CallRecord) -> None:
         if not self._warned and not _may_be_mini_swe_agent(call):
             self._warned = True
-            log.warning("session %s is of another agent: expect babble. %s", call.session_id, ABILITY)
+            text = "session %s is not mini-swe-agent's, so its answers are meaningless. %s"
+            log.warning(text, call.session_id, ABILITY)
 
 
 def _may_be_mini_swe_agent(call: CallRecord) -> bool:

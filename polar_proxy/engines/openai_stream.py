@@ -7,8 +7,8 @@ that the server reported for it. Missing values are marked as unknown and never 
   have or has clamped, and a chunk whose ids and log-probabilities differ in number cannot be aligned.
 * token id -1: a log-probability came without its id.
 
-A server that names the tokens beside their log-probabilities by their ids sends each id twice. An answer in which the
-two differ is an error, because it is not known which of them was sampled.
+Some servers send each sampled id twice: in `token_ids`, and as the text `token_id:N` beside the log-probability. If the
+two differ, the answer is an error, because it is unknown which token was sampled.
 
 A call with such values is answered like any other, and must not be trained on.
 """
@@ -30,7 +30,7 @@ MISSING_BELOW = -9000.0
 """vLLM floors log-probabilities at -9999.0; no float32 softmax over real logits gives such a small value."""
 UNKNOWN_ID = -1
 _ID_NAME = "token_id:"
-"""What a token's text begins with if the server names tokens by their ids."""
+"""Prefix of a token's text if the server sends ids in place of texts."""
 _CONTEXT_LENGTH = re.compile(r"maximum context length|longer than the maximum model length", re.IGNORECASE)
 
 

@@ -62,8 +62,8 @@ class ExportReport:
 async def export(
     store: Store, form: str, write: Callable[[bytes], object], report: ExportReport | None = None, **options: Any
 ) -> ExportReport:
-    """Write rows through `write`, one line at a time, and return `report` (default: a new one), which counts from the
-    first row on. `options` are those of `export_lines`."""
+    """Write rows through `write`, one line at a time. Return `report` (default: a new one), which counts while rows are
+    written. `options` are those of `export_lines`."""
     report = ExportReport() if report is None else report
     async for line in export_lines(store, form, report, **options):
         write(line)

@@ -26,11 +26,11 @@ INSIDE_SANDBOX = "polar_inside_sandbox"
 CONNECTION = "polar_connection"
 """Key of the connection's random id in the scope's `state`."""
 SOCKET_PIECE = "polar.websocket.piece"
-"""Type of the messages with the `size` of a part of a WebSocket message that came, before it is complete."""
+"""Type of a message that reports that `size` more bytes of an incomplete WebSocket message have arrived."""
 SOCKET_CLOSING = "polar.websocket.closing"
 """Type of the message that asks the application to close a WebSocket with `code`, after reporting `error` if any."""
 SOCKET_IDLE = "polar.websocket.idle"
-"""Type of the message with which the application says that a WebSocket has no request any more."""
+"""Type of a message with which the application reports that no request of the WebSocket is in progress."""
 _PIECE = 1 << 17
 """Bytes of a body that are searched at a time."""
 
@@ -126,12 +126,12 @@ def _reject_constant(name: str) -> object:
 
 
 def request_id_headers(request_id: str) -> list[tuple[bytes, bytes]]:
-    """Return the headers that hold the id of a request: the name of OpenAI's clients, and that of Anthropic's."""
+    """Return the request id under the header names of OpenAI (`x-request-id`) and Anthropic (`request-id`)."""
     return [(b"x-request-id", request_id.encode()), (b"request-id", request_id.encode())]
 
 
 def with_request_id(send: Send) -> Send:
-    """Return a `send` that gives a response without an id of the request a new one."""
+    """Return a `send` that adds a new request id to the headers of a response that has none."""
 
     async def identified_send(message: Any) -> None:
         if message["type"] in ("http.response.start", "websocket.http.response.start"):

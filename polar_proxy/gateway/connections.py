@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from polar_proxy.config import GatewayLimits
 
 _SLICE_BYTES, _SLICE_PIECES = 1024, 64
-"""What comes is parsed in slices of these bytes. A connection's turn ends after the slice with which it has this many
-pieces of content."""
+"""Received bytes are parsed in slices of this size, and at most about this many pieces of content in one turn of the
+event loop; the rest waits for later turns, so that other connections get theirs."""
 _NOTHING = memoryview(b"")
 
 
@@ -26,7 +26,7 @@ class Connections:
     """The connections of all listeners together."""
     open: dict[LimitedConnection, None] = field(default_factory=dict)
     waiting: dict[LimitedConnection, None] = field(default_factory=dict)
-    """Those that wait for the head of a request; the one that has waited longest is first."""
+    """Connections without a request in progress, longest-waiting first."""
 
     def add(self, connection: LimitedConnection) -> bool:
         """Add a connection. At the limit, close the connection that has waited longest for a request to make room.
@@ -61,7 +61,7 @@ class Connections:
 
 
 class BodyPace:
-    """Measures how fast a body comes. Its `problem` is asked for at the end of each time window."""
+    """Measures how fast a body arrives. Call `problem` at the end of each time window."""
 
     def __init__(self, limits: GatewayLimits) -> None:
         self.received = 0
@@ -88,14 +88,14 @@ class LimitedConnection(asyncio.Protocol):
     transport: asyncio.Transport
     connections_of_listener: Connections
     unread_seconds: float
-    """Time after which a client is disconnected that has read nothing of what waits for it."""
+    """A client that has read nothing of its waiting answer for this long is disconnected."""
 
     closing = False
     """Nothing more is parsed: what still comes is dropped."""
     pieces_of_turn = 0
     """Pieces of content that were parsed in this turn of the event loop. Subclasses count them."""
     _held = _NOTHING
-    """What came but is not parsed before a later turn of the event loop."""
+    """Received bytes that wait for a later turn of the event loop."""
     _unread_answer = 0
     """Bytes that waited for the client to read them when this was last checked."""
     _answer_timer: asyncio.TimerHandle | None = None
@@ -106,7 +106,7 @@ class LimitedConnection(asyncio.Protocol):
 
     @abstractmethod
     def reads_whole(self) -> bool:
-        """Return whether what comes next is passed on in one piece, whatever it contains."""
+        """Return whether the next bytes are one piece of content, so that they need no slicing."""
 
     @abstractmethod
     def reading_paused(self) -> bool:

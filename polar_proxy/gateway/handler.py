@@ -136,7 +136,7 @@ class RequestHandler:
             await send_error(send, error, dialect)
 
     async def _warm_up(self, request: RequestContext, send: asgi.Send) -> None:
-        """Answer a request that samples nothing, which is not recorded, and keep its messages for a later one."""
+        """Answer a warm-up without sampling or recording, and keep its messages for a request that continues it."""
         call_id = new_id("call")
         self.stored_calls.keep_warm_up(request.session, call_id, request.parsed.messages[0])
         sampled = self._as_sampled(request, request.parsed.requests[0])
@@ -233,7 +233,7 @@ class RequestHandler:
         return calls
 
     def _as_sampled(self, request: RequestContext, engine_request: EngineRequest) -> EngineRequest:
-        """Return an engine request with the session's policy and all defaults."""
+        """Return the request as it is sampled: with the session's policy, and a model if the client named none."""
         return replace(
             apply_policy(engine_request, request.session.policy),
             model=engine_request.model or self._engine.info.model,
@@ -258,7 +258,8 @@ class RequestHandler:
             if watch.gone or not await buffer.has_listener():
                 return CallOutcome("client_gone", 499, "the client closed the connection")
             if request.session.ended:
-                late = RequestError("The rollout ended before its answer.", status=409, code="rollout_ended")
+                text = "The rollout ended before this call was answered."
+                late = RequestError(text, status=409, code="rollout_ended")
                 return CallOutcome("client_gone", late.status, str(late), late)
             return CallOutcome("ok", 200)
         except SessionClosedError:

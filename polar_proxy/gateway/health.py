@@ -107,7 +107,7 @@ class StoreMonitor:
         self._outage = OutageLog("calls cannot be recorded")
         self._watching: asyncio.Task[None] | None = None
         self._due = False
-        """`on_writable` has something to write that came since it was called last."""
+        """True if `on_writable` must be called, because something was added for it to write or its last call failed."""
 
     async def close(self) -> None:
         """Stop watching. If `on_writable` is still due after an outage and the store can be written, call it now."""

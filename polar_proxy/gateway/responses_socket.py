@@ -8,7 +8,8 @@ Promises:
 
 * Each request goes through `RequestHandler.handle`, so all that holds for an HTTP request holds for it: limits,
   retries, recording, and what happens when the client disconnects.
-* A refused request leaves the socket open. It is closed after the client broke the protocol's or the gateway's limits.
+* A refused request leaves the socket open. The server closes it if a message breaks the protocol or a limit, if it is
+  idle, or when the server stops.
 * The latest response of the socket can be continued on it, even if it was made with `store: false`.
 """
 
@@ -27,11 +28,12 @@ from polar_proxy.gateway import asgi
 from polar_proxy.gateway.handler import RequestHandler
 from polar_proxy.gateway.limits import BodyReservation
 from polar_proxy.gateway.reply import send_error
-from polar_proxy.gateway.websocket import CLOSE_SECONDS, TRY_AGAIN
+from polar_proxy.gateway.websocket import CLOSE_SECONDS, TRY_AGAIN_LATER
 from polar_proxy.types import new_id
 
 _DIALECT = ResponsesSocketDialect()
-_ANSWERED = (b"event: response.completed", b"event: response.incomplete")
+_FINAL_EVENTS = (b"event: response.completed", b"event: response.incomplete")
+"""The last event of a complete answer is one of these."""
 
 
 class ResponsesSocket:
@@ -53,7 +55,7 @@ class ResponsesSocket:
         self.gone = asyncio.Event()
         """Set once the client has disconnected."""
         self.answering = False
-        """The last event of the latest request's answer was not sent yet."""
+        """True from the arrival of a request until the last event of its answer is being sent."""
         self.latest_call: str | None = None
         """The call id of the latest complete answer."""
 
@@ -96,7 +98,7 @@ class ResponsesSocket:
                 with self._handler.bodies.reserve(session_id) as reservation:
                     message = await _receive_whole(receive, reservation)
             except RequestError as error:
-                await self._end(TRY_AGAIN, error)
+                await self._end(TRY_AGAIN_LATER, error)
                 break
             if message["type"] == "websocket.disconnect":
                 await self._end()
@@ -168,7 +170,7 @@ class _SocketRequest:
             return
         for event in message["body"].split(b"\n\n"):  # there are no line breaks inside an event's JSON
             name, _, data = event.partition(b"\ndata: ")
-            if name in _ANSWERED and b"x-polar-call-id" in self._headers:
+            if name in _FINAL_EVENTS and b"x-polar-call-id" in self._headers:
                 self._socket.latest_call = self._headers[b"x-polar-call-id"].decode()
             if data:
                 await self._socket.send_text(data)
@@ -190,6 +192,6 @@ def _error_event(status: int, body: bytes, headers: Mapping[bytes, bytes] | None
     """Return the event for an HTTP response with an error status."""
     event = {"type": "error", "status": status, "error": orjson.loads(body)["error"]}
     if headers is not None and (after := headers.get(b"retry-after")) is not None:
-        # The schema has them in the error; Codex reads them beside it.
+        # The schema has the headers inside the error; Codex reads them from the event itself.
         event["headers"] = event["error"]["headers"] = {"retry-after": after.decode("latin-1")}
     return orjson.dumps(event)

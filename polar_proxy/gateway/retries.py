@@ -171,7 +171,7 @@ class RetryCache:
         if failed:
             failed[-1].retried = True
             return None
-        # The last attempt supersedes the answers to earlier ones: this request may be its retry.
+        # A failed last attempt supersedes earlier answers, because this request may be its retry.
         if not same or same[-1].failed or same[-1].given_up:
             return None
         return same[-1] if request.metadata.retry > 0 or self._policy == "always" else None

@@ -171,7 +171,7 @@ class Gateway:
         try:
             await self.sessions.idle(session_id, timeout)
         except TimeoutError:
-            self.sessions.end(session_id)
+            self.sessions.mark_ended(session_id)
             lost.append("a call was still being answered when its rollout ended")
         else:
             count = self.sessions.lost(session_id)

@@ -2,10 +2,10 @@
 
 * A message is bounded in size, in time, and in how slowly it may come, like the body of a request. While a large one
   comes, the application is sent `asgi.SOCKET_PIECE` messages, so that it can reserve the memory.
-* What of one connection is parsed in one turn of the event loop is bounded, however small its frames are.
+* One connection is parsed for a bounded part of each turn of the event loop, however small its frames are.
 * A client that does not read what is sent to it is read no further, and later disconnected.
 * A socket without a request is closed after a time, or earlier if there are too many connections.
-* Messages are not compressed, so what comes is not larger than it was sent.
+* Compression is not offered, so a message is never larger than the bytes that were received for it.
 
 If the server closes a socket, because of a limit or because it stops, the application gets `asgi.SOCKET_CLOSING`.
 """
@@ -23,8 +23,8 @@ from polar_proxy.errors import RequestError
 from polar_proxy.gateway import asgi
 from polar_proxy.gateway.connections import BodyPace, Connections, LimitedConnection
 
-GOING_AWAY, BROKEN_RULE, TOO_LARGE, TRY_AGAIN = 1001, 1008, 1009, 1013
-"""Codes with which a socket is closed."""
+GOING_AWAY, POLICY_VIOLATION, MESSAGE_TOO_BIG, TRY_AGAIN_LATER = 1001, 1008, 1009, 1013
+"""Close codes, with their names in IANA's registry for RFC 6455."""
 CLOSE_SECONDS = 1.0
 """How long to wait for the client's answer to a close frame."""
 _PIECE_BYTES = 1 << 16
@@ -32,14 +32,14 @@ _KEY = re.compile(rb"[A-Za-z0-9+/]{22}==")
 
 
 def upgrade_problem(method: bytes, url: bytes, headers: asgi.Headers) -> RequestError | None:
-    """Return why a request to open a WebSocket is not one, or None."""
+    """Return why a request to open a WebSocket is refused, or None."""
     found = dict(headers)
     if method != b"GET":
         return RequestError("A WebSocket is opened with GET.", status=405)
     if found.get(b"sec-websocket-version") != b"13":
         return RequestError("Only version 13 of the WebSocket protocol is served.", status=426)
     if not _KEY.fullmatch(found.get(b"sec-websocket-key", b"")) or not url.isascii():
-        return RequestError("The request to open a WebSocket is not valid.", status=400)
+        return RequestError("A WebSocket needs a sec-websocket-key of 16 bytes in base64 and an ASCII URL.", status=400)
     return None
 
 
@@ -61,7 +61,7 @@ class LimitedWebSocketProtocol(LimitedConnection, WebSocketsSansIOProtocol):
         self._unread = 0
         """Bytes that came since the message began."""
         self._unreported = 0
-        """Those of them that the application has not been told of."""
+        """Bytes of the message that were not yet reported to the application by `asgi.SOCKET_PIECE`."""
         self._pace = BodyPace(limits)
         self._pace_timer: asyncio.TimerHandle | None = None
         """Runs while a message comes."""
@@ -78,7 +78,7 @@ class LimitedWebSocketProtocol(LimitedConnection, WebSocketsSansIOProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if not self.handshake_initiated:  # the head of the request, whole
+        if not self.handshake_initiated:  # the HTTP protocol passes the whole head of the request in one call
             WebSocketsSansIOProtocol.data_received(self, data)
             if not self.handshake_initiated:  # larger than the library reads
                 self.transport.abort()
@@ -99,7 +99,7 @@ class LimitedWebSocketProtocol(LimitedConnection, WebSocketsSansIOProtocol):
         WebSocketsSansIOProtocol.data_received(self, piece)  # type: ignore[arg-type]  # the parser reads any buffer
         if self._unread > self._body_bytes:
             problem = f"The message is larger than {self._body_bytes} bytes."
-            self._close(TOO_LARGE, RequestError(problem, status=413))
+            self._close(MESSAGE_TOO_BIG, RequestError(problem, status=413))
         elif self._unreported >= _PIECE_BYTES:
             self._queue({"type": asgi.SOCKET_PIECE, "size": self._unreported})
             self._unreported = 0
@@ -170,7 +170,7 @@ class LimitedWebSocketProtocol(LimitedConnection, WebSocketsSansIOProtocol):
             self.transport.pause_reading()
 
     def _close(self, code: int, error: RequestError | None = None) -> None:
-        """Let the application close the socket, and drop what still comes."""
+        """Ask the application to close the socket. If the client broke a limit (`error`), drop what still arrives."""
         self._queue({"type": asgi.SOCKET_CLOSING, "code": code, "error": error})
         self._stop_pace_timer()
         self._stop_idle_timer()
@@ -179,7 +179,7 @@ class LimitedWebSocketProtocol(LimitedConnection, WebSocketsSansIOProtocol):
     def _check_pace(self) -> None:
         problem = None if self.reading_paused() else self._pace.problem("message")
         if problem is not None:
-            self._close(BROKEN_RULE, RequestError(problem, status=408))
+            self._close(POLICY_VIOLATION, RequestError(problem, status=408))
         else:
             self._start_pace_timer()
 

@@ -236,8 +236,8 @@ class SessionRegistry:
         if quiet:
             session.recorded = row.calls
 
-    def end(self, session_id: str) -> None:
-        """Note that a session's rollout has ended without its calls in flight."""
+    def mark_ended(self, session_id: str) -> None:
+        """Mark a session whose rollout ended while calls were in flight: they are answered with a 409."""
         if session := self._by_id.get(session_id):
             session.ended = True
 

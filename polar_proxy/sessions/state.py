@@ -164,7 +164,7 @@ class SessionState:
         self.refusal: str | None = None
         """Why the last call could not be recorded. It was refused, or broken off if its answer had begun."""
         self.ended = False
-        """Its rollout ended without the calls that are in flight here: their answers are too late."""
+        """True if the rollout ended while calls were in flight: they are answered with a 409."""
         self.recorded = 0
         """Number of stored calls that are in this index, from this gateway and from others."""
 

@@ -38,7 +38,7 @@ async def test_lists_sessions_in_pages(client: AsyncClient, store: Store) -> Non
     assert [one.session_id for one in (await client.sessions(before=made[1])).sessions] == [made[0]]
 
 
-async def test_conditions_that_match_no_rollout_say_what_there_is(client: AsyncClient, store: Store) -> None:
+async def test_unmatched_conditions_list_existing_values(client: AsyncClient, store: Store) -> None:
     rollout_id, _ = await rollout(store, reward=0.5)
     found = await client.rollouts(where="harness=codex")
     assert (found.rollouts, "Values of harness: mini-swe-agent (1)." in str(found.note)) == ([], True)

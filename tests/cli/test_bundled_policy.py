@@ -27,7 +27,7 @@ BASH = b'[{"type": "function", "function": {"name": "bash"}}]'
     ],
     ids=["mini-swe-agent", "no tools", "another tool", "custom tool", "another dialect"],
 )
-def test_another_agent_is_told_from_its_calls(
+def test_warns_once_of_an_agent_other_than_mini_swe_agent(
     changes: dict[str, object], warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     observer = OtherAgentWarning()
@@ -58,4 +58,4 @@ def test_serve_says_what_the_policy_can_play(polar_home: Path, tmp_path: Path) -
         finally:
             process.kill()
     assert printed[1].startswith("polar-tiny, the bundled policy, can only play `polar run swe-task`")
-    assert log.count("is of another agent") == 1
+    assert log.count("is not mini-swe-agent's") == 1

@@ -61,7 +61,7 @@ def test_pruned_data_comes_back_from_an_archive(database: Path, tmp_path: Path) 
     assert db("verify") == {"faults": []}
 
 
-def test_conditions_that_match_nothing_say_what_there_is(polar_home: Path) -> None:
+def test_unmatched_conditions_list_existing_values(polar_home: Path) -> None:
     async def fill() -> None:
         async with open_store(f"sqlite:///{polar_home}/polar.db") as store:
             await rollout(store, reward=0.5)

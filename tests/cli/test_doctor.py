@@ -21,7 +21,7 @@ def test_doctor_checks_the_installation() -> None:
     assert {"python", "git", "database"} <= {check["name"] for check in found["checks"]}
 
 
-def test_what_is_merely_not_installed_yet_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_lists_missing_packages_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     installed = importlib.metadata.version
 
     def version(name: str) -> str:

@@ -207,7 +207,7 @@ def test_a_stopped_export_says_what_was_written(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_stopped_export_of_a_server_says_what_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server's rows are two, then the command is cancelled, as Ctrl-C does."""
+    """Cancel a server's export after its first two rows, as Ctrl-C does."""
 
     async def two_rows(client: AsyncClient, form: str, **options: Any) -> AsyncIterator[bytes]:
         yield b'{"row": 1}\n{"row": 2}\n'

@@ -72,14 +72,14 @@ def test_the_memory_tool_has_the_commands_and_fields_of_the_sdk() -> None:
         ("text_editor_20250728", False, "insert_text"),
     ],
 )
-def test_the_text_editor_has_what_its_version_has(kind: str, undo: bool, inserted: str) -> None:
+def test_text_editor_schema_follows_its_version(kind: str, undo: bool, inserted: str) -> None:
     found = properties(kind)
     assert ("undo_edit" in found["command"]["enum"]) is undo
     assert "`insert`" in found[inserted]["description"]
     assert ("insert_text" in found) is (inserted == "insert_text")
 
 
-def test_the_computer_has_what_its_version_and_options_have() -> None:
+def test_computer_schema_follows_its_version_and_options() -> None:
     first = properties("computer_20241022", **DISPLAY)
     later = properties("computer_20250124", **DISPLAY)
     zoom = properties("computer_20251124", **DISPLAY, enable_zoom=True)

@@ -16,8 +16,8 @@ from tests.dialects.anthropic_events import BROKEN, OBJECTS, TEXTS, calls, cut, 
 from tests.dialects.encoding import encode, gather
 
 DIALECT = AnthropicMessages()
-UNASKED: Json = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
-BODY: Json = {**UNASKED, "thinking": {"type": "adaptive"}}
+WITHOUT_THINKING: Json = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
+BODY: Json = {**WITHOUT_THINKING, "thinking": {"type": "adaptive"}}
 EAGER: Json = {
     **BODY,
     "tools": [{"name": name, "input_schema": {}, "eager_input_streaming": True} for name in ("bash", "edit", "Read")],
@@ -193,7 +193,7 @@ def test_eager_arguments_are_streamed() -> None:
 @pytest.mark.parametrize("thinking", [{}, {"thinking": None}, {"thinking": {"type": "disabled"}}])
 def test_thinking_that_was_not_requested_is_not_sent(thinking: Json) -> None:
     events = [SampleEvent(reasoning="hm", prompt_ids=(1,)), SampleEvent(text="a", finish_reason="stop")]
-    for message in both_forms({**UNASKED, **thinking}, events):
+    for message in both_forms({**WITHOUT_THINKING, **thinking}, events):
         assert message["content"] == [{"type": "text", "text": "a"}]
 
 

@@ -43,7 +43,7 @@ async def test_a_call_in_flight_when_its_rollout_ends_is_answered_409(
     assert late == "a call was still being answered when its rollout ended"
     assert answer.status_code == 409
     error = answer.json()["error"]
-    assert "ended before its answer" in error["message"]
+    assert "ended before this call was answered" in error["message"]
     assert kind in (error.get("type"), error.get("status"))
     call = await only_call(store)
     assert (call.status, call.http_status) == ("client_gone", 409)

@@ -308,7 +308,7 @@ async def test_a_lost_engine_is_an_error_in_the_dialects_form(serve: Serve, name
     assert route.is_error(answer.json(), 502)
 
 
-async def test_what_begins_to_wait_while_an_outage_is_settled_is_written_too(store: Store) -> None:
+async def test_monitor_repeats_on_writable_if_more_becomes_due(store: Store) -> None:
     written = 0
 
     async def write() -> None:

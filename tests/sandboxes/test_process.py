@@ -1,4 +1,4 @@
-"""What the sandboxes with a supervisor do when a process resists."""
+"""Sandboxes with a supervisor: processes that cannot be killed."""
 
 from __future__ import annotations
 
@@ -25,6 +25,6 @@ async def test_error_names_the_processes_that_could_not_be_killed(
     monkeypatch.setattr(ControlLink, "call", without_kill)
     monkeypatch.setattr(process, "END_SECONDS", 0.2)
     sandbox = await open_sandbox("process", state_dir=tmp_path)
-    with pytest.raises(SandboxEnded, match=r"could not be killed.*, \d+ sleep \(S\)\)"):
+    with pytest.raises(SandboxEnded, match=r"could not be killed.*left: .*, \d+ sleep \(S\)\)"):
         await sandbox.exec(["sleep", "60"], timeout=0.2)
-    assert describe_marked(sandbox.id) == "no process is left"
+    assert describe_marked(sandbox.id) == "none"

@@ -1,8 +1,8 @@
-"""Tools whose form Anthropic defines and that the client runs, as functions: shell, text editor, memory, computer.
+"""Anthropic-defined tools that the client runs (shell, text editor, memory, computer), as OpenAI functions.
 
-Anthropic's own models know the arguments of these tools; other models read them here. A call comes back as an ordinary
-`tool_use` block with the tool's name and arguments. The type of a tool names its version by a date, such as
-`text_editor_20250728`; a later version than those known is offered like the latest known one.
+Anthropic's models know the arguments of these tools, so clients send no schema; other models need the one given here. A
+call comes back as an ordinary `tool_use` block with the tool's name and arguments. The type of a tool names its version
+by a date, such as `text_editor_20250728`; a later version than those known is offered like the latest known one.
 
 Sources: the pages of these tools in https://docs.anthropic.com/en/docs/agents-and-tools/tool-use, and the types of
 Anthropic's SDK.

@@ -212,5 +212,5 @@ def _response_format(config: GenerationConfig) -> Json | None:
     if mime != "text/plain":
         raise invalid(path, f"expected text/plain, application/json or {_ENUM}")
     if schema is not None:
-        raise RequestError(f"A response schema needs '{path}' to be application/json.", param=path)
+        raise RequestError(f"A response schema needs '{path}' to be application/json or {_ENUM}.", param=path)
     return None

@@ -207,7 +207,7 @@ def _args(arguments: str) -> Any:
 
 
 def _unquoted(text: str) -> str:
-    """Return the string that `text` is in JSON; any other text, such as one that was cut, unchanged."""
+    """Return the string that `text` encodes in JSON; if it encodes none (it may be cut short), return `text`."""
     try:
         value = orjson.loads(text)
     except orjson.JSONDecodeError:

@@ -38,7 +38,7 @@ def referenced_calls(body: Json) -> set[str]:
         found.add(call_id)
     references = {item["id"] for item in items if is_reference(item)}
     if references:
-        references -= _own_ids(items)
+        references -= _ids_given_in_full(items)
     for identity in references:
         named = ItemId.read(identity)
         if named is None:
@@ -78,11 +78,12 @@ def write_out_references(body: Json, calls: _ReferencedCalls) -> Json:
 
 def _given(items: list[Json]) -> tuple[set[str], set[_Part]]:
     """Return the ids of the items that the input has in full, and the places in the record that these ids name."""
-    ids = _own_ids(items)
+    ids = _ids_given_in_full(items)
     return ids, {named.part for identity in ids if (named := ItemId.read(identity)) is not None}
 
 
-def _own_ids(items: list[Json]) -> set[str]:
+def _ids_given_in_full(items: list[Json]) -> set[str]:
+    """Return the ids of the items that are not references."""
     return {item["id"] for item in items if isinstance(item.get("id"), str) and not is_reference(item)}
 
 

@@ -21,7 +21,7 @@ _ENVELOPE = ("type", "generate")
 
 
 class ResponsesSocketDialect(OpenAIResponses):
-    """Dialect of this route. Its calls are recorded as those of the same requests over HTTP."""
+    """Dialect of the WebSocket route. Calls are recorded like those of the same requests over HTTP."""
 
     heartbeat = None
 

@@ -48,8 +48,8 @@ class LoadedModel:
 class LocalEngine(Engine):
     """The model in the folder `model_path`: config, safetensors weights, a fast tokenizer with a chat template.
 
-    At most `max_batch` choices run at once; further ones wait. `max_answer`: the most tokens of an answer, whatever
-    a request asks for.
+    At most `max_batch` choices run at once; further ones wait. An answer has at most `max_answer` tokens, whatever a
+    request asks for.
     """
 
     def __init__(
