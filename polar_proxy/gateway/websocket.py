@@ -122,12 +122,12 @@ class LimitedWebSocketProtocol(LimitedConnection, WebSocketsSansIOProtocol):
             super().shutdown()
 
     async def send(self, message: Any) -> None:
-        if message["type"] == asgi.SOCKET_IDLE:
+        if message["type"] != asgi.SOCKET_IDLE:
+            await super().send(message)
+        elif self.queue.empty():  # else the next request has come already
             self.connections_of_listener.set_waiting(self, True)
             self._stop_idle_timer()
             self._idle_timer = self.loop.call_later(self._limits.socket_idle_seconds, self._close, GOING_AWAY)
-        else:
-            await super().send(message)
 
     # websockets
 
