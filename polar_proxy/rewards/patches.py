@@ -4,8 +4,9 @@ git itself names the paths and leaves parts out (`git apply --numstat -z --exclu
 is applied. Left out, so that the evaluated workspace keeps the base commit's files at these places:
 
 * a file or folder at the path of a hidden file, and a file at the path of a folder that contains one;
-* everything in the test folder (`tests`, `spec`, ...) that contains a hidden file; for a hidden Python file outside of
-  such a folder, whatever Python could import instead of it (`test_x/` or `test_x.so` instead of `test_x.py`);
+* everything in the test folder (`tests`, `unit_tests`, `spec`, ...) that contains a hidden file; for a hidden Python
+  file outside of such a folder, whatever Python could import instead of it (`test_x/` or `test_x.so` instead of
+  `test_x.py`), and each `conftest.py` in the folders that contain it;
 * Python's bytecode, and extension modules that Python would import instead of a source file in the same folder.
 """
 
@@ -19,7 +20,7 @@ from polar_proxy.clean_git import CleanGitError, clean_git
 from polar_proxy.rewards.base import EvaluationInput, PatchDoesNotApplyError, SandboxFactory, hidden_paths
 
 _BYTECODE = ("*.pyc", "*.pyo", "__pycache__", "__pycache__/*", "*/__pycache__", "*/__pycache__/*")
-_TEST_FOLDERS = {"test", "tests", "__tests__", "spec", "specs"}
+_TEST_FOLDER = re.compile(r"([a-z0-9]+[_-])*(tests?|specs?|testing|e2e)|__tests__")
 _EXTENSION_MODULE = re.compile(r"^(?P<module>[^./]+)(\.[\w-]+)?\.(so|pyd)$")
 _GLOB_CHARACTERS = re.compile(r"([*?\[\\])")
 _MOST_EXTENSIONS = 200
@@ -56,12 +57,13 @@ def _hidden_patterns(hidden: Iterable[str]) -> Iterator[str]:
         for place in (path, *folders):
             yield _exact(str(place))
         yield f"{_exact(str(path))}/*"
-        tests = next((folder for folder in folders if folder.name in _TEST_FOLDERS), None)
+        tests = next((folder for folder in folders if _TEST_FOLDER.fullmatch(folder.name.lower())), None)
         if tests is not None:
             yield f"{_exact(str(tests))}/*"
         elif path.suffix == ".py":
             module = _exact(str(path.with_suffix("")))
             yield from (module, f"{module}/*", f"{module}.*")
+            yield from (_exact(str(folder / "conftest.py")) for folder in folders)
 
 
 async def _shadowing_extensions(paths: tuple[str, ...], sandboxes: SandboxFactory) -> list[str]:

@@ -86,6 +86,25 @@ async def test_leaves_out_what_takes_the_place_of_tests_and_sources(
     assert await left_out(diff(tmp_path / "work", script)) == expected
 
 
+@pytest.mark.parametrize(
+    ("hidden", "folder", "others"),
+    [
+        ("testing/test_x.py", {"testing/conftest.py", "testing/help.py"}, {"conftest.py", "src/testing.py"}),
+        ("pkg/unit_tests/a/test_x.py", {"pkg/unit_tests/help.py"}, {"pkg/conftest.py"}),
+        ("checks/a/test_x.py", {"checks/conftest.py", "checks/a/conftest.py"}, {"checks/a/help.py", "conftest.py"}),
+        ("contest/test_x.py", {"contest/conftest.py"}, {"contest/help.py"}),
+    ],
+)
+async def test_helpers_of_hidden_tests_are_left_out(
+    tmp_path: Path, hidden: str, folder: set[str], others: set[str]
+) -> None:
+    files = " ".join(sorted(folder | others))
+    patch = diff(tmp_path / "work", f"for f in {files}; do mkdir -p $(dirname $f); echo x >$f; done")
+    work = EvaluationInput(replace(FAMILY, hidden_files={hidden: ""}), patch)
+    kept = await changed_paths(patch, await patterns_to_leave_out(work, sandboxes()))
+    assert set(kept) == others
+
+
 async def test_an_extension_module_beside_a_source_of_the_base_is_left_out(tmp_path: Path) -> None:
     source = next(name for name in sorted(FAMILY.files) if name.count("/") == 1 and name.endswith(".py"))
     module = source.removesuffix(".py") + ".so"
