@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from urllib.parse import urlsplit
 
@@ -155,6 +158,31 @@ async def test_unfinished_connections_keep_nobody_out(serve: Serve) -> None:
             _, writer = await stack.enter_async_context(connection(gateway))
             writer.write(HEAD.format(path="/v1/messages").encode())
         await assert_others_are_served(gateway)
+
+
+async def test_connections_from_a_sandbox_take_no_place_of_others(serve: Serve) -> None:
+    body = json.dumps(CHAT)
+    chat = HEAD.format(path="/v1/chat/completions") + f"connection: close\r\ncontent-length: {len(body)}\r\n\r\n{body}"
+    limits = {"connections": 12, "sandbox_connections": 4}
+    async with serve(ScriptedEngine(), limits=limits) as gateway, contextlib.AsyncExitStack() as stack:
+        reader, writer = await stack.enter_async_context(connection(gateway))
+        listener = socket.create_server(("127.0.0.1", 0))
+        await gateway.serve_on(listener)
+        for _ in range(20):
+            _, unfinished = await asyncio.open_connection(*listener.getsockname())
+            stack.callback(unfinished.close)
+        writer.write(chat.encode())
+        assert (await read_answer(reader))[0] == 200
+
+
+def test_the_limit_of_descriptors_is_raised_as_far_as_the_system_allows() -> None:
+    script = (
+        "import resource; from polar_proxy.gateway.limits import raise_descriptor_limit\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (64, 512))\n"
+        "print(raise_descriptor_limit(), resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
+    )
+    printed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert printed.split() == ["512", "512"]
 
 
 async def test_a_connection_that_is_answered_is_not_closed_for_a_new_one(serve: Serve) -> None:
