@@ -10,9 +10,13 @@ import asyncio
 import os
 import shutil
 import subprocess
-from collections.abc import Collection
+import tempfile
+import threading
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from typing import IO
 
 from polar_proxy.errors import PolarError
 from polar_proxy.temporary import temporary_folder
@@ -26,54 +30,85 @@ _ENV = {
     "LC_ALL": "C",
 }
 _SECONDS = 120.0
+_ERROR_BYTES = 2000
 
 
 class CleanGitError(PolarError):
     """git refused its input or was too slow; the text is git's error."""
 
 
-async def clean_git(
+class GitOutputTooLargeError(CleanGitError):
+    """git printed more than `output_limit` and was ended."""
+
+
+async def clean_git(*arguments: str, repository: Path | None = None, stdin: bytes = b"") -> bytes:
+    """Run `run_clean_git` in a thread."""
+    return await asyncio.to_thread(run_clean_git, *arguments, repository=repository, stdin=stdin)
+
+
+def run_clean_git(
     *arguments: str,
     repository: Path | None = None,
     work_tree: Path | None = None,
     stdin: bytes = b"",
     exit_codes: Collection[int] = (0,),
+    output_limit: int | None = None,
 ) -> bytes:
-    """Run git on a repository of Polar's own, or outside of any; return stdout. Raises `CleanGitError` for an exit
-    status that is not in `exit_codes`."""
-    return await asyncio.to_thread(_run, arguments, repository, work_tree, stdin, exit_codes)
+    """Run git on a repository of Polar's own, or outside of any; return stdout. Blocking.
 
-
-def _run(
-    arguments: tuple[str, ...],
-    repository: Path | None,
-    work_tree: Path | None,
-    stdin: bytes,
-    exit_codes: Collection[int],
-) -> bytes:
-    with temporary_folder() as empty:
+    Raises `CleanGitError` for an exit status that is not in `exit_codes`, and `GitOutputTooLargeError` for more than
+    `output_limit` bytes, of which no more are read.
+    """
+    with temporary_folder() as empty, tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as errors:
+        given.write(stdin)
+        given.seek(0)
         env = {**_ENV, "HOME": str(empty), "GIT_CEILING_DIRECTORIES": os.path.dirname(os.path.realpath(empty))}
         if repository is not None:
             env["GIT_DIR"] = str(repository)
         if work_tree is not None:
             env["GIT_WORK_TREE"] = str(work_tree)
         command = (_program(), *arguments)
-        try:
-            done = subprocess.run(
-                command,
-                input=stdin,
-                capture_output=True,
-                cwd=work_tree or empty,
-                env=env,
-                timeout=_SECONDS,
-                check=False,
-            )
-        except subprocess.TimeoutExpired as error:
-            raise CleanGitError(f"git {arguments[0]} did not end within {_SECONDS:g} s") from error
-    if done.returncode not in exit_codes:
-        message = done.stderr.decode(errors="replace").strip()[-2000:]
-        raise CleanGitError(message or f"git {arguments[0]} exited with {done.returncode}")
-    return done.stdout
+        with (
+            subprocess.Popen(
+                command, stdin=given, stdout=subprocess.PIPE, stderr=errors, cwd=work_tree or empty, env=env
+            ) as process,
+            _ended_after(_SECONDS, process) as expired,
+        ):
+            assert process.stdout is not None
+            output = process.stdout.read(-1 if output_limit is None else output_limit + 1)
+            if output_limit is not None and len(output) > output_limit:
+                raise GitOutputTooLargeError(f"git {arguments[0]} printed more than {output_limit} bytes")
+            process.wait()
+        if expired.is_set():
+            raise CleanGitError(f"git {arguments[0]} did not end within {_SECONDS:g} s")
+        if process.returncode not in exit_codes:
+            message = _tail(errors).decode(errors="replace").strip()
+            raise CleanGitError(message or f"git {arguments[0]} exited with {process.returncode}")
+    return output
+
+
+@contextmanager
+def _ended_after(seconds: float, process: subprocess.Popen[bytes]) -> Iterator[threading.Event]:
+    """Kill the process at the end of the block, or after some seconds, and then set the event."""
+    expired = threading.Event()
+
+    def expire() -> None:
+        expired.set()
+        process.kill()
+
+    timer = threading.Timer(seconds, expire)
+    timer.start()
+    try:
+        yield expired
+    finally:
+        timer.cancel()
+        process.kill()
+
+
+def _tail(file: IO[bytes]) -> bytes:
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - _ERROR_BYTES))
+    return file.read()
 
 
 @cache

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from sandboxes.remove_tree import remove_tree
+
 _NAME = re.compile(r"polar-tmp-(\d+)-.*")
 
 
@@ -16,10 +18,13 @@ _NAME = re.compile(r"polar-tmp-(\d+)-.*")
 def temporary_folder(parent: Path | None = None) -> Iterator[Path]:
     """Make an empty folder that only this user can read, and remove it with its contents at the end of the block.
 
-    It is made in `parent`, by default the system's folder for temporary files.
+    It is made in `parent`, by default the system's folder for temporary files. Blocking. A hostile program may fill it.
     """
-    with tempfile.TemporaryDirectory(prefix=f"polar-tmp-{os.getpid()}-", dir=parent) as name:
-        yield Path(name)
+    folder = Path(tempfile.mkdtemp(prefix=f"polar-tmp-{os.getpid()}-", dir=parent))
+    try:
+        yield folder
+    finally:
+        remove_tree(folder)
 
 
 def left_folders(parent: Path | None = None) -> list[Path]:

@@ -12,13 +12,15 @@ import os
 import stat
 import tarfile
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 ENTRIES = 300_000
 PATH_BYTES = 3_000
+ALL_PATHS_BYTES = 64 << 20
+"""Limit of the sum of all paths: names take no space of a disk quota."""
 ARCHIVE_BYTES = 2 << 30
 FILE, EXECUTABLE, LINK = 0o100644, 0o100755, 0o120000
 """Modes of entries, as git writes them."""
@@ -63,6 +65,7 @@ class EntryCounter:
 
     def __init__(self) -> None:
         self._count = 0
+        self._path_bytes = 0
 
     def add(self, path: bytes) -> None:
         self._count += 1
@@ -70,6 +73,9 @@ class EntryCounter:
             raise TreeTooLarge(f"there are more than {ENTRIES} files and folders")
         if len(path) > PATH_BYTES:
             raise TreeTooLarge(f"a path is longer than {PATH_BYTES} bytes: {os.fsdecode(path[:60])!r}...")
+        self._path_bytes += len(path)
+        if self._path_bytes > ALL_PATHS_BYTES:
+            raise TreeTooLarge(f"the paths of all files and folders have more than {ALL_PATHS_BYTES >> 20} MiB")
 
 
 class FolderTree(SandboxTree):
@@ -94,7 +100,8 @@ class FolderTree(SandboxTree):
                     found = entry.stat(follow_symlinks=False)
                     self._add(path, EXECUTABLE if found.st_mode & 0o100 else FILE, found.st_size)
 
-    def _list(self, folder: bytes) -> list[tuple[bytes, os.DirEntry[bytes]]]:
+    def _list(self, folder: bytes) -> Iterator[tuple[bytes, os.DirEntry[bytes]]]:
+        """Yield the entries of a folder one by one, because there may be millions."""
         path = os.path.join(self._root, folder)
         try:
             entries = os.scandir(path)
@@ -102,7 +109,7 @@ class FolderTree(SandboxTree):
             os.chmod(path, 0o700)  # the folder belongs to the user that runs Polar
             entries = os.scandir(path)
         with entries:
-            return [(os.path.join(folder, entry.name), entry) for entry in entries if entry.name != b".git"]
+            yield from ((os.path.join(folder, entry.name), entry) for entry in entries if entry.name != b".git")
 
     def read(self, path: bytes) -> bytes:
         full = os.path.join(self._root, path)

@@ -31,7 +31,7 @@ LAYERS = [
 """Parts of `polar_proxy`, lowest layer first. A part imports only from lower layers."""
 
 LAYER_OF = {part: level for level, parts in enumerate(LAYERS) for part in parts}
-USERS_OF_AGENTS_AND_SANDBOXES = ("rollouts", "conformance", "training", "cli")
+USERS_OF_AGENTS_AND_SANDBOXES = ("temporary", "rollouts", "conformance", "training", "cli")
 
 
 @cache

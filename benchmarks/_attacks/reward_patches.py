@@ -497,6 +497,15 @@ def patches(tests: tuple[str, ...]) -> Mapping[str, RewardPatch]:
             + "chmod +x /tmp/git; cp /tmp/git $(command -v git) 2>/dev/null; mkdir -p ~/bin; cp /tmp/git ~/bin/; true"
         ),
         "broken_repository": RewardPatch("rm -rf .git; git init -q . ; git config core.worktree /; true"),
+        # more than Polar reads: an error instead of the reward 0 would take the failure out of the baseline
+        "deep_ignore_file": RewardPatch(
+            """python3 -c 'import os\nfor _ in range(1400): os.mkdir("d"); os.chdir("d")\nopen(".gitignore", "w")'"""
+        ),
+        "many_ignore_files": RewardPatch("for n in $(seq 100); do mkdir $n; truncate -s 1M $n/.gitignore; done"),
+        "long_paths": RewardPatch(
+            """python3 -c 'import os\nfor _ in range(10): os.mkdir("d" * 250); os.chdir("d" * 250)\n"""
+            """for n in range(25000): open(f"{n:0250}", "w")'"""
+        ),
         # Harbor
         "write_reward_files": append(WRITE_REWARDS, "_rewards()"),
         "write_reward_later": append(

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from polar_proxy.clean_git import CleanGitError, clean_git
+from polar_proxy.clean_git import CleanGitError, GitOutputTooLargeError, clean_git, run_clean_git
 from polar_proxy.rollouts.workspace import WorkspaceError, pack_files
 from polar_proxy.temporary import temporary_folder
 from sandboxes.base import Sandbox
@@ -29,6 +29,9 @@ _CHANGED_BYTES = 64 << 20
 """Limit of the sizes of all files that the agent added or changed."""
 _PATCH_BYTES = 32 << 20
 _IGNORE_FILE_BYTES = 1 << 20
+"""A larger .gitignore file is not obeyed."""
+_ALL_IGNORE_FILES_BYTES = 16 << 20
+"""Limit of the sizes of all .gitignore files that are obeyed."""
 _DIFF = (
     *("diff-tree", "-r", "-p", "--binary", "--full-index", "--no-color", "--no-ext-diff", "--no-textconv"),
     *("--no-renames", "--src-prefix=a/", "--dst-prefix=b/", "--diff-algorithm=myers", "--unified=3"),
@@ -80,33 +83,35 @@ async def read_patch(sandbox: Sandbox, base: BaseTree) -> tuple[bytes, str | Non
     except TreeTooLarge as error:
         return b"", str(error)
     try:
-        patch = await _diff(tree, base)
-        problem = f"the patch is larger than {_PATCH_BYTES >> 20} MiB" if len(patch) > _PATCH_BYTES else None
+        return await asyncio.to_thread(_diff, tree, base), None
     except TreeTooLarge as error:
-        patch, problem = b"", str(error)
+        return b"", str(error)
+    except GitOutputTooLargeError:
+        return b"", f"the patch is larger than {_PATCH_BYTES >> 20} MiB"
     except CleanGitError as error:
         await _check_repository(base)
-        patch, problem = b"", str(error)
+        return b"", str(error)
     finally:
         tree.close()
-    return (patch, None) if problem is None else (b"", problem)
 
 
-async def _diff(tree: SandboxTree, base: BaseTree) -> bytes:
-    before = await _base_files(base)
+def _diff(tree: SandboxTree, base: BaseTree) -> bytes:
+    """Return the changes as a binary diff. Blocking.
+
+    Raises `TreeTooLarge`, `GitOutputTooLargeError` for more than `_PATCH_BYTES`, and `CleanGitError`."""
+    before = _base_files(base)
     added = [path for path in tree.entries if path not in before]
-    ignored = set() if base.snapshot else await _ignored(added, tree, base, before)
-    changes = await asyncio.to_thread(_changes, tree, before, ignored)
+    ignored = set() if base.snapshot else _ignored(added, tree, base, before)
+    changes = _changes(tree, before, ignored)
     if not changes:
         return b""
-    await clean_git(
-        "fast-import", "--quiet", "--force", repository=base.repository, stdin=_import_commands(base.tree, changes)
-    )
-    return await clean_git(*_DIFF, base.tree, f"{_WORK}^{{tree}}", repository=base.repository)
+    commands = _import_commands(base.tree, changes)
+    run_clean_git("fast-import", "--quiet", "--force", repository=base.repository, stdin=commands)
+    return run_clean_git(*_DIFF, base.tree, f"{_WORK}^{{tree}}", repository=base.repository, output_limit=_PATCH_BYTES)
 
 
-async def _base_files(base: BaseTree) -> dict[bytes, BaseFile]:
-    listing = await clean_git("ls-tree", "-r", "-z", "-l", "--full-tree", base.tree, repository=base.repository)
+def _base_files(base: BaseTree) -> dict[bytes, BaseFile]:
+    listing = run_clean_git("ls-tree", "-r", "-z", "-l", "--full-tree", base.tree, repository=base.repository)
     files = {}
     for line in listing.split(b"\0")[:-1]:
         head, _, path = line.partition(b"\t")
@@ -116,20 +121,13 @@ async def _base_files(base: BaseTree) -> dict[bytes, BaseFile]:
     return files
 
 
-async def _ignored(
-    added: list[bytes], tree: SandboxTree, base: BaseTree, before: Mapping[bytes, BaseFile]
-) -> set[bytes]:
-    """Return those of the new files that the workspace's .gitignore files exclude."""
+def _ignored(added: list[bytes], tree: SandboxTree, base: BaseTree, before: Mapping[bytes, BaseFile]) -> set[bytes]:
+    """Return those of the new files that the workspace's .gitignore files exclude. Raises `TreeTooLarge`."""
     if not added:
         return set()
-    rules = {path: tree.read(path) for path in tree.entries if _is_ignore_file(path, tree)}
-    if b".gitignore" in before and not tree.covers(b".gitignore"):  # unchanged, so it was not read
-        rules[b".gitignore"] = await clean_git(
-            "cat-file", "blob", before[b".gitignore"].blob, repository=base.repository
-        )
     with temporary_folder() as folder:
-        await asyncio.to_thread(_write_files, folder, rules)
-        listing = await clean_git(
+        _write_files(folder, _ignore_files(tree, base, before))
+        listing = run_clean_git(
             *("check-ignore", "-z", "--stdin", "--no-index"),
             repository=base.repository,
             work_tree=folder,
@@ -139,16 +137,39 @@ async def _ignored(
     return {path.removeprefix(b"./") for path in listing.split(b"\0")[:-1]}
 
 
+def _ignore_files(tree: SandboxTree, base: BaseTree, before: Mapping[bytes, BaseFile]) -> dict[bytes, bytes]:
+    """Return path and content of each .gitignore file that is obeyed. Raises `TreeTooLarge`."""
+    paths = [path for path in tree.entries if _is_ignore_file(path, tree)]
+    if sum(tree.entries[path].size for path in paths) > _ALL_IGNORE_FILES_BYTES:
+        raise TreeTooLarge(f"the .gitignore files have more than {_ALL_IGNORE_FILES_BYTES >> 20} MiB")
+    rules = {path: tree.read(path) for path in paths}
+    if b".gitignore" in before and not tree.covers(b".gitignore"):  # unchanged, so it was not read
+        rules[b".gitignore"] = run_clean_git("cat-file", "blob", before[b".gitignore"].blob, repository=base.repository)
+    return rules
+
+
 def _is_ignore_file(path: bytes, tree: SandboxTree) -> bool:
     entry = tree.entries[path]
     return os.path.basename(path) == b".gitignore" and entry.mode != LINK and entry.size <= _IGNORE_FILE_BYTES
 
 
 def _write_files(folder: Path, files: Mapping[bytes, bytes]) -> None:
+    root = os.fsencode(folder)
+    made = {b""}
     for path, data in files.items():
-        file = folder / os.fsdecode(path)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(data)
+        _make_folders(root, os.path.dirname(path), made)
+        Path(folder, os.fsdecode(path)).write_bytes(data)
+
+
+def _make_folders(root: bytes, path: bytes, made: set[bytes]) -> None:
+    """Make a folder below `root` and its missing parents, which may be thousands, so one by one. Add them to `made`."""
+    missing = []
+    while path not in made:
+        missing.append(path)
+        path = os.path.dirname(path)
+    for folder in reversed(missing):
+        os.mkdir(os.path.join(root, folder))
+    made.update(missing)
 
 
 def _changes(
@@ -156,7 +177,7 @@ def _changes(
 ) -> dict[bytes, tuple[int, bytes] | None]:
     """Return mode and content of every file that was added or changed, and None for those that were deleted.
 
-    Blocking. Raises `TreeTooLarge`."""
+    Raises `TreeTooLarge`."""
     changes: dict[bytes, tuple[int, bytes] | None] = {}
     changed_bytes = 0
     for path, entry in tree.entries.items():
@@ -191,7 +212,7 @@ def _import_commands(tree: str, changes: Mapping[bytes, tuple[int, bytes] | None
 
 
 def _quoted(path: bytes) -> bytes:
-    return b'"' + b"".join(b"\\%03o" % byte for byte in path) + b'"'
+    return b'"' + path.replace(b"\\", b"\\\\").replace(b'"', b'\\"').replace(b"\n", b"\\n") + b'"'
 
 
 async def _check_repository(base: BaseTree) -> None:

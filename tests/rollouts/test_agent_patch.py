@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from polar_proxy.rewards.patches import changed_paths
-from polar_proxy.rollouts.agent_patch import read_patch, save_base
+from polar_proxy.rollouts.agent_patch import BaseTree, read_patch, save_base
 from polar_proxy.rollouts.task_sandboxes import TaskSandboxes
 from polar_proxy.rollouts.workspace import prepare_workspace
 from polar_proxy.tasks import Environment, Task
 from sandboxes import images, tree
-from sandboxes.base import SandboxKind
+from sandboxes.base import Sandbox, SandboxKind
 from sandboxes.choice import open_sandbox
+from tests.loop_watch import slowness, watched
 from tests.rewards.conftest import needs
 
 pytestmark = pytest.mark.slow
@@ -25,8 +28,9 @@ SNAPSHOT = replace(TASK, environment=Environment(snapshot=True))
 ALL_KINDS = [needs("process"), needs("bubblewrap"), needs("docker")]
 
 
-async def patch_of(kind: SandboxKind, script: str, task: Task = TASK) -> tuple[bytes, str | None]:
-    """Return the patch of an agent that runs the script."""
+@asynccontextmanager
+async def agent_ended(kind: SandboxKind, script: str, task: Task = TASK) -> AsyncIterator[tuple[Sandbox, BaseTree]]:
+    """Yield the sandbox of an agent that ran the script, and its base."""
     task_sandboxes = TaskSandboxes(kind)
     spec = await task_sandboxes.spec(task, memory_mb=1024, labels={})
     async with await open_sandbox(kind, spec) as sandbox:
@@ -34,6 +38,12 @@ async def patch_of(kind: SandboxKind, script: str, task: Task = TASK) -> tuple[b
         base = await save_base(sandbox, snapshot=task.environment.snapshot)
         done = await sandbox.exec(("sh", "-c", script), timeout=120)
         assert done.exit_code == 0, done.stderr
+        yield sandbox, base
+
+
+async def patch_of(kind: SandboxKind, script: str, task: Task = TASK) -> tuple[bytes, str | None]:
+    """Return the patch of an agent that runs the script."""
+    async with agent_ended(kind, script, task) as (sandbox, base):
         return await read_patch(sandbox, base)
 
 
@@ -78,8 +88,22 @@ async def test_an_agent_cannot_falsify_its_patch(kind: SandboxKind, trick: str) 
 async def test_what_counts_as_work(kind: SandboxKind) -> None:
     script = """mkdir out sub lib; echo 1 >out/a; echo 1 >a.o; echo 1 >lib/b.o; git init -q sub; echo 1 >sub/deep;
     chmod +x a.py; ln -s /etc/passwd link; ln -s link/none loop; mkfifo pipe; echo 1 >:magic; printf '\\0\\r\\n' >bin
-    : >empty; echo 1 >"$(printf 'n\\nl')"; echo 1 >"$(printf '\\377')"; echo 1 >lib/..x; ln lib/..x lib/hard"""
-    counted = {"a.py", "link", "loop", ":magic", "bin", "empty", "n\nl", "\\xff", "lib/..x", "lib/hard", "sub/deep"}
+    : >empty; echo 1 >"$(printf 'n\\nl')"; echo 1 >"$(printf '\\377')"; echo 1 >lib/..x; ln lib/..x lib/hard
+    echo 1 >'q"\\b'"""
+    counted = {
+        "a.py",
+        "link",
+        "loop",
+        ":magic",
+        "bin",
+        "empty",
+        "n\nl",
+        "\\xff",
+        "lib/..x",
+        "lib/hard",
+        "sub/deep",
+        'q"\\b',
+    }
     assert await paths_of(kind, script) == counted
     assert await paths_of(kind, script, SNAPSHOT) == counted | {"out/a", "a.o", "lib/b.o"}
     assert await paths_of(kind, "rm -rf b; ln -s /proc b; echo '!a.o' >>.gitignore; echo 1 >a.o") == {
@@ -97,8 +121,17 @@ async def test_what_counts_as_work(kind: SandboxKind) -> None:
         ("truncate -s 7G sparse", "MiB"),
         ("head -c 70000000 /dev/zero >large", "more than 64 MiB"),
         ("head -c 40000000 /dev/urandom >large", "larger than 32 MiB"),
+        (
+            "for n in $(seq 20); do mkdir $n; truncate -s 1M $n/.gitignore; done",
+            ".gitignore files have more than 16 MiB",
+        ),
+        (
+            'python3 -c \'import os\nfor _ in range(10): os.mkdir("d" * 250); os.chdir("d" * 250)\n'
+            'for n in range(25000): open(f"{n:0250}", "w")\'',
+            "paths of all files and folders have more than 64 MiB",
+        ),
     ],
-    ids=["deep", "many", "sparse", "large", "large-patch"],
+    ids=["deep", "many", "sparse", "large", "large-patch", "ignore-files", "long-paths"],
 )
 async def test_a_tree_beyond_the_limits_is_the_agents_fault(
     kind: SandboxKind, script: str, problem: str, monkeypatch: pytest.MonkeyPatch
@@ -108,6 +141,23 @@ async def test_a_tree_beyond_the_limits_is_the_agents_fault(
     patch, found = await patch_of(kind, script)
     assert patch == b""
     assert problem in (found or "")
+
+
+@pytest.mark.parametrize("kind", ALL_KINDS)
+async def test_obeys_an_ignore_file_below_a_thousand_folders(kind: SandboxKind) -> None:
+    nest = """python3 -c 'import os\nfor _ in range(1400): os.mkdir("d"); os.chdir("d")
+for name in "x.tmp", "y": open(name, "w")\nopen(".gitignore", "w").write("*.tmp")'"""
+    assert await paths_of(kind, nest) == {"d/" * 1400 + ".gitignore", "d/" * 1400 + "y"}
+
+
+async def test_reading_does_not_block_the_event_loop() -> None:
+    script = 'python3 -c \'import os\nfor n in range(20000): os.mkdir(str(n)); open(f"{n}/.gitignore", "w")\''
+    async with agent_ended("process", script) as (sandbox, base):
+        with watched() as watch:
+            patch, problem = await read_patch(sandbox, base)
+    assert problem is None
+    assert patch.count(b"diff --git a/") == 20_000
+    assert watch.worst_work < 0.05 * slowness()
 
 
 async def test_files_that_nobody_may_read_are_read(tmp_path: Path) -> None:
