@@ -29,7 +29,8 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 @pytest.mark.parametrize("db", ["sqlite", pytest.param("postgresql", marks=needs_postgres)])
 def test_records_every_call_once_and_holds_its_descriptors(db: str) -> None:
     found = soak("--db", db, "--open", "40")
-    assert [line for line in found["broken"] if not line.startswith("memory")] == []
+    # So short a run ends before the caches are full, and on a shared machine its times say nothing.
+    assert [line for line in found["broken"] if not line.startswith(("memory", "p99"))] == []
     assert found["answered"] == found["stored"]["ok"] == 6000
     assert found["open_at_once"] == 40
     assert min(found["faults_of_clients"].values()) > 0
