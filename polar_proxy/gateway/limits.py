@@ -3,7 +3,7 @@
 * The head of a request (URL and headers) is bounded in size, in its number of headers, and in the time that it takes.
 * A body is bounded in size, in time, and in how slowly it may come. Chunk sizes and trailers are
   bounded like a head.
-* What of one connection is parsed in one turn of the event loop is bounded, however small its headers and chunks are.
+* One connection is parsed for a bounded part of each turn of the event loop, however small its headers and chunks are.
 * A client that stops reading its answer is disconnected, so that its call ends.
 * Connections are bounded. If there are too many, the one that has waited longest for the head of a request is closed,
   so that unfinished connections cannot keep others out. If all of them are being answered, the new one is refused.
@@ -248,7 +248,7 @@ class LimitedHttpProtocol(LimitedConnection, HttpToolsProtocol):
         super().on_message_complete()
 
     def handle_websocket_upgrade(self) -> None:
-        self.closing = True  # this protocol: another one goes on with the connection
+        self.closing = True  # the WebSocket protocol takes over the connection, so nothing more is parsed here
         self._set_timer(None)
         self.connections_of_listener.remove(self)
         super().handle_websocket_upgrade()
