@@ -306,7 +306,6 @@ def _two(values: Sequence[float]) -> dict[str, float]:
 
 
 def run_one(case: Case) -> dict[str, Any]:
-    logging.getLogger("polar_proxy").setLevel(logging.ERROR)
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(simulate(case, AgentModel(), EngineModel()))
 
@@ -362,6 +361,7 @@ def main() -> int:
     parser.add_argument("--at-once", type=int, default=2, help="simulations at a time, each in a process")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    logging.getLogger("polar_proxy").setLevel(logging.ERROR)  # a line for each stage of 10,000 rollouts is no progress
     if arguments.one:
         case = json.loads(arguments.one)
         print(json.dumps(run_one(Case(**{**case, "setting": Setting(**case["setting"])}))))
