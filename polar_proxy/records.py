@@ -1,4 +1,4 @@
-"""Sessions, calls, rollouts, jobs and keys as the API and the reading commands show them."""
+"""Sessions, calls, rollouts, groups, jobs and keys as the API and the reading commands show them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from polar_proxy import api_models as m
 from polar_proxy.errors import UsageError
-from polar_proxy.store import Store
+from polar_proxy.store import RolloutRow, Store
 from polar_proxy.types import CallRecord, Message
 
 if TYPE_CHECKING:
@@ -67,6 +67,19 @@ async def rollouts_of_job(store: Store, job_id: str) -> m.RolloutList | None:
     if await store.jobs.get(job_id) is None:
         return None
     return m.RolloutList(rollouts=convert_all(m.Rollout, await store.rollouts.find(job_id=job_id)))
+
+
+async def find_group(store: Store, group_id: str) -> m.GroupDetail | None:
+    """Return a group with its rollouts; None if there is no such group."""
+    row = await store.groups.get(group_id)
+    if row is None:
+        return None
+    return convert(m.GroupDetail, row, rollouts=convert_all(m.Rollout, await rollouts_of_group(store, group_id)))
+
+
+async def rollouts_of_group(store: Store, group_id: str) -> list[RolloutRow]:
+    """Return the rows of a group's rollouts, in the order of the group."""
+    return sorted(await store.rollouts.find(group_id=group_id), key=lambda row: row.group_index)
 
 
 async def list_keys(store: Store) -> m.KeyList:

@@ -10,7 +10,7 @@ import secrets
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:  # importing numpy takes a fifth of the time of a command that reads no tokens
@@ -120,6 +120,10 @@ class Sampling:
     """The client requests log-probabilities, so events carry `tokens`. Log-probabilities are recorded in any case."""
     top_logprobs: int = 0
     """Number of alternatives per token that the client requests (`SampleEvent.top`)."""
+
+
+SAMPLING_FIELDS = tuple(one.name for one in fields(Sampling))
+"""Names of the sampling parameters."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,7 +66,7 @@ WITHOUT_EFFECT: Mapping[str, Mapping[str, str]] = {
         "reasoning.summary": "the whole reasoning is sent",
         "safety_identifier": "the response repeats it",
         "service_tier": "the response repeats it",
-        "stream_options": "it hides the padding of the provider's streams, and there is none here",
+        "stream_options": "it turns off the padding of streams, and Polar's streams have no padding",
         "text.verbosity": "open models have no setting for it",
         "truncation": "a prompt that is too long is refused; the response repeats the field",
         "user": "the response repeats it",

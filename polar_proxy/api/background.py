@@ -15,14 +15,13 @@ from typing import Self
 import httpx
 
 from polar_proxy import __version__, webhooks
-from polar_proxy.api import serializers
 from polar_proxy.api.callback_transport import PublicTransport
 from polar_proxy.api.context import ApiContext, require, write_private
 from polar_proxy.api_models import CallbackPayload
 from polar_proxy.config import ApiSettings, Settings
 from polar_proxy.errors import ApiError, StoreError
 from polar_proxy.gateway.health import OutageLog
-from polar_proxy.records import find_job
+from polar_proxy.records import find_group, find_job
 from polar_proxy.store import Store
 from polar_proxy.store.service.job_events import CallbackRow
 from polar_proxy.types import Json
@@ -178,7 +177,8 @@ class CallbackSender:
     async def _body(self, row: CallbackRow) -> str:
         """Return the callback's JSON body. Raises ApiError if the group or job no longer exists."""
         if row.group_id is not None:
-            data: Json = (await serializers.group_detail(self._store, row.group_id)).model_dump(mode="json")
+            group = await require("group", row.group_id, find_group(self._store, row.group_id))
+            data: Json = group.model_dump(mode="json")
         else:
             data = (await require("job", row.job_id, find_job(self._store, row.job_id))).model_dump(mode="json")
         return CallbackPayload(type=row.kind, timestamp=row.created_at, data=data).model_dump_json()

@@ -10,10 +10,9 @@ from fastapi.responses import StreamingResponse
 
 from polar_proxy import api_models as m
 from polar_proxy.api.context import ApiContext, Routers, not_found, require
-from polar_proxy.api.serializers import group_detail, group_rollouts
 from polar_proxy.errors import UsageError
 from polar_proxy.export.exporter import rollout_lines
-from polar_proxy.records import convert, convert_all
+from polar_proxy.records import convert, convert_all, find_group, rollouts_of_group
 from polar_proxy.rollout_spec import whole_distribution
 from polar_proxy.sessions.identity import hash_key, new_key
 from polar_proxy.store import RolloutRow, Store
@@ -40,7 +39,7 @@ def add_routes(routers: Routers, context: ApiContext) -> None:
     @trainer.get("/groups/{group_id}", tags=["groups"])
     async def get_group(group_id: GroupId) -> m.GroupDetail:
         """Return a group with all its rollouts, including those without traces, whose rewards count in the baseline."""
-        return await group_detail(store, group_id)
+        return await require("group", group_id, find_group(store, group_id))
 
     @trainer.get("/groups/{group_id}/trajectories", tags=["groups"], response_class=StreamingResponse, responses=_ROWS)
     async def group_trajectories(
@@ -49,7 +48,7 @@ def add_routes(routers: Routers, context: ApiContext) -> None:
         """Return one row for each trace of the group's ended rollouts, rollout by rollout."""
         _check_builder(builder)
         await require("group", group_id, store.groups.get(group_id))
-        rows = await group_rollouts(store, group_id)
+        rows = await rollouts_of_group(store, group_id)
         return StreamingResponse(_lines(store, rows, builder, all_grades), media_type=m.NDJSON)
 
     @trainer.get("/rollouts", tags=["rollouts"])

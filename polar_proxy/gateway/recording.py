@@ -7,7 +7,7 @@ import logging
 import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -26,7 +26,16 @@ from polar_proxy.sessions.registry import SessionRegistry
 from polar_proxy.sessions.state import SessionState
 from polar_proxy.store import Store
 from polar_proxy.store.database import StoreUncertainError
-from polar_proxy.types import CallRecord, CallStatus, Choice, EngineInfo, EngineRequest, Json, Sampling, TokenIds
+from polar_proxy.types import (
+    SAMPLING_FIELDS,
+    CallRecord,
+    CallStatus,
+    Choice,
+    EngineInfo,
+    EngineRequest,
+    Json,
+    TokenIds,
+)
 
 log = logging.getLogger(__name__)
 
@@ -303,7 +312,6 @@ _REPLACED = (
     *("temperature", "top_p", "top_k", "min_p", "seed"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
 )
-_FIELDS = tuple(field.name for field in fields(Sampling))
 
 
 def apply_policy(request: EngineRequest, policy: Json) -> EngineRequest:
@@ -327,7 +335,7 @@ def recorded_sampling(request: EngineRequest, engine: EngineInfo, past_reasoning
     `constrained` is added if the request demanded a tool call or a certain form of the answer. It is True if the engine
     enforced this by a grammar, else False. The setting `past_reasoning` is added if it had an effect on the prompt.
     """
-    sent = {name: value for name in _FIELDS if (value := getattr(request.sampling, name)) not in (None, ())}
+    sent = {name: value for name in SAMPLING_FIELDS if (value := getattr(request.sampling, name)) not in (None, ())}
     constrained = is_constrained(request, engine)
     if constrained is not None:
         sent["constrained"] = constrained

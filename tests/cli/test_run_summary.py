@@ -14,38 +14,15 @@ from polar_proxy.cli.output import RolloutProgressView
 from polar_proxy.cli.run_summary import next_steps, print_run
 from polar_proxy.store import RolloutRow
 from tests.factories import call_record
+from tests.training.group_factories import rollout
 
-ROW = RolloutRow(
-    rollout_id="roll_0",
-    group_id="group_0",
+ROW = replace(
+    rollout(0, 0.0),
     task_id="swe-task-0",
-    group_index=0,
-    session_id="sess_0",
-    status="done",
-    incomplete=False,
-    reward=0.0,
-    exit_code=0,
-    error=None,
-    sandbox="process",
     harness="mini-swe-agent",
     engine="local transformers 5",
     model="polar-tiny",
     seed=7,
-    config={},
-    owner_host=None,
-    owner_pid=None,
-    created_at=0.0,
-    started_at=1.0,
-    ended_at=2.0,
-    job_id=None,
-    attempt=1,
-    cause=None,
-    masked=False,
-    calls=3,
-    prompt_tokens=9,
-    completion_tokens=5,
-    traces=1,
-    trained_tokens=5,
 )
 
 

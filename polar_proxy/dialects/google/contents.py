@@ -181,7 +181,7 @@ class _ContentReader:
                 self._model_part(self._open_turn(), part, part_path, generated_id)
 
     def _open_turn(self) -> _ModelTurn:
-        """Return the model's turn, and begin one if there is none."""
+        """Return the model's open turn; begin one if none is open."""
         if self.turn is None:
             self.turn = _ModelTurn()
             self.open_calls = []

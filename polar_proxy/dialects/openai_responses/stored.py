@@ -7,7 +7,7 @@ the texts of single tokens. The stream has each text in one piece.
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import orjson
 
@@ -15,9 +15,7 @@ from polar_proxy.dialects import parse_recorded
 from polar_proxy.dialects.base import Answer, AnswerChoice
 from polar_proxy.dialects.openai_responses.encoder import ResponsesEncoder
 from polar_proxy.dialects.openai_responses.items import input_item_id, listed_item
-from polar_proxy.types import ANSWERED, CallRecord, Json, Sampling
-
-_SAMPLING = tuple(field.name for field in fields(Sampling))
+from polar_proxy.types import ANSWERED, SAMPLING_FIELDS, CallRecord, Json, Sampling
 
 
 def response_object(call: CallRecord) -> bytes:
@@ -46,7 +44,7 @@ def response_events(call: CallRecord, starting_after: int | None) -> bytes:
 
 def _encoder(call: CallRecord) -> ResponsesEncoder:
     parsed = parse_recorded(call)
-    sampling = Sampling(**{name: call.sampling[name] for name in _SAMPLING if name in call.sampling})
+    sampling = Sampling(**{name: call.sampling[name] for name in SAMPLING_FIELDS if name in call.sampling})
     sampled = replace(parsed.requests[0], model=call.model, sampling=sampling)
     encoder = parsed.encoder(call.call_id, int(call.started_at), sampled=sampled)
     assert isinstance(encoder, ResponsesEncoder)
