@@ -1,7 +1,7 @@
 """Render a model's chat template in this process, as Transformers and vLLM do.
 
 `ModelFiles` are the template, special tokens and tokenizer of a model's folder. Nothing here proves that a server uses
-the same ones; `vllm/local_rendering.py` does.
+the same ones; `local_rendering.py` does.
 """
 
 from __future__ import annotations
