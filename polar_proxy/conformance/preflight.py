@@ -251,7 +251,7 @@ async def _engine(settings: Settings) -> list[InstallCheck]:
     except PolarError as error:
         return [InstallCheck("engine", "failed", str(error), "start the server, or correct --engine-url")]
     works = "turns begin with the exact tokens of the turn before"
-    remedy = None
+    remedy = ""
     if info.engine == "vllm":
         remedy = "`polar doctor serve MODEL` prints the command that serves this model with parsers for its answers"
     continuation = InstallCheck("continue mode", "missing" if problem else "ok", problem or works, remedy)

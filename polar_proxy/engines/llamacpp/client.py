@@ -176,7 +176,7 @@ def sampling_body(sampling: Sampling, seed: int, context: int, room: int) -> Jso
         "dynatemp_range": 0.0,
         "mirostat": 0,
         "min_keep": 0,
-        "logit_bias": [[_token(key), float(bias)] for key, bias in (sampling.logit_bias or {}).items()],
+        "logit_bias": [[int(key), float(bias)] for key, bias in (sampling.logit_bias or {}).items()],
         "seed": seed % _SEEDS,
         "n_predict": room if sampling.max_tokens is None else min(sampling.max_tokens, room),
         "n_probs": max(sampling.top_logprobs, 1),
@@ -192,12 +192,6 @@ def stream_fields(prompt: Sequence[int]) -> Json:
     tags = [THINK, END_THINK, CALL, END_CALL]
     fields = {"stream": True, "return_tokens": True, "cache_prompt": True, "preserved_tokens": tags}
     return {"prompt": list(prompt), **fields}
-
-
-def _token(key: str) -> int:
-    if not key.isdecimal():
-        raise RequestError("logit_bias must have token ids as keys.", param="logit_bias")
-    return int(key)
 
 
 def _conversation(request: ChatRequest, generation: bool) -> Json:

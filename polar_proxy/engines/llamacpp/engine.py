@@ -47,7 +47,7 @@ _FINISH = {"eos": "stop", "word": "stop", "limit": "length"}
 
 
 @dataclass(slots=True)
-class _AnswerState:
+class AnswerState:
     """One choice while it is sampled."""
 
     index: int
@@ -150,7 +150,7 @@ class LlamaCppEngine(ServerEngine):
         seed = secrets.randbits(31) if sampling.seed is None else sampling.seed
         parsers = [await self._parser(request, ids) for _ in range(sampling.n)]
         answers = [
-            _AnswerState(index, ids, sampling, StopStrings(sampling.stop), parser, seed + index)
+            AnswerState(index, ids, sampling, StopStrings(sampling.stop), parser, seed + index)
             for index, parser in enumerate(parsers)
         ]
         first = True
@@ -170,27 +170,27 @@ class LlamaCppEngine(ServerEngine):
         limit, param = self.info.context_length, "messages" if isinstance(request, ChatRequest) else "prompt"
         if isinstance(request, ChatRequest) and uses_tools(request) and "tools" not in self.info.capabilities:
             raise RequestError(f"Polar cannot read this model's tool calls: {self.model.problem}", param="tools")
-        outside = [key for key in request.sampling.logit_bias or {} if not 0 <= int(key) < self.model.vocabulary.size]
-        if outside:
-            raise RequestError(f"logit_bias has ids outside of the vocabulary: {outside[0]}.", param="logit_bias")
+        size = self.model.vocabulary.size
+        if not all(key.isdecimal() and int(key) < size for key in request.sampling.logit_bias or ()):
+            raise RequestError(f"logit_bias must have token ids from 0 to {size - 1} as keys.", param="logit_bias")
         if not ids:
             raise RequestError("The prompt is empty.", param="prompt")
         if len(ids) >= limit:
             text = f"This model's maximum context length is {limit} tokens. However, your request has {len(ids)}."
             raise RequestError(text, param=param, code="context_length_exceeded")
 
-    async def _answer(self, answer: _AnswerState) -> AsyncGenerator[SampleEvent, None]:
+    async def _answer(self, answer: AnswerState) -> AsyncGenerator[SampleEvent, None]:
         """Yield one choice, whose sampling begins again after each gap in the server's stream."""
         while not answer.finished:
             async with aclosing(self._stream(answer)) as events:
                 async for event in events:
                     yield event
 
-    def _is_full(self, answer: _AnswerState) -> bool:
+    def _is_full(self, answer: AnswerState) -> bool:
         room = self.info.context_length - len(answer.prompt)
         return len(answer.ids) >= min(room, answer.sampling.max_tokens or room)
 
-    def _body(self, answer: _AnswerState) -> Json:
+    def _body(self, answer: AnswerState) -> Json:
         prompt = [*answer.prompt, *answer.ids]
         context = self.info.context_length
         sampling, sampled = answer.sampling, len(answer.ids)
@@ -199,7 +199,7 @@ class LlamaCppEngine(ServerEngine):
         seed = answer.seed + (answer.gaps << 16)
         return {**stream_fields(prompt), **sampling_body(sampling, seed, context, context - len(prompt))}
 
-    async def _stream(self, answer: _AnswerState) -> AsyncGenerator[SampleEvent, None]:
+    async def _stream(self, answer: AnswerState) -> AsyncGenerator[SampleEvent, None]:
         """Yield what the server samples up to the end of the answer, or up to the character after a gap."""
         body, before = self._body(answer), len(answer.ids)
         async with aclosing(self.client.chunks(body)) as chunks:
@@ -220,7 +220,7 @@ class LlamaCppEngine(ServerEngine):
                 raise AssertionError("the last chunk finishes the answer")
         yield self._event(answer, [*await self._recovered(answer, spelling, chunk), token], chunk)
 
-    def _spelling(self, answer: _AnswerState, missing: int, token: SampledToken, chunk: Json) -> list[int] | None:
+    def _spelling(self, answer: AnswerState, missing: int, token: SampledToken, chunk: Json) -> list[int] | None:
         """Return the ids that are missing before `token`; None if they are not certain."""
         text = chunk["content"].encode()
         if UNKNOWN_ID in answer.ids or "\ufffd" in chunk["content"] or not text.endswith(token.data):
@@ -228,7 +228,7 @@ class LlamaCppEngine(ServerEngine):
         spellings = self.model.vocabulary.spellings(text[: len(text) - len(token.data)], missing)
         return spellings[0] if len(spellings) == 1 else None
 
-    async def _recovered(self, answer: _AnswerState, spelling: list[int], chunk: Json) -> list[SampledToken]:
+    async def _recovered(self, answer: AnswerState, spelling: list[int], chunk: Json) -> list[SampledToken]:
         """Return the missing tokens with their log-probabilities. The slot that sampled them has the prompt cached."""
         answer.gaps += 1
         prompt, out = [*answer.prompt, *answer.ids], []
@@ -238,7 +238,7 @@ class LlamaCppEngine(ServerEngine):
             prompt.append(token_id)
         return out
 
-    def _event(self, answer: _AnswerState, tokens: Sequence[SampledToken], chunk: Json) -> SampleEvent:
+    def _event(self, answer: AnswerState, tokens: Sequence[SampledToken], chunk: Json) -> SampleEvent:
         answer.ids += [token.token_id for token in tokens]
         text, finish, stopped = answer.stops.feed(chunk["content"]), None, None
         if answer.stops.stopped_at is not None:

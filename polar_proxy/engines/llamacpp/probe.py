@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import math
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from polar_proxy.engines.llamacpp.client import (
     sampling_body,
     stream_fields,
 )
-from polar_proxy.engines.logprobs import logprob_mode
+from polar_proxy.engines.logprobs import ALTERNATIVES, logprob_mode
 from polar_proxy.engines.openai_stream import parse_json
 from polar_proxy.errors import EngineError, PolarError, RequestError
 from polar_proxy.types import ChatRequest, EngineInfo, Json, Message, SampleEvent, Sampling, ToolCall
@@ -158,10 +159,10 @@ async def _require_modes(client: LlamaCppClient, prompt: Sequence[int]) -> None:
     for post, expected in ((True, "processed"), (False, "raw")):
         rows = []
         for temperature in (1.0, 2.0):
-            sampling = Sampling(temperature=temperature, max_tokens=1, top_logprobs=5)
+            sampling = Sampling(temperature=temperature, max_tokens=1, top_logprobs=ALTERNATIVES)
             body = sampling_body(sampling, seed=1, context=_ROOM, room=_ROOM) | {"post_sampling_probs": post}
             chunks = [chunk async for chunk in client.chunks({**stream_fields(prompt), **body})]
-            token = sampled_token(chunks[0], 5, client.name)
+            token = sampled_token(chunks[0], ALTERNATIVES, client.name)
             rows.append({str(other.token_id): other.logprob for other in token.top} if token else {})
         try:
             found = logprob_mode(*rows)
@@ -203,8 +204,8 @@ async def _tools_problem(client: LlamaCppClient, source: str) -> str | None:
     answer = written[: written.rindex("</tool_call>") + len("</tool_call>")] if "</tool_call>" in written else written
     parser = HermesParser(tools=True, reasoning=reasoning_kind(source, opened))
     read = parser.parse(SampleEvent(text=answer, finish_reason="stop"))
-    calls = [(call.name, call.arguments) for call in read.tool_calls]
-    if [(call.name, call.arguments) for call in _CALLS] != calls:
+    calls = [(call.name, json.loads(call.arguments)) for call in read.tool_calls]
+    if [(call.name, json.loads(call.arguments)) for call in _CALLS] != calls:
         return (
             "its chat template writes tool calls in another form than Hermes (<tool_call>{...}</tool_call>). Serve the "
             "model with vLLM, whose parsers Polar can use, or record text only with --engine openai."
