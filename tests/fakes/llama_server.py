@@ -97,6 +97,9 @@ class FakeLlama:
     def __post_init__(self) -> None:
         self._template = FakeVllm(limits=self.limits)
         self._planned: list[int] = []
+        """The prompt and the answer of the latest scripted answer."""
+        self._answered = 0
+        """Length of this prompt."""
         self.url = ""
 
     def script(self, *answers: str | list[int] | Fault) -> None:
@@ -147,13 +150,14 @@ class FakeLlama:
         planned: str | list[int] | Fault | None = None
         if body.get("stream"):
             self.bodies.append(body)
-            planned = self.scripted.popleft() if self.scripted else None
+            if self.scripted and not self._resumes(body["prompt"]):
+                planned = self.scripted.popleft()
         if isinstance(planned, Fault):
             error = {"code": planned.status, "message": planned.message, "type": "invalid_request_error"}
             return web.json_response({"error": error}, status=planned.status or 500)
         if planned is not None:
             tokens = [*tokenized(planned), END] if isinstance(planned, str) else planned
-            self._planned = [*body["prompt"], *tokens]
+            self._planned, self._answered = [*body["prompt"], *tokens], len(body["prompt"])
         chunks, tokens = self.chunks(body)
         if not body.get("stream"):
             entries = [entry for chunk in chunks for entry in chunk.get("completion_probabilities", ())]
@@ -169,6 +173,10 @@ class FakeLlama:
             self.aborted += 1
             raise
         return response
+
+    def _resumes(self, prompt: list[int]) -> bool:
+        """Return whether a prompt ends within the latest scripted answer."""
+        return self._answered < len(prompt) < len(self._planned) and self._planned[: len(prompt)] == prompt
 
     def chunks(self, body: Json) -> tuple[list[Json], list[int]]:
         """Return the chunks of an answer, of which the last one ends it, and its tokens.

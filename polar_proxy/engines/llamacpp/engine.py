@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import nan
 from types import TracebackType
 
@@ -148,10 +149,10 @@ class LlamaCppEngine(ServerEngine):
             ids = list(request.prompt)
         self._check(request, ids)
         seed = secrets.randbits(31) if sampling.seed is None else sampling.seed
-        parsers = [await self._parser(request, ids) for _ in range(sampling.n)]
+        new_parser = await self._parser_factory(request, ids)
         answers = [
-            AnswerState(index, ids, sampling, StopStrings(sampling.stop), parser, seed + index)
-            for index, parser in enumerate(parsers)
+            AnswerState(index, ids, sampling, StopStrings(sampling.stop), new_parser and new_parser(), seed + index)
+            for index in range(sampling.n)
         ]
         first = True
         async with aclosing(_together([self._answer(answer) for answer in answers])) as events:
@@ -159,11 +160,11 @@ class LlamaCppEngine(ServerEngine):
                 yield replace(event, prompt_ids=ids) if first else event
                 first = False
 
-    async def _parser(self, request: EngineRequest, prompt: Sequence[int]) -> HermesParser | None:
+    async def _parser_factory(self, request: EngineRequest, prompt: Sequence[int]) -> Callable[[], HermesParser] | None:
         if not isinstance(request, ChatRequest):
             return None
         reasoning = reasoning_kind(self.model.template_source, await self.decode(prompt[-_PROMPT_TAIL:]))
-        return HermesParser(tools=uses_tools(request), reasoning=reasoning)
+        return partial(HermesParser, tools=uses_tools(request), reasoning=reasoning)
 
     def _check(self, request: EngineRequest, ids: Sequence[int]) -> None:
         """Raise RequestError if the request cannot be served."""
@@ -185,10 +186,6 @@ class LlamaCppEngine(ServerEngine):
             async with aclosing(self._stream(answer)) as events:
                 async for event in events:
                     yield event
-
-    def _is_full(self, answer: AnswerState) -> bool:
-        room = self.info.context_length - len(answer.prompt)
-        return len(answer.ids) >= min(room, answer.sampling.max_tokens or room)
 
     def _body(self, answer: AnswerState) -> Json:
         prompt = [*answer.prompt, *answer.ids]
@@ -218,7 +215,10 @@ class LlamaCppEngine(ServerEngine):
                     break
             else:
                 raise AssertionError("the last chunk finishes the answer")
-        yield self._event(answer, [*await self._recovered(answer, spelling, chunk), token], chunk)
+        tokens = [*await self._recovered(answer, spelling, chunk), token]
+        room = self.info.context_length - len(answer.prompt)
+        full = len(answer.ids) + len(tokens) >= min(room, answer.sampling.max_tokens or room)
+        yield self._event(answer, tokens, chunk, full=full)
 
     def _spelling(self, answer: AnswerState, missing: int, token: SampledToken, chunk: Json) -> list[int] | None:
         """Return the ids that are missing before `token`; None if they are not certain."""
@@ -238,14 +238,17 @@ class LlamaCppEngine(ServerEngine):
             prompt.append(token_id)
         return out
 
-    def _event(self, answer: AnswerState, tokens: Sequence[SampledToken], chunk: Json) -> SampleEvent:
+    def _event(
+        self, answer: AnswerState, tokens: Sequence[SampledToken], chunk: Json, *, full: bool = False
+    ) -> SampleEvent:
+        """Return the event of a chunk with these tokens; with `full` the answer ends there, by its length."""
         answer.ids += [token.token_id for token in tokens]
         text, finish, stopped = answer.stops.feed(chunk["content"]), None, None
         if answer.stops.stopped_at is not None:
             finish, stopped = "stop", answer.stops.stopped_at
         elif chunk["stop"]:
             finish, stopped = _FINISH[chunk["stop_type"]], chunk["stopping_word"] or None
-        elif answer.gaps and self._is_full(answer):
+        elif full:
             finish = "length"
         if finish is not None and answer.stops.stopped_at is None:
             text += answer.stops.close()
@@ -259,7 +262,7 @@ class LlamaCppEngine(ServerEngine):
             tokens=tuple(token.text for token in tokens) if shown else (),
             top=tuple(token.top for token in tokens) if answer.sampling.top_logprobs else (),
             finish_reason=finish,
-            cached_tokens=(chunk.get("timings") or {}).get("cache_n") if finish else None,
+            cached_tokens=(chunk.get("timings") or {}).get("cache_n") if finish and not answer.gaps else None,
             stop_sequence=stopped,
         )
         return event if answer.parser is None else answer.parser.parse(event)
