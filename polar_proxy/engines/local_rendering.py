@@ -10,11 +10,11 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, get_args
 
 import orjson
 
-from polar_proxy.engines.chat_template import MessageForm, ModelTemplate
+from polar_proxy.engines.chat_template import MessageForm, ModelTemplate, ToolForm
 from polar_proxy.errors import RequestError
 from polar_proxy.offload import OffloadThread
 from polar_proxy.types import ChatRequest, Message, ToolCall
@@ -26,10 +26,10 @@ _LARGE_TEXT = 16_384
 """Characters from which on a text is encoded in a thread."""
 _KEPT_PROOFS = 1024
 _FORMS = tuple(
-    MessageForm(parts, complete, drops)
+    MessageForm(parts, tools, drops)
     for drops in (False, True)
     for parts in (False, True)
-    for complete in (True, False)
+    for tools in get_args(ToolForm)
 )
 _ROLES = frozenset({"system", "user", "assistant", "tool"})
 _TOOL = {

@@ -34,8 +34,10 @@ FINISH_SECONDS = 1.0
 class OpenAIClient:
     """Connections to one server. Every error it raises is an `EngineError` or a `RequestError`."""
 
-    def __init__(self, url: str, api_key: str | None = None) -> None:
-        """`url` is the server's root, with or without `/v1`; `api_key` is sent as a bearer token."""
+    def __init__(self, url: str, api_key: str | None = None, *, keep_alive: bool = True) -> None:
+        """`url` is the server's root, with or without `/v1`; `api_key` is sent as a bearer token.
+
+        `keep_alive=False` opens a connection for each request."""
         if not url.startswith(("http://", "https://")):
             raise RequestError(f"The engine's URL must begin with http:// or https://, got {url!r}.")
         self.url = url.rstrip("/").removesuffix("/v1")
@@ -45,6 +47,8 @@ class OpenAIClient:
         self.name = f"The engine at {self.url}"
         """Name of the server in error messages."""
         headers = {"content-type": "application/json", "accept": "*/*", "user-agent": "polar-proxy"}
+        if not keep_alive:
+            headers["connection"] = "close"
         if api_key:
             headers["authorization"] = f"Bearer {api_key}"
         try:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 
-from polar_proxy.engines.chat_template import MessageForm, ModelFiles
+from polar_proxy.engines.chat_template import MessageForm, ModelFiles, ToolForm
 from polar_proxy.engines.factory import POLAR_TINY
 from polar_proxy.engines.local_rendering import LocalRenderer
 from polar_proxy.types import ChatRequest, Message
@@ -38,9 +39,9 @@ class Server:
 
 
 @pytest.mark.parametrize("drops", [False, True])
-@pytest.mark.parametrize("complete", [False, True])
-async def test_texts_have_the_servers_ids(drops: bool, complete: bool) -> None:
-    server = Server(MessageForm(complete_tools=complete, drops_billing_line=drops))
+@pytest.mark.parametrize("tools", get_args(ToolForm))
+async def test_texts_have_the_servers_ids(drops: bool, tools: ToolForm) -> None:
+    server = Server(MessageForm(tools=tools, drops_billing_line=drops))
     renderer = await server.find()
     for system in (BILLED, replace(BILLED, content=[{"type": "text", "text": BILLED.content}])):
         request = ChatRequest("m", (system, Message("user", "Hello.")), tools=(LOOK,))

@@ -54,7 +54,10 @@ class Vocabulary:
 
 
 class LlamaCppClient(OpenAIClient):
-    """A llama-server."""
+    """A llama-server. It closes a connection after a stream without saying so, so connections are not used again."""
+
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        super().__init__(url, api_key, keep_alive=False)
 
     async def apply_template(self, request: ChatRequest, *, generation: bool = True) -> str:
         """Return the conversation as the server's template renders it. Raises RequestError if it refuses."""
