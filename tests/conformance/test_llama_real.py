@@ -38,7 +38,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def url(model_dir: Path) -> Iterator[str]:
-    yield from serve_llama(model_dir, "-c", "262144", "-np", "2")
+    yield from serve_llama(model_dir, "-c", "262144", "-np", "2", "-t", "1")
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from polar_proxy.engines.factory import POLAR_TINY
 from polar_proxy.engines.llamacpp import LlamaCppEngine
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.by_command, pytest.mark.asyncio(loop_scope="module"), 
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    yield from serve_llama(POLAR_TINY, "-c", "32768", "-np", "4")
+    yield from serve_llama(POLAR_TINY, "-c", "32768", "-np", "4", "-t", "1")
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +41,12 @@ async def engine(url: str) -> AsyncIterator[LlamaCppEngine]:
 
 class TestContract(EngineContract):
     tail_may_be_lost = True
+
+    @pytest.fixture(name="special_ids")
+    def _special_ids(self, model_dir: Path) -> frozenset[int]:
+        """The control tokens: the tokenizer's own list lacks `<|im_start|>`."""
+        added = AutoTokenizer.from_pretrained(model_dir).added_tokens_decoder
+        return frozenset(token_id for token_id, token in added.items() if token.special)
 
 
 class TestContinuation(ContinuationContract):
