@@ -69,7 +69,8 @@ async def test_continued_sessions_have_no_splits_and_pass_an_audit(
     largest = max(float(values.max()) for one in audits for values in one.differences.values())
     print(
         f"{harness} {mode}: {row.calls} calls, {row.continued} continued, {row.drifted} splits by drift, "
-        f"{len(traces)} traces, {sum(one.tokens for one in audits)} tokens, largest difference {largest:.1e}"
+        f"{len(traces)} traces, {sum(one.tokens for one in audits)} tokens, largest difference "
+        f"{largest:.1e}, {row.reasons}"
     )
     assert largest < 1e-3
     if mode == "continue":

@@ -169,9 +169,12 @@ class FakeLlama:
             for chunk in chunks:
                 await asyncio.sleep(self.delay)
                 await response.write(sse(chunk))
+            await response.write_eof()
         except (asyncio.CancelledError, ConnectionError):
             self.aborted += 1
             raise
+        assert request.transport is not None
+        request.transport.close()  # as llama-server does, without a header that says so
         return response
 
     def _resumes(self, prompt: list[int]) -> bool:
@@ -198,6 +201,7 @@ class FakeLlama:
                 sent = len(data)
                 ids_ = {} if "no_ids" in self.limits else {"tokens": [token]}
                 probabilities = {} if "no_probs" in self.limits else {"completion_probabilities": [entry]}
+                entry |= {"token": text, "bytes": list(text.encode())}  # not only the token's own
                 chunk = {"content": text, "tokens": [], "stop": False, "tokens_predicted": number, **common}
                 out.append(chunk | ids_ | probabilities)
             stop = "eos" if token in STOPS else "limit" if number >= body["n_predict"] else None

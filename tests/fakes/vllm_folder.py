@@ -33,7 +33,7 @@ def write_model_folder(folder: Path) -> Path:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(name, special=True) for name in NAMES])
     tokenizer.save(str(folder / "tokenizer.json"))
-    special = {"eos_token": NAMES[END], "additional_special_tokens": list(NAMES)}
+    special = {"eos_token": NAMES[END], "additional_special_tokens": list(NAMES[: END + 1])}
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, **special}))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": END}))
     return folder

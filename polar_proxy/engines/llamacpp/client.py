@@ -36,10 +36,11 @@ class Vocabulary:
     def __init__(self, rows: Sequence[Json]) -> None:
         """`rows`: the distribution of a next token, with one row for each token."""
         self.size = len(rows)
+        self.data = {row["id"]: bytes(row["bytes"]) for row in rows if row["bytes"]}
+        """Token id -> the bytes of its text, which may be a part of a character."""
         self._by_text: dict[bytes, list[int]] = {}
-        for row in rows:
-            if row["bytes"]:
-                self._by_text.setdefault(bytes(row["bytes"]), []).append(row["id"])
+        for token_id, data in self.data.items():
+            self._by_text.setdefault(data, []).append(token_id)
 
     def spellings(self, text: bytes, count: int) -> list[list[int]]:
         """Return all sequences of `count` tokens with this text."""
@@ -214,8 +215,6 @@ class SampledToken:
     logprob: float
     """NaN if the server did not report it."""
     text: str = ""
-    data: bytes = b""
-    """Its own text as bytes, which may be a part of a character."""
     top: tuple[TopLogprob, ...] = ()
 
 
@@ -235,7 +234,7 @@ def sampled_token(chunk: Json, count: int, name: str) -> SampledToken | None:
         raise EngineError(f"{name} sent two ids for one token, {token_id} and {entry['id']}.")
     rows = entry.get("top_logprobs") or entry.get("top_probs") or ()
     top = tuple(TopLogprob(row["id"], row["token"], _logprob(row)) for row in rows[:count])
-    return SampledToken(token_id, _logprob(entry), entry["token"], bytes(entry["bytes"]), top)
+    return SampledToken(token_id, _logprob(entry), entry["token"], top)
 
 
 def _logprob(entry: Json) -> float:

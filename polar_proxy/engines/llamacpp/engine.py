@@ -58,6 +58,8 @@ class AnswerState:
     parser: HermesParser | None
     seed: int
     ids: list[int] = field(default_factory=list)
+    text: str = ""
+    """The raw text of `ids`."""
     finished: bool = False
     gaps: int = 0
     """How many times the stream was closed because of missing tokens."""
@@ -222,10 +224,10 @@ class LlamaCppEngine(ServerEngine):
 
     def _spelling(self, answer: AnswerState, missing: int, token: SampledToken, chunk: Json) -> list[int] | None:
         """Return the ids that are missing before `token`; None if they are not certain."""
-        text = chunk["content"].encode()
-        if UNKNOWN_ID in answer.ids or "\ufffd" in chunk["content"] or not text.endswith(token.data):
+        text, last = chunk["content"].encode(), self.model.vocabulary.data.get(token.token_id, b"")
+        if UNKNOWN_ID in answer.ids or "\ufffd" in chunk["content"] or not text.endswith(last):
             return None  # U+FFFD stands for any bytes that are no character
-        spellings = self.model.vocabulary.spellings(text[: len(text) - len(token.data)], missing)
+        spellings = self.model.vocabulary.spellings(text[: len(text) - len(last)], missing)
         return spellings[0] if len(spellings) == 1 else None
 
     async def _recovered(self, answer: AnswerState, spelling: list[int], chunk: Json) -> list[SampledToken]:
@@ -243,6 +245,7 @@ class LlamaCppEngine(ServerEngine):
     ) -> SampleEvent:
         """Return the event of a chunk with these tokens; with `full` the answer ends there, by its length."""
         answer.ids += [token.token_id for token in tokens]
+        answer.text += chunk["content"]
         text, finish, stopped = answer.stops.feed(chunk["content"]), None, None
         if answer.stops.stopped_at is not None:
             finish, stopped = "stop", answer.stops.stopped_at
