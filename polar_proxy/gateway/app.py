@@ -34,7 +34,7 @@ from polar_proxy.gateway.docs_page import serve_docs
 from polar_proxy.gateway.handler import RequestHandler
 from polar_proxy.gateway.metrics import GatewayMetrics
 from polar_proxy.gateway.reply import send_error
-from polar_proxy.gateway.responses_socket import ResponsesSocket
+from polar_proxy.gateway.responses_websocket import ResponsesWebSocket
 from polar_proxy.gateway.stored_responses import StoredResponseRoute, StoredResponseRoutes
 from polar_proxy.types import new_id
 
@@ -83,7 +83,7 @@ class GatewayApp:
                 return
         path_key, path = split_path(path)
         if scope["type"] == "websocket":
-            await self._serve_socket(path, path_key, scope, receive, send)
+            await self._serve_websocket(path, path_key, scope, receive, send)
             return
         route = find_route(path, scope["query_string"])
         if route is not None:
@@ -103,11 +103,11 @@ class GatewayApp:
         else:
             await self._rest({**scope, "path": path}, receive, send)
 
-    async def _serve_socket(
+    async def _serve_websocket(
         self, path: str, path_key: str | None, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send
     ) -> None:
         if path.removeprefix("/v1") == "/responses":
-            await ResponsesSocket(self._handler, path, path_key, scope, send).serve(receive)
+            await ResponsesWebSocket(self._handler, path, path_key, scope, send).serve(receive)
         else:
             error = RequestError(f"Only /v1/responses is served over a WebSocket, not {path}.", status=426)
             await send_error(asgi.refuse_upgrade(send), error, error_format(path))

@@ -1,13 +1,13 @@
 """uvicorn's WebSocket protocol with the limits of the HTTP one (`limits.py`).
 
 * A message is bounded in size, in time, and in how slowly it may come, like the body of a request. While a large one
-  comes, the application is sent `asgi.SOCKET_PIECE` messages, so that it can reserve the memory.
+  comes, the application is sent `asgi.WEBSOCKET_PIECE` messages, so that it can reserve the memory.
 * One connection is parsed for a bounded part of each turn of the event loop, however small its frames are.
 * A client that does not read what is sent to it is read no further, and later disconnected.
-* A socket without a request is closed after a time, or earlier if there are too many connections.
+* A WebSocket without a request is closed after a time, or earlier if there are too many connections.
 * Compression is not offered, so a message is never larger than the bytes that were received for it.
 
-If the server closes a socket, because of a limit or because it stops, the application gets `asgi.SOCKET_CLOSING`.
+If the server closes a WebSocket, because of a limit or because it stops, the application gets `asgi.WEBSOCKET_CLOSING`.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ class LimitedWebSocketProtocol(LimitedConnection, WebSocketsSansIOProtocol):
         self._unread = 0
         """Bytes that came since the message began."""
         self._unreported = 0
-        """Bytes of the message that were not yet reported to the application by `asgi.SOCKET_PIECE`."""
+        """Bytes of the message that were not yet reported to the application by `asgi.WEBSOCKET_PIECE`."""
         self._pace = BodyPace(limits)
         self._pace_timer: asyncio.TimerHandle | None = None
         """Runs while a message comes."""
         self._idle_timer: asyncio.TimerHandle | None = None
-        """Runs while the socket has no request."""
+        """Runs while the WebSocket has no request."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -101,7 +101,7 @@ class LimitedWebSocketProtocol(LimitedConnection, WebSocketsSansIOProtocol):
             problem = f"The message is larger than {self._body_bytes} bytes."
             self._close(MESSAGE_TOO_BIG, RequestError(problem, status=413))
         elif self._unreported >= _PIECE_BYTES:
-            self._queue({"type": asgi.SOCKET_PIECE, "size": self._unreported})
+            self._queue({"type": asgi.WEBSOCKET_PIECE, "size": self._unreported})
             self._unreported = 0
 
     def reads_whole(self) -> bool:
@@ -122,12 +122,12 @@ class LimitedWebSocketProtocol(LimitedConnection, WebSocketsSansIOProtocol):
             super().shutdown()
 
     async def send(self, message: Any) -> None:
-        if message["type"] != asgi.SOCKET_IDLE:
+        if message["type"] != asgi.WEBSOCKET_IDLE:
             await super().send(message)
         elif self.queue.empty():  # else the next request has come already
             self.connections_of_listener.set_waiting(self, True)
             self._stop_idle_timer()
-            self._idle_timer = self.loop.call_later(self._limits.socket_idle_seconds, self._close, GOING_AWAY)
+            self._idle_timer = self.loop.call_later(self._limits.websocket_idle_seconds, self._close, GOING_AWAY)
 
     # websockets
 
@@ -170,8 +170,8 @@ class LimitedWebSocketProtocol(LimitedConnection, WebSocketsSansIOProtocol):
             self.transport.pause_reading()
 
     def _close(self, code: int, error: RequestError | None = None) -> None:
-        """Ask the application to close the socket. If the client broke a limit (`error`), drop what still arrives."""
-        self._queue({"type": asgi.SOCKET_CLOSING, "code": code, "error": error})
+        """Ask the application to close the WebSocket. If the client broke a limit (`error`), drop what still comes."""
+        self._queue({"type": asgi.WEBSOCKET_CLOSING, "code": code, "error": error})
         self._stop_pace_timer()
         self._stop_idle_timer()
         self.closing = error is not None
