@@ -124,6 +124,8 @@ class LimitedWebSocketProtocol(LimitedConnection, WebSocketsSansIOProtocol):
     async def send(self, message: Any) -> None:
         if message["type"] != asgi.WEBSOCKET_IDLE:
             await super().send(message)
+            if message["type"] == "websocket.http.response.body":
+                self.handshake_complete = True  # by a refusal; otherwise each one would be logged as an error
         elif self.queue.empty():  # else the next request has come already
             self.connections_of_listener.set_waiting(self, True)
             self._stop_idle_timer()

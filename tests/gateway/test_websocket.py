@@ -266,7 +266,13 @@ async def test_known_keys_open_a_websocket_on_each_path(serve: Serve, store: Sto
     ],
 )
 async def test_refused_before_the_upgrade(
-    serve: Serve, store: Store, path: str, key: str, headers: dict[str, str], status: int
+    serve: Serve,
+    store: Store,
+    path: str,
+    key: str,
+    headers: dict[str, str],
+    status: int,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     await new_session(store, "known")
     async with serve(ScriptedEngine(), require_known_keys=True) as gateway:
@@ -276,6 +282,7 @@ async def test_refused_before_the_upgrade(
     response = refused.value.response
     assert response.status_code == status
     assert json.loads(response.body or b"")["error"]["message"]
+    assert caplog.records == []
 
 
 @pytest.mark.parametrize(
