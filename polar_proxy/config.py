@@ -59,6 +59,8 @@ class GatewayLimits(_Section):
     """Time over which the rate of a request body is measured. A body that pauses for longer is refused."""
     unread_seconds: float = Field(120.0, gt=0)
     """Time after which a client is disconnected that has read nothing of what waits for it of an answer."""
+    keep_alive_seconds: float = Field(75.0, gt=0)
+    """Time after which a connection without a request is closed, once it has had one."""
     websocket_idle_seconds: float = Field(3600.0, gt=0)
     """Time after which a WebSocket without a request is closed."""
     bodies_mb: int = Field(512, ge=1)

@@ -52,6 +52,10 @@ class Connections:
         if self.parent is not None:
             self.parent.remove(connection)
 
+    def are_idle(self) -> bool:
+        """Return whether no connection has a request in progress."""
+        return len(self.waiting) == len(self.open)
+
     def set_waiting(self, connection: LimitedConnection, waiting: bool) -> None:
         self.waiting.pop(connection, None)
         if waiting and connection in self.open:

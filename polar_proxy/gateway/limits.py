@@ -256,6 +256,8 @@ class LimitedHttpProtocol(LimitedConnection, HttpToolsProtocol):
     def on_response_complete(self) -> None:
         self.connections_of_listener.set_waiting(self, True)
         super().on_response_complete()
+        if self._reading is None:
+            self._reading = "head"  # what comes now begins the next request, even if it is an empty line
         if self._reading == "body" and self.cycle.response_complete and not self.closing:  # nobody wants the rest
             self._close_soon()
 
