@@ -74,7 +74,8 @@ class CaseGenerator:
         if kind < 0.66:
             return self._stored_case(number, rng)
         if kind < 0.70:
-            path, key = _with_key(rng, rng.choice(_PATHS) if rng.random() < 0.1 else "/v1/responses", self._key(rng))
+            path = rng.choice(_PATHS) if rng.random() < 0.1 else "/v1/responses"
+            path, key = _with_key(rng, path, rng.choice((*self._keys, "unknown")))
             return make_websocket_case(number, rng, path, key)
         if kind < 0.88:
             return self._api_case(number, rng)

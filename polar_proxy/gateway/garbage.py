@@ -4,7 +4,7 @@ The garbage collector of Python stops the process for about a microsecond per ob
 with many long sessions keeps a million objects. The collector's own thresholds count how many more objects exist, so
 with full caches, whose old entries make room for new ones, it examines nothing for a long time and then everything.
 
-* Twice a second, the objects that were made since the last step are examined. Those in use are not examined again
+* Once a second, the objects that were made since the last step are examined. Those in use are not examined again
   until a whole collection.
 * A whole collection runs when no request is being answered, and at the latest after an hour. It only finds cycles that
   came to an end after a step had examined them; a call leaves none (`tests/gateway/test_cyclic_garbage.py`).
@@ -29,7 +29,7 @@ class GarbageCollection:
     """`async with GarbageCollection(idle):` collects garbage until the block ends."""
 
     def __init__(
-        self, idle: Callable[[], bool], *, step: float = 0.5, pause: float = 60.0, longest: float = 3600.0
+        self, idle: Callable[[], bool], *, step: float = 1.0, pause: float = 60.0, longest: float = 3600.0
     ) -> None:
         """`idle` returns whether no request is being answered.
 

@@ -19,7 +19,7 @@ from polar_proxy.config import GatewaySettings, is_loopback, local_url
 from polar_proxy.engines.base import Engine
 from polar_proxy.errors import PolarError, UsageError
 from polar_proxy.gateway import asgi
-from polar_proxy.gateway.app import create_app, refusal_body
+from polar_proxy.gateway.app import create_app, error_format
 from polar_proxy.gateway.connections import Connections
 from polar_proxy.gateway.engine_timeouts import EngineTimeouts
 from polar_proxy.gateway.garbage import GarbageCollection
@@ -217,7 +217,7 @@ class Gateway:
             limits=self.settings.limits,
             body_bytes=self.settings.max_body_mb << 20,
             connections=connections,
-            refusal_body=refusal_body,
+            error_format=error_format,
         )
 
     async def stop_serving_on(self, listener: socket.socket) -> None:

@@ -21,7 +21,7 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 from polar_proxy.config import GatewayLimits
 from polar_proxy.errors import RequestError
 from polar_proxy.gateway import asgi
-from polar_proxy.gateway.connections import BodyPace, Connections, LimitedConnection
+from polar_proxy.gateway.connections import Connections, LimitedConnection
 
 GOING_AWAY, POLICY_VIOLATION, MESSAGE_TOO_BIG, TRY_AGAIN_LATER = 1001, 1008, 1009, 1013
 """Close codes, with their names in IANA's registry for RFC 6455."""
@@ -54,17 +54,13 @@ class LimitedWebSocketProtocol(LimitedConnection, WebSocketsSansIOProtocol):
     ) -> None:
         super().__init__(*args, **kwargs)
         self.connections_of_listener = connections
-        self.unread_seconds = limits.unread_seconds
+        self.limits = limits
         self.close_timeout = CLOSE_SECONDS
-        self._limits = limits
         self._body_bytes = body_bytes
         self._unread = 0
         """Bytes that came since the message began."""
         self._unreported = 0
         """Bytes of the message that were not yet reported to the application by `asgi.WEBSOCKET_PIECE`."""
-        self._pace = BodyPace(limits)
-        self._pace_timer: asyncio.TimerHandle | None = None
-        """Runs while a message comes."""
         self._idle_timer: asyncio.TimerHandle | None = None
         """Runs while the WebSocket has no request."""
 
@@ -73,7 +69,6 @@ class LimitedWebSocketProtocol(LimitedConnection, WebSocketsSansIOProtocol):
         self.connections_of_listener.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_pace_timer()
         self._stop_idle_timer()
         super().connection_lost(exc)
 
@@ -91,11 +86,10 @@ class LimitedWebSocketProtocol(LimitedConnection, WebSocketsSansIOProtocol):
 
     def parse(self, piece: memoryview) -> None:
         if not self._unread:
-            self._pace = BodyPace(self._limits)
-            self._start_pace_timer()
+            self.start_pace("message")
         self._unread += len(piece)
         self._unreported += len(piece)
-        self._pace.received += len(piece)
+        self.count_received(len(piece))
         WebSocketsSansIOProtocol.data_received(self, piece)  # type: ignore[arg-type]  # the parser reads any buffer
         if self._unread > self._body_bytes:
             problem = f"The message is larger than {self._body_bytes} bytes."
@@ -129,7 +123,7 @@ class LimitedWebSocketProtocol(LimitedConnection, WebSocketsSansIOProtocol):
         elif self.queue.empty():  # else the next request has come already
             self.connections_of_listener.set_waiting(self, True)
             self._stop_idle_timer()
-            self._idle_timer = self.loop.call_later(self._limits.websocket_idle_seconds, self._close, GOING_AWAY)
+            self._idle_timer = self.loop.call_later(self.limits.websocket_idle_seconds, self._close, GOING_AWAY)
 
     # websockets
 
@@ -160,7 +154,7 @@ class LimitedWebSocketProtocol(LimitedConnection, WebSocketsSansIOProtocol):
 
     def _message_ended(self) -> None:
         self._unread = self._unreported = 0
-        self._stop_pace_timer()
+        self.stop_pace()
 
     def _queue(self, message: Any) -> None:
         """Pass a message to the application, and read no more before it has taken it."""
@@ -174,23 +168,12 @@ class LimitedWebSocketProtocol(LimitedConnection, WebSocketsSansIOProtocol):
     def _close(self, code: int, error: RequestError | None = None) -> None:
         """Ask the application to close the WebSocket. If the client broke a limit (`error`), drop what still comes."""
         self._queue({"type": asgi.WEBSOCKET_CLOSING, "code": code, "error": error})
-        self._stop_pace_timer()
+        self.stop_pace()
         self._stop_idle_timer()
         self.closing = error is not None
 
-    def _check_pace(self) -> None:
-        problem = None if self.reading_paused() else self._pace.problem("message")
-        if problem is not None:
-            self._close(POLICY_VIOLATION, RequestError(problem, status=408))
-        else:
-            self._start_pace_timer()
-
-    def _start_pace_timer(self) -> None:
-        self._pace_timer = self.loop.call_later(self._limits.body_window_seconds, self._check_pace)
-
-    def _stop_pace_timer(self) -> None:
-        if self._pace_timer is not None:
-            self._pace_timer.cancel()
+    def refuse_body(self, error: RequestError) -> None:
+        self._close(POLICY_VIOLATION, error)
 
     def _stop_idle_timer(self) -> None:
         if self._idle_timer is not None:
