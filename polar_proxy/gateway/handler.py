@@ -244,7 +244,7 @@ class RequestHandler:
                 await self._sample_calls(request, calls, reply)
             if watch.gone or not await buffer.has_listener():
                 return CallOutcome("client_gone", 499, "the client closed the connection")
-            if request.session.ended:
+            if request.session.ended or await self._ended_elsewhere(request.session, calls):
                 text = "The rollout ended before this call was answered."
                 late = RequestError(text, status=409, code="rollout_ended")
                 return CallOutcome("client_gone", late.status, str(late), late)
@@ -265,6 +265,16 @@ class RequestHandler:
         except StoreError as error:
             if session.record_required:
                 raise self._monitor.refusal() from error
+
+    async def _ended_elsewhere(self, session: SessionState, calls: Sequence[PendingCall]) -> bool:
+        """Return whether the rollout of these calls has ended through another gateway. False if the store fails."""
+        if self._in_flight is None:
+            return False
+        call_ids = [call.call_id for call in calls]
+        try:
+            return await self._monitor.run(partial(self._store.open_calls.are_abandoned, session.session_id, call_ids))
+        except StoreError:  # the commit will report it
+            return False
 
     async def _sample_calls(self, request: RequestContext, calls: Sequence[PendingCall], reply: Reply) -> None:
         if len(calls) == 1:
