@@ -260,8 +260,8 @@ def judge_the_rest(honest: HonestSession, started: float, report: FuzzReport) ->
         report.findings.append(f"memory grew from {warm:.0f} to {last:.0f} MB")
 
 
-def judge_the_log(gateway: GatewayProcess, report: FuzzReport) -> None:
-    lines = gateway.log.read_text(errors="replace").splitlines()
+def judge_the_log(log: Path, report: FuzzReport) -> None:
+    lines = log.read_text(errors="replace").splitlines()
     for place, line in enumerate(lines):
         if any(words in line for words in LOGGED_FAULTS):
             report.findings.append("the gateway's log: " + "\n".join(lines[place : place + 40]))
@@ -291,7 +291,7 @@ async def run(
                 problem = result.problem
             if problem:
                 report.findings.append(f"--only {only}: {case.name}: {problem}")
-            judge_the_log(gateway, report)
+            judge_the_log(gateway.log, report)
             return report
         with honest_session(gateway.port) as honest:
             while not honest.requests:  # noqa: ASYNC110 (a thread reads them)
@@ -300,7 +300,7 @@ async def run(
             await fuzz(gateway, cases, requests, report)
             report.longest_stall = gateway.longest_stall(started).own
             judge_the_rest(honest, started, report)
-            judge_the_log(gateway, report)
+            judge_the_log(gateway.log, report)
     return report
 
 

@@ -227,9 +227,7 @@ async def _cancel(running: BackgroundCall) -> None:
         async with asyncio.timeout(_CANCEL_SECONDS):
             await running.ended.wait()
     except TimeoutError:
-        text = (
-            f"This response is cancelled, but was not recorded within {_CANCEL_SECONDS:g} seconds. Retrieve it later."
-        )
+        text = f"This response is cancelled, but not recorded within {_CANCEL_SECONDS:g} seconds. Retrieve it later."
         raise RequestError(text, status=503, code="not_recorded") from None
 
 
