@@ -282,8 +282,8 @@ class UnpackedBytes:
         self._total += size
         if self._total > self._limit:
             raise ForgedRowError(
-                f"Nothing was imported: its values unpack to more than {self._limit >> 20} MiB, the limit for an "
-                "archive of this size"
+                f"Nothing was imported: the values in the archive unpack to more than {self._limit >> 20} MiB, "
+                "the limit for an archive of this size"
             )
 
 
