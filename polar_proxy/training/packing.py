@@ -66,7 +66,7 @@ def pack_for_processes(sequences: Sequence[Ids], max_tokens: int, processes: int
 
 
 def assign_to_processes(costs: Sequence[int], processes: int) -> list[list[int]]:
-    """Return the indices of each process's costs: the largest is assigned first, each to the least loaded process.
+    """Return for each process the indices of its costs, assigned largest first, each to the least loaded process.
 
     The result is deterministic, so that all processes compute the same assignment.
     """
