@@ -8,6 +8,7 @@ with full caches, whose old entries make room for new ones, it examines nothing 
   until a whole collection.
 * A whole collection runs when no request is being answered, and at the latest after an hour. It only finds cycles that
   came to an end after a step had examined them; a call leaves none (`tests/gateway/test_cyclic_garbage.py`).
+* Nothing is collected while the process has disabled the collector (`gc.disable`).
 * The objects made at start-up are never examined: they live as long as the process.
 """
 
@@ -56,6 +57,8 @@ class GarbageCollection:
         whole_at, worked, was_idle = time.monotonic(), False, False
         while True:
             await asyncio.sleep(self._step)
+            if not gc.isenabled():
+                continue
             idle, since = self._idle(), time.monotonic() - whole_at
             worked = worked or not idle
             if since >= self._longest or (worked and idle and was_idle and since >= self._pause):

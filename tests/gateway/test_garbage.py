@@ -22,33 +22,42 @@ class Cycle:
 
 
 @pytest.fixture
-def no_thresholds() -> Iterator[None]:
-    """Keep the collector from starting by itself, and restore it afterwards."""
-    thresholds = gc.get_threshold()
-    gc.disable()
+def thresholds() -> Iterator[None]:
+    """Restore the collector's thresholds after the test. No test makes as many objects as they are."""
+    before = gc.get_threshold()
     yield
-    gc.set_threshold(*thresholds)
-    gc.enable()
+    gc.set_threshold(*before)
 
 
 def never() -> bool:
     return False
 
 
-async def test_young_garbage_is_collected_while_requests_are_answered(no_thresholds: None) -> None:
+async def test_young_garbage_is_collected_while_requests_are_answered(thresholds: None) -> None:
     async with GarbageCollection(never, step=0.01):
         young = ref(Cycle())
         await until(lambda: young() is None)
 
 
-async def test_objects_in_use_are_examined_once(no_thresholds: None) -> None:
+async def test_a_disabled_collector_stays_off(thresholds: None) -> None:
+    async with GarbageCollection(never, step=0.01):
+        gc.disable()
+        try:
+            young = ref(Cycle())
+            await asyncio.sleep(0.2)
+            assert young() is not None
+        finally:
+            gc.enable()
+
+
+async def test_objects_in_use_are_examined_once(thresholds: None) -> None:
     """A step moves them to the oldest generation, so the work of the next steps does not grow with them."""
     async with GarbageCollection(never, step=0.01):
         kept = [Cycle() for _ in range(1000)]
         await until(lambda: all(is_old(one) for one in kept[::100]))
 
 
-async def test_old_garbage_is_collected_while_no_request_is_answered(no_thresholds: None) -> None:
+async def test_old_garbage_is_collected_while_no_request_is_answered(thresholds: None) -> None:
     busy = True
     async with GarbageCollection(lambda: not busy, step=0.01, pause=0.0):
         kept = [Cycle()]
@@ -61,7 +70,7 @@ async def test_old_garbage_is_collected_while_no_request_is_answered(no_threshol
         await until(lambda: old() is None)
 
 
-async def test_old_garbage_is_collected_after_the_longest_time(no_thresholds: None) -> None:
+async def test_old_garbage_is_collected_after_the_longest_time(thresholds: None) -> None:
     async with GarbageCollection(never, step=0.01, longest=0.5):
         kept = [Cycle()]
         old = ref(kept[0])
