@@ -151,12 +151,12 @@ for name in "x.tmp", "y": open(name, "w")\nopen(".gitignore", "w").write("*.tmp"
 
 
 async def test_reading_does_not_block_the_event_loop() -> None:
-    script = 'python3 -c \'import os\nfor n in range(20000): os.mkdir(str(n)); open(f"{n}/.gitignore", "w")\''
+    script = 'python3 -c \'import os\nfor n in range(8000): os.mkdir(str(n)); open(f"{n}/.gitignore", "w")\''
     async with agent_ended("process", script) as (sandbox, base):
         with watched() as watch:
             patch, problem = await read_patch(sandbox, base)
     assert problem is None
-    assert patch.count(b"diff --git a/") == 20_000
+    assert patch.count(b"diff --git a/") == 8_000
     assert watch.worst_work < 0.05 * slowness()
 
 
