@@ -43,8 +43,15 @@ LONG_FILES = (
     "engines/test_vllm_real.py",
     "training/test_nccl.py",
     "rollouts/test_chaos.py",
+    "rewards/test_pytest_guard.py",
+    "rollouts/test_run.py",
+    "conformance/test_measure.py",
+    "training/test_learning.py",
+    "rollouts/test_agent_patch.py",
+    "cli/test_imports.py",
+    "rollouts/test_service.py",
 )
-"""Files that take longest, the longest first."""
+"""Files that take longest, the longest first; those with real services before the others."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
