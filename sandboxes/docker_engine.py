@@ -116,7 +116,10 @@ async def describe_engine(wanted: DockerRuntime = "auto") -> str:
             options = (await engine.system.info()).get("SecurityOptions") or []
     if any(option.startswith(("name=userns", "name=rootless")) for option in options):
         return f"runtime {runtime}, root inside is an ordinary user outside"
-    return f"runtime {runtime}, root inside is root outside (without capabilities) until the engine has userns-remap"
+    return (
+        f"runtime {runtime}, root inside is root outside (without capabilities) until the engine has userns-remap, "
+        "which it has for all containers or for none"
+    )
 
 
 async def container_bytes(engine: aiodocker.Docker, name: str) -> int:

@@ -36,6 +36,7 @@ from polar_proxy.tasks import Task, task_to_json
 from polar_proxy.types import EngineInfo, Json
 from sandboxes.base import SandboxError, SandboxKind, uncancellable
 from sandboxes.choice import choose, open_sandbox
+from sandboxes.docker_engine import describe_engine
 from sandboxes.self_test import SandboxLeaks, SelfTests
 
 log = logging.getLogger(__name__)
@@ -89,6 +90,7 @@ class RolloutService:
             may_run=lambda request: self.engine_monitor.busy() or memory.refusal(request),
             engine_ready=lambda request: self.engine_monitor.down(),
         )
+        self._docker_runtime = limits.sandboxes.docker_runtime
         self.self_tests = SelfTests(limits.sandboxes.self_test, limits.sandboxes.docker_runtime)
         attempts = AttemptRunner(
             store,
@@ -133,6 +135,8 @@ class RolloutService:
         try:
             kind = (await asyncio.to_thread(choose, wanted)).kind
             await self.self_tests.require(kind)
+            if kind == "docker":
+                log.info("docker sandboxes: %s", await describe_engine(self._docker_runtime))
         except SandboxLeaks as error:
             self.worker.refuse(str(error))
         except SandboxError as error:
