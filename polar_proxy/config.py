@@ -192,8 +192,8 @@ class SandboxSettings(_Section):
     open_files: int = Field(16_384, ge=64)
     """Open files of each process."""
     self_test: Literal["refuse", "warn", "off"] = "refuse"
-    """Before its first use, a kind of sandbox is tested for ways out. `refuse`: do not use it if one is open. `warn`:
-    use it and log a warning. `off`: do not test."""
+    """At the start of a service and before its first use, a kind of sandbox is tested for ways out. `refuse`: do not
+    use it if one is open. `warn`: use it and log a warning. `off`: do not test."""
     docker_runtime: Literal["auto", "runc", "runsc"] = "auto"
     """Runtime of Docker containers. `auto`: gVisor (`runsc`) if the engine has it, otherwise the engine's default."""
     build_network: bool = False

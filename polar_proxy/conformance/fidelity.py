@@ -171,7 +171,10 @@ async def play(
     score: bool = True,
     progress: Callable[[str], None] = lambda text: None,
 ) -> AsyncGenerator[tuple[FidelityRow, EngineInfo], None]:
-    """Run every job once, each with its own engine (`make_engine(template)`), and yield its row when it ends."""
+    """Run every job (a harness with a template and a prompt mode) once, each with its own engine.
+
+    `make_engine(template)` makes the engine. Yields the row of a job and its engine's info when the job ends.
+    """
     slots = asyncio.Semaphore(concurrency)
 
     async def run(store: Store, job: FidelityJob) -> tuple[FidelityRow, EngineInfo]:

@@ -14,7 +14,7 @@ Arguments = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class HarnessProfile:
-    """One harness. In arguments, `{command}` is replaced by the command and `{prompt}` by a sub-agent's task."""
+    """One harness. In tool arguments, `{command}` stands for the command and `{prompt}` for a sub-agent's task."""
 
     name: str
     tool: str = "bash"

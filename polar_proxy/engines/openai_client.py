@@ -76,8 +76,8 @@ class OpenAIClient:
         started = time.monotonic()
         for last in (False, True):
             try:
-                answer = self._http.request(method, path, raw)
-                return await (asyncio.wait_for(answer, ANSWER_SECONDS) if method == "GET" else answer)
+                async with asyncio.timeout(ANSWER_SECONDS if method == "GET" else None):
+                    return await self._http.request(method, path, raw)
             except NoResponseError as error:
                 if last or time.monotonic() - started > RETRY_WITHIN_SECONDS:
                     raise self._broken(error) from error

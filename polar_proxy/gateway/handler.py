@@ -32,6 +32,7 @@ from polar_proxy.errors import EngineDroppedError, EngineError, RequestError, St
 from polar_proxy.gateway import asgi
 from polar_proxy.gateway.background import BackgroundCalls
 from polar_proxy.gateway.engine_timeouts import EngineTimeouts, EngineWait
+from polar_proxy.gateway.failed_requests import FailedRequests
 from polar_proxy.gateway.health import StoreMonitor
 from polar_proxy.gateway.in_flight import InFlightCalls
 from polar_proxy.gateway.limits import BodyBudget
@@ -82,6 +83,7 @@ class RequestHandler:
         self._prompts = PromptBuilder(engine, self._read_call, settings, self._thread)
         self.recorder = CallRecorder(engine, store, monitor, sessions, metrics, in_flight)
         self.retries = RetryCache(settings)
+        self.failed_requests = FailedRequests(engine, self._prompts)
         self.background = BackgroundCalls()
         self.stored_calls = StoredCalls(store, monitor, settings.max_body_mb << 20)
         self._reader = RequestReader(settings.limits, self._thread, self.stored_calls, monitor)
@@ -178,6 +180,8 @@ class RequestHandler:
             if isinstance(reply, BackgroundReply):
                 receive = await self.background.begin(calls[0].call_id, session, reply, buffer)
             outcome = await self._sample(request, calls, reply, buffer, receive)
+            if outcome.engine_failed and session.record_required and not session.ended:
+                self.failed_requests.keep(session, calls)
             unrecorded = await _run_to_end(self.recorder.commit(request, calls, outcome, seen=reply.started))
             if unrecorded is not None and session.record_required:
                 self._metrics.refused.labels(503).inc()

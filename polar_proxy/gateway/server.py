@@ -182,6 +182,7 @@ class Gateway:
             count = self.sessions.lost(session_id)
             self.sessions.forget(session_id)
             lost.append(f"{count} call(s) were answered but not recorded" if count else None)
+        self._handler.failed_requests.forget(session_id)
         if self._in_flight is not None:
             timeout = timeout if timeout_elsewhere is None else timeout_elsewhere
             lost.append(await self._in_flight.wait_and_take(session_id, timeout, own=bool(lost[0])))
@@ -195,6 +196,13 @@ class Gateway:
     def refusal(self, session_id: str) -> str | None:
         """Return why the last call of a session could not be recorded, so that it was refused or broken off."""
         return self.sessions.refusal(session_id)
+
+    async def failure_of_its_own(self, session_id: str) -> str | None:
+        """Try the request again that the engine failed to answer last, for a session whose calls must be recorded.
+
+        Return how it fails again although the engine answers others; None if the engine is to blame.
+        """
+        return await self._handler.failed_requests.failure_of_its_own(session_id)
 
     async def serve_on(self, listener: socket.socket) -> None:
         """Serve agents on one more listening socket, such as one inside a sandbox's network.

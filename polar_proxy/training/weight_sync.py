@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 PROBE_TOKENS = 48
 REQUEST_SECONDS = 600.0
+"""Time-out of each request of a sync, and of the probe."""
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 REMEDIES = {
     "lora": "Start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True",
@@ -118,7 +119,10 @@ async def probe(
     Raises TrainingError if the engine does not have the trainer's weights.
     """
     try:
-        scored = np.array(await engine.score(ids))
+        async with asyncio.timeout(REQUEST_SECONDS):
+            scored = np.array(await engine.score(ids))
+    except TimeoutError:
+        raise TrainingError(f"the engine did not score the probe within {REQUEST_SECONDS:g} s after the sync") from None
     except EngineError as error:
         raise TrainingError(f"the engine cannot score the probe after the sync: {error}") from error
     gaps = np.abs(scored - np.array(logprobs))
