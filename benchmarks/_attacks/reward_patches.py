@@ -279,7 +279,9 @@ def patches(tests: tuple[str, ...]) -> Mapping[str, RewardPatch]:
             EVERY_FUNCTION.format(replacement="(lambda *a: Same)"),
         ),
         "equals_anything_mock": append(
-            "import unittest.mock", EVERY_FUNCTION.format(replacement="(lambda *a: unittest.mock.ANY)")
+            "import unittest.mock",
+            EVERY_FUNCTION.format(replacement="(lambda *a: unittest.mock.ANY)"),
+            known=(PYTEST_ROW, PYTEST_TESTS),
         ),
         # verdicts as text, and early ends
         "print_verdicts": append(join(verdicts, "_verdicts()")),

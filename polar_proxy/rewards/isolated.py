@@ -26,7 +26,7 @@ TestStyle = Literal["values", "unittest", "pytest"]
 _PARTS: Mapping[TestStyle, tuple[str, ...]] = {
     "values": ("links", "verdicts", "values", "judge"),
     "unittest": ("links", "verdicts", "canaries", "integrity", "children", "judge"),
-    "pytest": ("links", "verdicts", "canaries", "integrity", "pytest_guard", "children", "judge"),
+    "pytest": ("task_path", "links", "verdicts", "canaries", "integrity", "pytest_guard", "children", "judge"),
 }
 _PYTHON = re.compile(r"(?:.*/)?python(?:3(?:\.\d+)?)?")
 _QUIET_FLAGS = {"-v", "--verbose", "-q", "--quiet", "-b", "--buffer"}
@@ -42,11 +42,6 @@ def load(name, source):
     sys.modules[name] = module
     exec(compile(source, "<" + name + ">", "exec"), module.__dict__)
 load("polar_test_runner", "")
-"""
-# pytest may be in a folder that the task names, but not in the agent's workspace.
-_TASKS_PATH = """\
-given = map(os.path.realpath, filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
-sys.path += [path for path in given if not (path + "/").startswith(os.path.realpath(os.getcwd()) + "/")]
 """
 
 
@@ -153,8 +148,7 @@ async def run_tests(
 @cache
 def runner_source(style: TestStyle) -> str:
     """Return the runner, with the modules that this style of tests needs, as one program for ``python -c``."""
-    path = _TASKS_PATH if style == "pytest" else ""
-    return "import os, sys\n" + path + runner_parts(_PARTS[style]) + 'sys.modules["polar_test_runner.judge"].main()\n'
+    return runner_parts(_PARTS[style]) + 'sys.modules["polar_test_runner.judge"].main()\n'
 
 
 def runner_parts(names: Sequence[str]) -> str:

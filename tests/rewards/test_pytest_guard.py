@@ -132,6 +132,8 @@ async def test_hooks_and_settings_of_the_patch_give_nothing(kind: str) -> None:
     plugin = f"import os\nos.write(1, b'''\\n{PRINTED}''')\nos._exit(0)\n"
     early = await score(kind, WRONG, cheat__py=plugin, pytest__ini="[pytest]\naddopts = -p cheat\n")
     assert (early.reward, "canary_passed" in early.detail["signs"]) == (0.0, kind == "swebench")
+    shadow = {"unittest/__init__.py": plugin.replace("os.write", "os.path.exists('tests') and os.write")}
+    assert (await score(kind, WRONG, **shadow)).reward == 0.0
     entry = {"cheat-1.dist-info/METADATA": "Name: cheat\nVersion: 1\n"}
     entry["cheat-1.dist-info/entry_points.txt"] = "[pytest11]\ncheat = cheat\n"
     installed = await score(kind, WRONG, cheat__py=HOOK, **entry)
