@@ -22,7 +22,9 @@ STORE = {"sqlalchemy", "polar_proxy.store"}
 CLIENT = {"httpx", "polar_proxy.client"}
 TOKENS = {"numpy", "zstandard", "polar_proxy.sequences"}
 SETTINGS = {"pydantic", "pydantic_settings", "polar_proxy.config"}
-READING = MODELS | SERVER | AGENTS | CLIENT | {"alembic", "sqlalchemy.dialects.postgresql", "polar_proxy.training.metrics"}
+READING = (
+    MODELS | SERVER | AGENTS | CLIENT | {"alembic", "sqlalchemy.dialects.postgresql", "polar_proxy.training.metrics"}
+)
 """Modules that a verb which reads the database does not need."""
 
 PROGRAM = """
