@@ -1,7 +1,7 @@
 """Pydantic models whose fields are described by the text below each of them.
 
-The texts are read from the source when they are needed: for `--help`, the OpenAPI document and the reference. Pydantic's
-`use_attribute_docstrings` reads the source of every model at import, which was a tenth of the time of a short command.
+The texts are read from the source when they are needed: for `--help`, the OpenAPI document and the reference.
+Pydantic's `use_attribute_docstrings` reads the source of every model at import: a tenth of the time of a short command.
 """
 
 from __future__ import annotations

@@ -151,7 +151,7 @@ class TrainingRunRequest(ApiRequestModel):
     """The name of the run."""
     config: dict[str, Any]
     """The settings of the run."""
-    lines: list[TrainingLine] = []
+    lines: list[TrainingLine] = Field([])
     """All lines of the run; they replace those that the server has."""
 
 

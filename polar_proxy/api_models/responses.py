@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import ConfigDict
+from pydantic import ConfigDict, Field
 
 from polar_proxy.documented import DocumentedModel
 
@@ -88,7 +88,7 @@ class SubmittedJob(Job):
 
     new: bool
     """False if the idempotency key was known: this is the job created by the earlier submission."""
-    refused: list[RefusedTask] = []
+    refused: list[RefusedTask] = Field([])
     """Tasks that cannot be run and have no group."""
 
 
