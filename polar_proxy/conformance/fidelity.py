@@ -3,9 +3,9 @@
 `measure_fidelity` runs every harness with the prescribed answers of `awkward_answers.py`. `measure_drift` runs one
 harness for some model calls, usually with the model's own answers.
 
-Every sampled token is counted as trained or excluded. The base of a call is the earlier call whose answer the call's
-messages extend. If a call's prompt differs from the tokens of its base, the row has the first difference, the texts on
-both sides, and the causes.
+The results of a run are one `FidelityRow`, which counts every sampled token as trained or excluded. The base of a call
+is the earlier call whose answer the call's messages extend. For each call whose prompt differs from the tokens of its
+base, the row has the first difference, the texts on both sides, and the causes.
 """
 
 from __future__ import annotations

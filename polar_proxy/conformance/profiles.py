@@ -1,4 +1,4 @@
-"""The tools and habits of each harness, as data for the answers that make the program do something.
+"""The tools and habits of each harness: what a scripted model must know to give answers that the program acts on.
 
 Everything here was found by running the real programs; a profile holds for the versions that the adapter names.
 """

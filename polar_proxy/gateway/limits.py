@@ -90,7 +90,10 @@ class BodyBudget:
 
     @contextlib.contextmanager
     def reserve(self, session_id: str) -> Iterator[BodyReservation]:
-        """Yield a reservation for the body of a request of this session; the end of the block frees it."""
+        """Yield a reservation in this budget, empty at first, for a request body of this session.
+
+        The end of the block frees it.
+        """
         reservation = BodyReservation(self, session_id, asyncio.current_task())
         self._reservations.add(reservation)
         try:

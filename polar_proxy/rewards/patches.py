@@ -77,7 +77,7 @@ async def _shadowing_extensions(paths: tuple[str, ...], sandboxes: SandboxFactor
         return []
     if len(sources) > _MOST_EXTENSIONS:
         raise PatchDoesNotApplyError(
-            f"the patch adds {len(sources)} extension modules; {_MOST_EXTENSIONS} are possible"
+            f"the patch adds {len(sources)} extension modules; at most {_MOST_EXTENSIONS} are allowed"
         )
     async with sandboxes() as workspace:
         asked = [source for names in sources.values() for source in names]

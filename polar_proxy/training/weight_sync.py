@@ -5,8 +5,9 @@ After each sync engine and trainer both score a fixed prompt (the probe), and th
 * Their log-probabilities differ by at most a tolerance.
 * The engine is nearer to the trainer's current weights than to those before the sync. Small updates hide within any
   tolerance, so an engine that silently kept the old weights would pass the first check.
-* The engine is not much further from the trainer than at the first sync, compared with how far the weights moved.
-  Otherwise it loaded only a part of them.
+* The mean difference of engine and trainer is at most 4 times that of the first sync, or at most a tenth of the mean
+  change of the trainer's log-probabilities since the last sync. Otherwise the engine loaded only a part of the
+  weights.
 
 Each kind of sync with vLLM (from disk, as a LoRA adapter, from GPU to GPU by NCCL) uses vLLM's development mode: the
 server pauses, loads the weights, gets their version, and resumes. NCCL uses vLLM's own code on both sides. Source:
@@ -371,7 +372,10 @@ async def request(
 
 
 def with_head(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights, a tied head also under its own name. Servers with a separate head need it; others skip it."""
+    """Return the weights; a tied output head is also listed under its own name.
+
+    Servers with a separate head need it; others skip it.
+    """
     if HEAD in weights or EMBEDDING not in weights:
         return dict(weights)
     return {**weights, HEAD: weights[EMBEDDING]}

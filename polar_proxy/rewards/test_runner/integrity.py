@@ -76,7 +76,10 @@ class Integrity:
         return any(callable(value) and not self._is_projects_own(value) for value in found)
 
     def _equals_everything(self, kind: type) -> bool:
-        """Return whether a comparison of this class, written in the patch, calls an unrelated object equal."""
+        """Return whether `==` or `!=`, as this class defines it, calls an unrelated object equal.
+
+        Definitions in files that the patch did not change are ignored.
+        """
         for name, equal in (("__eq__", True), ("__ne__", False)):
             method = vars(kind).get(name)
             if method is None or self._is_projects_own(method):
