@@ -37,12 +37,14 @@ finish() {
 trap finish EXIT
 
 write() { tee -a "$PAGE"; }
+# Replace this machine's folders.
+plain() { sed -e "s#$POLAR_HARNESSES#/home/you/.polar/harnesses#g" -e "s#$HOME#/home/you#g" -e "s#$WORK#/tmp/work#g" -e "s#$ROOT#polar#g"; }
 # Run a command, and write it with its output and its duration.
 step() {
     STEP=$*
     local began=$SECONDS
-    { echo; echo '```'; echo "\$ $*"; } | write
-    { "$@" 2>&1 | sed -e "s#$WORK#/home/you#g" -e "s#$ROOT#polar#g" | tail -n 40; } | write
+    { echo; echo '```'; echo "\$$(printf ' %q' "$@")"; } | write
+    { timeout 600 "$@" 2>&1 | plain | tail -n 40; } | write
     { echo '```'; echo; echo "$((SECONDS - began)) s"; } | write
 }
 
@@ -57,16 +59,15 @@ step() {
 step polar --version
 step polar run swe-task --samples 4
 # `polar serve` in its own process, as in another terminal.
-echo "$ polar serve ${ENGINE[*]} &"
 polar serve "${ENGINE[@]}" >"$WORK/serve.log" 2>&1 &
 SERVER=$!
 STEP="polar serve"
 for _ in $(seq 300); do
-    curl -fsS http://127.0.0.1:8399/readyz >/dev/null 2>&1 && break
+    grep -q "Ctrl-C stops" "$WORK/serve.log" && break
     kill -0 "$SERVER" || { cat "$WORK/serve.log"; exit 1; }
     sleep 1
 done
-{ echo; echo '```'; echo '$ polar serve &'; sed -e "s#$WORK#/home/you#g" "$WORK/serve.log"; echo '```'; } | write
+{ echo; echo '```'; echo '$ polar serve &'; plain <"$WORK/serve.log"; echo '```'; } | write
 
 step polar connect
 cd "$WORK/repository"
@@ -86,9 +87,9 @@ for name in ("claude-code", "codex", "qwen-code"):
     program.chmod(0o755)
 PROGRAM
 PATH=$WORK/bin:$PATH
-step timeout 300 polar connect claude-code -- --print "Say hello."
-step timeout 300 polar connect codex -- exec --skip-git-repo-check "Say hello."
-step timeout 300 polar connect qwen-code -- --prompt "Say hello."
+step polar connect claude-code -- --print "Say hello."
+step polar connect codex -- exec --skip-git-repo-check "Say hello."
+step polar connect qwen-code -- --prompt "Say hello."
 
 step polar sessions
 step polar show last
