@@ -14,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -23,6 +23,7 @@ from pydantic_settings import (
 )
 
 from polar_proxy.allowed_code import AllowedCode, is_code
+from polar_proxy.documented import DocumentedModel
 from polar_proxy.rollout_spec import JobSpec, RolloutSpec
 
 PromptModeSetting = Annotated[
@@ -31,9 +32,8 @@ PromptModeSetting = Annotated[
 """`observe` is accepted as another name for `render`."""
 
 
-class _Section(BaseModel):
-    # The docstrings of fields are their descriptions in docs/reference/settings.md.
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+class _Section(DocumentedModel):
+    model_config = ConfigDict(extra="forbid")
 
 
 class GatewayLimits(_Section):
@@ -258,7 +258,6 @@ class Settings(BaseSettings):
         env_nested_delimiter="__",
         extra="forbid",
         nested_model_default_partial_update=True,
-        use_attribute_docstrings=True,
     )
 
     home: Path = Path("~/.polar")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
+from polar_proxy.documented import DocumentedModel
 from polar_proxy.rollout_spec import MAX_INTEGER, JobSpec
 
 Role = Literal["admin", "trainer"]
@@ -14,8 +15,8 @@ PositiveSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 WaitSeconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
-class ApiRequestModel(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+class ApiRequestModel(DocumentedModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class JobRequest(JobSpec):
@@ -131,10 +132,10 @@ class KeyRequest(ApiRequestModel):
     """A name to find the key by."""
 
 
-class TrainingLine(BaseModel):
+class TrainingLine(DocumentedModel):
     """One line of a trainer's metrics log (metrics.jsonl). Further fields depend on `kind` (docs/guide/training.md)."""
 
-    model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False, use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False)
 
     kind: Literal["start", "step", "sync", "checkpoint", "eval"]
     """What the line reports."""
@@ -151,7 +152,7 @@ class TrainingRunRequest(ApiRequestModel):
     """The name of the run."""
     config: dict[str, Any]
     """The settings of the run."""
-    lines: list[TrainingLine] = []
+    lines: list[TrainingLine] = Field([])
     """All lines of the run; they replace those that the server has."""
 
 

@@ -198,15 +198,13 @@ leases = Table(
     Column("expires_at", Double, nullable=False),
     Column("ended_at", Double),
     Column("outcome", Text),  # acknowledged, returned, expired
-    # A group has at most one open lease, also when two servers write at the same time.
-    Index(
-        "uq_leases_group_id_open",
-        "group_id",
-        unique=True,
-        sqlite_where=text("ended_at IS NULL"),
-        postgresql_where=text("ended_at IS NULL"),
-    ),
 )
+
+OPEN_LEASE = text("ended_at IS NULL")
+open_leases = Index("uq_leases_group_id_open", leases.c.group_id, unique=True, sqlite_where=OPEN_LEASE)
+"""A group has at most one open lease, also when two servers write at the same time.
+
+The migration adds `postgresql_where`: SQLAlchemy imports PostgreSQL's dialect as soon as that is named."""
 
 callbacks = Table(
     "callbacks",  # requests to the callback URLs of jobs, sent and to be sent
