@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Literal
@@ -48,7 +48,7 @@ from polar_proxy.sessions.marked_rendering import (
     compare_renderings,
 )
 from polar_proxy.sessions.state import AnsweredCall, PromptConfig, SessionState, reasoning_prefix
-from polar_proxy.types import CallRecord, ChatRequest, EngineRequest, Json, Message, PromptMode
+from polar_proxy.types import CallRecord, ChatRequest, EngineRequest, Json, PromptMode
 
 log = logging.getLogger(__name__)
 
