@@ -93,6 +93,29 @@ async def test_parsers_are_named_if_the_server_never_shows_a_difference() -> Non
     assert process.rounds == 4
 
 
+class ManyParsers(ScriptedParsers):
+    """The server's answers rule out one pair of parsers at a time."""
+
+    pairs: tuple[Parsers, ...] = (RIGHT, ALIKE, *((f"xml{number}", None) for number in range(2, 9)))
+
+    async def match(
+        self, request: Json, samples: Sequence[Json], parsers: Sequence[Parsers] | None = None
+    ) -> list[Parsers]:
+        return list(self.pairs if parsers is None else parsers[:-1])
+
+    async def distinguish(
+        self, request: Json, prompts: Sequence[Sequence[int]], answers: Json, parsers: Sequence[Parsers], seed: int
+    ) -> list[tuple[int, list[int]]]:
+        self.rounds += 1
+        return [(1, self._telling)] if len(parsers) > 2 else []
+
+
+async def test_the_server_is_asked_as_long_as_its_answers_rule_out_parsers() -> None:
+    process = ManyParsers(telling=TELLING)
+    assert await chosen(process) == RIGHT
+    assert process.rounds == len(process.pairs) - 1
+
+
 async def test_given_parsers_are_not_compared_with_others() -> None:
     process = ScriptedParsers(telling=TELLING)
     assert await chosen(process, OTHER) == OTHER

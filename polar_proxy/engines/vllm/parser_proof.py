@@ -81,7 +81,7 @@ _PIECES = 8
 _TOGETHER = 8
 """Answers that the server samples at a time."""
 _ROUNDS = 4
-"""How often the server is asked for answers on which several fitting pairs of parsers differ."""
+"""How often in a row the server's answers, on which several fitting pairs of parsers differ, may rule out none."""
 
 
 class ParserProofs:
@@ -417,15 +417,16 @@ class ParserProofs:
             answer = await unless_refused(self._chat(form.name, "", asked))
             return None if answer is None else replace(answer, prompt=prompts[number])
 
-        for seed in range(_ROUNDS):
+        seed = in_vain = 0
+        while len(found) > 1 and in_vain < _ROUNDS:
             differing = await self.process.distinguish(request, prompts, known, found, seed)
             if not differing:
                 return [await self._first_with_grammar(found, request)]
             forced = await asyncio.gather(*(force(number, body) for number, body in differing))
             samples = [answer.to_sample() for answer in forced if answer is not None]
-            found = await self.process.match(request, samples, found)
-            if len(found) < 2:
-                break
+            left = await self.process.match(request, samples, found)
+            in_vain = in_vain + 1 if left == found else 0
+            found, seed = left, seed + 1
         return found
 
     async def _first_with_grammar(self, pairs: list[Parsers], request: Json) -> Parsers:
