@@ -146,16 +146,17 @@ async def run_family(served: ServedFamily, family: Family) -> ServedResult:
         try:
             async with serve_vllm(Path(folder), served.name, *served.flags) as url:
                 out.start_seconds = round(time.monotonic() - began, 1)
-                await play_both(out, served, renderer, url)
+                writer = AnswerWriter(renderer, left_out=served.left_out, always_reasons=served.always_reasons)
+                await play_both(out, served, writer, url)
         except (PolarError, httpx.HTTPError, ServerError) as error:
             out.problem = f"{type(error).__name__}: {error}"
     out.seconds = round(time.monotonic() - began, 1)
     return out
 
 
-async def play_both(out: ServedResult, served: ServedFamily, renderer: TemplateEngine, url: str) -> None:
+async def play_both(out: ServedResult, served: ServedFamily, writer: AnswerWriter, url: str) -> None:
     """Play a streamed and a whole session at the same time, and write their results into `out`."""
-    async with FamilyEngine(url, AnswerWriter(renderer)) as engine, temporary_store() as store:
+    async with FamilyEngine(url, writer) as engine, temporary_store() as store:
         try:
             out.found = await engine.parsing(served.options)
         except CannotContinueError as error:

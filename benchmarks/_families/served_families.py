@@ -17,6 +17,12 @@ class ServedFamily:
     reasoning_parser: str = ""
     options: Mapping[str, Json | bool] = field(default_factory=dict)
     """Template options of every request."""
+    left_out: str = ""
+    """Pattern of text that the template writes in an answer and that the grammar of the server's parser forbids."""
+    always_reasons: bool = False
+    """The server's parser takes text for reasoning until reasoning ends, as this model always reasons."""
+    note: str = ""
+    """Why not every answer is continued, or read as the model meant it."""
 
     @property
     def flags(self) -> list[str]:
@@ -36,11 +42,11 @@ SERVED = (
     ServedFamily("MiniMax-M2", "MiniMax-M2", "minimax_m2", "minimax_m2"),
     ServedFamily("Nemotron-3", "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "qwen3_coder", "nemotron_v3"),
     ServedFamily("Ministral-3", "mistralai-Ministral-3-14B-Reasoning-2512", "mistral", "mistral"),
-    ServedFamily("Seed-OSS", "ByteDance-Seed-OSS", "seed_oss", "seed_oss"),
+    ServedFamily("Seed-OSS", "ByteDance-Seed-OSS", "seed_oss", "seed_oss", always_reasons=True),
     ServedFamily("Granite-4", "ibm-granite-granite-4.0", "granite4"),
     ServedFamily("DeepSeek-V3.1", "deepseek-ai-DeepSeek-V3.1", "deepseek_v31", "deepseek_v3"),
     ServedFamily("Gemma-4", "google-gemma-4-31B-it", "gemma4", "gemma4", {"enable_thinking": True}),
-    ServedFamily("GLM-4.6", "GLM-4.6", "glm45", "glm45"),
+    ServedFamily("GLM-4.6", "GLM-4.6", "glm45", "glm45", left_out=r"\n(?=<arg_key>|<arg_value>|</tool_call>)"),
     ServedFamily("GLM-4.7", "GLM-4.7-Flash", "glm47", "glm47"),
     ServedFamily("Llama-3.1", "meta-llama-Llama-3.1-8B-Instruct", "llama3_json"),
     ServedFamily("Mistral-Small", "Mistral-Small-3.2-24B-Instruct-2506", "mistral"),

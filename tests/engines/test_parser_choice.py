@@ -116,6 +116,16 @@ async def test_the_server_is_asked_as_long_as_its_answers_rule_out_parsers() -> 
     assert process.rounds == len(process.pairs) - 1
 
 
+async def test_no_parsers_are_chosen_if_no_call_in_the_models_form_was_sampled() -> None:
+    """All of them may read the texts without calls alike."""
+    async with FakeVllm(limits=frozenset({"other_form", "no_choice"})) as fake, VllmEngine(fake.url) as engine:
+        process = ScriptedParsers(telling=TELLING)
+        with pytest.raises(CannotContinueError, match=r"made to sample a tool call.*engine\.vllm_parsers"):
+            await ParserProofs(engine.client, end=END, tools=True, process=process).prove({})
+        named = ParserProofs(engine.client, end=END, tools=True, process=process, parsers=RIGHT)
+        assert (await named.prove({})).parsers == RIGHT
+
+
 async def test_given_parsers_are_not_compared_with_others() -> None:
     process = ScriptedParsers(telling=TELLING)
     assert await chosen(process, OTHER) == OTHER

@@ -57,6 +57,8 @@ class ForcedAnswer:
     text: str = ""
     sampled: tuple[int, ...] = ()
     """All ids, with the one that ended the answer."""
+    chunks: tuple[int, ...] = ()
+    """The number of these ids in each chunk of the server's stream. Some parsers parse other chunks otherwise."""
     prompt: tuple[int, ...] = ()
     own: bool = False
     """It is a tool call in the template's own form."""
@@ -75,6 +77,7 @@ class ForcedAnswer:
         return {
             "prompt": self.prompt,
             "ids": self.sampled,
+            "chunks": self.chunks,
             "raw_finish": self.raw_finish,
             "own": self.own,
             **content,

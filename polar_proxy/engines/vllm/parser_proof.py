@@ -8,7 +8,8 @@ compared.
 These parsers are tried in this order: Polar's Hermes parser; vLLM's parsers in a side process, if its package is found;
 the server's parser at `/derender`. Polar's parser is other code than the server's, so it is used only if all of the
 given texts were sampled. The others are vLLM's own code and are compared on whatever was sampled. If tool calls in the
-template's own form were sampled, the chat route must have read at least one of them as a call.
+template's own form were sampled, the chat route must have read at least one of them as a call. If none was sampled, it
+is unknown which of vLLM's parsers the server uses.
 
 Answers are forced to a first message and after a tool call, because some parsers look at the history. If several of
 vLLM's parsers fit, they are compared with each other on random variations of the answers. The server samples variations
@@ -232,7 +233,8 @@ class ParserProofs:
         parsed = ParsedAnswer.of(events)
         sampled = tuple(token for event in events for token in event.token_ids)
         ends = parsed.finish != "length" and sampled[-1:] == (self._end,)
-        return ForcedAnswer(name, wanted, sampled[:-1] if ends else sampled, parsed, sampled=sampled)
+        chunks = tuple(len(event.token_ids) for event in events)
+        return ForcedAnswer(name, wanted, sampled[:-1] if ends else sampled, parsed, sampled=sampled, chunks=chunks)
 
     def _bias(self, **biases: float) -> Json:
         """Return `logit_bias` for tags and LETTER, given by name. A text of more than one token gets no bias."""
@@ -372,6 +374,11 @@ class ParserProofs:
         """
         if self.process is None:
             return "vLLM's package was not found on this machine."
+        if self._tools and self._parsers is None and not any(answer.own and answer.parsed.calls for answer in answers):
+            return (
+                "The server could not be made to sample a tool call in the template's form, so nothing shows which of "
+                "vLLM's parsers it uses. Name them by the setting engine.vllm_parsers, as TOOL/REASONING."
+            )
         request = parser_request(self._client.model, _request(frame))
         try:
             await self.process.ensure_started()
