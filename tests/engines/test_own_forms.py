@@ -19,7 +19,8 @@ TEMPLATE = (
     ANSWER
     + """\
 {%- for message in messages %}<|{{ message.role }}|>{% if CONDITION %}<|think|>{{ message.reasoning_content }}<|done|>\
-{% endif %}{{ calls(message) }}{{ message.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
+{% endif %}{{ calls(message) }}{{ message.content }}<|end|>{% endfor %}\
+{% if add_generation_prompt %}<|assistant|>{% endif %}"""
 )
 
 
