@@ -5,11 +5,16 @@ The server and the parsers are scripted, except in the last test, which has vLLM
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from benchmarks._families.families import Family
+from benchmarks._families.real import save_model
+from benchmarks._families.template_engine import TemplateEngine
 from polar_proxy.engines.base import CannotContinueError
 from polar_proxy.engines.chat_template import ModelFiles
 from polar_proxy.engines.factory import POLAR_TINY
@@ -141,6 +146,26 @@ async def test_knows_whether_the_chat_route_samples_under_a_grammar_of_the_parse
         assert await proofs.constrains(asked)
         assert not await proofs.constrains(replace(asked, tools=()))
         assert not await proofs.constrains(replace(asked, template_kwargs={"enable_thinking": False}))
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+async def test_real_parsers_are_matched_in_the_chunks_of_the_servers_stream(tmp_path: Path) -> None:
+    """vLLM's parser for Llama 3 loses a call that comes in one piece, as its chat route does then."""
+    renderer = TemplateEngine(Family("llama", "<|python_tag|>{{ messages[0].content }}", ("<|eot_id|>",), ""))
+    await asyncio.to_thread(save_model, tmp_path, renderer)
+    request = parser_request("m", ChatRequest("", (), tools=(TOOL,)))
+    ids = [*renderer.encode_text('{"name": "look", "parameters": {"path": "a"}}'), renderer.stop_ids[0]]
+    called = {"calls": [["look", '{"path": "a"}']], "finish": "tool_calls"}
+    lost = {"calls": [], "finish": "stop"}
+    async with ParserProcess(vllm_python(), str(tmp_path)) as process:
+
+        async def fits(chunks: list[int], read: Json) -> bool:
+            answer = {"prompt": [1], "ids": ids, "raw_finish": "stop", "own": True, "text": "", "reasoning": ""}
+            return bool(await process.match(request, [{**answer, **read, "chunks": chunks}], [("llama3_json", None)]))
+
+        assert [await fits([1] * len(ids), read) for read in (called, lost)] == [True, False]
+        assert [await fits([len(ids)], read) for read in (called, lost)] == [False, True]
 
 
 @pytest.mark.full

@@ -48,7 +48,7 @@ class ParsedAnswer:
 
 @dataclass(frozen=True, slots=True)
 class ForcedAnswer:
-    """One answer of the server: ids without the end-of-turn token, their text, and how the chat route parsed it."""
+    """One answer of the server: ids without the stop token, their text, and how the chat route parsed it."""
 
     name: str
     wanted: str

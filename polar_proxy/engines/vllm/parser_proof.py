@@ -177,14 +177,15 @@ class ParserProofs:
         call_problem, short, shown = await asyncio.gather(
             self._call_form_problem(bare, frame),
             asyncio.gather(*(self._short_answer(frame, conversation) for conversation in conversations)),
-            asyncio.gather(*map(self._shows_special, settings)),
+            asyncio.gather(*map(self._special_answer, settings)),
         )
         reasons = bool(short[0].parsed.reasoning) and not short[0].parsed.text
         forced = [replace(answer, prompt=tuple(opened)) for answer in await self._force_answers(frame, reasons)]
         forced += [*short, *await self._force_own_forms(frame, conversations)]
         answers, tags_show = await self._read_back(forced, opened)
         # A parser needs to see the tags; apart from that, completions hide the same tokens as a chat.
-        without_tools, with_tools = shown[0] or not tags_show, shown[-1] or not tags_show
+        special = [bool(answer.parsed.text or answer.parsed.reasoning) for answer in shown]
+        without_tools, with_tools = special[0] or not tags_show, special[-1] or not tags_show
         tail = self.tail(opened)
         # If the prompt has `<think>`, the penalty excludes another one, so that no answer begins with the tag.
         optional = {IN_REASONING, *([TAGGED] if reasons and tail != "none" else [])}
@@ -203,6 +204,7 @@ class ParserProofs:
                 "Start vLLM with the --tool-call-parser of this model."
             )
         problems = [problem]
+        answers.append(replace(shown[-1], prompt=tuple(opened)))
         for find in (self._match_process, self._match_derender):
             found = await find(config, answers, frame, conversations)
             if isinstance(found, ParserConfig):
@@ -232,9 +234,9 @@ class ParserProofs:
         events = await self._sample(CHAT, {"messages": USER, "max_tokens": 200, **body})
         parsed = ParsedAnswer.of(events)
         sampled = tuple(token for event in events for token in event.token_ids)
-        ends = parsed.finish != "length" and sampled[-1:] == (self._end,)
+        ids = sampled if parsed.finish == "length" else sampled[:-1]
         chunks = tuple(len(event.token_ids) for event in events)
-        return ForcedAnswer(name, wanted, sampled[:-1] if ends else sampled, parsed, sampled=sampled, chunks=chunks)
+        return ForcedAnswer(name, wanted, ids, parsed, sampled=sampled, chunks=chunks)
 
     def _bias(self, **biases: float) -> Json:
         """Return `logit_bias` for tags and LETTER, given by name. A text of more than one token gets no bias."""
@@ -251,11 +253,10 @@ class ParserProofs:
         answer = await self._chat(f"two letters{conversation.place}", LETTER, body)
         return replace(answer, prompt=conversation.prompt, cut=True)
 
-    async def _shows_special(self, frame: Json) -> bool:
-        """Return whether chats with these settings show a special token that is sampled in the middle of an answer."""
+    async def _special_answer(self, frame: Json) -> ForcedAnswer:
+        """Make the server answer with special tokens only. It has a text if chats with these settings show them."""
         body = {"logit_bias": {str(self._end): 100}, "max_tokens": 2, "ignore_eos": True}
-        answer = await self._chat("", "", frame | body)
-        return bool(answer.parsed.text or answer.parsed.reasoning)
+        return replace(await self._chat("special tokens", "", frame | body), cut=True)
 
     async def _force_answers(self, frame: Json, reasons: bool) -> list[ForcedAnswer]:
         frame = frame | {"repetition_penalty": 1.0}
@@ -412,7 +413,7 @@ class ParserProofs:
         assert self.process is not None
         request = parser_request(self._client.model, _request(frame))
         end = await reasoning_end(self._client, partial(self._render, frame=frame), USER)
-        bodies = [after_reasoning(answer.ids, end) for answer in answers]
+        bodies = [after_reasoning(answer.ids, end) for answer in answers if self._end not in answer.ids]
         plain = next(answer.ids for answer in answers if answer.wanted == PLAIN)
         start = plain[: len(plain) - len(after_reasoning(plain, end))]
         known = {"start": start, "bodies": bodies, "stop": self._end}
