@@ -110,3 +110,14 @@ def _parse_hermes(answer: ForcedAnswer, mode: Reasoning, *, tools: bool) -> Pars
     finish = "length" if answer.parsed.finish == "length" else "stop"
     event = SampleEvent(text=answer.text, finish_reason=finish)
     return ParsedAnswer.of([HermesParser(tools=tools, reasoning=mode).parse(event)])
+
+
+def ids_without(events: Sequence[SampleEvent], end: int) -> tuple[int, ...]:
+    """Return the sampled ids without end-of-turn tokens."""
+    return tuple(token for event in events for token in event.token_ids if token != end)
+
+
+def last_position(row: tuple[int, ...], wanted: tuple[int, ...]) -> int:
+    """Return the last position of `wanted` in `row`, or -1."""
+    size = len(wanted)
+    return next((at for at in range(len(row) - size, -1, -1) if size and row[at : at + size] == wanted), -1)

@@ -52,6 +52,8 @@ from polar_proxy.engines.vllm.forced_answers import (
     TEXTS,
     ForcedAnswer,
     ParsedAnswer,
+    ids_without,
+    last_position,
     matching_reasoning_mode,
     unforced,
 )
@@ -215,8 +217,8 @@ class ParserProofs:
     def tail(self, prompt: Sequence[int] | TokenIds) -> PromptTail:
         """Return `open` or `closed` if the tokens after a prompt's last turn open or close reasoning, else `none`."""
         near = tuple(int(token) for token in prompt[-_TAIL_TOKENS:])
-        near = near[_last(near, (self._end,)) + 1 :]
-        places = {tag: _last(near, self._tags[tag]) for tag in (THINK, END_THINK)}
+        near = near[last_position(near, (self._end,)) + 1 :]
+        places = {tag: last_position(near, self._tags[tag]) for tag in (THINK, END_THINK)}
         if max(places.values()) < 0:
             return "none"
         return "open" if places[THINK] > places[END_THINK] else "closed"
@@ -302,7 +304,7 @@ class ParserProofs:
                 body = frame | self._forcing(each, end) | {"messages": conversation.messages}
                 answer = await unless_refused(self._chat(f"{form.name}{conversation.place}", "", body))
                 if answer is not None:
-                    sampled = _last(answer.sampled, after_reasoning(each.ids, end)) >= 0
+                    sampled = last_position(answer.sampled, after_reasoning(each.ids, end)) >= 0
                     own = sampled and (form.cut or bool(form.arguments))
                     return replace(answer, prompt=conversation.prompt, own=own, cut=form.cut)
             return None
@@ -321,7 +323,7 @@ class ParserProofs:
             ids = tuple(await self._client.encode(f"{start}{LETTER}{end}{PLAIN}"))
             form = OwnForm(f"a letter between {start} and {end}", ids, ())
             answer = await unless_refused(self._chat(form.name, "", frame | self._forcing(form, None)))
-            return answer if answer is not None and _last(answer.sampled, ids) >= 0 else None
+            return answer if answer is not None and last_position(answer.sampled, ids) >= 0 else None
 
         forced = await asyncio.gather(*(force(start, end) for start, end in tags))
         return [answer for answer in forced if answer is not None]
@@ -339,7 +341,7 @@ class ParserProofs:
             self._sample(COMPLETIONS, body | {"skip_special_tokens": False}),
             self._sample(COMPLETIONS, body),
         )
-        rows = [_ids(shown, self._end), _ids(plain, self._end), *(answer.ids for answer in answers)]
+        rows = [ids_without(shown, self._end), ids_without(plain, self._end), *(answer.ids for answer in answers)]
         joined = [token for row in rows for token in (self._end, *row)]
         mark = await self._client.decode([self._end])
         before, *texts = (await self._client.decode(joined)).split(mark)
@@ -491,19 +493,8 @@ def _request(frame: Json) -> ChatRequest:
     )
 
 
-def _ids(events: Sequence[SampleEvent], end: int) -> tuple[int, ...]:
-    """Return the sampled ids without end-of-turn tokens."""
-    return tuple(token for event in events for token in event.token_ids if token != end)
-
-
 def _parse_json(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError:
         return text
-
-
-def _last(row: tuple[int, ...], wanted: tuple[int, ...]) -> int:
-    """Return the last position of `wanted` in `row`, or -1."""
-    size = len(wanted)
-    return next((at for at in range(len(row) - size, -1, -1) if size and row[at : at + size] == wanted), -1)
