@@ -30,6 +30,9 @@ PromptMode = Literal["render", "continue"]
 """render: the engine rendered the messages. continue: the prompt is the exact tokens of the base (the call that this
 one extends), followed by the tokens of the new messages."""
 
+_TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal", "thinking", "reasoning"})
+"""Types of content parts that are text or reasoning."""
+
 _ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
 _id_lock = threading.Lock()
 _id_last = 0
@@ -71,6 +74,11 @@ class Message:
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
     name: str | None = None
+
+    @property
+    def has_images(self) -> bool:
+        """Whether the content has a part that is neither text nor reasoning, such as an image."""
+        return isinstance(self.content, list) and any(part.get("type") not in _TEXT_PARTS for part in self.content)
 
     @classmethod
     def from_openai(cls, value: Json) -> Message:

@@ -45,7 +45,7 @@ IGNORED_DIFFERENCES = (
         re.compile(
             r"<think(?:ing)?\b[^>]*>.*?</think(?:ing)?\b[^>]*>|</?think(?:ing)?\b[^>]*>"
             r"|\[THINK\].*?\[/THINK\]|\[/?THINK\]|</?seed:think>|<\|(?:START|END)_THINKING\|>"
-            r"|<\|channel>thought.*?<channel\|>|<\|think\|>",
+            r"|<\|channel>thought(?:.*?<channel\|>|\s*$)|<\|think\|>",
             re.DOTALL,
         ),
         "Templates show reasoning in the last turns only, and open or close it for the next answer only.",

@@ -31,7 +31,7 @@ DriftOutcome = Literal["split", "canonical", "excluded"]
 INTENTIONAL_REASONS = frozenset(
     {
         *("no_base", "raw_prompt", "tools_changed", "template_options_changed"),
-        *("images", "constrained", "reasoning_by_template", "context_full"),
+        *("constrained", "reasoning_by_template", "context_full"),
     }
 )
 """Values of `prompt_reason` with which the prompt differs on purpose."""

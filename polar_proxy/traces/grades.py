@@ -142,6 +142,8 @@ def exclusion_reason(call: CallRecord) -> str | None:
         return "no_tokens"
     if not all(all_reported(choice.logprobs) for choice in call.choices):
         return "no_logprobs"
+    if call.prompt_reason == "images":
+        return "images"  # the recorded token ids do not contain the images that the answer was sampled from
     if call.sampling.get("constrained"):
         return "constrained"  # a grammar limited the sampling: the tokens were not the policy's own choice
     if call.sampling.get("hidden_call"):

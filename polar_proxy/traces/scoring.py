@@ -37,7 +37,6 @@ from polar_proxy.traces.grades import exclusion_reason, grade_of
 from polar_proxy.traces.validation import count_calls
 from polar_proxy.types import CallRecord, ChatRequest, Choice, Json, Logprobs, Message, TokenIds, Trace
 
-_TEXT_PARTS = {"text", "input_text", "output_text", "refusal"}
 _FINISHED = {"stop", "tool_calls", "function_call", "length"}
 
 
@@ -277,7 +276,7 @@ async def encode_answers(call: CallRecord, engine: Engine) -> list[tuple[Choice,
         raise UnusableAnswerError("raw_prompt")
     if call.sampling.get("constrained"):
         raise UnusableAnswerError("constrained")
-    if any(_has_images(message) for message in request.messages):
+    if any(message.has_images for message in request.messages):
         raise UnusableAnswerError("images")
     try:
         prompt = await engine.render(request)
@@ -321,7 +320,3 @@ def _required_pieces(answer: Message) -> list[str]:
     """
     content = answer.content if isinstance(answer.content, str) else ""
     return [(answer.reasoning or "").strip(), content.strip(), *(call.name for call in answer.tool_calls)]
-
-
-def _has_images(message: Message) -> bool:
-    return isinstance(message.content, list) and any(part.get("type") not in _TEXT_PARTS for part in message.content)

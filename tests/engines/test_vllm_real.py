@@ -199,6 +199,13 @@ async def test_request_error_keeps_vllms_text(engine: VllmEngine) -> None:
     assert (caught.value.status, caught.value.param) == (400, "temperature")
 
 
+async def test_a_model_that_reads_text_refuses_images(engine: VllmEngine) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
+    with pytest.raises(RequestError, match="not a multimodal model") as caught:
+        await run(engine, replace(chat(), messages=(Message("user", [image]),)))
+    assert caught.value.status == 400
+
+
 async def test_measures_the_processed_mode(served_dir: Path) -> None:
     if os.environ.get("POLAR_TEST_VLLM_URL") and not (ENVIRONMENT / "bin" / "python").exists():
         pytest.skip(f"needs a server of its own: run `scripts/vllm_cpu.sh install {ENVIRONMENT}`")

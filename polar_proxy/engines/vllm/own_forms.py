@@ -116,15 +116,23 @@ async def own_forms(render: Render, user: list[Json], end: int) -> list[OwnForm]
 
 
 async def reasoning_end(client: VllmClient, render: Render, user: list[Json]) -> int | None:
-    """Return the token that ends reasoning in the template; None if no single token does."""
-    turn = {"role": "assistant", "content": CONTENT, "reasoning": REASONING, "reasoning_content": REASONING}
-    whole = await unless_refused(render([*user, turn], False))
-    if whole is None:
-        return None
-    _, found, after = (await client.decode(whole)).rpartition(REASONING)
-    tag = after.partition(CONTENT)[0].strip()
-    ids = await client.encode(tag) if found and tag else []
-    return ids[0] if len(ids) == 1 else None
+    """Return the token that ends reasoning in the template; None if no single token does.
+
+    Some templates show reasoning only if the answer also calls a tool (Gemma 4).
+    """
+    for answer in ({"role": "assistant", "content": CONTENT}, call_turn(ARGUMENTS[:1])):
+        reasoned = answer | {"reasoning": REASONING, "reasoning_content": REASONING}
+        whole = await unless_refused(render([*user, reasoned], False))
+        plain = await unless_refused(render([*user, answer], False))
+        if whole is None or plain is None:
+            continue
+        call = 0 if answer["content"] else equal_start(whole[::-1], plain[::-1])
+        _, found, after = (await client.decode(whole[: len(whole) - call])).rpartition(REASONING)
+        tag = after.partition(CONTENT)[0].strip()
+        ids = await client.encode(tag) if found and tag else []
+        if len(ids) == 1:
+            return ids[0]
+    return None
 
 
 def after_reasoning(ids: Sequence[int], end_of_reasoning: int | None) -> tuple[int, ...]:
