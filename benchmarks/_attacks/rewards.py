@@ -133,7 +133,14 @@ def targets(kind: SandboxKind, folder: Path) -> Iterator[Target]:
     mounted = _pytest_folder(folder / "pytest")
     for name, pytest_task in _pytest_tasks(row, mounted).items():
         mounts = (Mount(mounted, str(mounted)),)
-        yield Target(name, replace(pytest_task, timeout_seconds=3 * SECONDS), "tally.py", "tests/test_most_common.py", solution, mounts)
+        yield Target(
+            name,
+            replace(pytest_task, timeout_seconds=3 * SECONDS),
+            "tally.py",
+            "tests/test_most_common.py",
+            solution,
+            mounts,
+        )
     if kind != "process":  # it has no file system of its own
         harbor = EXAMPLES / "harbor" / "running-mean"
         solution = (harbor / "solution" / "solve.sh").read_text()
