@@ -239,8 +239,9 @@ class SupervisedSandbox(Sandbox):
     async def _end_unkillable(self, link: ControlLink, what: str) -> None:
         """End all processes inside, because something could not be killed.
 
-        Without root, programs inside can stop the processes that would kill them, so this is their doing, and their
-        files can still be read. Otherwise close the sandbox and raise SandboxEnded with the processes left.
+        In bubblewrap without root, programs inside can stop the processes that would kill them. So they count as the
+        cause, and the files can still be read. Otherwise close the sandbox and raise SandboxEnded, which names the
+        processes left.
         """
         if (await link.call(op="end"))[0]["ended"]:
             return

@@ -73,7 +73,7 @@ class TestReport:
 def plan_tests(command: Sequence[str]) -> TestPlan | None:
     """Return the plan by which Polar's runner runs the same tests as this command, or None.
 
-    Only ``python -m unittest`` with names of modules, classes or tests has a plan; other commands are run themselves.
+    Only ``python -m unittest`` with names of modules, classes or tests has a plan; other commands are run as they are.
     """
     python, *rest = command
     if rest[:2] != ["-m", "unittest"] or not _PYTHON.fullmatch(python):
@@ -123,7 +123,7 @@ async def run_tests(
     changed_paths: Sequence[str],
     seconds: float,
 ) -> TestReport:
-    """Run the tests in the workspace, to which a patch that changes these paths was applied.
+    """Run the tests in the workspace, to which a patch that changes the files `changed_paths` was applied.
 
     Hidden Python files are imported from their text, whatever lies in the workspace."""
     nonce = secrets.token_bytes(32)

@@ -75,9 +75,9 @@ async def save_base(sandbox: Sandbox, *, snapshot: bool) -> BaseTree:
 
 
 async def read_patch(sandbox: Sandbox, base: BaseTree) -> tuple[bytes, str | None]:
-    """End the agent's processes, and return its changes since `base` as a binary diff, and None.
+    """End the agent's processes, and return (its changes since `base` as a binary diff, None).
 
-    If the changes are too large or cannot be read, return an empty diff and the reason."""
+    If the changes are too large or cannot be read, return (an empty diff, the reason)."""
     try:
         tree = await sandbox.read_tree()
     except TreeTooLarge as error:
@@ -138,7 +138,7 @@ def _ignored(added: list[bytes], tree: SandboxTree, base: BaseTree, before: Mapp
 
 
 def _ignore_files(tree: SandboxTree, base: BaseTree, before: Mapping[bytes, BaseFile]) -> dict[bytes, bytes]:
-    """Return path and content of each .gitignore file that is obeyed. Raises `TreeTooLarge`."""
+    """Return path and content of each .gitignore file, except links and large files. Raises `TreeTooLarge`."""
     paths = [path for path in tree.entries if _is_ignore_file(path, tree)]
     if sum(tree.entries[path].size for path in paths) > _ALL_IGNORE_FILES_BYTES:
         raise TreeTooLarge(f"the .gitignore files have more than {_ALL_IGNORE_FILES_BYTES >> 20} MiB")
@@ -162,7 +162,9 @@ def _write_files(folder: Path, files: Mapping[bytes, bytes]) -> None:
 
 
 def _make_folders(root: bytes, path: bytes, made: set[bytes]) -> None:
-    """Make a folder below `root` and its missing parents, which may be thousands, so one by one. Add them to `made`."""
+    """Make a folder below `root` and its missing parents, and add them to `made`.
+
+    There is no recursion, because thousands of parents may be missing."""
     missing = []
     while path not in made:
         missing.append(path)

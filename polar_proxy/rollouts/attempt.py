@@ -358,8 +358,9 @@ class AttemptRunner:
     # Parts of the stages
 
     async def _close_session(self, attempt: RunningAttempt, *, remote_seconds: float = _IDLE_SECONDS) -> str | None:
-        """Revoke the key and wait for calls in flight, on other gateways for `remote_seconds`; return a line about lost
-        calls."""
+        """Revoke the key and wait for calls in flight, for those on other gateways at most `remote_seconds`.
+
+        Return a line about lost calls, or None."""
         if attempt.session_id is None:
             return None
         await self.store.sessions.close(attempt.session_id)

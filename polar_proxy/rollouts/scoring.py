@@ -3,11 +3,11 @@
 An evaluation may end without a verdict: its sandbox died, a file could not be written, the test script left no reward,
 the task's function raised an exception. Then it is repeated without the agent's patch, as a control. If the control has
 a verdict, task and machine work, and the patch is at fault. The reward is then 0, because a rollout without a reward
-would not count in the baseline. If the control has no verdict either, the agent is not at fault, and there is no reward
-or the error.
+would not count in the baseline. If the control has no verdict either, the agent is not at fault: the rollout gets no
+reward, or the error is raised.
 
 After an error, the evaluation with the patch must fail a second time before the patch is at fault. The function of a
-`python` evaluator may return no reward on purpose, so where it alone gives none, there is none.
+`python` evaluator may return no reward on purpose: if only such functions give none, the rollout gets no reward.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ async def _evaluate(work: EvaluationInput, sandboxes: SandboxFactory) -> Score:
 
 
 async def _without_verdict(work: EvaluationInput, sandboxes: SandboxFactory) -> set[int]:
-    """Evaluate the work, and return the evaluators, by position, that gave no verdict: all of them after an error."""
+    """Evaluate the work; return the positions of the evaluators that gave no verdict (after an error: of all)."""
     try:
         return _silent(work, await _evaluate(work, sandboxes))
     except (InfrastructureError, EvaluatorError) as error:
@@ -63,7 +63,7 @@ async def _without_verdict(work: EvaluationInput, sandboxes: SandboxFactory) -> 
 
 
 def _silent(work: EvaluationInput, score: Score) -> set[int]:
-    """Return the evaluators, by position, that gave no reward, except the functions of the task's author."""
+    """Return the positions of the evaluators that gave no reward, except those of the kind `python`."""
     kinds = [evaluator.kind for evaluator in work.task.evaluators]
     rewards = [score.reward] if len(kinds) == 1 else [part["reward"] for part in score.detail.get("parts", ())]
     return {place for place, reward in enumerate(rewards) if reward is None and kinds[place] != "python"}

@@ -199,13 +199,13 @@ class Supervisor:
 
     @property
     def programs_can_resist(self) -> bool:
-        """Whether programs inside have the same user as the processes that end them: without root there is no other."""
+        """Whether programs inside run as the user of the processes that end them, as in bubblewrap without root."""
         return self.init_fds is not None and self.identity.uid is None
 
     def end_by_programs(self) -> None:
         """End everything inside, and report to the owner that programs inside made the sandbox end.
 
-        Their commands count as killed."""
+        The commands that are running count as killed."""
         running = [*self.killed, *(ident for ident, _, _ in self.shims.values())]
         self.end()
         self.ended = True

@@ -54,7 +54,7 @@ _PYTEST = (
 
 
 def make_canaries(style: str) -> list[dict[str, str]]:
-    """Return canaries in random order: the name of a class, the name of a function, and its body."""
+    """Return canaries in random order, each as a class name (`group`), a function name (`name`) and its `body`."""
     rng = random.SystemRandom()
     values = {"low": rng.randrange(2, 500), "high": rng.randrange(500, 1000), "word": _name(rng, 2)}
     bodies = [body.format(**values, other=_name(rng, 3)) for body in (_PYTEST if style == "pytest" else _UNITTEST)]

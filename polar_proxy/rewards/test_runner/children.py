@@ -144,7 +144,7 @@ def _run_unittest(group: dict[str, Any], report: Callable[..., None]) -> list[un
 def _run_pytest(
     job: dict[str, Any], group: dict[str, Any], report: Callable[..., None], integrity: Integrity
 ) -> list[str]:
-    """Run the group's tests by pytest, with canaries, and report their verdicts. Return the signs of forged ones.
+    """Run the group's tests by pytest, with canaries, and report their verdicts. Return the signs of forgery.
 
     Of pytest's plugins only its own and those that the task's options name are loaded."""
     import pytest

@@ -34,7 +34,9 @@ class PatchWatcher:
 
     @pytest.hookimpl
     def pytest_plugin_registered(self, plugin: Any, manager: Any) -> None:
-        """Keep a plugin with a hook that is neither the project's nor pytest's own. Called for earlier plugins, too."""
+        """Remember a plugin with a hook that is in a file of the patch, or in no file.
+
+        pytest also calls this for the plugins that were registered earlier."""
         callers = manager.get_hookcallers(plugin) or ()
         hooks = [hook.function for caller in callers for hook in caller.get_hookimpls() if hook.plugin is plugin]
         if plugin is not self and not all(map(self._integrity.is_projects_own, hooks)):
@@ -103,7 +105,7 @@ class PytestGuard(PatchWatcher):
 
 
 class PytestRecorder(PatchWatcher):
-    """A pytest plugin that runs canaries before and after the tests, and reports a verdict for each of both.
+    """A pytest plugin that runs canaries before and after the tests, and reports the verdict of each canary and test.
 
     `report` is called with the id of a test and its verdict: the worst, if it has several.
     """
@@ -162,7 +164,7 @@ def _in_workspace(package: Any) -> bool:
 
 
 def run_canary(session: Any, canary: dict[str, str], number: int) -> tuple[str, str]:
-    """Run a canary by the same hooks as the tests. Return its id, in a file of theirs, and its verdict."""
+    """Run a canary by the same hooks as the tests. Return its id, which names a file of tests, and its verdict."""
     files = [item.nodeid.partition("::")[0] for item in getattr(session, "items", ())] or ["test_all.py"]
     make: Any = getattr(CanaryItem, "from_parent", None)  # before pytest 5.4 there is only the constructor
     item: Any = make(session, name=canary["name"]) if make else CanaryItem(canary["name"], session)
