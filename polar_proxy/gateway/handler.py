@@ -19,24 +19,37 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 from urllib.parse import parse_qs
 
+import orjson
+
 from polar_proxy.config import GatewaySettings
+from polar_proxy.dialects import get_dialect
 from polar_proxy.dialects.base import Answer, Dialect, ParsedRequest
+from polar_proxy.dialects.fields import invalid_type
+from polar_proxy.dialects.openai_responses.input import input_items
 from polar_proxy.engines.base import Engine
 from polar_proxy.engines.one_call import OneCallLimit, wants_one_call
 from polar_proxy.errors import EngineDroppedError, EngineError, RequestError, StoreError
 from polar_proxy.gateway import asgi
 from polar_proxy.gateway.background import BackgroundCalls
+from polar_proxy.gateway.conversations import NewItems, StoredConversations
 from polar_proxy.gateway.engine_timeouts import EngineTimeouts, EngineWait
 from polar_proxy.gateway.health import StoreMonitor
 from polar_proxy.gateway.in_flight import InFlightCalls
 from polar_proxy.gateway.limits import BodyBudget, BodyReservation
 from polar_proxy.gateway.metrics import GatewayMetrics
-from polar_proxy.gateway.recording import CallOutcome, CallRecorder, PendingCall, RequestContext, apply_policy
+from polar_proxy.gateway.recording import (
+    CallOutcome,
+    CallRecorder,
+    ContinuedConversation,
+    PendingCall,
+    RequestContext,
+    apply_policy,
+)
 from polar_proxy.gateway.reply import BackgroundReply, Reply, send_error, send_stream
 from polar_proxy.gateway.retries import ResponseBuffer, RetryCache
 from polar_proxy.gateway.stored_responses import StoredCalls
@@ -46,7 +59,7 @@ from polar_proxy.sessions.identity import key_of_request, key_without_api_key, r
 from polar_proxy.sessions.registry import SessionClosedError, SessionRegistry
 from polar_proxy.sessions.state import SessionState
 from polar_proxy.store import Store
-from polar_proxy.types import CallRecord, EngineRequest, Json, new_id
+from polar_proxy.types import CallRecord, ConversationItem, EngineRequest, Json, new_id
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +111,7 @@ class RequestHandler:
         self.retries = RetryCache(settings)
         self.background = BackgroundCalls()
         self.stored_calls = StoredCalls(store, monitor, settings.max_body_mb << 20)
+        self.conversations = StoredConversations(store, monitor, settings.max_body_mb << 20, settings.limits.messages)
         self._warned_of_no_key = False
 
     async def handle(
@@ -120,9 +134,11 @@ class RequestHandler:
             headers = asgi.read_headers(scope)
             session = await self.find_session(headers, path_key, scope)
             with session.in_request(), self.bodies.reserve(session.session_id) as reservation:
-                parsed, large = await self._read(dialect, receive, session, reservation, resumable)
+                parsed, body = await self._read(dialect, receive, session, reservation, resumable)
                 metadata = read_client_metadata(headers, parsed.params)
-                request = RequestContext(dialect, session, path, parsed, metadata, started_at, large)
+                request = RequestContext(
+                    dialect, session, path, parsed, metadata, started_at, body.large, body.conversation
+                )
                 if parsed.generate:
                     await self._join_or_answer(request, receive, send)
                 else:
@@ -192,7 +208,8 @@ class RequestHandler:
                 receive = await self.background.begin(calls[0].call_id, session, reply, buffer)
             outcome = await self._sample(request, calls, reply, buffer, receive)
             unrecorded = await _run_to_end(self.recorder.commit(request, calls, outcome, seen=reply.started))
-            if unrecorded is not None and session.record_required:
+            # Without its record, the call would be missing in the conversation that it continues.
+            if unrecorded is not None and (session.record_required or request.conversation is not None):
                 self._metrics.refused.labels(503).inc()
                 await reply.fail(self._cannot_record())
                 return False
@@ -321,9 +338,9 @@ class RequestHandler:
             with self.bodies.reserve(session.session_id) as reservation:
                 parts = await asgi.read_body(receive, reservation.take)
                 async with _turn(session, reservation.size):
-                    body, large = await self._read_json(parts, reservation)
-                    body, large = await self._write_out_references(dialect, body, session, large)
-                request = await self._thread.run(large, dialect.parse_count, body)
+                    body = await self._read_json(parts, reservation)
+                    body = await self._write_out_references(dialect, body, session)
+                request = await self._thread.run(body.large, dialect.parse_count, body.fields)
                 async with EngineWait(self._timeouts):
                     tokens = await self._engine.count_tokens(request)
         except asgi.ClientDisconnected:
@@ -383,16 +400,35 @@ class RequestHandler:
         session: SessionState,
         reservation: BodyReservation,
         resumable: Collection[str],
-    ) -> tuple[ParsedRequest, bool]:
-        """Read and parse the body of a model request. Return also whether the request is large."""
+    ) -> tuple[ParsedRequest, _Body]:
+        """Read and parse the body of a model request."""
         parts = await asgi.read_body(receive, reservation.take)
         async with _turn(session, reservation.size):
-            body, large = await self._read_json(parts, reservation)
-            body, large = await self._write_out_references(dialect, body, session, large, resumable)
-            return await self._thread.run(large, dialect.parse, body, session.last_parsed(dialect.name)), large
+            body = await self._read_json(parts, reservation)
+            body = await self._write_out_references(dialect, body, session, resumable)
+            previous = session.last_parsed(dialect.name)
+            return await self._thread.run(body.large, dialect.parse, body.fields, previous), body
 
-    async def _read_json(self, parts: list[bytes], reservation: BodyReservation) -> tuple[Json, bool]:
-        """Return the JSON object in a body, and whether the request is large (see `_LARGE_BODY`).
+    async def read_items(self, session: SessionState, receive: asgi.Receive) -> NewItems:
+        """Read and check the body of a request that may add items to a conversation."""
+        dialect = get_dialect("openai_responses")
+        with self.bodies.reserve(session.session_id) as reservation:
+            parts = await asgi.read_body(receive, reservation.take)
+            async with _turn(session, reservation.size):
+                body = await self._read_json(parts, reservation)
+                fields = body.fields
+                if not isinstance(fields.get("items"), list | None):
+                    raise invalid_type("items", "an array of items")
+                added = replace(body, fields={"model": "", "input": fields.get("items")})
+                added = await self._write_out_references(dialect, added, session)
+                items = input_items(added.fields["input"])
+                if items:
+                    await self._thread.run(added.large, dialect.parse_count, added.fields)
+                size = await self._thread.run(added.large, lambda: len(orjson.dumps(items)))
+                return NewItems(fields, items, size)
+
+    async def _read_json(self, parts: list[bytes], reservation: BodyReservation) -> _Body:
+        """Return the JSON object in a body.
 
         Raises RequestError for a body with too many JSON values, messages or tools.
         """
@@ -413,28 +449,47 @@ class RequestHandler:
                 message = f"'{name}' has {len(items)} items; at most {most} are served."
                 raise RequestError(message, status=413, param=name)
             large = large or (isinstance(items, list) and len(items) > _MANY_MESSAGES)
-        return body, large
+        return _Body(body, reservation.size, large)
 
     async def _read_call(self, call_id: str) -> CallRecord | None:
         return await self._monitor.run(partial(self._store.calls.get, call_id))
 
     async def _write_out_references(
-        self, dialect: Dialect, body: Json, session: SessionState, large: bool, resumable: Collection[str] = ()
-    ) -> tuple[Json, bool]:
-        """Return a body with its references replaced by the recorded items, and whether the request is then large."""
-        call_ids = await self._thread.run(large, dialect.referenced_calls, body)
-        if not call_ids:
-            return body, large
+        self, dialect: Dialect, body: _Body, session: SessionState, resumable: Collection[str] = ()
+    ) -> _Body:
+        """Return a body with its references replaced by the recorded items, and with the items of its conversation."""
+        conversation_id = dialect.referenced_conversation(body.fields)
+        call_ids = await self._thread.run(body.large, dialect.referenced_calls, body.fields)
+        if not call_ids and conversation_id is None:
+            return body
+        items: Sequence[ConversationItem] = ()
         try:
             calls = await self.stored_calls.find_referenced(session, dialect, call_ids, resumable)
+            if conversation_id is not None:
+                items = await self.conversations.read(session, conversation_id, body.size)
         except StoreError as error:
             raise self._cannot_record() from error
         # A short body may refer to megabytes.
-        large = large or len(calls) > _MANY_REFERENCES or any(_are_many(call.messages) for call in calls.values())
-        return await self._thread.run(large, dialect.write_out_references, body, calls), large
+        large = body.large or len(calls) > _MANY_REFERENCES or len(items) > _MANY_MESSAGES
+        large = large or any(_are_many(call.messages) for call in calls.values())
+        fields = await self._thread.run(large, dialect.write_out_references, body.fields, calls, items)
+        conversation = None if conversation_id is None else ContinuedConversation(conversation_id, len(items))
+        return _Body(fields, body.size, large, conversation)
 
     def close(self) -> None:
         self._thread.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Body:
+    """The body of a request."""
+
+    fields: Json
+    size: int
+    """Bytes of memory that it takes, about."""
+    large: bool
+    """The request is large (see `_LARGE_BODY`)."""
+    conversation: ContinuedConversation | None = None
 
 
 @contextlib.asynccontextmanager
