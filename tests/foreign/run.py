@@ -89,6 +89,8 @@ def run(suite: Suite) -> SuiteResult:
         command = ["node", "--test", *to_report, str(program)]
     else:
         options = ["-q", "-p", "no:cacheprovider", "-c", os.devnull, "-o", "asyncio_mode=auto", "--tb=short"]
+        # One event loop for all tests, because the libraries share connections between their clients.
+        options += ["-o", "asyncio_default_test_loop_scope=session", "-o", "asyncio_default_fixture_loop_scope=session"]
         command = [str(folder / "bin" / "python"), "-m", "pytest", *options, f"--rootdir={folder}"]
         command += [f"--confcutdir={folder}", f"--junitxml={report}", str(program)]
     subprocess.run([sys.executable, "-m", "tests.foreign.serve", *command], stdout=sys.stderr)

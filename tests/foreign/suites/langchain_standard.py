@@ -1,7 +1,9 @@
 """The standard chat-model suites of langchain-tests, for LangChain's OpenAI and Anthropic classes against Polar."""
 
+import base64
 import os
 
+import httpx
 import pytest
 from langchain_anthropic import ChatAnthropic
 from langchain_openai import ChatOpenAI
@@ -9,6 +11,9 @@ from langchain_tests.integration_tests import ChatModelIntegrationTests
 from langchain_tests.unit_tests import ChatModelUnitTests
 
 URL = os.environ["POLAR_URL"]
+PICTURE = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+)
 
 
 class _OpenAI:
@@ -45,7 +50,13 @@ class _Anthropic:
         return {"model": "scripted-model", "base_url": URL, "api_key": "langchain", "max_tokens": 4096}
 
 
-class TestOpenAIUnit(_OpenAI, ChatModelUnitTests):
+class _Unit(ChatModelUnitTests):
+    @pytest.mark.skip(reason="compares with a file of LangChain's own repository")
+    def test_serdes(self):
+        pass
+
+
+class TestOpenAIUnit(_OpenAI, _Unit):
     pass
 
 
@@ -53,7 +64,7 @@ class TestOpenAI(_OpenAI, ChatModelIntegrationTests):
     pass
 
 
-class TestResponsesUnit(_Responses, ChatModelUnitTests):
+class TestResponsesUnit(_Responses, _Unit):
     pass
 
 
@@ -61,7 +72,7 @@ class TestResponses(_Responses, ChatModelIntegrationTests):
     pass
 
 
-class TestAnthropicUnit(_Anthropic, ChatModelUnitTests):
+class TestAnthropicUnit(_Anthropic, _Unit):
     pass
 
 
@@ -70,5 +81,6 @@ class TestAnthropic(_Anthropic, ChatModelIntegrationTests):
 
 
 @pytest.fixture(autouse=True)
-def _network_allowed(socket_enabled):
-    """pytest-socket, which langchain-tests installs, is not to stop the connections to Polar."""
+def _local_network(socket_enabled, monkeypatch):
+    """Let the tests connect to Polar, and give them a picture for those that they would download."""
+    monkeypatch.setattr(httpx, "get", lambda url, **_: httpx.Response(200, content=PICTURE))

@@ -96,8 +96,12 @@ async def test_required_tool(model):
     assert (await Runner.run(agent, "'Oslo'")).final_output == "You said: 'Oslo'"
 
 
-async def test_conversations_session(model, client):
-    """The history is kept by Polar; the SDK adds to it and takes from it."""
+async def test_conversations_session(client):
+    """The history is kept by Polar; the SDK adds to it and takes from it.
+
+    Not with the SDK's chat model: the session removes the ids of its items, and that model accepts none without an id.
+    """
+    model = OpenAIResponsesModel("scripted-model", client)
     agent, session = Agent("a", model=model, tools=[weather]), OpenAIConversationsSession(openai_client=client)
     for text in ("think of the weather in 'Oslo'", "thanks"):
         result = await Runner.run(agent, text, session=session)
