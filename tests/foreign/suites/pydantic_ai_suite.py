@@ -67,5 +67,7 @@ async def test_history(model):
 @pytest.mark.parametrize("form", [ToolOutput, NativeOutput])
 async def test_typed_output(model, form):
     """Without the form that is described in the prompt, which only a model can read."""
+    if form is NativeOutput and isinstance(model, AnthropicModel):
+        pytest.skip("Pydantic AI allows it only for Anthropic's own model names")
     result = await Agent(model, output_type=form(Person)).run("'Ada' is 36")
     assert result.output == Person(name="Ada", age=36)
