@@ -59,7 +59,9 @@ class GatewayLimits(_Section):
     """Time over which the rate of a request body is measured. A body that pauses for longer is refused."""
     unread_seconds: float = Field(120.0, gt=0)
     """Time after which a client is disconnected that has read nothing of what waits for it of an answer."""
-    socket_idle_seconds: float = Field(3600.0, gt=0)
+    keep_alive_seconds: float = Field(75.0, gt=0)
+    """Time after which a connection without a request is closed, once it has had one."""
+    websocket_idle_seconds: float = Field(3600.0, gt=0)
     """Time after which a WebSocket without a request is closed."""
     bodies_mb: int = Field(512, ge=1)
     """Memory for all request bodies, from their first byte until the answer, in MiB. One session may use a quarter."""
@@ -190,8 +192,8 @@ class SandboxSettings(_Section):
     open_files: int = Field(16_384, ge=64)
     """Open files of each process."""
     self_test: Literal["refuse", "warn", "off"] = "refuse"
-    """Before its first use, a kind of sandbox is tested for ways out. `refuse`: do not use it if one is open. `warn`:
-    use it and log a warning. `off`: do not test."""
+    """At the start of a service and before its first use, a kind of sandbox is tested for ways out. `refuse`: do not
+    use it if one is open. `warn`: use it and log a warning. `off`: do not test."""
     docker_runtime: Literal["auto", "runc", "runsc"] = "auto"
     """Runtime of Docker containers. `auto`: gVisor (`runsc`) if the engine has it, otherwise the engine's default."""
     build_network: bool = False

@@ -58,7 +58,7 @@ class SandboxUnavailable(SandboxError):
 
 
 class SandboxEnded(SandboxError):
-    """The sandbox ended while in use: it was closed or killed, or a program inside killed its init process."""
+    """The sandbox ended while in use: it was closed or killed, or programs inside had ended it before."""
 
 
 class FileTooLarge(SandboxError):

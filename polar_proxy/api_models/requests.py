@@ -27,7 +27,8 @@ class JobRequest(JobSpec):
     task_specs: list[dict[str, Any]] | None = None
     """The tasks themselves, each as in a line of a task file."""
     seed: int | None = Field(None, ge=0, le=MAX_INTEGER)
-    """Number of the first instance of `task`; in a file: position of the first task, from 0. Alone: only this one."""
+    """Number of the first instance of `task`; in a file: position of the first task, from 0. Without `instances`: only
+    this one."""
     instances: int | None = Field(None, ge=1, le=MAX_INTEGER)
     """N tasks, from `seed` on. Default: one of a family; all of a file, a folder or `task_specs`."""
 

@@ -56,7 +56,7 @@ PastReasoning = Annotated[
     str | None,
     typer.Option(
         help="keep: continued prompts keep the reasoning of earlier turns; strip: a prompt is rendered anew if the "
-        "chat template drops it.",
+        "chat template drops reasoning of earlier turns.",
         show_default=False,
     ),
 ]
@@ -78,7 +78,8 @@ Seed = Annotated[
     int | None,
     typer.Option(
         min=0,
-        help="First instance of a task family, or first task (from 0) of a file or folder. Alone: run only this one.",
+        help="First instance of a task family, or first task (from 0) of a file or folder. Without --instances: run "
+        "only this one.",
     ),
 ]
 Instances = Annotated[

@@ -146,7 +146,10 @@ def write_adapter(
     model: Annotated[str | None, typer.Option(help="Folder of the base model. Default: the bundled policy.")] = None,
     rank: Annotated[int, typer.Option(min=1, help="Rank of the adapter, as in `lora = {rank = ...}`.")] = 16,
 ) -> None:
-    """Write a LoRA adapter that does not change the model. vLLM must start with it if a run will reload the adapter."""
+    """Write a LoRA adapter that does not change the model.
+
+    Start vLLM with it before a training run that sends new versions of its adapter to the server.
+    """
     from polar_proxy.engines.factory import POLAR_TINY
     from polar_proxy.training import lora
     from polar_proxy.training.config import LoraSettings

@@ -105,6 +105,10 @@ class CallOutcome:
     reply: RequestError | EngineError | None = None
     """The error to send; None if the agent gets the answer, or has disconnected."""
 
+    @property
+    def engine_failed(self) -> bool:
+        return self.status == "upstream_error" and self.http_status >= 500
+
     @classmethod
     def failed(cls, error: RequestError | EngineError) -> CallOutcome:
         # Without the traceback: its frames often refer to the error, a cycle that would keep the whole request.

@@ -43,6 +43,8 @@ from polar_proxy.types import ANSWERED, CallRecord, Message
 _DIALECT = get_dialect("openai_responses")
 _ROUTE = re.compile(r"(?:/v1)?/responses/(?!input_tokens$|compact$)([^/]+)(?:/(input_items|cancel))?")
 _METHODS = {None: ("GET", "DELETE"), "input_items": ("GET",), "cancel": ("POST",)}
+_CANCEL_SECONDS = 10.0
+"""How long to wait until a cancelled call is recorded."""
 _ENTRY_BYTES, _MESSAGE_BYTES = 512, 64
 """Memory of an entry of the warm-ups and of each of its messages, without their texts."""
 
@@ -151,8 +153,7 @@ class StoredResponseRoutes:
             session = await self._find_session(asgi.read_headers(scope), path_key, scope)
             running = self._background.find(session, call_id_of_response(route.response_id) or "")
             if running is not None and route.action == "cancel":
-                running.cancel()
-                await running.ended.wait()
+                await _cancel(running)
                 running = None
             if running is not None:
                 await self._answer_unfinished(route, running, scope, send)
@@ -206,6 +207,17 @@ class StoredResponseRoutes:
                 raise invalid("starting_after", "it needs 'stream=true'")
             else:
                 await asgi.send_json(send, 200, await asyncio.to_thread(response_object, call))
+
+
+async def _cancel(running: BackgroundCall) -> None:
+    """Cancel a call, and return when it is recorded. Raises RequestError 503 if that takes too long."""
+    running.cancel()
+    try:
+        async with asyncio.timeout(_CANCEL_SECONDS):
+            await running.ended.wait()
+    except TimeoutError:
+        text = f"This response is cancelled, but not recorded within {_CANCEL_SECONDS:g} seconds. Retrieve it later."
+        raise RequestError(text, status=503, code="not_recorded") from None
 
 
 def _size_of_messages(messages: tuple[bytes, ...]) -> int:

@@ -27,7 +27,7 @@ from sandboxes.tree import LINK, SandboxTree, TreeTooLarge
 
 _CHANGED_BYTES = 64 << 20
 """Limit of the sizes of all files that the agent added or changed."""
-_PATCH_BYTES = 32 << 20
+PATCH_BYTES = 32 << 20
 _IGNORE_FILE_BYTES = 1 << 20
 """A larger .gitignore file is not obeyed."""
 _ALL_IGNORE_FILES_BYTES = 16 << 20
@@ -87,7 +87,7 @@ async def read_patch(sandbox: Sandbox, base: BaseTree) -> tuple[bytes, str | Non
     except TreeTooLarge as error:
         return b"", str(error)
     except GitOutputTooLargeError:
-        return b"", f"the patch is larger than {_PATCH_BYTES >> 20} MiB"
+        return b"", f"the patch is larger than {PATCH_BYTES >> 20} MiB"
     except CleanGitError as error:
         await _check_repository(base)
         return b"", str(error)
@@ -98,7 +98,7 @@ async def read_patch(sandbox: Sandbox, base: BaseTree) -> tuple[bytes, str | Non
 def _diff(tree: SandboxTree, base: BaseTree) -> bytes:
     """Return the changes as a binary diff. Blocking.
 
-    Raises `TreeTooLarge`, `GitOutputTooLargeError` for more than `_PATCH_BYTES`, and `CleanGitError`."""
+    Raises `TreeTooLarge`, `GitOutputTooLargeError` for more than `PATCH_BYTES`, and `CleanGitError`."""
     before = _base_files(base)
     added = [path for path in tree.entries if path not in before]
     ignored = set() if base.snapshot else _ignored(added, tree, base, before)
@@ -107,7 +107,7 @@ def _diff(tree: SandboxTree, base: BaseTree) -> bytes:
         return b""
     commands = _import_commands(base.tree, changes)
     run_clean_git("fast-import", "--quiet", "--force", repository=base.repository, stdin=commands)
-    return run_clean_git(*_DIFF, base.tree, f"{_WORK}^{{tree}}", repository=base.repository, output_limit=_PATCH_BYTES)
+    return run_clean_git(*_DIFF, base.tree, f"{_WORK}^{{tree}}", repository=base.repository, output_limit=PATCH_BYTES)
 
 
 def _base_files(base: BaseTree) -> dict[bytes, BaseFile]:

@@ -394,7 +394,8 @@ class AttemptRunner:
         """Return how the engine failed if it, and not the agent, is to blame for the agent's failure; otherwise None.
 
         The engine is to blame if it is down, or if it failed to answer the session's last call (not counting calls that
-        the agent broke off). The agent must handle earlier failures, from which the engine recovered.
+        the agent broke off). The agent must handle earlier failures, from which the engine recovered, and it is to
+        blame for a request that fails each time while the engine answers others.
         """
         try:
             down = await self.engine.health()
@@ -405,6 +406,9 @@ class AttemptRunner:
         assert attempt.session_id is not None
         calls = [call for call in await self.store.calls.summaries(attempt.session_id) if call.status != "client_gone"]
         if calls and calls[-1].status == "upstream_error" and (calls[-1].http_status or 0) >= 500:
+            if (own := await self.gateway.failure_of_its_own(attempt.session_id)) is not None:
+                log.warning("rollout %s: the agent's last request fails each time: %s", attempt.rollout_id, own)
+                return None
             return f"the engine failed to answer the agent's last call: {calls[-1].error}"
         return None
 

@@ -101,7 +101,7 @@ class PromptPlan:
 
     @property
     def constrained(self) -> bool:
-        """Whether a grammar of the engine's own constrains the answer. Known once sampling has begun."""
+        """Whether the engine, not the request, constrains the answer by a grammar. Known once sampling has begun."""
         return self.under_grammar if self.prompt is None else self.prompt.constrained
 
     @property

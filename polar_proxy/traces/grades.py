@@ -98,7 +98,7 @@ def off_distribution_note(call: CallRecord) -> str | None:
 
 
 class DistributionNotes:
-    """Calls `note` with the `off_distribution_note` of the calls that have one, once for each different text."""
+    """Passes the `off_distribution_note` of each call that has one to `note`, but no text twice."""
 
     def __init__(self, note: Callable[[str], None]) -> None:
         self._note = note
@@ -114,8 +114,8 @@ class DistributionNotes:
 def weights_changed(versions: Sequence[tuple[int, str | None]]) -> bool:
     """Return whether the weights changed while an answer was sampled, and it is not known at which token.
 
-    `versions`: (first position, policy version) of each run of tokens of the answer. In this case there is one run,
-    with the version "A..B": A was loaded before the answer, and B after it.
+    `versions`: (first position, policy version) of each run of tokens of the answer. If the token is not known, there
+    is one run, with the version "A..B": A was loaded before the answer, and B after it.
     """
     return len(versions) == 1 and ".." in (versions[0][1] or "")
 

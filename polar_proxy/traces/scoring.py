@@ -4,8 +4,8 @@ For drifted calls that were joined (`rescore`), and for answers that were record
 (`rescore_calls`, `build_rescored`). Promises of the latter, each with a test:
 
 * The tokens of an answer are those that the engine's own template writes after the opening of an answer, up to and
-  including the end-of-turn token (without it if the answer was cut). An answer whose rendering is not clean, or does
-  not contain all of the answer, is left out with a reason.
+  including the end-of-turn token (without it if the answer was cut). An answer that cannot be rendered in this
+  way, or whose rendering does not contain all of it, is left out with a reason.
 * The engine that scores did not sample the text. Every trace is of the builder `rescored`, graded `approximate`, and
   names the engine that scored it and the engine that wrote the text. No other builder sees these tokens.
 

@@ -22,6 +22,7 @@ import pytest_asyncio
 import torch
 from transformers import AutoModelForCausalLM
 
+from polar_proxy.conformance.forced_vllm import ForcedVllmEngine
 from polar_proxy.engines.factory import POLAR_TINY
 from polar_proxy.engines.vllm import VllmEngine
 from polar_proxy.errors import EngineError, RequestError
@@ -183,6 +184,12 @@ async def test_closing_an_answer_aborts_it_on_the_server(engine: VllmEngine, url
 async def test_unknown_model_error_names_it(url: str) -> None:
     with pytest.raises(EngineError, match=r"does not serve 'nope'. It serves: "):
         async with VllmEngine(url, model="nope"):
+            pass
+
+
+async def test_fidelity_needs_a_server_with_its_plugin(url: str) -> None:
+    with pytest.raises(EngineError, match="--logits-processors polar_forced_tokens"):
+        async with ForcedVllmEngine(url):
             pass
 
 

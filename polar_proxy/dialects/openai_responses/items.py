@@ -181,8 +181,8 @@ def call_item(tools: Toolbox, call: ToolCall, call_id: str, number: int, status:
 def answer_items(answer: Message, call_id: str) -> list[Json]:
     """Return a recorded answer as input items.
 
-    Tool calls become function calls with their offered names, because the model reads a tool call the same, whatever
-    kind of item the client received.
+    Every tool call becomes a `function_call`, under the name by which the engine was offered the tool. The client may
+    have received another kind of item, but the model reads all kinds the same.
     """
     items: list[Json] = []
     if answer.reasoning:

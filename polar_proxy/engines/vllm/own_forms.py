@@ -136,9 +136,9 @@ def after_reasoning(ids: Sequence[int], end_of_reasoning: int | None) -> tuple[i
 def forcing(form: OwnForm, end_of_reasoning: int | None, unwanted: Sequence[int]) -> Json:
     """Return the fields of a chat request that make the server sample this answer.
 
-    The grammar also allows a text after the answer. It begins with UNWANTED, whose ids `unwanted` are made unlikely.
-    The text is different each time, because xgrammar 0.2.8 (vLLM 0.32) takes two sequences of tokens for the same
-    grammar if nothing but the tokens differs, and then forces those of the earlier one.
+    The grammar also allows a random text after the answer, only so that no two grammars are alike: xgrammar 0.2.8
+    (vLLM 0.32) takes two grammars that differ only in token ids for the same one, and then forces the tokens of the
+    earlier one. The text begins with UNWANTED, whose ids `unwanted` are made unlikely, so that it is not sampled.
     """
     ids = after_reasoning(form.ids, end_of_reasoning)
     biases = dict.fromkeys(unwanted, -100) | ({} if end_of_reasoning is None else {end_of_reasoning: 100})

@@ -162,6 +162,7 @@ async def run_node(config: NodeConfig, remote_scorer: RemoteScorer | None = None
                 remote_scorer=remote_scorer,
                 code=settings.code(),
             )
+            await service.test_sandbox(settings.run.sandbox)
             async with service:
                 yield NodeState(service.worker.name, gateway.url, config.digest)
 
