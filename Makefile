@@ -8,7 +8,7 @@ STAMP := $(VENV)/.ready
 # are right for two cores.
 PROCESSES ?= 3
 
-.PHONY: setup demo test-fast test test-full test-harnesses coverage lint types format image clean
+.PHONY: setup demo test-fast test test-full test-harnesses test-foreign coverage lint types format image clean
 
 setup: $(STAMP)
 
@@ -53,6 +53,10 @@ test-full: setup
 # OpenHands, aider, terminus-2 and Mistral Vibe: installing takes 4 to 10 minutes, and three of them need Python 3.12.
 test-harnesses: setup
 	$(BIN)/pytest -m by_command
+
+# Suites of other projects (AI SDK, LangChain, agent frameworks) against Polar: installing them takes minutes.
+test-foreign: setup
+	scripts/foreign_suites.sh
 
 image:
 	docker build -t polar:latest .

@@ -30,6 +30,7 @@ from polar_proxy.dialects.openai_responses.compaction import ResponsesCompaction
 from polar_proxy.engines.base import Engine
 from polar_proxy.errors import RequestError
 from polar_proxy.gateway import asgi
+from polar_proxy.gateway.conversations import ConversationRoute, ConversationRoutes
 from polar_proxy.gateway.docs_page import serve_docs
 from polar_proxy.gateway.handler import RequestHandler
 from polar_proxy.gateway.metrics import GatewayMetrics
@@ -69,6 +70,7 @@ class GatewayApp:
         """`hosts`: the host names that requests may be addressed to or come from; None: any."""
         self._handler = handler
         self._stored_responses = StoredResponseRoutes(handler.stored_calls, handler.background, handler.find_session)
+        self._conversations = ConversationRoutes(handler.conversations, handler.find_session, handler.read_items)
         self._rest = rest
         self._hosts = hosts
 
@@ -103,6 +105,8 @@ class GatewayApp:
                 await self._handler.handle(dialect, path, path_key, scope, receive, send)
         elif (stored := StoredResponseRoute.of_path(path)) is not None:
             await self._stored_responses.handle(stored, path_key, scope, send)
+        elif (conversation := ConversationRoute.of_path(path)) is not None:
+            await self._conversations.handle(conversation, path_key, scope, receive, send)
         elif inside_sandbox and not _ROUTES_OF_AGENTS.fullmatch(path):
             error = RequestError(f"{path} is not served inside a sandbox.", status=404)
             await send_error(send, error, error_format(path))

@@ -31,6 +31,7 @@ from polar_proxy.engines.one_call import OneCallLimit, wants_one_call
 from polar_proxy.errors import EngineDroppedError, EngineError, RequestError, StoreError
 from polar_proxy.gateway import asgi
 from polar_proxy.gateway.background import BackgroundCalls
+from polar_proxy.gateway.conversations import NewItems, StoredConversations
 from polar_proxy.gateway.engine_timeouts import EngineTimeouts, EngineWait
 from polar_proxy.gateway.failed_requests import FailedRequests
 from polar_proxy.gateway.health import StoreMonitor
@@ -86,7 +87,8 @@ class RequestHandler:
         self.failed_requests = FailedRequests(engine, self._prompts)
         self.background = BackgroundCalls()
         self.stored_calls = StoredCalls(store, monitor, settings.max_body_mb << 20)
-        self._reader = RequestReader(settings.limits, self._thread, self.stored_calls, monitor)
+        self.conversations = StoredConversations(store, monitor, settings.max_body_mb << 20, settings.limits.messages)
+        self._reader = RequestReader(settings.limits, self._thread, self.stored_calls, self.conversations, monitor)
         self._warned_of_no_key = False
 
     async def handle(
@@ -109,9 +111,11 @@ class RequestHandler:
             headers = asgi.read_headers(scope)
             session = await self.find_session(headers, path_key, scope)
             with session.in_request(), self.bodies.reserve(session.session_id) as reservation:
-                parsed, large = await self._reader.read(dialect, receive, session, reservation, resumable)
+                parsed, body = await self._reader.read(dialect, receive, session, reservation, resumable)
                 metadata = read_client_metadata(headers, parsed.params)
-                request = RequestContext(dialect, session, path, parsed, metadata, started_at, large)
+                request = RequestContext(
+                    dialect, session, path, parsed, metadata, started_at, body.large, body.conversation
+                )
                 if parsed.generate:
                     await self._join_or_answer(request, receive, send)
                 else:
@@ -183,7 +187,8 @@ class RequestHandler:
             if outcome.engine_failed and session.record_required and not session.ended:
                 self.failed_requests.keep(session, calls)
             unrecorded = await _run_to_end(self.recorder.commit(request, calls, outcome, seen=reply.started))
-            if unrecorded is not None and session.record_required:
+            # Without its record, the call would be missing in the conversation that it continues.
+            if unrecorded is not None and (session.record_required or request.conversation is not None):
                 self._metrics.refused.labels(503).inc()
                 await reply.fail(self._monitor.refusal())
                 return False
@@ -362,6 +367,11 @@ class RequestHandler:
                 "thread in a header. Give it a key of any name, or start it with `polar connect AGENT --`"
             )
         return key_without_api_key(headers, scope["state"][asgi.CONNECTION])
+
+    async def read_items(self, session: SessionState, receive: asgi.Receive) -> NewItems:
+        """Read and check the body of a request that may add items to a conversation."""
+        with self.bodies.reserve(session.session_id) as reservation:
+            return await self._reader.read_items(receive, session, reservation)
 
     async def _read_call(self, call_id: str) -> CallRecord | None:
         return await self._monitor.run(partial(self._store.calls.get, call_id))

@@ -346,6 +346,32 @@ completions = Table(
     _json("versions", nullable=True),  # [[first position, policy version], ...] if the version changed
 )
 
+conversations = Table(
+    "conversations",  # of the Responses API: a client keeps the items there and adds to them call by call
+    metadata,
+    Column("conversation_id", Text, primary_key=True),
+    Column("session_id", Text, ForeignKey("sessions.session_id"), nullable=False, index=True),
+    _json("metadata"),
+    Column("created_at", Double, nullable=False),
+)
+
+conversation_items = Table(
+    "conversation_items",
+    metadata,
+    Column("position", _serial, primary_key=True, autoincrement=True),  # in the order in which items were added
+    Column(
+        "conversation_id",
+        Text,
+        ForeignKey("conversations.conversation_id", ondelete="CASCADE"),
+        nullable=False,
+        index=True,
+    ),
+    Column("item_id", Text, nullable=False),
+    Column("length", Integer, nullable=False),  # bytes of `item` and `shown` as JSON
+    Column("item", LargeBinary, nullable=False),  # packed JSON, as the model reads it
+    Column("shown", LargeBinary),  # packed JSON, as the client got it; null: equal to `item`
+)
+
 rescores = Table(
     "rescores",  # tokens of answers recorded as text, encoded and scored later
     metadata,

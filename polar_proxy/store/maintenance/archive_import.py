@@ -43,8 +43,14 @@ from polar_proxy.store.service.groups import HOLDING_FOR
 MAX_BYTES = 64 << 30
 PAGE = 500
 
-NOT_EXPORTED = frozenset({"jobs", "leases", "callbacks", "job_events", "api_keys", "open_calls", "fleet"})
-"""Tables that concern one database only: its queue, deliveries, keys and calls in progress."""
+NOT_EXPORTED = frozenset(
+    {
+        *("jobs", "leases", "callbacks", "job_events", "api_keys", "open_calls", "fleet"),
+        *("conversations", "conversation_items"),
+    }
+)
+"""Tables that concern one database only: its queue, deliveries, keys, calls in progress, and the conversations that
+clients continue with keys, which an archive does not contain. The calls of a conversation are exported whole."""
 CLEARED_COLUMNS: dict[str, dict[str, Any]] = {
     "sessions": {"key_hash": None},
     "groups": {"job_id": None, "delivery": None},
