@@ -7,8 +7,9 @@ STAMP := $(VENV)/.ready
 # Test files run in this many processes, each with one thread: make test PROCESSES=8. Tests also wait, so three processes
 # are right for two cores.
 PROCESSES ?= 3
+LLAMA ?= $(or $(POLAR_HOME),$(HOME)/.polar)/llama-server/0.3.36
 
-.PHONY: setup demo test-fast test test-full test-harnesses test-foreign coverage lint types format image clean
+.PHONY: setup demo test-fast test test-full test-harnesses test-llama test-foreign coverage lint types format image clean
 
 setup: $(STAMP)
 
@@ -52,7 +53,12 @@ test-full: setup
 
 # OpenHands, aider, terminus-2 and Mistral Vibe: installing takes 4 to 10 minutes, and three of them need Python 3.12.
 test-harnesses: setup
-	$(BIN)/pytest -m by_command
+	$(BIN)/pytest -m by_command --ignore-glob='*llama*'
+
+# On a real llama-server, which is built once (about 6 minutes on two cores). Three harnesses play if they are installed.
+test-llama: setup
+	test -x $(LLAMA)/bin/llama-server || PYTHON=$(BIN)/python scripts/llama_server.sh install $(LLAMA)
+	POLAR_LLAMA=$(LLAMA) $(BIN)/pytest -m by_command tests/engines/test_llamacpp_real.py tests/conformance/test_llama_real.py
 
 # Suites of other projects (AI SDK, LangChain, agent frameworks) against Polar: installing them takes minutes.
 test-foreign: setup

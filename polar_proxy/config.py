@@ -141,13 +141,13 @@ class EngineSettings(_Section):
     """The inference engine."""
 
     kind: str = "local"
-    """`local`, `vllm`, `openai`, or module:Class."""
+    """`local`, `vllm`, `llamacpp` (a llama-server), `openai`, or module:Class."""
     url: str | None = None
-    """Where the engine listens (vllm, openai)."""
+    """Where the engine listens (vllm, llamacpp, openai)."""
     model: str | None = None
-    """local: a folder of weights, by default the bundled polar-tiny. vllm, openai: the name of the served model."""
+    """local: a folder of weights, by default the bundled polar-tiny. Others: the name of the served model."""
     api_key: str | None = Field(None, repr=False)
-    """Key for the engine (vllm, openai). Best set as POLAR_ENGINE__API_KEY; Polar never writes it anywhere."""
+    """Key for the engine (not local). Best set as POLAR_ENGINE__API_KEY; Polar never writes it anywhere."""
     model_folder: str | None = None
     """A folder with the model's configuration, tokenizer and chat template (vllm), if the server's own is on another
     machine. With it conversations are rendered here, which the server is otherwise asked to do several times a call."""

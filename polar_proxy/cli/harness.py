@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 from rich.text import Text
@@ -42,7 +42,8 @@ VersionOption = Annotated[str | None, typer.Option(help="Version; overrides the 
 @doctor_app.callback()
 def doctor(
     context: typer.Context,
-    engine_url: Annotated[str | None, typer.Option(help="Also check the vLLM server at this URL.")] = None,
+    engine: Annotated[Literal["vllm", "llamacpp"], typer.Option(help="Kind of the server at --engine-url.")] = "vllm",
+    engine_url: Annotated[str | None, typer.Option(help="Also check the engine at this URL.")] = None,
     db: options.Db = None,
     as_json: options.AsJson = False,
 ) -> None:
@@ -51,7 +52,7 @@ def doctor(
         return
     from polar_proxy.conformance.preflight import check_installation
 
-    settings = load_settings(db, engine={"url": engine_url})
+    settings = load_settings(db, engine={"kind": engine, "url": engine_url})
     checks = run_async(check_installation(settings, open_database(settings), engine=engine_url is not None))
     failed = [check for check in checks if check.needed and check.state != "ok"]
     found = {"ok": not failed, "checks": checks}

@@ -142,7 +142,7 @@ def _version_key(version: str) -> list[int]:
 async def check_installation(
     settings: Settings, database: AbstractAsyncContextManager[Store], *, engine: bool
 ) -> list[InstallCheck]:
-    """Check what is installed; with `engine`, also the configured vLLM server."""
+    """Check what is installed; with `engine`, also the configured engine."""
     git = shutil.which("git")
     checks = [
         InstallCheck("python", "ok", platform.python_version(), "Polar needs Python 3.11 or newer", needed=True),
@@ -243,7 +243,7 @@ async def _database(database: AbstractAsyncContextManager[Store]) -> InstallChec
 
 async def _engine(settings: Settings) -> list[InstallCheck]:
     try:
-        async with make_engine(settings.engine.model_copy(update={"kind": "vllm"})) as engine:
+        async with make_engine(settings.engine) as engine:
             info = engine.info
             capabilities = ", ".join(sorted(info.capabilities))
             detail = f"{info.engine} {info.version}, {info.model}, {info.logprob_mode}: {capabilities}"
@@ -251,6 +251,8 @@ async def _engine(settings: Settings) -> list[InstallCheck]:
     except PolarError as error:
         return [InstallCheck("engine", "failed", str(error), "start the server, or correct --engine-url")]
     works = "turns begin with the exact tokens of the turn before"
-    remedy = "`polar doctor serve MODEL` prints the command that serves this model with parsers for its answers"
+    remedy = ""
+    if info.engine == "vllm":
+        remedy = "`polar doctor serve MODEL` prints the command that serves this model with parsers for its answers"
     continuation = InstallCheck("continue mode", "missing" if problem else "ok", problem or works, remedy)
     return [InstallCheck("engine", "ok", detail), continuation]

@@ -1,7 +1,7 @@
 """Render a model's chat template in this process, as Transformers and vLLM do.
 
 `ModelFiles` are the template, special tokens and tokenizer of a model's folder. Nothing here proves that a server uses
-the same ones; `vllm/local_rendering.py` does.
+the same ones; `local_rendering.py` does.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jinja2.ext
 from jinja2 import nodes
@@ -36,14 +36,18 @@ class _GenerationBlock(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+ToolForm = Literal["sent", "vllm", "llamacpp"]
+"""How a tool is shown to the template. sent: unchanged. vllm: its fields come in the order of OpenAI's specification,
+and missing ones are null. llamacpp: it has these fields only, and missing ones are empty."""
+
+
 @dataclass(frozen=True, slots=True)
 class MessageForm:
     """How a server prepares messages and tools for the template."""
 
     content_parts: bool = False
     """Content is a list of parts; otherwise one string."""
-    complete_tools: bool = True
-    """Missing fields of a tool are null, and its fields come in the order of OpenAI's specification."""
+    tools: ToolForm = "vllm"
     drops_billing_line: bool = False
     """Claude Code's billing line is left out of system messages, as vLLM 0.32 does."""
 
@@ -63,7 +67,7 @@ class ModelTemplate:
 
     def render(self, request: ChatRequest, form: MessageForm, *, generation: bool = True) -> str:
         """Return the prompt as text. Raises RequestError if the template refuses the conversation."""
-        tools = [_complete(tool) for tool in request.tools] if form.complete_tools else list(request.tools)
+        tools = [_shown_tool(tool, form.tools) for tool in request.tools]
         options = {**self._special_tokens, **request.template_kwargs, "add_generation_prompt": generation}
         messages = map(_without_billing_line, request.messages) if form.drops_billing_line else request.messages
         rendered = [template_message(message, content_parts=form.content_parts) for message in messages]
@@ -182,10 +186,13 @@ def flat_text(content: str | list[Json] | None) -> str:
     return "\n".join(texts)
 
 
-def _complete(tool: Json) -> Json:
+def _shown_tool(tool: Json, form: ToolForm) -> Json:
     function = tool.get("function")
-    if not isinstance(function, dict):
+    if form == "sent" or not isinstance(function, dict):
         return tool
+    if form == "llamacpp":
+        defaults: Json = {"name": "", "description": "", "parameters": {}}
+        return {"type": "function", "function": {name: function.get(name, defaults[name]) for name in _TOOL_FIELDS}}
     known = {name: function.get(name) for name in _TOOL_FIELDS}
     return {"type": tool.get("type", "function"), "function": {**known, **function}}
 

@@ -32,6 +32,11 @@ def make_engine(settings: EngineSettings) -> Engine:
             vllm_python=settings.vllm_python,
             vllm_parsers=settings.vllm_parsers,
         )
+    if settings.kind == "llamacpp":
+        from polar_proxy.engines.llamacpp import LlamaCppEngine
+
+        url = _url(settings, "http://127.0.0.1:8080")
+        return LlamaCppEngine(url, model=settings.model, api_key=settings.api_key)
     if settings.kind == "openai":
         from polar_proxy.engines.openai import OpenAIEngine
 
@@ -52,7 +57,9 @@ def _url(settings: EngineSettings, example: str) -> str:
 
 def _local(settings: EngineSettings) -> Engine:
     if settings.url:
-        raise UsageError("--engine-url is for --engine vllm or openai; the local engine runs in this process.")
+        raise UsageError(
+            "--engine-url is for --engine vllm, llamacpp or openai; the local engine runs in this process."
+        )
     path = POLAR_TINY if is_bundled(settings) else Path(str(settings.model)).expanduser()
     if not (path / "config.json").is_file():
         raise UsageError(f"There is no model in {path}: --model takes a folder with config.json and safetensors.")
@@ -69,7 +76,9 @@ def _by_name(kind: str) -> Engine:
     """Return an instance of the class that `kind`, `module:Class`, names."""
     module_name, separator, class_name = kind.partition(":")
     if not separator:
-        raise UsageError(f"There is no engine {kind!r}: choose local, vllm, openai, scripted, or module:Class.")
+        raise UsageError(
+            f"There is no engine {kind!r}: choose local, vllm, llamacpp, openai, scripted, or module:Class."
+        )
     try:
         engine = getattr(importlib.import_module(module_name), class_name)()
     except (ImportError, AttributeError) as error:

@@ -172,6 +172,16 @@ class HermesParser:
         return text
 
 
+def reasoning_kind(template: str | None, prompt: str) -> Reasoning:
+    """Return how answers to this rendered prompt mark reasoning: `off`, `tags` or `open` (see `Reasoning`).
+
+    `template`: the source of the chat template that rendered it.
+    """
+    if template is None or THINK not in template:
+        return "off"
+    return "open" if prompt.rstrip().endswith(THINK) else "tags"
+
+
 def possible_start(text: str, words: Sequence[str]) -> int:
     """Return the position from which the rest of `text` is the beginning of one of `words`; len(text) if none is."""
     longest = max(map(len, words), default=1) - 1

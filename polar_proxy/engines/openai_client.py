@@ -20,7 +20,7 @@ from polar_proxy.engines.http_client import HttpClient, HttpResponse, NoResponse
 from polar_proxy.engines.openai_stream import ChunkDecoder, SseDecoder, api_error, parse_json
 from polar_proxy.errors import EngineDroppedError, EngineError, PolarError, RequestError
 from polar_proxy.offload import OffloadThread
-from polar_proxy.types import EngineInfo, Json, SampleEvent, Sampling
+from polar_proxy.types import EngineInfo, Json, Message, SampleEvent, Sampling
 
 CONNECT_SECONDS = 5.0
 KEEPALIVE_SECONDS = 3.0
@@ -34,8 +34,10 @@ FINISH_SECONDS = 1.0
 class OpenAIClient:
     """Connections to one server. Every error it raises is an `EngineError` or a `RequestError`."""
 
-    def __init__(self, url: str, api_key: str | None = None) -> None:
-        """`url` is the server's root, with or without `/v1`; `api_key` is sent as a bearer token."""
+    def __init__(self, url: str, api_key: str | None = None, *, keep_alive: bool = True) -> None:
+        """`url` is the server's root, with or without `/v1`; `api_key` is sent as a bearer token.
+
+        `keep_alive=False` opens a connection for each request."""
         if not url.startswith(("http://", "https://")):
             raise RequestError(f"The engine's URL must begin with http:// or https://, got {url!r}.")
         self.url = url.rstrip("/").removesuffix("/v1")
@@ -45,6 +47,8 @@ class OpenAIClient:
         self.name = f"The engine at {self.url}"
         """Name of the server in error messages."""
         headers = {"content-type": "application/json", "accept": "*/*", "user-agent": "polar-proxy"}
+        if not keep_alive:
+            headers["connection"] = "close"
         if api_key:
             headers["authorization"] = f"Bearer {api_key}"
         try:
@@ -182,6 +186,32 @@ def sampling_fields(sampling: Sampling, names: Sequence[str], *, stream: bool) -
         body["stream"] = True
         body["stream_options"] = {"include_usage": True}
     return body
+
+
+def server_message(message: Message) -> Json:
+    """Return a message in the form that servers with a chat template accept.
+
+    They refuse a conversation in which the arguments of a tool call are not JSON, although a model wrote them. They
+    accept them as a JSON string, which templates print unchanged. Reasoning is sent under both of its names: the
+    chat route of vLLM accepts `reasoning_content` for `reasoning`, while its `/tokenize` (0.32) drops it; older and
+    other servers accept only the long name.
+    """
+    out = message.to_openai()
+    if message.reasoning is not None:
+        out["reasoning"] = message.reasoning
+    for call in out.get("tool_calls", ()):
+        function = call["function"]
+        if not _is_json(function["arguments"]):
+            function["arguments"] = orjson.dumps(function["arguments"]).decode()
+    return out
+
+
+def _is_json(text: str) -> bool:
+    try:
+        orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return False
+    return True
 
 
 class ServerEngine(Engine):

@@ -50,7 +50,9 @@ class Scorer:
         """Raise UsageError if the engine cannot score."""
         if "score" not in engine.info.capabilities:
             name = engine.info.engine
-            raise UsageError(f"The engine {name} gives no log-probabilities of a given sequence: use vllm or local.")
+            raise UsageError(
+                f"The engine {name} gives no log-probabilities of a given sequence: use vllm, llamacpp or local."
+            )
         self.engine = engine
         self.tokens = 0
         self._gate = asyncio.Semaphore(at_once)

@@ -20,21 +20,26 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
 from tests.docs.blocks import COMMANDS, ROOT, DocumentedCommand, is_script, of_language
+from tests.fakes.llama_server import FakeLlama
 from tests.fakes.vllm_server import FakeVllm
 
 BIN = Path(sys.executable).parent
 ENGINE_URL = "http://127.0.0.1:8000"
+LLAMA_URL = "http://127.0.0.1:8080"
 MODEL = "my-model"
+Fake = TypeVar("Fake", FakeVllm, FakeLlama)
 
 RUN_ELSEWHERE = {
     "make ": ".ci/run",
     "polar run swe-task --harness codex": "tests/harness_adapters/test_npm_real.py",
     "polar run swe-task --sandbox docker": "tests/rollouts/test_run.py",
     "polar doctor drift --harness codex": "tests/cli/test_doctor.py",
+    "llama-server ": "tests/engines/test_llamacpp_real.py",
     "ray start": "tests/rollouts/cluster/test_cluster.py",
     "polar node": "tests/rollouts/cluster/test_cluster.py",
     "polar serve --executor ray": "tests/rollouts/cluster/test_cluster.py",
@@ -70,10 +75,8 @@ def by_hand(command: DocumentedCommand) -> bool:
 HERE = [command for command in COMMANDS if run_by(command) is None and not by_hand(command)]
 
 
-@pytest.fixture(scope="module")
-def fake_vllm() -> Iterator[FakeVllm]:
-    """A fake vLLM server in a thread, because the commands are blocking processes."""
-    fake = FakeVllm(model=MODEL, context_length=100_000)
+def in_thread(fake: Fake) -> Iterator[Fake]:
+    """Run a fake server in a thread, because the commands are blocking processes."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
@@ -82,6 +85,16 @@ def fake_vllm() -> Iterator[FakeVllm]:
     asyncio.run_coroutine_threadsafe(fake.__aexit__(), loop).result(60)
     loop.call_soon_threadsafe(loop.stop)
     thread.join(60)
+
+
+@pytest.fixture(scope="module")
+def fake_vllm() -> Iterator[FakeVllm]:
+    yield from in_thread(FakeVllm(model=MODEL, context_length=100_000))
+
+
+@pytest.fixture(scope="module")
+def fake_llama() -> Iterator[FakeLlama]:
+    yield from in_thread(FakeLlama(context_length=100_000))
 
 
 @dataclass(frozen=True)
@@ -160,9 +173,13 @@ def workspace(tmp_path_factory: pytest.TempPathFactory, fake_vllm: FakeVllm) -> 
     return space
 
 
-def as_run(command: str, workspace: Workspace, fake_vllm: FakeVllm) -> str:
+def as_run(command: str, workspace: Workspace, fake_vllm: FakeVllm, fake_llama: FakeLlama) -> str:
     """Return the command with this test's ids and servers in place of the documented ones."""
-    text = command.replace(ENGINE_URL, fake_vllm.url).replace("--db runs.db", "--db ~/.polar/polar.db")
+    text = (
+        command.replace(ENGINE_URL, fake_vllm.url)
+        .replace(LLAMA_URL, fake_llama.url)
+        .replace("--db runs.db", "--db ~/.polar/polar.db")
+    )
     if command.startswith("polar cancel"):  # a job that has ended cannot be cancelled
         text = text.replace("JOB", workspace.shell("polar submit swe-task").stdout.strip())
     for name, value in workspace.ids.items():
@@ -172,8 +189,10 @@ def as_run(command: str, workspace: Workspace, fake_vllm: FakeVllm) -> str:
 
 @pytest.mark.full
 @pytest.mark.parametrize("command", HERE, ids=str)
-def test_command_runs(command: DocumentedCommand, workspace: Workspace, fake_vllm: FakeVllm) -> None:
-    text = as_run(command.text, workspace, fake_vllm)
+def test_command_runs(
+    command: DocumentedCommand, workspace: Workspace, fake_vllm: FakeVllm, fake_llama: FakeLlama
+) -> None:
+    text = as_run(command.text, workspace, fake_vllm, fake_llama)
     if text.startswith("polar serve"):
         with workspace.server(text.removesuffix(" &")) as url:
             assert url.startswith("http://")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 
-from polar_proxy.engines.chat_template import MessageForm, ModelFiles
+from polar_proxy.engines.chat_template import MessageForm, ModelFiles, ToolForm
 from polar_proxy.engines.factory import POLAR_TINY
-from polar_proxy.engines.vllm.local_rendering import LocalRenderer
+from polar_proxy.engines.local_rendering import LocalRenderer
 from polar_proxy.types import ChatRequest, Message
 
 BILLED = Message("system", "x-anthropic-billing-header: cc_version=2; cch=1;\nYou are terse.")
@@ -31,16 +32,16 @@ class Server:
         self.renderings += 1
         return self.files.encode(self.files.template.render(request, self.form, generation=generation) + self.adds)
 
-    async def find(self) -> LocalRenderer:
-        renderer = await LocalRenderer.find(self.files, self.render)
+    async def find(self) -> LocalRenderer[list[int]]:
+        renderer = await LocalRenderer.find(self.files.template, self.render, self.files.encode)
         assert renderer is not None
         return renderer
 
 
 @pytest.mark.parametrize("drops", [False, True])
-@pytest.mark.parametrize("complete", [False, True])
-async def test_texts_have_the_servers_ids(drops: bool, complete: bool) -> None:
-    server = Server(MessageForm(complete_tools=complete, drops_billing_line=drops))
+@pytest.mark.parametrize("tools", get_args(ToolForm))
+async def test_texts_have_the_servers_ids(drops: bool, tools: ToolForm) -> None:
+    server = Server(MessageForm(tools=tools, drops_billing_line=drops))
     renderer = await server.find()
     for system in (BILLED, replace(BILLED, content=[{"type": "text", "text": BILLED.content}])):
         request = ChatRequest("m", (system, Message("user", "Hello.")), tools=(LOOK,))
@@ -53,7 +54,7 @@ async def test_texts_have_the_servers_ids(drops: bool, complete: bool) -> None:
 async def test_is_not_found_if_the_server_renders_otherwise() -> None:
     server = Server(MessageForm())
     server.adds = "!"
-    assert await LocalRenderer.find(server.files, server.render) is None
+    assert await LocalRenderer.find(server.files.template, server.render, server.files.encode) is None
 
 
 async def test_a_conversation_that_differs_is_not_rendered_here() -> None:

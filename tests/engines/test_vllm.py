@@ -11,9 +11,10 @@ import pytest
 
 from polar_proxy.engines import openai_client
 from polar_proxy.engines.base import EngineLoad
+from polar_proxy.engines.logprobs import at_temperature, logprob_mode
 from polar_proxy.engines.vllm import VllmEngine
-from polar_proxy.engines.vllm.client import at_temperature, parse_load
-from polar_proxy.engines.vllm.probe import logprob_mode, read_precision
+from polar_proxy.engines.vllm.client import parse_load
+from polar_proxy.engines.vllm.probe import read_precision
 from polar_proxy.errors import EngineDroppedError, EngineError, PolarError, RequestError
 from polar_proxy.types import SampleEvent, Sampling
 from tests.engines.engine_contract import WEATHER, chat, gather, run

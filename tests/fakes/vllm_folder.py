@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from tests.fakes.vllm_server import END, NAMES, OFFSET
 
-_TEMPLATE = """\
+TEMPLATE = """\
 {%- if tools %}<|im_start|>system
 {{ tools | tojson }}<|im_end|>
 {% endif %}
@@ -33,7 +33,8 @@ def write_model_folder(folder: Path) -> Path:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(name, special=True) for name in NAMES])
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": _TEMPLATE}))
+    special = {"eos_token": NAMES[END], "additional_special_tokens": list(NAMES[: END + 1])}
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, **special}))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": END}))
     return folder
 

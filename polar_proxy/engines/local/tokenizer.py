@@ -15,7 +15,8 @@ from jinja2.exceptions import TemplateError
 
 from polar_proxy.engines.base import uses_tools
 from polar_proxy.engines.chat_template import template_message
-from polar_proxy.engines.hermes import CALL, END_CALL, END_THINK, THINK, Reasoning, possible_start
+from polar_proxy.engines.hermes import CALL, END_CALL, END_THINK, THINK, Reasoning, reasoning_kind
+from polar_proxy.engines.stop_strings import StopStrings
 from polar_proxy.errors import RequestError
 from polar_proxy.types import ChatRequest, Json
 
@@ -72,10 +73,8 @@ class ChatTokenizer:
         return TextStream(TokenDecoder(self.decode, self._hidden), stop)
 
     def reasoning(self, prompt: str) -> Reasoning:
-        """Return how answers to this rendered prompt mark reasoning: `off`, `tags` or `open` (see `Reasoning`)."""
-        if self._template is None or THINK not in self._template:
-            return "off"
-        return "open" if prompt.rstrip().endswith(THINK) else "tags"
+        """Return how answers to this rendered prompt mark reasoning."""
+        return reasoning_kind(self._template, prompt)
 
 
 class TokenDecoder:
@@ -116,29 +115,16 @@ class TextStream:
 
     def __init__(self, decoder: TokenDecoder, stop: Sequence[str]) -> None:
         self._decoder = decoder
-        self._stop = tuple(filter(None, stop))
-        self._held = ""
-        self.stopped_at: str | None = None
+        self._stop = StopStrings(stop)
+
+    @property
+    def stopped_at(self) -> str | None:
+        return self._stop.stopped_at
 
     def feed(self, token_id: int) -> str:
         """Return the new text, except for its end if that may be the beginning of a stop string."""
-        return self._release(self._decoder.feed(token_id))
+        return self._stop.feed(self._decoder.feed(token_id))
 
     def close(self) -> str:
         """Return the text that `feed` held back until the end; empty if a stop string ended the answer."""
-        if self.stopped_at is not None:
-            return ""
-        text = self._release(self._decoder.close())
-        rest, self._held = self._held, ""
-        return text + rest
-
-    def _release(self, text: str) -> str:
-        text = self._held + text
-        found = [(place, stop) for stop in self._stop if (place := text.find(stop)) >= 0]
-        if found:
-            place, self.stopped_at = min(found)
-            self._held = ""
-            return text[:place]
-        cut = possible_start(text, self._stop)
-        self._held = text[cut:]
-        return text[:cut]
+        return "" if self.stopped_at is not None else self._stop.feed(self._decoder.close()) + self._stop.close()

@@ -6,21 +6,19 @@ import asyncio
 import re
 from collections.abc import Awaitable, Iterable, Sequence
 from dataclasses import replace
-from math import exp, log, nan
+from math import nan
 from statistics import fmean
 from typing import Any, TypeVar
 
-import orjson
-
 from polar_proxy.engines.base import EngineLoad, enforced_format
 from polar_proxy.engines.http_client import HttpResponse
-from polar_proxy.engines.openai_client import OpenAIClient, sampling_fields
+from polar_proxy.engines.logprobs import ALTERNATIVES, at_temperature
+from polar_proxy.engines.openai_client import OpenAIClient, sampling_fields, server_message
 from polar_proxy.engines.openai_stream import MISSING_BELOW, ChunkDecoder
 from polar_proxy.errors import EngineError, PolarError, RequestError
 from polar_proxy.types import (
     ChatRequest,
     Json,
-    Message,
     SampleEvent,
     Sampling,
     TextRequest,
@@ -42,12 +40,6 @@ _SAMPLING = (
     "frequency_penalty",
     "repetition_penalty",
 )
-
-_ALTERNATIVES = 20
-"""Most likely tokens that a server gives for each position of a prompt, unless it was started with another limit."""
-_LARGEST_VOCABULARY = 1 << 20
-_UNCERTAINTY = 1e-3
-"""Nats."""
 
 _KV_USAGE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
 """A share from 0 to 1, despite the name; versions before 0.10 use the second name."""
@@ -101,7 +93,7 @@ class VllmClient(OpenAIClient):
         vLLM returns the log-probabilities of prompt tokens at temperature 1 only. For another temperature they are
         computed from the most likely tokens of each position (`at_temperature`).
         """
-        alternatives = 0 if temperature == 1.0 else _ALTERNATIVES
+        alternatives = 0 if temperature == 1.0 else ALTERNATIVES
         body = {"prompt": list(token_ids), "max_tokens": 1, "prompt_logprobs": alternatives, "temperature": 0}
         answer = await self.json("POST", COMPLETIONS, body)
         rows = answer["choices"][0].get("prompt_logprobs") if answer.get("choices") else None
@@ -224,26 +216,6 @@ class TokenTexts:
         self._table.update(zip(token_ids, texts, strict=True))
 
 
-def at_temperature(logprob: float, known: Sequence[float], temperature: float) -> float:
-    """Return the log-probability of a token at a temperature, from log-probabilities at temperature 1.
-
-    `known`: log-probabilities of the `_ALTERNATIVES` most likely tokens and of the token itself. With a = 1 / T the
-    result is a log p - log sum_v p_v^a, where v runs over the whole vocabulary. The terms of unknown tokens are only
-    bounded: together these tokens have the remaining probability, and each is at most as likely as the least likely of
-    the most likely tokens. Return the middle of the bounds, or NaN if they are more than 0.001 nats apart.
-    """
-    power = 1.0 / temperature
-    probabilities = [exp(value) for value in known]
-    total = sum(value**power for value in probabilities)
-    rest = max(0.0, 1.0 - sum(probabilities))
-    cutoff = sorted(probabilities, reverse=True)[min(_ALTERNATIVES, len(probabilities)) - 1]
-    bounds = [0.0, rest * cutoff ** (power - 1.0)]
-    if power < 1.0:
-        bounds = [bounds[1], _LARGEST_VOCABULARY ** (1.0 - power) * rest**power]
-    low, high = (log(total + bound) for bound in bounds)
-    return power * logprob - (low + high) / 2 if high - low <= _UNCERTAINTY else nan
-
-
 # The bodies of requests, without the model's name
 
 
@@ -272,38 +244,12 @@ def render_body(request: ChatRequest, *, generation: bool = True) -> Json:
 
 
 def _conversation(request: ChatRequest) -> Json:
-    body: Json = {"messages": [_message(message) for message in request.messages]}
+    body: Json = {"messages": [server_message(message) for message in request.messages]}
     if request.tools:
         body["tools"] = list(request.tools)
     if request.template_kwargs:
         body["chat_template_kwargs"] = dict(request.template_kwargs)
     return body
-
-
-def _message(message: Message) -> Json:
-    """Return a message in the form that vLLM accepts.
-
-    vLLM refuses a conversation in which the arguments of a tool call are not JSON, although a model wrote them. It
-    accepts them as a JSON string, which templates print unchanged. Reasoning is sent under both of its names: the chat
-    route accepts `reasoning_content` for `reasoning`, while `/tokenize` of the same server (0.32) drops it; older
-    servers accept only the long name.
-    """
-    out = message.to_openai()
-    if message.reasoning is not None:
-        out["reasoning"] = message.reasoning
-    for call in out.get("tool_calls", ()):
-        function = call["function"]
-        if not _is_json(function["arguments"]):
-            function["arguments"] = orjson.dumps(function["arguments"]).decode()
-    return out
-
-
-def _is_json(text: str) -> bool:
-    try:
-        orjson.loads(text)
-    except orjson.JSONDecodeError:
-        return False
-    return True
 
 
 def text_body(request: TextRequest, *, stream: bool) -> Json:

@@ -26,6 +26,7 @@ from types import TracebackType
 from polar_proxy.engines.base import CannotContinueError, EngineLoad, ExactPrompt, is_constrained, uses_tools
 from polar_proxy.engines.chat_template import ModelFiles, find_model_folder
 from polar_proxy.engines.http_client import HttpResponse
+from polar_proxy.engines.local_rendering import LocalRenderer
 from polar_proxy.engines.openai_client import ServerEngine, not_open
 from polar_proxy.engines.openai_stream import ChunkDecoder
 from polar_proxy.engines.vllm.answer_parser import AnswerParser, make_answer_parser
@@ -39,7 +40,6 @@ from polar_proxy.engines.vllm.client import (
     render_body,
     text_body,
 )
-from polar_proxy.engines.vllm.local_rendering import LocalRenderer
 from polar_proxy.engines.vllm.parser_process import find_vllm_python, read_parsers
 from polar_proxy.engines.vllm.parser_proof import ParserProofs
 from polar_proxy.engines.vllm.probe import ServerProbe, VerifiedServer, stops_at
@@ -73,7 +73,7 @@ class VllmEngine(ServerEngine):
 
     client: VllmClient
     _verified: VerifiedServer | None = None
-    _local: LocalRenderer | None = None
+    _local: LocalRenderer[list[int]] | None = None
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class VllmEngine(ServerEngine):
         files = await asyncio.to_thread(ModelFiles.load, folder) if folder is not None else None
         if files is None:
             return
-        self._local = await LocalRenderer.find(files, self.render)
+        self._local = await LocalRenderer.find(files.template, self.render, files.encode)
         known = self._server.info.eos_token_ids
         named = [token for token in files.stop_ids if token not in known and await stops_at(self.client, token)]
         self._verified = replace(self._server, info=replace(self._server.info, eos_token_ids=(*known, *named)))

@@ -17,6 +17,7 @@ import numpy as np
 
 from polar_proxy.engines.base import CannotContinueError
 from polar_proxy.engines.hermes import END_THINK
+from polar_proxy.engines.logprobs import logprob_mode
 from polar_proxy.engines.openai_stream import MISSING_BELOW, version_runs
 from polar_proxy.engines.vllm.client import CHAT, COMPLETIONS, VllmClient, unless_refused
 from polar_proxy.engines.vllm.own_forms import TOOL, USER
@@ -228,7 +229,8 @@ class ServerProbe:
         try:
             return logprob_mode(*rows)
         except ValueError as error:
-            raise EngineError(f"{self._client.name} {error} {REFUSED}") from error
+            remedy = "Start vLLM with --logprobs-mode raw_logprobs."
+            raise EngineError(f"{self._client.name} {error} {remedy} {REFUSED}") from error
 
     async def _accepts_token_prompt(self) -> bool:
         prompt = [self._any_token] * 3
@@ -323,32 +325,3 @@ def read_precision(description: str) -> str | None:
     if fields.get("kv_cache_dtype", "auto") != "auto":
         parts.append(f"{fields['kv_cache_dtype']} cache")
     return ", ".join(parts)
-
-
-def logprob_mode(at_one: dict[str, float], at_two: dict[str, float]) -> LogprobMode:
-    """Return `raw` or `processed`, from the log-probabilities of the same tokens at temperature 1 and 2.
-
-    log p_a - log p_b is the difference of two logits divided by the temperature that was applied: from temperature 1
-    to 2 it stays the same in raw mode and is halved in processed mode. The pair of tokens with the largest difference
-    at temperature 1 is used, because it is the least noisy.
-    Raises ValueError if neither fits; the error text is written to follow the server's name.
-    """
-    if any(value > 1e-3 for value in at_one.values()) or sum(map(math.exp, at_one.values())) > 1.01:
-        raise ValueError("returns logits, not log-probabilities. Start vLLM with --logprobs-mode raw_logprobs.")
-    common = [t for t in at_one if t in at_two and min(at_one[t], at_two[t]) > MISSING_BELOW]
-    high, low = max(common, key=at_one.__getitem__, default=""), min(common, key=at_one.__getitem__, default="")
-    gap = at_one[high] - at_one[low] if common else 0.0
-    if gap < 1e-2:
-        raise ValueError(
-            "returned no two tokens with different probabilities, so it is unknown whether its log-probabilities are "
-            "raw or processed."
-        )
-    ratio = (at_two[high] - at_two[low]) / gap
-    if abs(ratio - 1.0) < 0.15:
-        return "raw"
-    if abs(ratio - 0.5) < 0.15:
-        return "processed"
-    raise ValueError(
-        "returns log-probabilities that are neither raw nor processed: their difference between two tokens at "
-        f"temperature 2 is {ratio:.2f} times that at temperature 1 (1.0 or 0.5 was expected)."
-    )

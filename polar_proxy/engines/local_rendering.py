@@ -1,8 +1,8 @@
-"""Render a server's conversations in this process, where that gives the server's own ids.
+"""Render a server's conversations in this process, where that gives the server's own renderings.
 
-The template and tokenizer are read from the model's folder, which the server names. They are used for a set of tools
-and template options if one whole conversation with them has the same ids here and at the server's `/tokenize`; every
-32nd conversation is compared again. Anything else is rendered by the server.
+The template comes from the model's folder (vLLM), or from the server (llama.cpp). It is used for a set of tools and
+template options if one whole conversation with them is rendered to the same ids or the same text here and by the
+server; every 32nd conversation is compared again. Anything else is rendered by the server.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Generic, TypeVar, get_args
 
 import orjson
 
-from polar_proxy.engines.chat_template import MessageForm, ModelFiles
+from polar_proxy.engines.chat_template import MessageForm, ModelTemplate, ToolForm
 from polar_proxy.errors import RequestError
 from polar_proxy.offload import OffloadThread
 from polar_proxy.types import ChatRequest, Message, ToolCall
@@ -25,10 +26,10 @@ _LARGE_TEXT = 16_384
 """Characters from which on a text is encoded in a thread."""
 _KEPT_PROOFS = 1024
 _FORMS = tuple(
-    MessageForm(parts, complete, drops)
+    MessageForm(parts, tools, drops)
     for drops in (False, True)
     for parts in (False, True)
-    for complete in (True, False)
+    for tools in get_args(ToolForm)
 )
 _ROLES = frozenset({"system", "user", "assistant", "tool"})
 _TOOL = {
@@ -46,38 +47,48 @@ _CONVERSATION = (
 )
 """Rendered in parts at the start. A part that the template refuses must be refused by the server too."""
 
-Render = Callable[..., Awaitable[list[int]]]
+Rendering = TypeVar("Rendering", list[int], str)
+Render = Callable[..., Awaitable[Rendering]]
 
 
-class LocalRenderer:
-    """Renders conversations with the template and tokenizer of the model's folder. Use `find` to make one."""
+class LocalRenderer(Generic[Rendering]):
+    """Renders conversations with the model's template. Use `find` to make one."""
 
-    def __init__(self, files: ModelFiles, form: MessageForm, render: Render) -> None:
-        """`render` is the server's own rendering (`Engine.render`)."""
-        self._files = files
+    def __init__(
+        self,
+        template: ModelTemplate,
+        form: MessageForm,
+        render: Render[Rendering],
+        encode: Callable[[str], Rendering],
+    ) -> None:
+        """`render` is the server's own rendering, ids or text; `encode` turns a text rendered here into the same."""
+        self._template = template
+        self._encode: Callable[[str], Rendering] = encode
         self._form = form
-        self._render = render
+        self._render: Render[Rendering] = render
         self._proved: dict[bytes, bool] = {}
         self._last_key: tuple[tuple[object, object], bytes] = (None, None), b""
         self._count = 0
         self._thread = OffloadThread("render")
 
     @classmethod
-    async def find(cls, files: ModelFiles, render: Render) -> LocalRenderer | None:
-        """Return a renderer that gives the server's ids for a test conversation and its beginnings.
+    async def find(
+        cls, template: ModelTemplate, render: Render[Rendering], encode: Callable[[str], Rendering]
+    ) -> LocalRenderer[Rendering] | None:
+        """Return a renderer that gives the server's renderings of a test conversation and of its beginnings.
 
-        Tries every `MessageForm`, and returns None if none of them gives the same ids.
+        Tries every `MessageForm`, and returns None if none of them gives the same.
         """
         requests = [ChatRequest("", _CONVERSATION[:end], tools=tools) for end in (2, 4, 6) for tools in ((), (_TOOL,))]
         wanted = [await _unless_refused(render(request)) for request in requests]
         closed = await _unless_refused(render(requests[-1], generation=False))
         for form in _FORMS:
-            renderer = cls(files, form, render)
-            made = [renderer._ids(request) for request in requests]
-            if made == wanted and renderer._ids(requests[-1], generation=False) == closed:
+            renderer = cls(template, form, render, encode)
+            made = [renderer._rendered(request) for request in requests]
+            if made == wanted and renderer._rendered(requests[-1], generation=False) == closed:
                 return renderer
         log.info(
-            "the server renders conversations differently from its model's folder, so it is asked for each rendering"
+            "the server renders conversations differently from its model's template, so it is asked for each rendering"
         )
         return None
 
@@ -85,7 +96,7 @@ class LocalRenderer:
         self._thread.close()
 
     async def renders(self, requests: Sequence[ChatRequest]) -> bool:
-        """Return whether this process renders these requests to the server's own ids.
+        """Return whether this process renders these requests as the server does.
 
         If the tools and template options of the last request are new, compare its rendering with the server's.
         """
@@ -96,17 +107,17 @@ class LocalRenderer:
         return await self._compare(last) if proved is None else proved
 
     async def texts(self, requests: Sequence[ChatRequest], *, generation: bool = True) -> list[str]:
-        render = self._files.template.render
+        render = self._template.render
         large = any(request.large for request in requests)
         return await self._thread.run(
             large, lambda: [render(one, self._form, generation=generation) for one in requests]
         )
 
-    async def encode(self, text: str) -> list[int]:
-        return await self._thread.run(len(text) > _LARGE_TEXT, self._files.encode, text)
+    async def encode(self, text: str) -> Rendering:
+        return await self._thread.run(len(text) > _LARGE_TEXT, self._encode, text)
 
     async def confirm(self, request: ChatRequest) -> bool:
-        """Return whether the server renders this request to the same ids as this process.
+        """Return whether the server renders this request as this process does.
 
         Most requests are not compared: for them, the last comparison with the same tools and template options counts.
         """
@@ -116,9 +127,9 @@ class LocalRenderer:
 
     async def _compare(self, request: ChatRequest) -> bool:
         wanted = await self._render(request)
-        same = wanted == await self._thread.run(request.large, self._ids, request)
+        same = wanted == await self._thread.run(request.large, self._rendered, request)
         if not same:
-            log.warning("the server renders a conversation otherwise than its model's folder: it is asked from now on")
+            log.warning("the server renders a conversation otherwise than this template: it is asked from now on")
         if len(self._proved) >= _KEPT_PROOFS:
             self._proved.clear()
         self._proved[self._key(request)] = same
@@ -137,14 +148,14 @@ class LocalRenderer:
             self._last_key = parts, key
         return key
 
-    def _ids(self, request: ChatRequest, *, generation: bool = True) -> list[int] | None:
+    def _rendered(self, request: ChatRequest, *, generation: bool = True) -> Rendering | None:
         try:
-            return self._files.encode(self._files.template.render(request, self._form, generation=generation))
+            return self._encode(self._template.render(request, self._form, generation=generation))
         except RequestError:
             return None
 
 
-async def _unless_refused(rendering: Awaitable[list[int]]) -> list[int] | None:
+async def _unless_refused(rendering: Awaitable[Rendering]) -> Rendering | None:
     try:
         return await rendering
     except RequestError:

@@ -1,0 +1,243 @@
+"""The routes of a llama-server as methods, and Polar's requests as the bodies of `/completion`.
+
+Every sampling setting is sent, so that none of the server's own defaults (min_p 0.05, top_k 40, ...) has an effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from math import exp, log, nan
+from typing import Any
+
+from polar_proxy.engines.base import uses_tools
+from polar_proxy.engines.hermes import CALL, END_CALL, END_THINK, THINK
+from polar_proxy.engines.openai_client import OpenAIClient, server_message
+from polar_proxy.engines.openai_stream import SseDecoder, api_error
+from polar_proxy.errors import EngineError, RequestError
+from polar_proxy.types import ChatRequest, Json, Sampling, TopLogprob
+
+COMPLETION = "/completion"
+GREEDY_BELOW = 1e-5
+_SEEDS = 2**32 - 1
+"""The seed 2**32 - 1 means a random one."""
+_FORCED = 1e4
+"""Bias of a token that must be sampled."""
+_EVERY_TOKEN = 1 << 20
+_LARGE_PROMPT = 1 << 14
+"""Tokens from which on a request is encoded in a thread."""
+_ONE_TOKEN: Json = {"n_predict": 1, "samplers": ["top_k"], "top_k": 1, "return_tokens": True, "cache_prompt": True}
+_COUNTED_IN_PROMPT = ("presence_penalty", "frequency_penalty")
+
+
+class Vocabulary:
+    """The tokens of a model by the bytes of their text. Control tokens have none."""
+
+    def __init__(self, rows: Sequence[Json]) -> None:
+        """`rows`: the distribution of a next token, with one row for each token."""
+        self.size = len(rows)
+        self.data = {row["id"]: bytes(row["bytes"]) for row in rows if row["bytes"]}
+        """Token id -> the bytes of its text, which may be a part of a character."""
+        self._by_text: dict[bytes, list[int]] = {}
+        for token_id, data in self.data.items():
+            self._by_text.setdefault(data, []).append(token_id)
+
+    def spellings(self, text: bytes, count: int) -> list[list[int]]:
+        """Return all sequences of `count` tokens with this text."""
+        if count == 0:
+            return [] if text else [[]]
+        return [
+            [token, *rest]
+            for size in range(1, len(text) + 1)
+            for token in self._by_text.get(text[:size], ())
+            for rest in self.spellings(text[size:], count - 1)
+        ]
+
+
+class LlamaCppClient(OpenAIClient):
+    """A llama-server. It closes a connection after a stream without saying so, so connections are not used again."""
+
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        super().__init__(url, api_key, keep_alive=False)
+
+    async def apply_template(self, request: ChatRequest, *, generation: bool = True) -> str:
+        """Return the conversation as the server's template renders it. Raises RequestError if it refuses."""
+        return str(self.field(await self.json("POST", "/apply-template", _conversation(request, generation)), "prompt"))
+
+    async def tokenize(self, text: str, *, add_special: bool = False) -> list[int]:
+        """Return the ids of a text; with `add_special` also the token that begins every sequence, if there is one."""
+        body = {"content": text, "add_special": add_special, "parse_special": True}
+        return list(self.field(await self.json("POST", "/tokenize", body), "tokens"))
+
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of ids, special tokens included."""
+        return str(self.field(await self.json("POST", "/detokenize", {"tokens": list(token_ids)}), "content"))
+
+    async def forced(self, prompt: Sequence[int], token: int, **more: Any) -> Json:
+        """Make the server sample this token after the prompt, and return its answer.
+
+        The bias does not change the log-probabilities of the answer, which are those of the model at temperature 1.
+        """
+        body = {"prompt": list(prompt), "logit_bias": [[token, _FORCED]], "n_probs": 1, **_ONE_TOKEN, **more}
+        answer = await self.json("POST", COMPLETION, body)
+        if self.field(answer, "tokens") != [token]:
+            raise EngineError(f"{self.name} did not sample the token {token}, although a bias forced it.")
+        return dict(answer)
+
+    async def next_tokens(self, prompt: Sequence[int], end: int, slot: int = -1) -> list[Json]:
+        """Return the distribution of the token after this prompt at temperature 1, a row for each token.
+
+        `end`: a token that ends an answer, which the server samples for this.
+        """
+        answer = await self.forced(prompt, end, n_probs=_EVERY_TOKEN, id_slot=slot)
+        return list(self.field(answer, "completion_probabilities")[0]["top_logprobs"])
+
+    async def chunks(self, body: Json) -> AsyncGenerator[Json, None]:
+        """Yield the chunks of a streamed answer. Closing it makes the server stop generating.
+
+        Raises EngineError if the answer is not complete.
+        """
+        response = await self.post(COMPLETION, body, large=len(body["prompt"]) > _LARGE_PROMPT)
+        lines = SseDecoder(self.url)
+        try:
+            while data := await self._read_some(response):
+                for chunk in lines.feed(data):
+                    if "error" in chunk:
+                        raise api_error(chunk, 500, self.name)
+                    yield chunk
+                    if chunk["stop"]:
+                        return
+        finally:
+            response.close()
+        raise EngineError(f"{self.name} broke off in the middle of its answer.")
+
+    async def vocabulary(self, prompt: Sequence[int], end: int) -> Vocabulary:
+        return Vocabulary(await self.next_tokens(prompt, end))
+
+    def field(self, answer: Any, name: str) -> Any:
+        """Return a field of an answer. Raises EngineError if it is missing."""
+        value = answer.get(name) if isinstance(answer, dict) else None
+        if value is None:
+            raise EngineError(f"{self.name} sent an answer without {name!r}. Is it a llama-server?")
+        return value
+
+
+def sampled_logprob(rows: Sequence[Json], token: int, sampling: Sampling) -> float:
+    """Return the log-probability of a token under these settings, from its distribution at temperature 1.
+
+    NaN if the settings cut or bend the distribution otherwise than by temperature.
+    """
+    own = next((float(row["logprob"]) for row in rows if row["id"] == token), nan)
+    temperature = 1.0 if sampling.temperature is None else sampling.temperature
+    if temperature < GREEDY_BELOW or temperature == 1.0:
+        return own if temperature < 1.0 or _is_plain(sampling) else nan
+    if not _is_plain(sampling):
+        return nan
+    return own / temperature - log(sum(exp(row["logprob"] / temperature) for row in rows))
+
+
+def _is_plain(sampling: Sampling) -> bool:
+    """Return whether the distribution is the model's own at some temperature."""
+    return not (
+        sampling.logit_bias
+        or (sampling.top_p or 1.0) < 1.0
+        or (sampling.top_k or 0) > 0
+        or sampling.min_p
+        or (sampling.repetition_penalty or 1.0) != 1.0
+    )
+
+
+def sampling_body(sampling: Sampling, seed: int, context: int, room: int) -> Json:
+    """Return the sampling fields of `/completion`, in the order of vLLM and of the local engine: penalties,
+    temperature, min_p, top_k, top_p. The answer ends after at most `room` of the `context` tokens.
+
+    Log-probabilities are of the distribution sampled from (`post_sampling_probs`). At temperature 0 it has only one
+    token, so they are those of temperature 1. Raises RequestError for what llama.cpp does otherwise.
+    """
+    for name in _COUNTED_IN_PROMPT:
+        if getattr(sampling, name):
+            text = (
+                f"llama.cpp counts the prompt's tokens in {name}, which is not what it means in this API: leave it out."
+            )
+            raise RequestError(text, param=name)
+    temperature = 1.0 if sampling.temperature is None else sampling.temperature
+    if temperature < 0 or (sampling.max_tokens is not None and sampling.max_tokens < 1):
+        name = "temperature" if temperature < 0 else "max_tokens"
+        raise RequestError(f"{name} must be {'0 or more' if temperature < 0 else 'at least 1'}.", param=name)
+    greedy = temperature < GREEDY_BELOW
+    repetition = 1.0 if sampling.repetition_penalty is None else sampling.repetition_penalty
+    cuts = ["top_k"] if greedy else ["temperature", "min_p", "top_k", "top_p"]
+    return {
+        "samplers": [*(["penalties"] if repetition != 1.0 else []), *cuts],
+        "temperature": temperature,
+        "min_p": sampling.min_p or 0.0,
+        "top_k": 1 if greedy else max(sampling.top_k or 0, 0),
+        "top_p": 1.0 if sampling.top_p is None else sampling.top_p,
+        "repeat_penalty": repetition,
+        "repeat_last_n": context if repetition != 1.0 else 0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "dynatemp_range": 0.0,
+        "mirostat": 0,
+        "min_keep": 0,
+        "logit_bias": [[int(key), float(bias)] for key, bias in (sampling.logit_bias or {}).items()],
+        "seed": seed % _SEEDS,
+        "n_predict": room if sampling.max_tokens is None else min(sampling.max_tokens, room),
+        "n_probs": max(sampling.top_logprobs, 1),
+        "post_sampling_probs": not greedy,
+        "ignore_eos": False,
+        "n_indent": 0,
+        "t_max_predict_ms": 0,
+    }
+
+
+def stream_fields(prompt: Sequence[int]) -> Json:
+    """Return the fields of a streamed answer to exactly these ids. The tags of reasoning and tools are text in it."""
+    tags = [THINK, END_THINK, CALL, END_CALL]
+    fields = {"stream": True, "return_tokens": True, "cache_prompt": True, "preserved_tokens": tags}
+    return {"prompt": list(prompt), **fields}
+
+
+def _conversation(request: ChatRequest, generation: bool) -> Json:
+    body: Json = {"messages": [server_message(message) for message in request.messages]}
+    if uses_tools(request):
+        body["tools"] = list(request.tools)
+    if request.template_kwargs:
+        body["chat_template_kwargs"] = dict(request.template_kwargs)
+    return {**body, "add_generation_prompt": generation}
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """A token of a streamed answer."""
+
+    token_id: int
+    logprob: float
+    """NaN if the server did not report it."""
+    text: str = ""
+    top: tuple[TopLogprob, ...] = ()
+
+
+def sampled_token(chunk: Json, count: int, name: str) -> SampledToken | None:
+    """Return the token of a chunk, with `count` alternatives; None if the chunk has none.
+
+    Raises EngineError, with the server's `name`, if its ids differ.
+    """
+    if not chunk.get("tokens"):
+        return None
+    (token_id,) = chunk["tokens"]
+    entries = chunk.get("completion_probabilities") or ()
+    if not entries:
+        return SampledToken(token_id, nan)
+    (entry,) = entries
+    if entry["id"] != token_id:
+        raise EngineError(f"{name} sent two ids for one token, {token_id} and {entry['id']}.")
+    rows = entry.get("top_logprobs") or entry.get("top_probs") or ()
+    top = tuple(TopLogprob(row["id"], row["token"], _logprob(row)) for row in rows[:count])
+    return SampledToken(token_id, _logprob(entry), entry["token"], top)
+
+
+def _logprob(entry: Json) -> float:
+    if "logprob" in entry:
+        return float(entry["logprob"])
+    return log(entry["prob"]) if entry["prob"] > 0 else nan

@@ -1,0 +1,327 @@
+"""`llamacpp`: llama.cpp's server over HTTP, recorded with exact token ids and log-probabilities.
+
+Every answer, to a conversation too, is sampled by `/completion` from token ids, so there is one way to sample. The
+server renders a conversation (`/apply-template`), or this process does if that gives the same text. Answers are parsed
+in the Hermes format; `probe.py` finds out whether the model's template writes calls in it.
+
+The stream of a llama-server leaves out tokens that end within a character (llama.cpp b9631: `process_token`). Each
+chunk says how many tokens were sampled, which shows the gap. The chunk after it has the bytes of the whole character,
+so the missing tokens are those with these bytes. If only one sequence of tokens has them, the stream is closed, their
+log-probabilities are asked for, and the answer is sampled on from there, which changes no distribution. Otherwise, and
+if `max_tokens` ends the answer within a character, the tokens are recorded as unknown, so that the call is not trained.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import nan
+from types import TracebackType
+
+from polar_proxy.engines.base import CannotContinueError, ExactPrompt, uses_tools
+from polar_proxy.engines.hermes import HermesParser, reasoning_kind
+from polar_proxy.engines.llamacpp.client import (
+    LlamaCppClient,
+    SampledToken,
+    sampled_logprob,
+    sampled_token,
+    sampling_body,
+    stream_fields,
+)
+from polar_proxy.engines.llamacpp.probe import ServedModel, probe_server
+from polar_proxy.engines.local_rendering import LocalRenderer
+from polar_proxy.engines.logprobs import ALTERNATIVES, at_temperature
+from polar_proxy.engines.openai_client import ServerEngine, not_open
+from polar_proxy.engines.openai_stream import UNKNOWN_ID
+from polar_proxy.engines.stop_strings import StopStrings
+from polar_proxy.errors import EngineError, RequestError
+from polar_proxy.types import ChatRequest, EngineInfo, EngineRequest, Json, SampleEvent, Sampling, TokenIds
+
+_PROMPT_TAIL = 16
+"""Number of tokens at the end of a prompt that are searched for an open reasoning tag."""
+_UNKNOWN = SampledToken(UNKNOWN_ID, nan)
+_FINISH = {"eos": "stop", "word": "stop", "limit": "length"}
+
+
+@dataclass(slots=True)
+class AnswerState:
+    """One choice while it is sampled."""
+
+    index: int
+    prompt: list[int]
+    sampling: Sampling
+    stops: StopStrings
+    parser: HermesParser | None
+    seed: int
+    ids: list[int] = field(default_factory=list)
+    text: str = ""
+    """The raw text of `ids`."""
+    finished: bool = False
+    gaps: int = 0
+    """How many times the stream was closed because of missing tokens."""
+
+
+class LlamaCppEngine(ServerEngine):
+    """An engine behind a llama-server.
+
+    `async with LlamaCppEngine("http://127.0.0.1:8080") as engine:` connects to the server and verifies it. Entering
+    raises EngineError if the server cannot be reached, or does not return token ids and log-probabilities.
+    """
+
+    client: LlamaCppClient
+    _model: ServedModel | None = None
+    _local: LocalRenderer[str] | None = None
+
+    def __init__(self, url: str, *, model: str | None = None, api_key: str | None = None) -> None:
+        """`model` is the name that the server must report. `api_key` is sent as a bearer token."""
+        self.client = LlamaCppClient(url, api_key)
+        self._requested_model = model
+
+    async def _connect(self) -> EngineInfo:
+        self._model = await probe_server(self.client, self._requested_model)
+        if self._model.template is not None:
+            self._local = await LocalRenderer.find(self._model.template, self._render_text, str)
+        return self._model.info
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._local is not None:
+            self._local.close()
+        await super().__aexit__(kind, error, trace)
+
+    @property
+    def model(self) -> ServedModel:
+        if self._model is None:
+            raise not_open()
+        return self._model
+
+    @property
+    def continue_problem(self) -> str | None:
+        return self.model.problem
+
+    # Rendering
+
+    async def _render_text(self, request: ChatRequest, *, generation: bool = True) -> str:
+        return await self.client.apply_template(request, generation=generation)
+
+    async def render(self, request: ChatRequest, *, generation: bool = True) -> list[int]:
+        (text,) = await self.render_texts([request], generation=generation)
+        return await self.client.tokenize(text, add_special=True)
+
+    async def render_texts(self, requests: Sequence[ChatRequest], *, generation: bool = True) -> list[str]:
+        shown = [request if uses_tools(request) else replace(request, tools=()) for request in requests]
+        if self._local is not None and await self._local.renders(shown):
+            return await self._local.texts(shown, generation=generation)
+        return [await self._render_text(request, generation=generation) for request in shown]
+
+    async def confirm_rendering(self, request: ChatRequest, end: Sequence[int]) -> bool:
+        shown = request if uses_tools(request) else replace(request, tools=())
+        if self._local is not None and await self._local.renders([shown]):
+            return await self._local.confirm(shown)
+        return await super().confirm_rendering(request, end)
+
+    async def encode(self, text: str) -> list[int]:
+        return await self.client.tokenize(text)
+
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        return await self.client.decode([int(token) for token in token_ids])
+
+    # Sampling
+
+    async def accept_prompt(self, request: ChatRequest, token_ids: TokenIds) -> ExactPrompt:
+        if self.model.problem is not None:
+            raise CannotContinueError(self.model.problem)
+        return await super().accept_prompt(request, token_ids)
+
+    async def sample(
+        self, request: EngineRequest, *, stream: bool = True, prompt: ExactPrompt | None = None
+    ) -> AsyncGenerator[SampleEvent, None]:
+        """Implement `Engine.sample`. Each choice is a request of its own: the server limits `n` to its slots."""
+        sampling = request.sampling
+        if isinstance(request, ChatRequest):
+            ids = await self.render(request) if prompt is None else prompt.token_ids.tolist()
+        elif isinstance(request.prompt, str):
+            ids = await self.client.tokenize(request.prompt, add_special=True)
+        else:
+            ids = list(request.prompt)
+        self._check(request, ids)
+        seed = secrets.randbits(31) if sampling.seed is None else sampling.seed
+        new_parser = await self._parser_factory(request, ids)
+        answers = [
+            AnswerState(index, ids, sampling, StopStrings(sampling.stop), new_parser and new_parser(), seed + index)
+            for index in range(sampling.n)
+        ]
+        first = True
+        async with aclosing(_together([self._answer(answer) for answer in answers])) as events:
+            async for event in events:
+                yield replace(event, prompt_ids=ids) if first else event
+                first = False
+
+    async def _parser_factory(self, request: EngineRequest, prompt: Sequence[int]) -> Callable[[], HermesParser] | None:
+        if not isinstance(request, ChatRequest):
+            return None
+        reasoning = reasoning_kind(self.model.template_source, await self.decode(prompt[-_PROMPT_TAIL:]))
+        return partial(HermesParser, tools=uses_tools(request), reasoning=reasoning)
+
+    def _check(self, request: EngineRequest, ids: Sequence[int]) -> None:
+        """Raise RequestError if the request cannot be served."""
+        limit, param = self.info.context_length, "messages" if isinstance(request, ChatRequest) else "prompt"
+        if isinstance(request, ChatRequest) and uses_tools(request) and "tools" not in self.info.capabilities:
+            raise RequestError(f"Polar cannot read this model's tool calls: {self.model.problem}", param="tools")
+        size = self.model.vocabulary.size
+        if not all(key.isdecimal() and int(key) < size for key in request.sampling.logit_bias or ()):
+            raise RequestError(f"logit_bias must have token ids from 0 to {size - 1} as keys.", param="logit_bias")
+        if not ids:
+            raise RequestError("The prompt is empty.", param="prompt")
+        if len(ids) >= limit:
+            text = f"This model's maximum context length is {limit} tokens. However, your request has {len(ids)}."
+            raise RequestError(text, param=param, code="context_length_exceeded")
+
+    async def _answer(self, answer: AnswerState) -> AsyncGenerator[SampleEvent, None]:
+        """Yield one choice, whose sampling begins again after each gap in the server's stream."""
+        while not answer.finished:
+            async with aclosing(self._stream(answer)) as events:
+                async for event in events:
+                    yield event
+
+    def _body(self, answer: AnswerState) -> Json:
+        prompt = [*answer.prompt, *answer.ids]
+        context = self.info.context_length
+        sampling, sampled = answer.sampling, len(answer.ids)
+        if sampling.max_tokens is not None:
+            sampling = replace(sampling, max_tokens=sampling.max_tokens - sampled)
+        seed = answer.seed + (answer.gaps << 16)
+        return {**stream_fields(prompt), **sampling_body(sampling, seed, context, context - len(prompt))}
+
+    async def _stream(self, answer: AnswerState) -> AsyncGenerator[SampleEvent, None]:
+        """Yield what the server samples up to the end of the answer, or up to the character after a gap."""
+        body, before = self._body(answer), len(answer.ids)
+        async with aclosing(self.client.chunks(body)) as chunks:
+            async for chunk in chunks:
+                if chunk["tokens_evaluated"] != len(body["prompt"]):
+                    raise EngineError(f"{self.client.name} did not use the prompt tokens that it was given.")
+                token = sampled_token(chunk, answer.sampling.top_logprobs, self.client.name)
+                missing = chunk["tokens_predicted"] - (len(answer.ids) - before) - (token is not None)
+                spelling = self._spelling(answer, missing, token, chunk) if token is not None and missing else None
+                if token is None or spelling is None:
+                    tokens = [_UNKNOWN] * missing + ([token] if token else [])
+                    yield self._event(answer, tokens, chunk)
+                    if answer.finished:
+                        return
+                else:
+                    break
+            else:
+                raise AssertionError("the last chunk finishes the answer")
+        tokens = [*await self._recovered(answer, spelling, chunk), token]
+        room = self.info.context_length - len(answer.prompt)
+        full = len(answer.ids) + len(tokens) >= min(room, answer.sampling.max_tokens or room)
+        yield self._event(answer, tokens, chunk, full=full)
+
+    def _spelling(self, answer: AnswerState, missing: int, token: SampledToken, chunk: Json) -> list[int] | None:
+        """Return the ids that are missing before `token`; None if they are not certain."""
+        text, last = chunk["content"].encode(), self.model.vocabulary.data.get(token.token_id, b"")
+        if UNKNOWN_ID in answer.ids or "\ufffd" in chunk["content"] or not text.endswith(last):
+            return None  # U+FFFD stands for any bytes that are no character
+        spellings = self.model.vocabulary.spellings(text[: len(text) - len(last)], missing)
+        return spellings[0] if len(spellings) == 1 else None
+
+    async def _recovered(self, answer: AnswerState, spelling: list[int], chunk: Json) -> list[SampledToken]:
+        """Return the missing tokens with their log-probabilities. The slot that sampled them has the prompt cached."""
+        answer.gaps += 1
+        prompt, out = [*answer.prompt, *answer.ids], []
+        for token_id in spelling:
+            rows = await self.client.next_tokens(prompt, self.info.eos_token_ids[0], chunk.get("id_slot", -1))
+            out.append(SampledToken(token_id, sampled_logprob(rows, token_id, answer.sampling)))
+            prompt.append(token_id)
+        return out
+
+    def _event(
+        self, answer: AnswerState, tokens: Sequence[SampledToken], chunk: Json, *, full: bool = False
+    ) -> SampleEvent:
+        """Return the event of a chunk with these tokens; with `full` the answer ends there, by its length."""
+        answer.ids += [token.token_id for token in tokens]
+        answer.text += chunk["content"]
+        text, finish, stopped = answer.stops.feed(chunk["content"]), None, None
+        if answer.stops.stopped_at is not None:
+            finish, stopped = "stop", answer.stops.stopped_at
+        elif chunk["stop"]:
+            finish, stopped = _FINISH[chunk["stop_type"]], chunk["stopping_word"] or None
+        elif full:
+            finish = "length"
+        if finish is not None and answer.stops.stopped_at is None:
+            text += answer.stops.close()
+        answer.finished = finish is not None
+        shown = answer.sampling.logprobs or answer.sampling.top_logprobs
+        event = SampleEvent(
+            answer.index,
+            text,
+            token_ids=tuple(token.token_id for token in tokens),
+            logprobs=tuple(token.logprob for token in tokens),
+            tokens=tuple(token.text for token in tokens) if shown else (),
+            top=tuple(token.top for token in tokens) if answer.sampling.top_logprobs else (),
+            finish_reason=finish,
+            cached_tokens=(chunk.get("timings") or {}).get("cache_n") if finish and not answer.gaps else None,
+            stop_sequence=stopped,
+        )
+        return event if answer.parser is None else answer.parser.parse(event)
+
+    # Scoring
+
+    async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]:
+        """Implement `Engine.score`: one request for each token, which a bias makes the server sample.
+
+        llama.cpp returns no log-probabilities of a prompt. The server computes one new token for each request, because
+        it keeps the others in its cache.
+        """
+        ids = [int(token) for token in token_ids]
+        if len(ids) > self.info.context_length:
+            raise RequestError("The sequence is longer than the context.", code="context_length_exceeded")
+        return [await self._score_one(ids[:place], ids[place], temperature) for place in range(1, len(ids))]
+
+    async def _score_one(self, prompt: list[int], token: int, temperature: float) -> float:
+        answer = await self.client.forced(prompt, token, n_probs=1 if temperature == 1.0 else ALTERNATIVES)
+        if not answer.get("completion_probabilities"):  # its text is a part of a character
+            rows = await self.client.next_tokens(prompt, self.info.eos_token_ids[0])
+            return sampled_logprob(rows, token, Sampling(temperature=temperature))
+        (entry,) = answer["completion_probabilities"]
+        if temperature == 1.0:
+            return float(entry["logprob"])
+        known = [row["logprob"] for row in entry["top_logprobs"]]
+        if token not in [row["id"] for row in entry["top_logprobs"]]:
+            known.append(entry["logprob"])
+        return at_temperature(entry["logprob"], known, temperature)
+
+    async def health(self) -> str | None:
+        try:
+            response = await self.client.send("GET", "/health")
+            await self.client.read(response)
+        except EngineError as error:
+            return str(error)
+        return None if response.status == 200 else f"{self.client.name} answers {response.status} to /health."
+
+
+async def _together(answers: Sequence[AsyncGenerator[SampleEvent, None]]) -> AsyncGenerator[SampleEvent, None]:
+    """Yield the events of all answers as they arrive. Closing it closes the answers."""
+    waiting = {asyncio.ensure_future(anext(answer)): answer for answer in answers}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                answer = waiting.pop(task)
+                try:
+                    event = task.result()
+                except StopAsyncIteration:
+                    continue
+                waiting[asyncio.ensure_future(anext(answer))] = answer
+                yield event
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        for answer in answers:
+            await answer.aclose()

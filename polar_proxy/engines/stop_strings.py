@@ -1,0 +1,33 @@
+"""The stop strings of an answer whose text arrives in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from polar_proxy.engines.hermes import possible_start
+
+
+class StopStrings:
+    """Ends a text at the first of some strings. `stopped_at` is the one that ended it."""
+
+    def __init__(self, strings: Sequence[str]) -> None:
+        self._strings = tuple(filter(None, strings))
+        self._held = ""
+        self.stopped_at: str | None = None
+
+    def feed(self, text: str) -> str:
+        """Return the text that is now certain: without its end, if that may be the beginning of a stop string."""
+        text = self._held + text
+        found = [(place, string) for string in self._strings if (place := text.find(string)) >= 0]
+        if found:
+            place, self.stopped_at = min(found)
+            self._held = ""
+            return text[:place]
+        cut = possible_start(text, self._strings)
+        self._held = text[cut:]
+        return text[:cut]
+
+    def close(self) -> str:
+        """Return the text that `feed` held back."""
+        rest, self._held = self._held, ""
+        return rest
