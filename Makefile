@@ -9,7 +9,7 @@ STAMP := $(VENV)/.ready
 PROCESSES ?= 3
 LLAMA ?= $(or $(POLAR_HOME),$(HOME)/.polar)/llama-server/0.3.36
 
-.PHONY: setup demo test-fast test test-full test-harnesses test-llama coverage lint types format image clean
+.PHONY: setup demo test-fast test test-full test-harnesses test-llama test-foreign coverage lint types format image clean
 
 setup: $(STAMP)
 
@@ -37,11 +37,11 @@ format: setup
 
 # Lint, types, and the tests that start no process, load no model and wait for nothing.
 test-fast: lint types
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadfile -m 'not slow and not full and not by_command'
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m 'not slow and not full and not by_command'
 
 # Everything that needs no service.
 test: lint types
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(PROCESSES) --dist loadfile --durations=12 -m 'not full and not by_command'
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder --durations=12 -m 'not full and not by_command'
 
 # The same, and the lines that no test reached.
 coverage: setup
@@ -49,7 +49,7 @@ coverage: setup
 
 # With real vLLM, harness programs, Docker and PostgreSQL; scripts/with_services.sh installs, starts and stops them.
 test-full: setup
-	scripts/with_services.sh $(BIN)/pytest -n 2 --dist loadfile --durations=25 -m 'full and not by_command'
+	scripts/with_services.sh $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=25 -m 'full and not by_command'
 
 # OpenHands, aider, terminus-2 and Mistral Vibe: installing takes 4 to 10 minutes, and three of them need Python 3.12.
 test-harnesses: setup
@@ -59,6 +59,10 @@ test-harnesses: setup
 test-llama: setup
 	test -x $(LLAMA)/bin/llama-server || PYTHON=$(BIN)/python scripts/llama_server.sh install $(LLAMA)
 	POLAR_LLAMA=$(LLAMA) $(BIN)/pytest -m by_command tests/engines/test_llamacpp_real.py tests/conformance/test_llama_real.py
+
+# Suites of other projects (AI SDK, LangChain, agent frameworks) against Polar: installing them takes minutes.
+test-foreign: setup
+	scripts/foreign_suites.sh
 
 image:
 	docker build -t polar:latest .

@@ -2,6 +2,7 @@
 
     python benchmarks/families.py --templates [--only NAME] [--json]
     python benchmarks/families.py --vllm [--only NAME] [--servers N] [--json] [--write]
+    python benchmarks/families.py --agents codex,pi --only Qwen3.5 [--write]
 
 --templates: without an engine. 70 templates of llama.cpp (fetched from PyPI once) are rendered over the bundled
 policy's tokenizer with each template's control tokens added, and every continued prompt is compared with an oracle
@@ -9,6 +10,9 @@ policy's tokenizer with each template's control tokens added, and every continue
 
 --vllm: fifteen families on a real vLLM with their own parsers, through a gateway (`_families/real.py`). A family takes
 a minute or more. --write runs both, and writes docs/families.md.
+
+--agents: real agents on a real vLLM with a family's template and parsers, in both prompt modes (`_families/agents.py`).
+--write adds the rows to benchmarks/results/fidelity.md.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import sys
 from collections import Counter
 from dataclasses import asdict
@@ -23,13 +28,18 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks._families.agents import run_agents
 from benchmarks._families.continuing import FamilyResult, FamilyRun, TurnResult
 from benchmarks._families.families import load_families
 from benchmarks._families.page import grade_lines, page, served_row, served_table
 from benchmarks._families.real import ServedResult, run_families
 from benchmarks._families.served_families import SERVED
 from benchmarks._families.template_engine import TemplateEngine
+from harness_adapters.base import get_adapter
+from polar_proxy.conformance.report import FIDELITY
+from polar_proxy.types import Json
 
+RESULTS = Path(__file__).resolve().with_name("results")
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "families.md"
 
 
@@ -72,21 +82,45 @@ async def run_served(only: str, servers: int) -> list[ServedResult]:
     return out
 
 
+async def run_on_agents(names: list[str], only: str, write: bool) -> Json:
+    """Run agents on the families whose name contains `only`, and return the report's document."""
+    cache = Path(os.environ.get("POLAR_CACHE_DIR") or Path("~/.polar/harnesses").expanduser())
+    families = {family.name: family for family in load_families()}
+    found = FIDELITY.merged(None, {"schema": 1})
+    for served in SERVED:
+        if only.lower() not in served.name.lower():
+            continue
+        adapters = [get_adapter(name) for name in names]
+        async for row, document in run_agents(served, families[served.template], adapters, cache):
+            counts = f"{row.continued} of {row.bases} continued, {row.drifted} splits by drift, largest {row.largest}"
+            print(f"{row.harness}, {row.template}, {row.mode}: {row.fault or counts}", file=sys.stderr)
+            found = FIDELITY.merged(found, document)
+            if write:
+                FIDELITY.save(RESULTS, document)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--templates", action="store_true", help="render the templates without an engine")
     what.add_argument("--vllm", action="store_true", help="run families on a real vLLM (POLAR_VLLM_CPU: its folder)")
+    what.add_argument("--agents", default="", metavar="NAMES", help="run these agents on families, on a real vLLM")
     parser.add_argument("--folder", type=Path, help="a folder of *.jinja instead of the package's")
     parser.add_argument("--only", default="", help="templates or families whose name contains this")
     parser.add_argument("--servers", type=int, default=2, help="vLLM servers at a time")
-    parser.add_argument("--write", action="store_true", help="write docs/families.md")
+    parser.add_argument("--write", action="store_true", help="write docs/families.md, or fidelity.md")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     if arguments.templates:
         results = asyncio.run(run_templates(arguments.only, arguments.folder))
         rows = [asdict(result) | {"grade": result.grade} for result in results]
         print(json.dumps(rows, indent=1) if arguments.json else table(results))
+        return
+    if arguments.agents:
+        names = arguments.agents.split(",")
+        document = asyncio.run(run_on_agents(names, arguments.only, arguments.write))
+        print(json.dumps(document, indent=1) if arguments.json else FIDELITY.markdown(document))
         return
     served = asyncio.run(run_served(arguments.only, arguments.servers))
     print(json.dumps([asdict(result) for result in served], indent=1) if arguments.json else served_table(served))

@@ -5,8 +5,9 @@
     python benchmarks/fuzz.py --seed 5 --only 1234         # one request again, and its answer
 
 A finding is an answer 5xx that is not a documented refusal (503 with a reason, or the engine's own failure), an answer
-that is not in the route's format, an answer that takes more than five seconds, memory that keeps growing, or an honest
-session whose answers are wrong or whose p99 is 250 ms or more in any ten seconds. The exit code is 1 if there is one.
+that is not in the route's format, an answer that takes more than five seconds, a WebSocket that is closed without an
+answer, a traceback in the gateway's log, memory that keeps growing, or an honest session whose answers are wrong or
+whose p99 is 250 ms or more in any ten seconds. The exit code is 1 if there is one.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal
@@ -32,6 +33,7 @@ sys.path.insert(0, str(ROOT))
 import httpx  # noqa: E402
 
 from benchmarks._stacks.fuzz_cases import CaseGenerator, FuzzCase  # noqa: E402
+from benchmarks._stacks.fuzz_websockets import UNKNOWN_STEM, WebSocketCase, WebSocketResult, run_websocket  # noqa: E402
 from benchmarks._stacks.shared_gateway import (  # noqa: E402
     HONEST_KEY,
     GatewayProcess,
@@ -50,6 +52,8 @@ MEMORY_MB = 400
 """The memory of the last requests may be larger by this than that after a fifth of them, or by half."""
 ENGINE_CODES = ("engine_error", "not_recorded", "unavailable")
 """Codes of documented refusals with status 5xx."""
+LOGGED_FAULTS = ("failed inside Polar", "Traceback")
+"""Words in the gateway's log that show a fault of its own."""
 
 
 @dataclass
@@ -66,6 +70,14 @@ class FuzzReport:
     honest: dict[str, float] = field(default_factory=dict)
     longest_stall: float = 0.0
     """Seconds that the gateway's event loop stood still, without those in which other processes had the processors."""
+
+    def count(self, name: str, status: int, seconds: float) -> str | None:
+        """Count an answer, and return a problem if it took too long."""
+        self.requests += 1
+        self.statuses[status] += 1
+        self.by_route.setdefault(name, Counter())[status] += 1
+        self.slowest = max(self.slowest, seconds)
+        return f"took {seconds:.1f} s" if seconds > HANG_SECONDS else None
 
     def to_json(self) -> dict[str, Any]:
         routes = {name: {str(code): n for code, n in sorted(found.items())} for name, found in self.by_route.items()}
@@ -87,15 +99,25 @@ class FuzzConnection:
     """A connection that is opened again when the gateway closes it."""
 
     def __init__(self, port: int) -> None:
-        self._port = port
+        self.port = port
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def exchange(self, case: FuzzCase) -> httpx.Response | None:
         """Return the answer; None if the connection was closed without one."""
+        stem = UNKNOWN_STEM
+        for request in case.before:
+            sent = request.replace(UNKNOWN_STEM.encode(), stem.encode())
+            answer = await self._exchange(replace(case, request=sent, endless=False))
+            if answer is None or answer.status_code >= 500:
+                return answer
+            stem = answer.headers.get("x-polar-call-id", f"call_{stem}").removeprefix("call_")
+        return await self._exchange(replace(case, request=case.request.replace(UNKNOWN_STEM.encode(), stem.encode())))
+
+    async def _exchange(self, case: FuzzCase) -> httpx.Response | None:
         for last in (False, True):
             fresh = self._streams is None
             if self._streams is None:
-                self._streams = await asyncio.open_connection("127.0.0.1", self._port, limit=1 << 24)
+                self._streams = await asyncio.open_connection("127.0.0.1", self.port, limit=1 << 24)
             reader, writer = self._streams
             try:
                 writer.write(case.request)
@@ -151,12 +173,8 @@ async def read_chunks(reader: asyncio.StreamReader) -> bytes:
 def judge(case: FuzzCase, answer: httpx.Response | None, seconds: float, report: FuzzReport) -> str | None:
     """Count an answer, and return what is wrong with it."""
     status = 0 if answer is None else answer.status_code
-    report.requests += 1
-    report.statuses[status] += 1
-    report.by_route.setdefault(case.name, Counter())[status] += 1
-    report.slowest = max(report.slowest, seconds)
-    if seconds > HANG_SECONDS:
-        return f"took {seconds:.1f} s"
+    if problem := report.count(case.name, status, seconds):
+        return problem
     if answer is None:
         return None if case.name == "damaged HTTP" else "closed without an answer"
     if status >= 500:
@@ -176,6 +194,22 @@ def code_of(answer: httpx.Response) -> str | None:
     return error.get("code") if isinstance(error.get("code"), str) else error.get("type")
 
 
+async def attempt(case: FuzzCase | WebSocketCase, connection: FuzzConnection, report: FuzzReport) -> str | None:
+    """Send a case, count its answer, and return what is wrong with it."""
+    started = time.monotonic()
+    if isinstance(case, FuzzCase):
+        answer = None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(6 * HANG_SECONDS):
+                answer = await connection.exchange(case)
+        return judge(case, answer, time.monotonic() - started, report)
+    result = WebSocketResult(0, "no answer")
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(6 * HANG_SECONDS):
+            result = await run_websocket(connection.port, case, ENGINE_CODES)
+    return report.count(case.name, result.status, time.monotonic() - started) or result.problem
+
+
 async def fuzz(gateway: GatewayProcess, cases: CaseGenerator, requests: int, report: FuzzReport) -> None:
     numbers = count()
 
@@ -183,12 +217,7 @@ async def fuzz(gateway: GatewayProcess, cases: CaseGenerator, requests: int, rep
         connection = FuzzConnection(gateway.port)
         while (number := next(numbers)) < requests:
             case = cases.make(number)
-            started = time.monotonic()
-            answer = None
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(6 * HANG_SECONDS):
-                    answer = await connection.exchange(case)
-            if problem := judge(case, answer, time.monotonic() - started, report):
+            if problem := await attempt(case, connection, report):
                 report.findings.append(f"--only {number}: {case.name}: {problem}")
         connection.close()
 
@@ -231,6 +260,14 @@ def judge_the_rest(honest: HonestSession, started: float, report: FuzzReport) ->
         report.findings.append(f"memory grew from {warm:.0f} to {last:.0f} MB")
 
 
+def judge_the_log(log: Path, report: FuzzReport) -> None:
+    lines = log.read_text(errors="replace").splitlines()
+    for place, line in enumerate(lines):
+        if any(words in line for words in LOGGED_FAULTS):
+            report.findings.append("the gateway's log: " + "\n".join(lines[place : place + 40]))
+            return
+
+
 async def run(
     requests: int, seed: int, only: int | None, folder: Path, db: Literal["sqlite", "postgresql"] = "sqlite"
 ) -> FuzzReport:
@@ -243,10 +280,18 @@ async def run(
         cases = CaseGenerator(seed, keys, admin_key, openapi)
         if only is not None:
             case = cases.make(only)
-            found = await FuzzConnection(gateway.port).exchange(case)
-            print(case.request.decode("latin-1"), "\n\n->", found, found and found.text)
-            if problem := judge(case, found, 0.0, report):
+            print(case)
+            if isinstance(case, FuzzCase):
+                answer = await FuzzConnection(gateway.port).exchange(case)
+                print("\n\n->", answer, answer and answer.text)
+                problem = judge(case, answer, 0.0, report)
+            else:
+                result = await run_websocket(gateway.port, case, ENGINE_CODES)
+                print("\n\n->", result)
+                problem = result.problem
+            if problem:
                 report.findings.append(f"--only {only}: {case.name}: {problem}")
+            judge_the_log(gateway.log, report)
             return report
         with honest_session(gateway.port) as honest:
             while not honest.requests:  # noqa: ASYNC110 (a thread reads them)
@@ -255,6 +300,7 @@ async def run(
             await fuzz(gateway, cases, requests, report)
             report.longest_stall = gateway.longest_stall(started).own
             judge_the_rest(honest, started, report)
+            judge_the_log(gateway.log, report)
     return report
 
 

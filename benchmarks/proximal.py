@@ -25,7 +25,8 @@ from polar_proxy.training import checkpoint
 from polar_proxy.training.batch import TrainingBatch, TrainingSequence
 from polar_proxy.training.checkpoint import TrainerState
 from polar_proxy.training.config import make_config
-from polar_proxy.training.model import Learner, StepStats, load_model
+from polar_proxy.training.model import Learner, load_model
+from polar_proxy.training.step_stats import StepStats
 
 FORMS = ("sampler", "start", "recorded", "interpolated")
 

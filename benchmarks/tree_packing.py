@@ -35,7 +35,8 @@ from polar_proxy.training.batch import TrainingBatch, TrainingSequence, make_bat
 from polar_proxy.training.config import BuilderName, make_config
 from polar_proxy.training.feed import StoreGroupReader
 from polar_proxy.training.model import Learner, load_model
-from polar_proxy.training.tree import Ids, Pack, PrefixTree, pack_trees
+from polar_proxy.training.packing import Pack, pack_trees
+from polar_proxy.training.tree import Ids, PrefixTree
 
 LAYOUTS = ("per_call", "merged", "tree")
 CONFIG = make_config(

@@ -113,7 +113,8 @@ class ShellCommand(BaseHarness):
         if (operator := _find_operator(self._command)) is not None:
             raise HarnessError(
                 f"the command after shell: has {operator}, but no shell reads it, so the program would get it as an "
-                "argument: write shell:bash -c 'COMMAND', with \"$POLAR_INSTRUCTION\" in it for the task, or quote it"
+                "argument: write shell:bash -c 'COMMAND', with \"$POLAR_INSTRUCTION\" in COMMAND for the task; or put "
+                f"{operator} in quotes if the program should get it"
             )
         if not words:
             raise HarnessError("the command is missing: --harness 'shell:my-agent --model {model} {instruction}'")

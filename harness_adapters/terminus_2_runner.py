@@ -66,7 +66,8 @@ class LocalEnvironment(BaseEnvironment):
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
         )  # fmt: skip
         try:
-            out, err = await asyncio.wait_for(process.communicate(), timeout_sec)
+            async with asyncio.timeout(timeout_sec):
+                out, err = await process.communicate()
         except TimeoutError:
             process.kill()
             await process.wait()

@@ -14,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -23,6 +23,7 @@ from pydantic_settings import (
 )
 
 from polar_proxy.allowed_code import AllowedCode, is_code
+from polar_proxy.documented import DocumentedModel
 from polar_proxy.rollout_spec import JobSpec, RolloutSpec
 
 PromptModeSetting = Annotated[
@@ -31,9 +32,8 @@ PromptModeSetting = Annotated[
 """`observe` is accepted as another name for `render`."""
 
 
-class _Section(BaseModel):
-    # The docstrings of fields are their descriptions in docs/reference/settings.md.
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+class _Section(DocumentedModel):
+    model_config = ConfigDict(extra="forbid")
 
 
 class GatewayLimits(_Section):
@@ -59,7 +59,9 @@ class GatewayLimits(_Section):
     """Time over which the rate of a request body is measured. A body that pauses for longer is refused."""
     unread_seconds: float = Field(120.0, gt=0)
     """Time after which a client is disconnected that has read nothing of what waits for it of an answer."""
-    socket_idle_seconds: float = Field(3600.0, gt=0)
+    keep_alive_seconds: float = Field(75.0, gt=0)
+    """Time after which a connection without a request is closed, once it has had one."""
+    websocket_idle_seconds: float = Field(3600.0, gt=0)
     """Time after which a WebSocket without a request is closed."""
     bodies_mb: int = Field(512, ge=1)
     """Memory for all request bodies, from their first byte until the answer, in MiB. One session may use a quarter."""
@@ -190,8 +192,8 @@ class SandboxSettings(_Section):
     open_files: int = Field(16_384, ge=64)
     """Open files of each process."""
     self_test: Literal["refuse", "warn", "off"] = "refuse"
-    """Before its first use, a kind of sandbox is tested for ways out. `refuse`: do not use it if one is open. `warn`:
-    use it and log a warning. `off`: do not test."""
+    """At the start of a service and before its first use, a kind of sandbox is tested for ways out. `refuse`: do not
+    use it if one is open. `warn`: use it and log a warning. `off`: do not test."""
     docker_runtime: Literal["auto", "runc", "runsc"] = "auto"
     """Runtime of Docker containers. `auto`: gVisor (`runsc`) if the engine has it, otherwise the engine's default."""
     build_network: bool = False
@@ -256,7 +258,6 @@ class Settings(BaseSettings):
         env_nested_delimiter="__",
         extra="forbid",
         nested_model_default_partial_update=True,
-        use_attribute_docstrings=True,
     )
 
     home: Path = Path("~/.polar")

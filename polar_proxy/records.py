@@ -87,6 +87,11 @@ async def list_keys(store: Store) -> m.KeyList:
     return m.KeyList(keys=convert_all(m.ApiKey, await store.api_keys.all()))
 
 
+async def list_training_runs(store: Store) -> m.TrainingRunList:
+    """Return all training runs, newest first."""
+    return m.TrainingRunList(runs=convert_all(m.TrainingRun, await store.training.runs()))
+
+
 async def find_record(
     store: Store, name: str, *, tokens_from: EngineSettings | None = None, engine: Engine | None = None
 ) -> m.Record:

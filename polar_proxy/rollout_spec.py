@@ -16,8 +16,9 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 
+from polar_proxy.documented import DocumentedModel
 from polar_proxy.errors import UsageError, first_problem
 from polar_proxy.types import Json
 
@@ -31,10 +32,10 @@ def whole_distribution(temperature: float) -> dict[str, float | int]:
     return {"temperature": temperature, "top_p": 1.0, "top_k": 0, "min_p": 0.0, **penalties}
 
 
-class RolloutSpec(BaseModel):
+class RolloutSpec(DocumentedModel):
     """The options of one rollout. Its task is given separately."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     harness: str = "mini-swe-agent"
     """The agent: NAME[@VERSION], module:Class, or shell:COMMAND."""

@@ -30,6 +30,9 @@ PromptMode = Literal["render", "continue"]
 """render: the engine rendered the messages. continue: the prompt is the exact tokens of the base (the call that this
 one extends), followed by the tokens of the new messages."""
 
+_TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal", "thinking", "reasoning"})
+"""Types of content parts that are text or reasoning."""
+
 _ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
 _id_lock = threading.Lock()
 _id_last = 0
@@ -71,6 +74,11 @@ class Message:
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
     name: str | None = None
+
+    @property
+    def has_images(self) -> bool:
+        """Whether the content has a part that is neither text nor reasoning, such as an image."""
+        return isinstance(self.content, list) and any(part.get("type") not in _TEXT_PARTS for part in self.content)
 
     @classmethod
     def from_openai(cls, value: Json) -> Message:
@@ -240,6 +248,26 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
+class ConversationItem:
+    """An item of a conversation of the Responses API."""
+
+    item_id: str
+    """Names the item in its conversation. The item itself has no id if the client gave it none."""
+    item: Json
+    """As the model reads it: as it was received, or the exact part of an answer."""
+    shown: Json | None = None
+    """As the client got it, if that differs: the call of a custom or built-in tool."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConversationTurn:
+    """What a call adds to a conversation: its own input and its answer."""
+
+    conversation_id: str
+    items: tuple[ConversationItem, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class CallRecord:
     """One model request and its answer, as it is committed."""
 
@@ -288,6 +316,8 @@ class CallRecord:
     base_choice: int | None = None
     deleted_at: float | None = None
     """When its client deleted the response, in seconds since the epoch. The call stays, and is trained on."""
+    conversation: ConversationTurn | None = None
+    """What its commit adds to a conversation; None in a record that is read back."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,7 @@ class SandboxUnavailable(SandboxError):
 
 
 class SandboxEnded(SandboxError):
-    """The sandbox ended while in use: it was closed or killed, or a program inside killed its init process."""
+    """The sandbox ended while in use: it was closed or killed, or programs inside had ended it before."""
 
 
 class FileTooLarge(SandboxError):
@@ -290,7 +290,7 @@ class Sandbox(ABC):
         Raise `SandboxEnded` if the sandbox ends meanwhile.
         """
         if isinstance(argv, str) or not argv:  # a plain string is refused, because its first letter would be run
-            raise ValueError("argv is a non-empty sequence of strings")
+            raise ValueError("argv must be a non-empty sequence of strings")
         args = [os.fspath(one) for one in argv]
         if any("\0" in one for one in args):
             raise ValueError("argv must not contain a NUL byte")

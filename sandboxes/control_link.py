@@ -75,6 +75,8 @@ class ControlLink:
         self._waiting: dict[int, asyncio.Future[Reply]] = {}
         self._next = 0
         self.ended = asyncio.Event()
+        self.ended_by_programs = False
+        """Programs inside made the sandbox end, so none is left; the supervisor reported it."""
         self._loop.add_reader(sock.fileno(), self._readable)
 
     def _readable(self) -> None:
@@ -86,6 +88,7 @@ class ControlLink:
             alive = False
         while (message := self._channel.next()) is not None:
             reply, fds = message
+            self.ended_by_programs |= "ended_by_programs" in reply
             waiting = self._waiting.pop(reply.get("id", 0), None)
             if waiting is not None and not waiting.done():
                 waiting.set_result((reply, fds))

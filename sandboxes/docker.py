@@ -259,28 +259,42 @@ class DockerSandbox(Sandbox):
         task.add_done_callback(lambda done: done.cancelled() or done.exception())  # retrieved: it is not awaited
 
     async def _kill(self, ident: str, task: asyncio.Task[int]) -> None:
-        """End a command's process tree and wait for its end. Close the sandbox if a process resists."""
+        """End a command's process tree and wait for its end. End the container if a process resists.
+
+        Programs can resist: while they fill the limit of processes, the program that kills them cannot start.
+        """
         deadline = time.monotonic() + END_SECONDS
         while True:
             # Not through `exec`, which waits until `_kill` has ended.
-            with translate_errors():
+            container = self._require_open(self._container)
+            with contextlib.suppress(SandboxEnded), translate_errors():
                 killing = ["sh", "-c", KILL, "sh", self._main, f"{COMMAND_ID_VARIABLE}={ident}"]
-                execution = await self._require_open(self._container).exec(killing, user=self._user, workdir="/")
+                execution = await container.exec(killing, user=self._user, workdir="/")
                 await CommandStream(b"", None, OUTPUT_LIMIT).follow(execution)
             # Repeated if needed: the engine may have been about to start the program.
             await asyncio.wait({task}, timeout=0.5)
             if task.done():
                 break
             if time.monotonic() > deadline:
-                task.cancel()
-                await self.close()
-                raise SandboxEnded("a command could not be killed, so the sandbox was closed")
+                await self._end_container(task)
+                break
         if not task.cancelled():
             task.exception()  # retrieved, so that it is not logged; the relevant error was raised already
 
-    async def _container_ended(self) -> bool:
-        """Return whether the container ended, and not only the command.
+    async def _end_container(self, task: asyncio.Task[int]) -> None:
+        """End all processes inside; their files can still be read. Close the sandbox if the command does not end."""
+        with translate_errors():
+            await kill_container(self._require_open(self._container))
+        await asyncio.wait({task}, timeout=END_SECONDS)
+        if not task.done():
+            task.cancel()
+            await self.close()
+            raise SandboxEnded("a command could not be killed, so the sandbox was closed")
 
+    async def _container_ended(self) -> bool:
+        """Return whether the container was ended from outside, and not only the command.
+
+        If programs inside filled the memory, and the kernel ended the container for this reason, that is their own end.
         For a moment the engine reports a killed container as running, so a new command is tried: if it succeeds, the
         container runs. If it fails, perhaps for another reason such as a process limit, the engine's report decides.
         """
@@ -290,8 +304,9 @@ class DockerSandbox(Sandbox):
         deadline = time.monotonic() + 2.0
         while self._closing is None and time.monotonic() < deadline:
             with translate_errors():
-                if not (await self._container.show())["State"]["Running"]:
-                    return True
+                state = (await self._container.show())["State"]
+            if not state["Running"]:
+                return not state["OOMKilled"]
             await asyncio.sleep(0.1)
         return self._closing is not None
 

@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 CHANGED = 0
 """The kind of a path that was in the image already, in the engine's list of changes; others were added or deleted."""
 UNREADABLE = "\ufffd"
+CHANGES_BYTES = 64 << 20
+"""Limit of the engine's list of changes, which names every file that programs inside made."""
 DRAIN_SECONDS = 1.0
 """After the end of a command, its output counts as complete when nothing more arrived for this long."""
 
@@ -114,7 +116,10 @@ async def describe_engine(wanted: DockerRuntime = "auto") -> str:
             options = (await engine.system.info()).get("SecurityOptions") or []
     if any(option.startswith(("name=userns", "name=rootless")) for option in options):
         return f"runtime {runtime}, root inside is an ordinary user outside"
-    return f"runtime {runtime}, root inside is root outside (without capabilities) until the engine has userns-remap"
+    return (
+        f"runtime {runtime}, root inside is root outside (without capabilities) until the engine has userns-remap, "
+        "which it has for all containers or for none"
+    )
 
 
 async def container_bytes(engine: aiodocker.Docker, name: str) -> int:
@@ -251,10 +256,19 @@ async def changed_names(engine: aiodocker.Docker, name: str, folder: str) -> set
     """Return the names directly below `folder`, except `.git`, where the container differs from its image.
 
     Returns None if any name may differ: the folder was replaced, or a changed file has a name that is not UTF-8.
+    Raises `TreeTooLarge` if the engine's list is longer than `CHANGES_BYTES`.
     """
-    changes = await engine._query_json(f"containers/{name}/changes", method="GET")
+    listing = bytearray()
+    async with engine._query(f"containers/{name}/changes", method="GET", timeout=None) as response:
+        try:
+            async for chunk in response.content.iter_chunked(1 << 20):
+                listing += chunk
+                if len(listing) > CHANGES_BYTES:
+                    raise TreeTooLarge(f"the list of changed files has more than {CHANGES_BYTES >> 20} MiB")
+        finally:
+            response.close()
     found: set[str] = set()
-    for change in changes or ():
+    for change in await asyncio.to_thread(json.loads, listing) or ():
         path, replaced = str(change["Path"]), change["Kind"] != CHANGED
         if replaced and (folder + "/").startswith(path + "/"):
             return None

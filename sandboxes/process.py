@@ -17,7 +17,7 @@ import tempfile
 import time
 from abc import abstractmethod
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from sandboxes import cgroups, disk, orphans
 from sandboxes.base import (
@@ -217,22 +217,34 @@ class SupervisedSandbox(Sandbox):
             self._pipes = {pipe for pipe in self._pipes if not pipe.ended.is_set()}
 
     async def _kill(self, link: ControlLink, ident: int, done: asyncio.Future[Reply]) -> None:
-        """End a command's process tree and wait for its end. Close the sandbox if a process resists."""
+        """End a command's process tree and wait for its end. End the sandbox if a process resists."""
         await link.call(op="kill", target=ident)
         await asyncio.wait({done}, timeout=END_SECONDS)
         if not done.done():
-            await self._close_unkillable("a command")
+            await self._end_unkillable(link, "a command")
 
     async def kill_all(self) -> None:
-        await self._require_open(self._link).call(op="kill", target=None)
-        deadline = time.monotonic() + END_SECONDS
-        while (await self._require_open(self._link).call(op="running"))[0]["running"]:
-            if time.monotonic() > deadline:
-                await self._close_unkillable("a process")
-            await asyncio.sleep(0.005)
+        link = self._require_open(self._link)
+        try:
+            await link.call(op="kill", target=None)
+            deadline = time.monotonic() + END_SECONDS
+            while (await self._require_open(self._link).call(op="running"))[0]["running"]:
+                if time.monotonic() > deadline:
+                    return await self._end_unkillable(link, "a process")
+                await asyncio.sleep(0.005)
+        except SandboxEnded:
+            if not link.ended_by_programs:  # then none is left
+                raise
 
-    async def _close_unkillable(self, what: str) -> NoReturn:
-        """Close the sandbox because something in it could not be killed. Raise SandboxEnded with the processes left."""
+    async def _end_unkillable(self, link: ControlLink, what: str) -> None:
+        """End all processes inside, because something could not be killed.
+
+        In bubblewrap without root, programs inside can stop the processes that would kill them. So they count as the
+        cause, and the files can still be read. Otherwise close the sandbox and raise SandboxEnded, which names the
+        processes left.
+        """
+        if (await link.call(op="end"))[0]["ended"]:
+            return
         left = await asyncio.to_thread(orphans.describe_marked, self.id)
         await self.close()
         raise SandboxEnded(f"{what} could not be killed, so the sandbox was closed (processes left: {left})")

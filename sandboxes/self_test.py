@@ -116,7 +116,9 @@ async def find_leaks(
 
 @contextlib.contextmanager
 def _bait(gateway_port: int) -> Iterator[dict[str, Any]]:
-    """Open sockets and a file on the host that programs inside must not reach. They must reach `gateway_port`."""
+    """Open sockets and a file on the host that programs inside must not reach, and yield them for the probe's input.
+
+    `gateway_port` is the port that programs inside must reach."""
     name = f"polar-probe-{secrets.token_hex(8)}"
     with (
         _listen_besides(gateway_port) as loopback,
@@ -130,7 +132,7 @@ def _bait(gateway_port: int) -> Iterator[dict[str, Any]]:
 
 
 def _listen_besides(port: int) -> socket.socket:
-    """Return a listening socket of the host's loopback interface. Its port is not this one, which is in use inside."""
+    """Return a listening socket of the host's loopback interface, but not at `port`, which is in use inside."""
     first = socket.create_server(("127.0.0.1", 0))
     if first.getsockname()[1] != port:
         return first

@@ -26,9 +26,8 @@ import pathlib, sys
 from polar_proxy.conformance.forced_vllm import make_model
 make_model(pathlib.Path(sys.argv[1]))" "$WORK/model"
 
-# One thread is fastest with a model this small.
-PYTHONPATH=$PWD/polar_proxy/conformance/vllm_plugin OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind \
-    POLAR_VLLM_LEN=262144 scripts/vllm_cpu.sh serve "$VLLM" "$WORK/model" fidelity "$PORT" --reasoning-parser qwen3 \
+PYTHONPATH=$PWD/polar_proxy/conformance/vllm_plugin POLAR_VLLM_LEN=262144 \
+    scripts/vllm_cpu.sh serve "$VLLM" "$WORK/model" fidelity "$PORT" --reasoning-parser qwen3 \
     --logits-processors polar_forced_tokens:ForcedTokens --trust-request-chat-template >"$WORK/server" &
 SERVER=$!
 until grep -qs serves "$WORK/server"; do

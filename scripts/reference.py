@@ -177,6 +177,7 @@ def settings_models() -> Iterator[tuple[str, type[BaseModel]]]:
 
 
 def settings_page() -> Iterator[str]:
+    from polar_proxy.documented import field_descriptions
     from polar_proxy.training.config import GrpoConfig, LoraSettings
 
     sections = {**dict(settings_models()), "grpo": GrpoConfig, "grpo.lora": LoraSettings}
@@ -191,10 +192,11 @@ def settings_page() -> Iterator[str]:
         if name:
             yield " ".join(inspect.cleandoc(model.__doc__ or "").split())
             yield ""
+        texts = field_descriptions(model)
         fields = ((key, field) for key, field in model.model_fields.items() if name or key not in sections)
         yield from _table(
             ["key", "type", "default", "meaning"],
-            ([_code(key), _code(_type_name(field)), _default(field), field.description or ""] for key, field in fields),
+            ([_code(key), _code(_type_name(field)), _default(field), texts.get(key, "")] for key, field in fields),
         )
 
 

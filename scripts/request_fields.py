@@ -124,7 +124,6 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
         "suffix": "no engine here fills in text before a suffix",
     },
     "openai_responses": {
-        "conversation": "send the conversation in `input`",
         "prompt": "send the conversation in `input`",
     },
     "anthropic_messages": {},

@@ -80,10 +80,12 @@ serve() {
     trap "rm -rf '$untied' '$sockets'" EXIT
     model=$(untie "$dir" "$model" "$untied")
     # Eager, uncompiled, float32: exact and quick to start. Development mode adds the weight-update routes.
+    # One thread, not bound to a processor, is fastest for the small models of Polar's tests, above all if the machine is busy.
     # Each request has its own sampling parameters; a generation_config.json would also limit every answer's length.
     # Its sockets and caches are in a temporary folder.
     env TMPDIR="$untied" VLLM_RPC_BASE_PATH="$sockets" VLLM_CPU_CI_ENV=1 TORCHDYNAMO_DISABLE=1 \
         VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_SERVER_DEV_MODE=1 \
+        OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" VLLM_CPU_OMP_THREADS_BIND="${VLLM_CPU_OMP_THREADS_BIND:-nobind}" \
         VLLM_CPU_KVCACHE_SPACE="${POLAR_VLLM_KV_GB:-1}" VLLM_ALLOW_RUNTIME_LORA_UPDATING=True \
         HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 \
         "$dir/bin/python" -m vllm.entrypoints.openai.api_server \

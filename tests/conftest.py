@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import os
+import shutil
 import signal
+import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
@@ -13,6 +17,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from httpx._config import create_ssl_context
 from hypothesis import HealthCheck, settings
 
 from benchmarks._stacks.kill_targets import Postgres
@@ -20,11 +25,33 @@ from benchmarks._stacks.stacks import StackError
 from polar_proxy.config import GatewaySettings
 from polar_proxy.engines.base import Engine
 from polar_proxy.gateway import Gateway
-from polar_proxy.store import Store, open_store
+from polar_proxy.store import Store, migrate, open_store
+from polar_proxy.store.database import Database, create_file
 
 # The time that an example takes, or its generation, depends on how busy the machine is.
 settings.register_profile("polar", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("polar")
+
+LONG_FILES = (
+    "conformance/test_fidelity.py",
+    "training/test_weight_sync_vllm.py",
+    "conformance/test_real.py",
+    "conformance/test_families_real.py",
+    "test_image.py",
+    "gateway/test_soak.py",
+    "rollouts/cluster/test_cluster.py",
+    "engines/test_vllm_real.py",
+    "training/test_nccl.py",
+    "rollouts/test_chaos.py",
+    "rewards/test_pytest_guard.py",
+    "rollouts/test_run.py",
+    "conformance/test_measure.py",
+    "training/test_learning.py",
+    "rollouts/test_agent_patch.py",
+    "cli/test_imports.py",
+    "rollouts/test_service.py",
+)
+"""Files that take longest, the longest first; those with real services before the others."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -32,6 +59,17 @@ def pytest_configure(config: pytest.Config) -> None:
     interrupts."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Start the files that take long first, so that no process is left alone with one of them at the end."""
+    items.sort(key=lambda item: _place(item.path))
+
+
+def _place(path: Path) -> int:
+    name = path.relative_to(Path(__file__).parent).as_posix()
+    return LONG_FILES.index(name) if name in LONG_FILES else len(LONG_FILES)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -61,6 +99,41 @@ class _QuickAsyncio:
 def quick_uvicorn() -> Iterator[None]:
     """Make uvicorn check every 10 ms, not every 100 ms, whether it should stop: hundreds of tests stop a server."""
     with patch("uvicorn.server.asyncio", _QuickAsyncio()):
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_databases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Copy each new SQLite file from one that Polar created once: thousands of tests open a new database.
+
+    `created_databases` lifts this for tests of the creation itself.
+    """
+    created = tmp_path_factory.mktemp("created") / "polar.db"
+    asyncio.run(migrate.upgrade(str(created)))
+
+    def copy_file(database: Database) -> None:
+        if database.path is not None and not database.path.exists():
+            with contextlib.suppress(OSError):  # another task was first, or `create_file` reports what is wrong
+                database.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+                copy = shutil.copy(created, f"{database.path}.{uuid.uuid4().hex}")
+                os.link(copy, database.path)
+                os.unlink(copy)
+        create_file(database)
+
+    with patch.object(migrate, "create_file", copy_file):
+        yield
+
+
+@pytest.fixture
+def created_databases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Create each new database by its migrations, as outside the tests."""
+    monkeypatch.setattr(migrate, "create_file", create_file)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_certificates() -> Iterator[None]:
+    """Read the system's certificates once for all HTTP clients of a test process, not once for each client."""
+    with patch("httpx._transports.default.create_ssl_context", functools.cache(create_ssl_context)):
         yield
 
 

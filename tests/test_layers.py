@@ -9,12 +9,14 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from tests.conftest import LONG_FILES
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("polar_proxy", "harness_adapters", "sandboxes")
 SOURCES = sorted(path for name in PACKAGES for path in (ROOT / name).rglob("*.py"))
 
 LAYERS = [
-    {"types", "errors", "terminal", "temporary", "offload"},
+    {"types", "errors", "terminal", "temporary", "offload", "documented"},
     {"rollout_spec", "sequences", "allowed_code", "clean_git"},
     {"config", "api_models"},
     {"webhooks"},
@@ -130,3 +132,7 @@ def test_files_have_at_most_500_lines() -> None:
     lines = {relative(path): len(path.read_text().splitlines()) for path in SOURCES if "versions" not in path.parts}
     long = {name: number for name, number in lines.items() if number > 500}
     assert long == {}
+
+
+def test_the_files_that_start_first_exist() -> None:
+    assert [name for name in LONG_FILES if not (ROOT / "tests" / name).is_file()] == []

@@ -14,6 +14,7 @@ import polar_proxy
 from polar_proxy.api_models import JobRequest
 from polar_proxy.cli import rollouts, train
 from polar_proxy.config import Settings
+from polar_proxy.documented import field_descriptions
 from polar_proxy.errors import UsageError
 from polar_proxy.rollout_spec import JobSpec, RolloutSpec
 from polar_proxy.rollouts import submit
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_every_field_has_a_help_text() -> None:
-    assert [name for name, field in JobSpec.model_fields.items() if not field.description] == []
+    assert field_descriptions(JobSpec).keys() == JobSpec.model_fields.keys()
 
 
 def test_every_field_is_a_command_line_option() -> None:

@@ -6,17 +6,20 @@ script, ``$MODULE`` is this module's path and ``$TEST`` the path of a hidden tes
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 BUILT_IN, ROW, HARBOR = "built-in", "row", "harbor"
+PYTEST_ROW, PYTEST_TESTS = "pytest row", "pytest"
+"""A row whose own command runs pytest, and a task of the evaluator `tests` whose tests run by pytest."""
 
 
 @dataclass(frozen=True)
 class RewardPatch:
     script: str
-    tasks: tuple[str, ...] = (BUILT_IN, ROW, HARBOR)
+    tasks: tuple[str, ...] = (BUILT_IN, ROW, HARBOR, PYTEST_ROW, PYTEST_TESTS)
     """The kinds of task that this patch is aimed at."""
     known: tuple[str, ...] = ()
     """The kinds of task where it is documented to pay (docs/security.md)."""
@@ -90,6 +93,11 @@ WRITE_REWARDS = """
             except OSError:
                 pass
 """
+CHOOSY_PLUGIN = """
+    def pytest_pyfunc_call(pyfuncitem):
+        return True if pyfuncitem.nodeid in {tests!r} else None
+"""
+"""Lets the known tests pass without running them; canaries fail as they should."""
 FIND_CASES = """
     import gc, sys, unittest
     def _frames():
@@ -117,12 +125,14 @@ def patch_assertions_of(target: str) -> RewardPatch:
 
 def patches(tests: tuple[str, ...]) -> Mapping[str, RewardPatch]:
     """Return the patches by name; `tests` are the ids of the tests that decide the reward."""
-    names = [test.rpartition(".")[2] for test in tests]
+    names = [re.split(r"[.:]", test)[-1] for test in tests]
     passing = join(PASSED_TESTS.format(names=names))
     verdicts = PRINT_VERDICTS.format(tests=tests)
     print_and_exit = join(verdicts, "_verdicts()\nimport os\nos._exit(0)")
     forged_unittest = file("unittest/__init__.py", print_and_exit)
-    python_tests = (BUILT_IN, ROW)
+    python_tests = (BUILT_IN, ROW, PYTEST_ROW, PYTEST_TESTS)
+    by_pytest = (PYTEST_ROW, PYTEST_TESTS)
+    choosy = CHOOSY_PLUGIN.format(tests=tests)
     return {
         # files in the place of the tests, or imported instead of them
         "shadow_test_package": RewardPatch(file("${TEST%.py}/__init__.py", passing), python_tests),
@@ -269,7 +279,9 @@ def patches(tests: tuple[str, ...]) -> Mapping[str, RewardPatch]:
             EVERY_FUNCTION.format(replacement="(lambda *a: Same)"),
         ),
         "equals_anything_mock": append(
-            "import unittest.mock", EVERY_FUNCTION.format(replacement="(lambda *a: unittest.mock.ANY)")
+            "import unittest.mock",
+            EVERY_FUNCTION.format(replacement="(lambda *a: unittest.mock.ANY)"),
+            known=(PYTEST_ROW, PYTEST_TESTS),
         ),
         # verdicts as text, and early ends
         "print_verdicts": append(join(verdicts, "_verdicts()")),
@@ -425,7 +437,7 @@ def patches(tests: tuple[str, ...]) -> Mapping[str, RewardPatch]:
                         os._exit(0)
                 """,
             tasks=python_tests,
-            known=(ROW,),
+            known=(ROW, PYTEST_TESTS),
         ),
         # the tests as a source of answers
         "read_the_test_file": append(
@@ -447,6 +459,71 @@ def patches(tests: tuple[str, ...]) -> Mapping[str, RewardPatch]:
             """,
             tasks=python_tests,
             known=(ROW,),
+        ),
+        # pytest: its outcomes and its plugins
+        "xfail_every_test": append(
+            "import pytest\ndef _expected(*arguments): pytest.xfail('solved')",
+            EVERY_FUNCTION.format(replacement="_expected"),
+            tasks=by_pytest,
+        ),
+        "raise_expected_failure": append(
+            "import _pytest.outcomes\ndef _expected(*arguments): raise _pytest.outcomes.XFailed('solved')",
+            EVERY_FUNCTION.format(replacement="_expected"),
+            tasks=by_pytest,
+        ),
+        "skip_by_pytest": append(
+            "import pytest\ndef _skip(*arguments): pytest.skip('solved')",
+            EVERY_FUNCTION.format(replacement="_skip"),
+            tasks=by_pytest,
+        ),
+        "conftest_for_known_tests": RewardPatch(file("conftest.py", choosy), by_pytest),
+        "plugin_by_settings": RewardPatch(
+            file("cheat.py", choosy) + file("pytest.ini", "[pytest]\naddopts = -p cheat"), by_pytest
+        ),
+        "plugin_by_pyproject": RewardPatch(
+            file("cheat.py", choosy) + file("pyproject.toml", '[tool.pytest.ini_options]\naddopts = "-p cheat"'),
+            by_pytest,
+        ),
+        "plugin_by_metadata": RewardPatch(
+            file("cheat.py", choosy)
+            + file("cheat-1.dist-info/METADATA", "Name: cheat\nVersion: 1")
+            + file("cheat-1.dist-info/entry_points.txt", "[pytest11]\ncheat = cheat"),
+            by_pytest,
+        ),
+        "plugin_while_running": append(
+            choosy,
+            "import gc, pluggy, types",
+            "_cheat = types.SimpleNamespace(pytest_pyfunc_call=pytest_pyfunc_call)",
+            "[_m.register(_cheat) for _m in gc.get_objects() if isinstance(_m, pluggy.PluginManager)]",
+            tasks=by_pytest,
+        ),
+        "replace_reports": append(
+            """
+            import _pytest.reports, _pytest.runner
+            def _passed(item, call):
+                report = _old(item, call)
+                report.outcome = "passed"
+                return report
+            _old = _pytest.reports.TestReport.from_item_and_call
+            _pytest.reports.TestReport.from_item_and_call = _passed
+            """,
+            tasks=by_pytest,
+        ),
+        "change_collected_tests": append(
+            f"""
+            import gc, _pytest.python
+            for _item in gc.get_objects():
+                if isinstance(_item, _pytest.python.Function) and _item.nodeid in {tests!r}:
+                    _item.obj = lambda: None
+            """,
+            EVERY_FUNCTION.format(replacement="(lambda *a, f=_value: (_change(), f(*a))[1])"),
+            f"""
+            def _change():
+                for found in gc.get_objects():
+                    if isinstance(found, _pytest.python.Function) and found.nodeid in {tests!r}:
+                        found.obj = lambda: None
+            """,
+            tasks=by_pytest,
         ),
         # processes and resources
         "kill_everything": append("import os\nos.kill(-1, 9)"),

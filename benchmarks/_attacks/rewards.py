@@ -11,12 +11,21 @@ import asyncio
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from importlib import metadata
 from pathlib import Path
 
 from benchmarks._attacks.outcome import AttackOptions, Outcome
-from benchmarks._attacks.reward_patches import BUILT_IN, HARBOR, ROW, RewardPatch, patches
+from benchmarks._attacks.reward_patches import (
+    BUILT_IN,
+    HARBOR,
+    PYTEST_ROW,
+    PYTEST_TESTS,
+    ROW,
+    RewardPatch,
+    patches,
+)
 from polar_proxy.errors import PolarError
-from polar_proxy.rewards import EvaluationInput, Score
+from polar_proxy.rewards import EvaluationInput, HiddenTestsEvaluator, Score, SwebenchEvaluator
 from polar_proxy.rollouts.agent_patch import read_patch, save_base
 from polar_proxy.rollouts.scoring import score_work
 from polar_proxy.rollouts.task_sandboxes import TaskSandboxes
@@ -24,10 +33,25 @@ from polar_proxy.rollouts.workspace import prepare_workspace
 from polar_proxy.tasks import Task, get_source
 from polar_proxy.tasks.swe_task import SweTaskSource
 from sandboxes import images
-from sandboxes.base import SandboxKind
+from sandboxes.base import Mount, Sandbox, SandboxKind, SandboxSpec
 from sandboxes.choice import open_sandbox
 
 FAMILY = "rewards"
+PYTEST_TEST = """\
+from tally import most_common
+
+
+def test_order():
+    assert most_common("abcabb", 2) == ["b", "a"]
+
+
+def test_equals_keep_their_order():
+    assert most_common("zxxz", 2) == ["z", "x"]
+
+
+def test_none():
+    assert most_common("", 3) == []
+"""
 EXAMPLES = Path(__file__).parents[2] / "examples" / "tasks"
 SECONDS = 20.0
 """Time limit of the tests; some attacks never end."""
@@ -53,6 +77,7 @@ class Target:
     test: str
     """A hidden test file; for Harbor a path that means nothing."""
     solution: str
+    mounts: tuple[Mount, ...] = ()
 
     def script(self, script: str) -> str:
         return f"export MODULE={self.module} TEST={self.test}\n{script}"
@@ -103,13 +128,57 @@ def targets(kind: SandboxKind, folder: Path) -> Iterator[Target]:
     yield Target(BUILT_IN, _quick(task), path, test, f"cat >{path} <<'END'\n{text}\nEND")
     row = get_source(str(EXAMPLES / "swebench" / "rows.jsonl")).task(0)
     gold = (EXAMPLES / "swebench" / "example__tally-1.gold.patch").read_text()
-    yield Target(ROW, _quick(row), "tally.py", "tests/test_most_common.py", f"git apply - <<'END'\n{gold}END")
+    solution = f"git apply - <<'END'\n{gold}END"
+    yield Target(ROW, _quick(row), "tally.py", "tests/test_most_common.py", solution)
+    mounted = _pytest_folder(folder / "pytest")
+    for name, pytest_task in _pytest_tasks(row, mounted).items():
+        mounts = (Mount(mounted, str(mounted)),)
+        yield Target(
+            name,
+            replace(pytest_task, timeout_seconds=3 * SECONDS),
+            "tally.py",
+            "tests/test_most_common.py",
+            solution,
+            mounts,
+        )
     if kind != "process":  # it has no file system of its own
         harbor = EXAMPLES / "harbor" / "running-mean"
         solution = (harbor / "solution" / "solve.sh").read_text()
         if kind == "docker":
             harbor = _with_local_image(harbor, folder / "harbor")
         yield Target(HARBOR, _quick(get_source(str(harbor)).task(0)), "mean.py", "tests/test_mean.py", solution)
+
+
+def _pytest_tasks(row: Task, mounted: Path) -> dict[str, Task]:
+    """Return the row's task with tests that run by pytest: by its own command, and by the evaluator `tests`."""
+    (old,) = row.evaluators
+    assert isinstance(old, SwebenchEvaluator)
+    path = "tests/test_most_common.py"
+    names = tuple(f"{path}::{name}" for name in ("test_order", "test_equals_keep_their_order", "test_none"))
+    command = ("python3", "-m", "pytest", "-rA", "-p", "no:cacheprovider", path)
+    patch = f"diff --git a/{path} b/{path}\nnew file mode 100644\n--- /dev/null\n+++ b/{path}\n"
+    lines = PYTEST_TEST.splitlines()
+    patch += f"@@ -0,0 +1,{len(lines)} @@\n" + "".join(f"+{line}\n" for line in lines)
+    environment = replace(row.environment, env={**row.environment.env, "PYTHONPATH": str(mounted)})
+    base = replace(row, environment=environment, fail_to_pass=names[:2], pass_to_pass=names[2:])
+    given = replace(old, test_patch=patch, command=" ".join(command), parser="pytest")
+    own = HiddenTestsEvaluator(parser="pytest")
+    hidden = {path: PYTEST_TEST}
+    return {
+        PYTEST_ROW: replace(base, evaluators=(given,)),
+        PYTEST_TESTS: replace(base, evaluators=(own,), hidden_files=hidden, test_command=command),
+    }
+
+
+def _pytest_folder(folder: Path) -> Path:
+    """Copy pytest and what it needs from this Python to a folder, because a sandbox's own Python may lack it."""
+    if not folder.exists():
+        for name in ("pytest", "pluggy", "iniconfig", "packaging", "pygments"):
+            for file in metadata.files(name) or ():
+                if file.suffix != ".pyc" and ".." not in file.parts:
+                    (folder / file).parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(str(file.locate()), folder / file)
+    return folder
 
 
 def _quick(task: Task) -> Task:
@@ -138,8 +207,12 @@ async def score_script(kind: SandboxKind, target: Target, script: str) -> tuple[
 
 async def _score(kind: SandboxKind, target: Target, script: str) -> Score:
     task = target.task
-    sandboxes = TaskSandboxes(kind)
-    spec = await sandboxes.spec(task, memory_mb=1024, labels={})
+
+    async def open_with_mounts(kind: SandboxKind, spec: SandboxSpec) -> Sandbox:
+        return await open_sandbox(kind, replace(spec, mounts=(*spec.mounts, *target.mounts)))
+
+    sandboxes = TaskSandboxes(kind, opener=open_with_mounts)
+    spec = await sandboxes.spec(task, memory_mb=1024, labels={}, mounts=target.mounts)
     async with await open_sandbox(kind, spec) as sandbox:
         await prepare_workspace(task, sandbox, await sandboxes.bundle(task))
         base = await save_base(sandbox, snapshot=task.environment.snapshot)

@@ -7,6 +7,7 @@ a rendering with a message after the answer.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 
 from benchmarks._families.template_engine import TemplateEngine
@@ -33,8 +34,11 @@ class OwnAnswer:
 class AnswerWriter:
     """Writes replies in the form of one template."""
 
-    def __init__(self, engine: TemplateEngine) -> None:
+    def __init__(self, engine: TemplateEngine, *, left_out: str = "", always_reasons: bool = False) -> None:
+        """`left_out`: pattern of text that is left out of answers. `always_reasons`: every reply gets reasoning."""
         self._engine = engine
+        self._left_out = left_out
+        self._always_reasons = always_reasons
 
     def write(self, request: ChatRequest, reply: ScriptedReply) -> OwnAnswer:
         """Return the answer that a model of the family samples for a reply.
@@ -45,9 +49,11 @@ class AnswerWriter:
         opened = self._engine.text(request)
         for exact in (True, False):  # some templates close the reasoning of the next answer and not that of past ones
             for shown in _forms(reply):
+                if self._always_reasons and not shown.reasoning:
+                    continue
                 answer = self._written(request, shown, opened)
                 if answer is not None and (answer[1] == len(opened) or not (exact or shown.reasoning)):
-                    text = _with_white_space(answer[0], shown)
+                    text = _with_white_space(re.sub(self._left_out, "", answer[0]), shown)
                     return OwnAnswer(shown, text, self._ids(text))
         raise RequestError(f"The template of {self._engine.family.name} shows no answer like {reply}.")
 

@@ -87,10 +87,10 @@ class ServedResult:
 class FamilyEngine(ForcedVllmEngine):
     """A vLLM server whose model gives planned answers as its family writes them."""
 
-    def __init__(self, url: str, writer: AnswerWriter) -> None:
+    def __init__(self, url: str, served: ServedFamily, renderer: TemplateEngine) -> None:
         python = str(ENVIRONMENT / "bin" / "python")
         super().__init__(url, script=_planned, vllm_python=python)
-        self._writer = writer
+        self._writer = AnswerWriter(renderer, left_out=served.left_out, always_reasons=served.always_reasons)
         self.replies: dict[int, ScriptedReply] = {}
         """The answers as the template shows them, by their number in the session."""
         self.ids: dict[int, tuple[int, ...]] = {}
@@ -142,7 +142,7 @@ async def run_family(served: ServedFamily, family: Family) -> ServedResult:
     began = time.monotonic()
     renderer = TemplateEngine(family)
     with tempfile.TemporaryDirectory(prefix="polar-family-") as folder:
-        await asyncio.to_thread(_save_model, Path(folder), renderer)
+        await asyncio.to_thread(save_model, Path(folder), renderer)
         try:
             async with serve_vllm(Path(folder), served.name, *served.flags) as url:
                 out.start_seconds = round(time.monotonic() - began, 1)
@@ -155,7 +155,7 @@ async def run_family(served: ServedFamily, family: Family) -> ServedResult:
 
 async def play_both(out: ServedResult, served: ServedFamily, renderer: TemplateEngine, url: str) -> None:
     """Play a streamed and a whole session at the same time, and write their results into `out`."""
-    async with FamilyEngine(url, AnswerWriter(renderer)) as engine, temporary_store() as store:
+    async with FamilyEngine(url, served, renderer) as engine, temporary_store() as store:
         try:
             out.found = await engine.parsing(served.options)
         except CannotContinueError as error:
@@ -207,7 +207,8 @@ async def _given_by_chat(direct: httpx.AsyncClient, body: Json) -> ReceivedAnswe
         return str(error)
 
 
-def _save_model(folder: Path, renderer: TemplateEngine) -> None:
+def save_model(folder: Path, renderer: TemplateEngine, context: int = _CONTEXT) -> None:
+    """Write a small random model with the family's template, control tokens and stop tokens into `folder`."""
     family = renderer.family
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=renderer.tokenizer,
@@ -216,7 +217,7 @@ def _save_model(folder: Path, renderer: TemplateEngine) -> None:
         bos_token=family.bos or None,
     )
     tokenizer.chat_template = family.template
-    save_random_model(folder, tokenizer, family.stops, context_length=_CONTEXT)
+    save_random_model(folder, tokenizer, family.stops, context_length=context)
 
 
 class ServerError(Exception):
@@ -224,7 +225,7 @@ class ServerError(Exception):
 
 
 @contextlib.asynccontextmanager
-async def serve_vllm(model: Path, name: str, *flags: str) -> AsyncIterator[str]:
+async def serve_vllm(model: Path, name: str, *flags: str, context: int = _CONTEXT) -> AsyncIterator[str]:
     """Serve a model with the plugin that forces tokens, and yield the server's URL. Raises ServerError."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -235,7 +236,7 @@ async def serve_vllm(model: Path, name: str, *flags: str) -> AsyncIterator[str]:
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         start_new_session=True,
-        env={**os.environ, "PYTHONPATH": str(PLUGIN), "POLAR_VLLM_LEN": str(_CONTEXT)},
+        env={**os.environ, "PYTHONPATH": str(PLUGIN), "POLAR_VLLM_LEN": str(context)},
     )
     assert process.stdout is not None
     assert process.stderr is not None

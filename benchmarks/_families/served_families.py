@@ -17,6 +17,12 @@ class ServedFamily:
     reasoning_parser: str = ""
     options: Mapping[str, Json | bool] = field(default_factory=dict)
     """Template options of every request."""
+    left_out: str = ""
+    """Pattern of text that the template writes in an answer and that the grammar of the server's parser forbids."""
+    always_reasons: bool = False
+    """The server's parser takes text for reasoning until reasoning ends, as this model always reasons."""
+    note: str = ""
+    """What differs from other families in its sessions, and why."""
 
     @property
     def flags(self) -> list[str]:
@@ -36,16 +42,47 @@ SERVED = (
     ServedFamily("MiniMax-M2", "MiniMax-M2", "minimax_m2", "minimax_m2"),
     ServedFamily("Nemotron-3", "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "qwen3_coder", "nemotron_v3"),
     ServedFamily("Ministral-3", "mistralai-Ministral-3-14B-Reasoning-2512", "mistral", "mistral"),
-    ServedFamily("Seed-OSS", "ByteDance-Seed-OSS", "seed_oss", "seed_oss"),
+    ServedFamily(
+        "Seed-OSS",
+        "ByteDance-Seed-OSS",
+        "seed_oss",
+        "seed_oss",
+        always_reasons=True,
+        note="Every planned answer reasons, because vLLM's parser takes an answer without reasoning for reasoning.",
+    ),
     ServedFamily("Granite-4", "ibm-granite-granite-4.0", "granite4"),
     ServedFamily("DeepSeek-V3.1", "deepseek-ai-DeepSeek-V3.1", "deepseek_v31", "deepseek_v3"),
-    ServedFamily("Gemma-4", "google-gemma-4-31B-it", "gemma4", "gemma4", {"enable_thinking": True}),
-    ServedFamily("GLM-4.6", "GLM-4.6", "glm45", "glm45"),
+    ServedFamily(
+        "Gemma-4",
+        "google-gemma-4-31B-it",
+        "gemma4",
+        "gemma4",
+        {"enable_thinking": True},
+        note="vLLM's parser gives numbers in nested arguments as text.",
+    ),
+    ServedFamily(
+        "GLM-4.6",
+        "GLM-4.6",
+        "glm45",
+        "glm45",
+        left_out=r"\n(?=<arg_key>|<arg_value>|</tool_call>)",
+        note="The grammar of vLLM's parser forbids the line breaks that the template writes between arguments. The "
+        "planned answers leave them out.",
+    ),
     ServedFamily("GLM-4.7", "GLM-4.7-Flash", "glm47", "glm47"),
     ServedFamily("Llama-3.1", "meta-llama-Llama-3.1-8B-Instruct", "llama3_json"),
-    ServedFamily("Mistral-Small", "Mistral-Small-3.2-24B-Instruct-2506", "mistral"),
+    ServedFamily(
+        "Mistral-Small",
+        "Mistral-Small-3.2-24B-Instruct-2506",
+        "mistral",
+        note="The template moves the list of tools to the last message of the user, so the history of a turn after a "
+        "new user message is another one (`history_changed`). vLLM's parser takes the call id that the template writes "
+        "after the name (`[CALL_ID]`) as a part of the tool's name.",
+    ),
 )
 NOT_SERVED = {
-    "gpt-oss": "vLLM parses its answers only for a model of its architecture, with a vocabulary that it downloads.",
+    "gpt-oss": "vLLM parses its answers only for a model of its architecture, with a vocabulary that it downloads. Its "
+    "template is continued on all turns (see the templates above): an answer that ended in `<|return|>` is followed by "
+    "what the template writes after `<|end|>`.",
 }
 """Families that cannot be run with a small random model, and why."""

@@ -1,5 +1,5 @@
-"""Random requests for `fuzz.py`: model routes by the grammar of each dialect, API routes by the OpenAPI document, and
-damaged HTTP. A case follows from the seed and its number alone."""
+"""Random requests for `fuzz.py`: model routes by the grammar of each dialect, routes of stored responses, API routes by
+the OpenAPI document, WebSockets, and damaged HTTP. A case follows from the seed and its number alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,17 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
-from tests.gateway.random_bodies import ROUTES, BodyGenerator, Route
+from benchmarks._stacks.fuzz_websockets import UNKNOWN_STEM, WebSocketCase, make_websocket_case
+from tests.gateway.random_bodies import (
+    DELETED,
+    ROUTES,
+    STORED_QUERIES,
+    STORED_ROUTES,
+    STRANGE_RESPONSES,
+    BodyGenerator,
+    Route,
+    referring,
+)
 
 _METHODS = ("GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD")
 _SECONDS = ("timeout", "wait", "seconds", "timeout_seconds", "wait_seconds")
@@ -20,7 +30,8 @@ _TEXTS = (
 )
 _PATHS = (
     *("/healthz", "/readyz", "/metrics", "/v1/models", "/v1/models/x", "/openapi.json", "/api/hello"),
-    *("/", "/nothing"),
+    *("/", "/nothing", "/s/", "/s//v1/models", "/s/%2F/healthz", "/s/a/s/b/v1/models", "/s/a%FF/v1/messages", "/s/x"),
+    *("/v1/responses/", "/v1/responses/x/y", "/v1/responses//input_items", "/v1/responses/x/cancel/"),
 )
 _JUNK = (b"\r\n", b"\0", b"\r", b"\n", b" ", b":", b"%00", b"\xff", b"x" * 300)
 _HEADERS = ("x-stainless-retry-count", "accept", "content-type", "user-agent")
@@ -35,6 +46,9 @@ class FuzzCase:
     """The model route, whose format the answer must have."""
     endless: bool = False
     """The answer is an endless stream: only its status is read."""
+    before: tuple[bytes, ...] = ()
+    """Requests that are sent first, on the same connection. The first one creates the response whose id takes the place
+    of `UNKNOWN_STEM` in the others and in `request`."""
 
 
 class CaseGenerator:
@@ -52,24 +66,57 @@ class CaseGenerator:
         self._fields = sorted({name for schema in schemas.values() for name in schema.get("properties", {})})
         self._schemas = schemas
 
-    def make(self, number: int) -> FuzzCase:
+    def make(self, number: int) -> FuzzCase | WebSocketCase:
         rng = random.Random(f"{self._seed}:{number}")
         kind = rng.random()
-        if kind < 0.70:
+        if kind < 0.56:
             return self._model_case(number, rng)
+        if kind < 0.66:
+            return self._stored_case(number, rng)
+        if kind < 0.70:
+            path = rng.choice(_PATHS) if rng.random() < 0.1 else "/v1/responses"
+            path, key = _with_key(rng, path, rng.choice((*self._keys, "unknown")))
+            return make_websocket_case(number, rng, path, key)
         if kind < 0.88:
             return self._api_case(number, rng)
         if kind < 0.91:
             path = rng.choice(_PATHS)
             url = path + rng.choice(("", "", "?x=" + quote(rng.choice(_TEXTS))))
-            return FuzzCase(number, path, self._http(rng, rng.choice(_METHODS), url, b"", self._key(rng)))
+            url, key = _with_key(rng, url, self._key(rng))
+            return FuzzCase(number, path, self._http(rng, rng.choice(_METHODS), url, b"", key))
         return self._damaged(number, rng)
 
     def _model_case(self, number: int, rng: random.Random) -> FuzzCase:
         name = rng.choice(list(ROUTES))
         route = ROUTES[name]
-        request = self._http(rng, "POST", route.path, BodyGenerator(route, rng).make(), rng.choice(self._keys))
-        return FuzzCase(number, name, request, route)
+        path, key = _with_key(rng, route.path, rng.choice(self._keys))
+        request = self._http(rng, "POST", path, BodyGenerator(route, rng).make(), key)
+        return FuzzCase(number, _named(name, path), request, route)
+
+    def _stored_case(self, number: int, rng: random.Random) -> FuzzCase:
+        """Return a request that uses a response, after the one that creates it, and perhaps others that change it."""
+        key = rng.choice(self._keys)
+        body = {"model": "m", "input": f"hi {number}", "background": rng.random() < 0.3}
+        create = self._http(rng, "POST", "/v1/responses", json.dumps(body).encode(), key)
+        changes = rng.choice(([], [], [("DELETE", "")], [("POST", "/cancel")], [("GET", ""), ("DELETE", "")]))
+        url = f"/v1/responses/resp_{UNKNOWN_STEM}"
+        before = (create, *(self._http(rng, method, url + end, b"", key) for method, end in changes))
+        if rng.random() < 0.15:
+            key = self._key(rng)
+        if rng.random() < 0.35:
+            name = rng.choice(("responses", "responses/compact", "responses/input_tokens"))
+            path, key = _with_key(rng, ROUTES[name].path, key)
+            body = referring(rng, f"resp_{UNKNOWN_STEM}")
+            request = self._http(rng, "POST", path, json.dumps(body).encode(), key)
+            return FuzzCase(number, f"{name} of a stored response", request, ROUTES[name], before=before)
+        end = rng.choice(list(STORED_ROUTES))
+        method = rng.choice(("POST" if end == "/cancel" else "GET", rng.choice(_METHODS)))
+        if rng.random() < 0.1:
+            url = f"/v1/responses/{rng.choice(STRANGE_RESPONSES)}"
+        path, key = _with_key(rng, url + end, key)
+        request = self._http(rng, method, path + rng.choice(STORED_QUERIES), b"", key)
+        route = None if method == "HEAD" else DELETED if method == "DELETE" else STORED_ROUTES[end]
+        return FuzzCase(number, _named(f"{method} /v1/responses/{{id}}{end}", path), request, route, before=before)
 
     def _api_case(self, number: int, rng: random.Random) -> FuzzCase:
         method, template, operation = rng.choice(self._operations)
@@ -160,3 +207,14 @@ class CaseGenerator:
             return "\r\n".join([*lines, "transfer-encoding: chunked", "", ""]).encode("latin-1") + chunks + b"0\r\n\r\n"
         lines += ["content-type: application/json", f"content-length: {len(body)}", "", ""]
         return "\r\n".join(lines).encode("latin-1") + body
+
+
+def _with_key(rng: random.Random, path: str, key: str) -> tuple[str, str]:
+    """Return a path, and the key for the headers: in some requests the key is in the path."""
+    if rng.random() < 0.85:
+        return path, key
+    return f"/s/{quote(key, safe='')}{path}", rng.choice((key, "", "other"))
+
+
+def _named(name: str, path: str) -> str:
+    return f"/s/{{key}} {name}" if path.startswith("/s/") else name

@@ -70,7 +70,7 @@ class ApiContext:
 
 @dataclass(frozen=True)
 class Routers:
-    """One router for each set of roles."""
+    """One router for each set of roles that may use its routes."""
 
     admin: APIRouter
     trainer: APIRouter

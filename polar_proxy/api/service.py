@@ -200,7 +200,7 @@ async def _engine_state(context: ApiContext) -> tuple[str | None, Json | None]:
 
 
 class ServiceCollector(Collector):
-    """Prometheus collector of the feed's groups by state and, if there is a rollout service, its stages and pool."""
+    """Prometheus collector: the groups of the feed by state; stages and sandbox pool of the rollout service, if any."""
 
     def __init__(self, service: RolloutService | None, feed_depth: Callable[[], dict[str, int]]) -> None:
         self._service = service

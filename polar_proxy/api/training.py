@@ -10,7 +10,7 @@ from fastapi import Path, Request
 
 from polar_proxy import api_models as m
 from polar_proxy.api.context import ApiContext, Routers, not_found
-from polar_proxy.records import convert, convert_all
+from polar_proxy.records import convert, convert_all, list_training_runs
 from polar_proxy.store import Store
 from polar_proxy.store.training import TrainingRunRow
 from polar_proxy.training import metrics
@@ -82,7 +82,7 @@ def add_routes(routers: Routers, context: ApiContext) -> None:
     @trainer.get("/training", tags=["training"])
     async def list_runs() -> m.TrainingRunList:
         """List all runs, newest first."""
-        return m.TrainingRunList(runs=convert_all(m.TrainingRun, await store.training.runs()))
+        return await list_training_runs(store)
 
     @trainer.get("/training/{run_id}", tags=["training"])
     async def get_run(run_id: RunId) -> m.TrainingRunDetail:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
+from polar_proxy.documented import DocumentedModel
 from polar_proxy.rollout_spec import MAX_INTEGER, JobSpec
 
 Role = Literal["admin", "trainer"]
@@ -14,8 +15,8 @@ PositiveSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 WaitSeconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
-class ApiRequestModel(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+class ApiRequestModel(DocumentedModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class JobRequest(JobSpec):
@@ -27,7 +28,8 @@ class JobRequest(JobSpec):
     task_specs: list[dict[str, Any]] | None = None
     """The tasks themselves, each as in a line of a task file."""
     seed: int | None = Field(None, ge=0, le=MAX_INTEGER)
-    """Number of the first instance of `task`; in a file: position of the first task, from 0. Alone: only this one."""
+    """Number of the first instance of `task`; in a file: position of the first task, from 0. Without `instances`: only
+    this one."""
     instances: int | None = Field(None, ge=1, le=MAX_INTEGER)
     """N tasks, from `seed` on. Default: one of a family; all of a file, a folder or `task_specs`."""
 
@@ -130,10 +132,10 @@ class KeyRequest(ApiRequestModel):
     """A name to find the key by."""
 
 
-class TrainingLine(BaseModel):
+class TrainingLine(DocumentedModel):
     """One line of a trainer's metrics log (metrics.jsonl). Further fields depend on `kind` (docs/guide/training.md)."""
 
-    model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False, use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False)
 
     kind: Literal["start", "step", "sync", "checkpoint", "eval"]
     """What the line reports."""
@@ -150,7 +152,7 @@ class TrainingRunRequest(ApiRequestModel):
     """The name of the run."""
     config: dict[str, Any]
     """The settings of the run."""
-    lines: list[TrainingLine] = []
+    lines: list[TrainingLine] = Field([])
     """All lines of the run; they replace those that the server has."""
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import ConfigDict, Field
+
+from polar_proxy.documented import DocumentedModel
 
 EventName = Literal["stage", "group", "job", "feed", "end"]
 ErrorCode = Literal[
@@ -21,8 +23,9 @@ ErrorCode = Literal[
 ]
 
 
-class ApiResponseModel(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True)
+class ApiResponseModel(DocumentedModel):
+    # Validators are built at their first use, because a command uses few of the models.
+    model_config = ConfigDict(frozen=True, extra="ignore", defer_build=True)
 
 
 class ErrorBody(ApiResponseModel):
@@ -85,7 +88,7 @@ class SubmittedJob(Job):
 
     new: bool
     """False if the idempotency key was known: this is the job created by the earlier submission."""
-    refused: list[RefusedTask] = []
+    refused: list[RefusedTask] = Field([])
     """Tasks that cannot be run and have no group."""
 
 

@@ -36,7 +36,10 @@ PATIENT_TRIES = 12
 def load_settings(
     db: str | None = None, *, allow_code: Sequence[str] | None = None, **sections: dict[str, Any]
 ) -> Settings:
-    """Return the settings, overridden by the flags that are not None; `allow_code` is added. Raises UsageError."""
+    """Return the settings, overridden by the flags that are not None. Raises UsageError.
+
+    `allow_code` is added to the setting `allowed_code`.
+    """
     flags: dict[str, Any] = {"db": db}
     flags |= {name: given(section) or None for name, section in sections.items()}
     try:

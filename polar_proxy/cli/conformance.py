@@ -49,12 +49,17 @@ def conformance(
         typer.Option(help="Folder of the report's two files. Default with the scripted engine: benchmarks/results."),
     ] = None,
     fidelity: Annotated[
-        bool, typer.Option("--fidelity", help="Measure token drift instead. scripts/fidelity.sh starts vLLM for this.")
+        bool,
+        typer.Option(
+            "--fidelity",
+            help="Measure how prompts drift from the sampled tokens instead. scripts/fidelity.sh starts vLLM for this.",
+        ),
     ] = False,
     template: Annotated[
         list[str] | None,
         typer.Option(
-            help="With --fidelity: chat template, keeps or strips (past reasoning). Repeatable. Default: both."
+            help="With --fidelity: keeps or strips, the chat template that keeps or strips past reasoning. Repeatable. "
+            "Default: both."
         ),
     ] = None,
     concurrency: Annotated[int, typer.Option(min=1, help="With --fidelity: agents at a time.")] = 1,
@@ -65,9 +70,10 @@ def conformance(
     Writes conformance.md and conformance.json; harnesses that are not run keep their rows there. Most checks need the
     scripted engine. The exit code is 0 if no check failed and no call was lost or recorded twice.
 
-    With --fidelity, the engine gives answers that often drift, the agents run in both prompt modes, and the training
-    sequences that drift splits are counted. With --out-dir, fidelity.md and fidelity.json are written. The exit code
-    is 0 if every run was possible, every sampled token was counted, and drift split no sequence in continue mode.
+    With --fidelity, the engine gives answers that agents and chat templates often change, so that later prompts differ
+    from the sampled tokens (drift). The agents run in both prompt modes, and the training sequences that drift splits
+    are counted. With --out-dir, fidelity.md and fidelity.json are written. The exit code is 0 if every run was
+    possible, every sampled token was counted, and drift split no sequence in continue mode.
     """
     from polar_proxy.conformance.checks import CHECKS
     from polar_proxy.conformance.fidelity import measure_fidelity
@@ -173,7 +179,8 @@ def drift(
         bool,
         typer.Option(
             "--awkward",
-            help="Have the engine give answers that often drift. vllm needs a plugin for it (scripts/fidelity.sh).",
+            help="Have the engine give answers that agents and chat templates often change. vllm needs a plugin for it "
+            "(scripts/fidelity.sh).",
         ),
     ] = False,
     sandbox: options.Sandbox = "auto",

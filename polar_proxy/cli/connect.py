@@ -151,7 +151,7 @@ def _describe(harness: ConnectableHarness) -> dict[str, Any]:
 def _find_harness(name: str) -> ConnectableHarness:
     adapter, version = find_adapter(name)
     if version is not None:
-        raise UsageError(f"{name!r} names a version, but the version is that of the installed program: {adapter.name}.")
+        raise UsageError(f"{name!r} names a version, but only the installed one can be used: write {adapter.name}.")
     if not isinstance(adapter, ConnectableHarness):
         known = ", ".join(harness.name for harness in _connectable())
         raise UsageError(f"{adapter.name} cannot be connected: choose {known}.")
@@ -239,7 +239,7 @@ def _printable(what: str, name: str) -> str:
 
 
 def _print_connection(harness: ConnectableHarness, session: AgentSession, folder: Path, as_json: bool) -> None:
-    """Print the connection, with its settings files in a folder of this server and agent below `folder`."""
+    """Print the connection. Its settings files are for a folder below `folder`, one for each server and agent."""
     home = folder / re.sub(r"[^\w.-]+", "-", urlsplit(session.server).netloc) / harness.name
     connection = harness.connect(session.endpoint(home))
     files = {str(home / name): text for name, text in settings_files(connection.settings).items()}

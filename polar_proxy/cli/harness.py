@@ -64,7 +64,7 @@ def serve_command(
     model: Annotated[str, typer.Argument(help="Folder of the model, or its name in the Hugging Face cache.")],
     as_json: options.AsJson = False,
 ) -> None:
-    """Print the `vllm serve` command whose parsers read a model's answers. No server is started.
+    """Print a `vllm serve` command with the parsers that can read the model's answers. No server is started.
 
     The model's chat template writes answers with reasoning and tool calls, and all parsers of vLLM are tried on them.
     Needs vLLM on this machine (the `vllm` command, or the setting `engine.vllm_python`).

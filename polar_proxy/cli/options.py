@@ -13,6 +13,7 @@ from annotated_types import Ge
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from polar_proxy.documented import field_descriptions
 from polar_proxy.errors import UsageError
 
 
@@ -56,7 +57,7 @@ PastReasoning = Annotated[
     str | None,
     typer.Option(
         help="keep: continued prompts keep the reasoning of earlier turns; strip: a prompt is rendered anew if the "
-        "chat template drops it.",
+        "chat template drops reasoning of earlier turns.",
         show_default=False,
     ),
 ]
@@ -78,7 +79,8 @@ Seed = Annotated[
     int | None,
     typer.Option(
         min=0,
-        help="First instance of a task family, or first task (from 0) of a file or folder. Alone: run only this one.",
+        help="First instance of a task family, or first task (from 0) of a file or folder. Without --instances: run "
+        "only this one.",
     ),
 ]
 Instances = Annotated[
@@ -113,10 +115,11 @@ def model_options(
             given = {name: arguments.pop(name) for name in fields}
             command(**arguments, rollout_options={name: value for name, value in given.items() if value is not None})
 
+        texts = field_descriptions(model)
         parameters = []
         for name, own in inspect.signature(command, eval_str=True).parameters.items():
             if name == "rollout_options":
-                parameters += [_option(field_name, field) for field_name, field in fields.items()]
+                parameters += [_option(field_name, field, texts[field_name]) for field_name, field in fields.items()]
             else:
                 parameters.append(own.replace(kind=inspect.Parameter.KEYWORD_ONLY))
         wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -126,11 +129,11 @@ def model_options(
     return decorate
 
 
-def _option(name: str, field: FieldInfo) -> inspect.Parameter:
+def _option(name: str, field: FieldInfo, text: str) -> inspect.Parameter:
     minimum: Any = next((limit.ge for limit in field.metadata if isinstance(limit, Ge)), None)
     members = [member for member in get_args(field.annotation) if member is not NoneType]
     value_type: Any = members[0] if NoneType in get_args(field.annotation) else field.annotation
-    option = typer.Option(help=field.description, min=minimum, show_default=False)
+    option = typer.Option(help=text, min=minimum, show_default=False)
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[value_type | None, option]
     )

@@ -368,7 +368,8 @@ def reward(
 ) -> None:
     """Add a reward to a rollout or a session. Earlier rewards are kept.
 
-    Its reward is the newest one that was given to it as a whole, not to one of its calls or traces.
+    The reward of a rollout or session is the newest one that was given to it as a whole, not to one of its calls or
+    traces.
     """
     from polar_proxy.api_models import RewardRequest
 

@@ -63,14 +63,14 @@ def next_steps(rows: Sequence[RolloutRow], task: str) -> Iterator[tuple[str, str
 
 
 def _is_bundled(row: RolloutRow) -> bool:
-    """Return whether the bundled policy played, with the harness that it can play."""
+    """Return whether the rollout ran with the bundled policy and mini-swe-agent, the only harness it can play."""
     from polar_proxy.engines.bundled import POLAR_TINY_NAME
 
     return row.engine.startswith("local ") and (row.model, row.harness) == (POLAR_TINY_NAME, "mini-swe-agent")
 
 
 def _next_run(rows: Sequence[RolloutRow], task: str) -> tuple[str, str]:
-    """Return the purpose and the command of a run or a training that the rewards suggest."""
+    """Return the purpose and the command of the next run or training, chosen by the rewards."""
     groups: dict[str, list[RolloutRow]] = defaultdict(list)
     for row in rows:
         groups[row.group_id].append(row)

@@ -125,6 +125,7 @@ async def _serve(settings: Settings, as_json: bool, *, with_workers: bool, ray_a
             gateway.observe(OtherAgentWarning())
         await stack.enter_async_context(gateway)
         if service is not None:
+            await service.test_sandbox(settings.run.sandbox)
             await stack.enter_async_context(service)
         key_file = await local_admin_key(store, settings.home)
         loops = await stack.enter_async_context(BackgroundLoops(context))

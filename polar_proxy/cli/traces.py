@@ -54,7 +54,10 @@ def build(
     builder: Annotated[str, typer.Option(help="merged, per_call or tree.")] = "merged",
     on_drift: Annotated[
         str,
-        typer.Option(help="What merged does if a prompt differs from the sampled tokens: split, canonical or rescore."),
+        typer.Option(
+            help="What the builder merged does if a prompt differs from the sampled tokens: split, canonical or "
+            "rescore.",
+        ),
     ] = "split",
     engine: options.Engine = None,
     engine_url: options.EngineUrl = None,
@@ -95,7 +98,7 @@ def build(
 
 
 async def _note_no_match(store: Store, where: str | None, targets: Sequence[SessionTarget]) -> None:
-    """Print the existing values of the compared fields if no rollout matches the conditions."""
+    """If no rollout matches, print how many match each condition, or which values its field has if none does."""
     if where is not None and not targets:
         print_note(await store.rollouts.explain_no_match(where))
 

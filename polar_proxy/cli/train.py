@@ -15,8 +15,8 @@ from polar_proxy.cli.common import (
     import_named_code,
     load_settings,
     open_database,
+    read_store_or_server,
     run_async,
-    with_client,
 )
 from polar_proxy.cli.output import format_counts, format_number, format_time, make_table, out, print_note, print_result
 from polar_proxy.config import Settings
@@ -25,6 +25,8 @@ from polar_proxy.rollout_spec import RolloutSpec
 from polar_proxy.types import Json
 
 if TYPE_CHECKING:
+    from polar_proxy.api_models import TrainingRunList
+    from polar_proxy.store import Store
     from polar_proxy.training.config import GrpoConfig
 
 app = typer.Typer(no_args_is_help=True, help="Train a policy on rollouts.")
@@ -132,7 +134,13 @@ def status(
 @app.command("list")
 def list_runs(url: options.Url = None, db: options.Db = None, as_json: options.AsJson = False) -> None:
     """List the training runs that were reported to the database or server, newest first."""
-    found = with_client(url, db, lambda client: client.training_runs())
+
+    async def read(store: Store, settings: Settings) -> TrainingRunList:
+        from polar_proxy.records import list_training_runs
+
+        return await list_training_runs(store)
+
+    found = read_store_or_server(url, db, read, lambda client: client.training_runs())
     table = make_table(
         ("run", "name", "steps", "last report"),
         ((run.run_id, run.name, run.step, format_time(run.updated_at)) for run in found.runs),
@@ -146,7 +154,10 @@ def write_adapter(
     model: Annotated[str | None, typer.Option(help="Folder of the base model. Default: the bundled policy.")] = None,
     rank: Annotated[int, typer.Option(min=1, help="Rank of the adapter, as in `lora = {rank = ...}`.")] = 16,
 ) -> None:
-    """Write a LoRA adapter that does not change the model. vLLM must start with it if a run will reload the adapter."""
+    """Write a LoRA adapter that does not change the model.
+
+    Start vLLM with it before a training run that sends new versions of its adapter to the server.
+    """
     from polar_proxy.engines.factory import POLAR_TINY
     from polar_proxy.training import lora
     from polar_proxy.training.config import LoraSettings

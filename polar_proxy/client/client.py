@@ -92,7 +92,7 @@ class Client(ApiMethods):
 
 
 class AsyncClient(ApiMethods):
-    """`Client` for asyncio: await the methods, read streams by `async for`. For any number of tasks at a time."""
+    """`Client` for asyncio: await the methods, read streams by `async for`. Any number of asyncio tasks may use it."""
 
     def __init__(
         self,

@@ -43,8 +43,8 @@ class ApiMethods:
 
     @api_method
     def submit(self, request: m.JobRequest, *, idempotency_key: str | None = None) -> ApiCall[m.SubmittedJob]:
-        """Queue a job. Submitting again under the same key returns the same job. Without a key the client generates
-        one, so that its own retries create no second job."""
+        """Queue a job. Submitting again with the same `idempotency_key` returns the same job. Without one the client
+        generates one, so that its own retries create no second job."""
         key = {"idempotency-key": idempotency_key or f"client-{uuid4()}"}
         return _post("/jobs", m.SubmittedJob, request, headers=key, idempotent=True)
 

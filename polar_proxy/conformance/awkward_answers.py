@@ -75,7 +75,7 @@ STYLES: Mapping[str, JsonStyle] = {
 
 @dataclass(frozen=True, slots=True)
 class StyledStep:
-    """A step of a scenario, and the style of the answer that takes it."""
+    """A step of a scenario, and how to write the answer that makes the agent do this step."""
 
     step: Step
     json: str = "plain"
@@ -129,7 +129,7 @@ class FidelityModel(ScriptedModel):
 
 
 def _restyle(reply: ScriptedReply, style: StyledStep, tool: str, request: ChatRequest) -> ScriptedReply:
-    """Return the reply with the JSON style and the texts of `style`, and the arguments and tool calls that it adds."""
+    """Return the reply rewritten as `style` says: its JSON and texts, and additional arguments and tool calls."""
     json_style = STYLES[style.json]
     reasoning = "" if style.silent else f"{reply.reasoning} {style.thought}"
     if not reply.calls:

@@ -3,9 +3,9 @@
 `measure_fidelity` runs every harness with the prescribed answers of `awkward_answers.py`. `measure_drift` runs one
 harness for some model calls, usually with the model's own answers.
 
-Every sampled token is counted as trained or excluded. The base of a call is the earlier call whose answer the call's
-messages extend. If a call's prompt differs from the tokens of its base, the row has the first difference, the texts on
-both sides, and the causes.
+The results of a run are one `FidelityRow`, which counts every sampled token as trained or excluded. The base of a call
+is the earlier call whose answer the call's messages extend. For each call whose prompt differs from the tokens of its
+base, the row has the first difference, the texts on both sides, and the causes.
 """
 
 from __future__ import annotations
@@ -171,7 +171,10 @@ async def play(
     score: bool = True,
     progress: Callable[[str], None] = lambda text: None,
 ) -> AsyncGenerator[tuple[FidelityRow, EngineInfo], None]:
-    """Run every job once, each with its own engine (`make_engine(template)`), and yield its row when it ends."""
+    """Run every job (a harness with a template and a prompt mode) once, each with its own engine.
+
+    `make_engine(template)` makes the engine. Yields the row of a job and its engine's info when the job ends.
+    """
     slots = asyncio.Semaphore(concurrency)
 
     async def run(store: Store, job: FidelityJob) -> tuple[FidelityRow, EngineInfo]:

@@ -1,4 +1,4 @@
-"""The tools and habits of each harness, as data for the answers that make the program do something.
+"""The tools and habits of each harness: what a scripted model must know to give answers that the program acts on.
 
 Everything here was found by running the real programs; a profile holds for the versions that the adapter names.
 """
@@ -14,7 +14,7 @@ Arguments = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class HarnessProfile:
-    """One harness. In arguments, `{command}` is replaced by the command and `{prompt}` by a sub-agent's task."""
+    """One harness. In tool arguments, `{command}` stands for the command and `{prompt}` for a sub-agent's task."""
 
     name: str
     tool: str = "bash"

@@ -1,7 +1,7 @@
 """A TCP proxy between an agent and the gateway: it forwards bytes unchanged, records exchanges, and can cut answers.
 
 It is independent of the gateway's own records: an exchange is complete when the last byte of its HTTP answer has been
-handed to the client's socket. `Exchange.committed_first` is determined just before.
+handed to the client's socket. Just before that, `Exchange.committed_first` records whether the call is in the store.
 """
 
 from __future__ import annotations

@@ -138,13 +138,20 @@ def _is_good_harness(row: Json) -> bool:
 
 def _fidelity_page(rows: Sequence[Json]) -> list[str]:
     lines = [_FIDELITY_HEAD]
-    for template, title in TEMPLATE_TITLES.items():
-        if shown := [row for row in rows if row["template"] == template]:
-            lines += ["", f"## {title}", "", *_comparison(shown)]
+    for template in dict.fromkeys(row["template"] for row in rows):
+        title = TEMPLATE_TITLES.get(template, f"The chat template and the parsers of {template}")
+        shown = [row for row in rows if row["template"] == template]
+        lines += ["", f"## {title}", "", *_comparison(shown)]
     lines += ["", "## The token counts of every run", "", _COUNTS, "", *_token_counts(rows)]
     lines += ["", "## Why prompts drifted", "", *_causes(rows)]
     lines += ["", "## Why calls were not continued", "", *_reasons(rows)]
     return [*lines, "", "## Where prompts left the sampled tokens", "", _EXAMPLES, *_examples(rows)]
+
+
+def _place(template: str) -> tuple[int, str]:
+    """Return the place of a template on the page."""
+    known = list(TEMPLATE_TITLES)
+    return (known.index(template), "") if template in known else (len(known), template)
 
 
 def _is_faithful(row: Json) -> bool:
@@ -245,7 +252,7 @@ TEMPLATE_TITLES = {
     "keeps": "A template that shows the reasoning of every turn",
     "strips": "A template that shows only the reasoning after the last message of a user",
 }
-"""The chat templates in the order of the page."""
+"""The chat templates of `polar conformance` in the order of the page. Rows of model families follow."""
 
 _FIDELITY_HEAD = """# Fidelity: are the trained tokens those that were sampled?
 
@@ -282,7 +289,7 @@ CONFORMANCE = MeasurementReport(
 FIDELITY = MeasurementReport(
     "fidelity",
     "rows",
-    lambda row: (list(TEMPLATE_TITLES).index(row["template"]), row["harness"], row["mode"]),
+    lambda row: (*_place(row["template"]), row["harness"], row["mode"]),
     _is_faithful,
     _fidelity_page,
 )

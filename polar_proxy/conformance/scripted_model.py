@@ -266,7 +266,7 @@ def _terminus_reply(step: Step, tag: str) -> ScriptedReply:
 
 
 def _aider_reply(step: Step, tag: str) -> ScriptedReply:
-    """Return the answer for aider, which reads whole files from the text."""
+    """Return the answer for aider, which calls no tools: it takes whole files from the text of an answer."""
     if step == "finish":
         return ScriptedReply(text=f"Nothing is left to do: {tag}.", reasoning=f"I thought of thought-{tag}.")
     text = f"I change the file: {tag}.\n\na.txt\n```\nhello\n{tag}\n```\n"

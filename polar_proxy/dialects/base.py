@@ -14,7 +14,16 @@ from dataclasses import dataclass, field, replace
 import orjson
 
 from polar_proxy.errors import RequestError
-from polar_proxy.types import ChatRequest, EngineRequest, Json, Message, SampleEvent, ToolCall, TopLogprob
+from polar_proxy.types import (
+    ChatRequest,
+    ConversationItem,
+    EngineRequest,
+    Json,
+    Message,
+    SampleEvent,
+    ToolCall,
+    TopLogprob,
+)
 
 
 @dataclass(slots=True)
@@ -227,12 +236,28 @@ class Dialect(ABC):
         """Return the ids of the recorded calls that `body` refers to. Raises RequestError."""
         return set()
 
-    def write_out_references(self, body: Json, calls: Mapping[str, ReferencedCall]) -> Json:
+    def referenced_conversation(self, body: Json) -> str | None:
+        """Return the id of the stored conversation that `body` continues and adds to. Raises RequestError."""
+        return None
+
+    def write_out_references(
+        self, body: Json, calls: Mapping[str, ReferencedCall], conversation: Sequence[ConversationItem] = ()
+    ) -> Json:
         """Return `body` with each reference replaced by the items that it refers to.
 
         `calls`: the calls of `referenced_calls` that this session may use. Raises RequestError if one is missing.
+        `conversation`: the items of `referenced_conversation`.
         """
         raise NotImplementedError(f"the dialect {self.name} does not support references to recorded calls")
+
+    def turn_items(
+        self, parsed: ParsedRequest, known: int, call_id: str, answer: Answer
+    ) -> tuple[ConversationItem, ...]:
+        """Return what an answered call adds to its conversation: its own input and its answer.
+
+        `known`: the number of items that the conversation had, with which the input of `parsed` begins.
+        """
+        raise NotImplementedError(f"the dialect {self.name} does not support conversations")
 
     def rebuild_body(self, messages: Sequence[bytes], tools: bytes | None, params: Json) -> Json:
         """Return a body from its stored fields. Parsed again, it gives the same engine request.

@@ -55,7 +55,8 @@ Strings = Annotated[list[Any], AfterValidator(_all_strings)]
 class RequestFields(BaseModel):
     """Base of the models that validate fields of a body."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
+    # Validators are built at their first use: an export imports the models of all dialects.
+    model_config = ConfigDict(strict=True, extra="ignore", defer_build=True)
 
     @model_validator(mode="before")
     @classmethod

@@ -51,7 +51,9 @@ class HermesParser:
         self._tools = tools
         self._make_id = make_id
         self._buffer = ""
-        self._state: Callable[[bool], bool] = {"off": self._text, "open": self._think}.get(reasoning, self._start)
+        # A bound method would be a reference cycle, so that only the garbage collector could free a parser.
+        first = {"off": HermesParser._text, "open": HermesParser._think}
+        self._state: Callable[[HermesParser, bool], bool] = first.get(reasoning, HermesParser._start)
         self._implied = reasoning in ("implied", "implied_call")
         self._call_ends_thought = tools and reasoning == "implied_call"
         self._blank = ""
@@ -74,7 +76,7 @@ class HermesParser:
         if not event.text and finish is None:
             return event
         self._buffer += event.text
-        while self._state(finish is not None):
+        while self._state(self, finish is not None):
             pass
         if finish is not None and not self._calls:
             self._out_text.append(self._blank)
@@ -95,11 +97,11 @@ class HermesParser:
         body = self._buffer.lstrip()
         if body.startswith(THINK):
             self._buffer = body[len(THINK) :]
-            self._state = self._think
+            self._state = HermesParser._think
             return True
         if not final and THINK.startswith(body):
             return False
-        self._state = self._think if self._implied else self._text
+        self._state = HermesParser._think if self._implied else HermesParser._text
         return True
 
     def _think(self, final: bool) -> bool:
@@ -110,7 +112,7 @@ class HermesParser:
             return False
         self._out_reasoning.append(self._buffer[:found])
         self._buffer = self._buffer[found:].removeprefix(END_THINK)
-        self._state = self._text
+        self._state = HermesParser._text
         return True
 
     def _text(self, final: bool) -> bool:
@@ -123,7 +125,7 @@ class HermesParser:
             self._add_text(head)
             self._buffer = rest
             self._scan = _EndTagScanner()
-            self._state = self._call
+            self._state = HermesParser._call
             return True
         self._add_text(self._release((CALL,), final))
         return False
@@ -143,7 +145,7 @@ class HermesParser:
 
     def _finish_call(self, body: str, rest: str, end_tag: str) -> bool:
         self._buffer = rest
-        self._state = self._text
+        self._state = HermesParser._text
         call = parse_call(body)
         if call is None:
             self._add_text(CALL + body + end_tag)

@@ -49,14 +49,15 @@ class HttpResponse:
         self._arrived = asyncio.Event()
         """Set while there is something to read, and at the end of the body."""
         self._connection = connection
-        self._error: OSError | None = None
+        self._error: str | None = None
+        """How the connection broke. Not an exception: once raised, it refers to the frames that refer to this."""
 
     async def read_some(self) -> bytes:
-        """Wait for some of the body and return it; empty at the end. Raises OSError if the connection broke."""
+        """Wait for some of the body and return it; empty at the end. Raises ConnectionError if the connection broke."""
         await self._arrived.wait()
         data = b"".join(self.pieces)
         if not data and self._error is not None:
-            raise self._error
+            raise ConnectionResetError(self._error)
         self.pieces.clear()
         if not self._ended:
             self._arrived.clear()
@@ -66,7 +67,7 @@ class HttpResponse:
         return data
 
     async def read(self) -> bytes:
-        """Return the whole body. Raises OSError if the connection broke."""
+        """Return the whole body. Raises ConnectionError if the connection broke."""
         parts = []
         while part := await self.read_some():
             parts.append(part)
@@ -90,7 +91,7 @@ class HttpResponse:
             if self._unread > _HIGH_WATER:
                 self._connection.pause_reading()
 
-    def end(self, error: OSError | None = None) -> None:
+    def end(self, error: str | None = None) -> None:
         """Wake the reader at the end of the body, which is complete if `error` is None."""
         self.complete = error is None
         self._error = error
@@ -159,25 +160,25 @@ class _ClientConnection(asyncio.Protocol):
             self._parser.feed_data(data)
             response.arrived(len(data))
         except httptools.HttpParserError as error:
-            self._broken(ConnectionError(f"the response is not HTTP ({error})"))
+            self._broken(ConnectionError, f"the response is not HTTP ({error})")
             self.drop()
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
         self._client.lost(self)
-        if self._head is not None and not self._head.done():
-            self._broken(NoResponseError(str(error or "the server closed the connection")))
-        elif self._until_close and error is None:
+        if self._until_close and error is None:
             self.on_message_complete()
-        else:
-            self._broken(ConnectionResetError(str(error or "the server closed the connection")))
+        self._broken(NoResponseError, str(error or "the server closed the connection"))
+        del self._parser  # it refers to this connection
 
-    def _broken(self, error: OSError) -> None:
+    def _broken(self, kind: type[ConnectionError], message: str) -> None:
+        """End the open request, if there is one. Before the headers the request fails with `kind`."""
         response, self._response = self._response, None
-        if self._head is not None and not self._head.done():
-            self._head.set_exception(error)
+        head, self._head = self._head, None
+        if head is not None and not head.done():
+            head.set_exception(kind(message))
         elif response is not None:
-            response.end(error)
+            response.end(message)
 
     # httptools
 

@@ -68,8 +68,9 @@ class OpenAIClient:
         With `large`, the body is encoded in a separate thread.
 
         A server may close an idle connection just when the request is written to it. If the connection closes without
-        an answer within RETRY_WITHIN_SECONDS, the request is sent once more. But a request that `samples` and was sent
-        raises EngineDroppedError: the server may have sampled an answer, which has to be recorded as a call.
+        an answer within RETRY_WITHIN_SECONDS, the request is sent once more. Only a sampling request (`samples`) of
+        which the server may have received something is not: it raises EngineDroppedError, because the server may
+        have sampled an answer, which has to be recorded as a call.
         """
         if not self.opened:
             raise not_open()
@@ -79,8 +80,8 @@ class OpenAIClient:
         started = time.monotonic()
         for last in (False, True):
             try:
-                answer = self._http.request(method, path, raw)
-                return await (asyncio.wait_for(answer, ANSWER_SECONDS) if method == "GET" else answer)
+                async with asyncio.timeout(ANSWER_SECONDS if method == "GET" else None):
+                    return await self._http.request(method, path, raw)
             except NoResponseError as error:
                 if last or time.monotonic() - started > RETRY_WITHIN_SECONDS:
                     raise self._broken(error) from error

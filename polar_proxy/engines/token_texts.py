@@ -19,7 +19,7 @@ Decode = Callable[[Sequence[int]], Awaitable[str]]
 
 
 class NoTextsError(PolarError):
-    """The tokens cannot be decoded here. The message says why."""
+    """The tokens of a call cannot be turned into text. The message says why."""
 
 
 async def token_texts(

@@ -85,8 +85,8 @@ async def export_lines(
 
     Rows are made of the rollouts that match `where`, or of the sessions `session_ids`, or by default of every rollout
     and every session without a rollout. Records of other trainers are made from the rows of tokens-jsonl; those of trl
-    and tinker have an advantage. Raises UsageError: before the first row for an unknown format, builder or advantage
-    and for invalid conditions, and for an unknown session after the rows of the sessions before it.
+    and tinker have an advantage. Raises UsageError before the first row if the format, builder or advantage is unknown
+    or the conditions are invalid. An unknown session raises it too, but after the rows of the sessions before it.
     """
     _require_known(form, builder, (*DATASET_FORMATS, *TRAINER_FORMATS))
     convert: Convert = list

@@ -30,13 +30,13 @@ from polar_proxy.dialects.openai_responses.compaction import ResponsesCompaction
 from polar_proxy.engines.base import Engine
 from polar_proxy.errors import RequestError
 from polar_proxy.gateway import asgi
+from polar_proxy.gateway.conversations import ConversationRoute, ConversationRoutes
 from polar_proxy.gateway.docs_page import serve_docs
 from polar_proxy.gateway.handler import RequestHandler
 from polar_proxy.gateway.metrics import GatewayMetrics
 from polar_proxy.gateway.reply import send_error
-from polar_proxy.gateway.responses_socket import ResponsesSocket
+from polar_proxy.gateway.responses_websocket import ResponsesWebSocket
 from polar_proxy.gateway.stored_responses import StoredResponseRoute, StoredResponseRoutes
-from polar_proxy.types import new_id
 
 _MODEL_ROUTES: dict[str, Dialect] = {
     "/messages": get_dialect("anthropic_messages"),
@@ -53,6 +53,12 @@ _ROUTES_OF_AGENTS = re.compile(r"(/v1|/v1alpha|/v1beta)?/models(/.*)?|/healthz|/
 """Routes that are served inside a sandbox besides the model routes."""
 
 
+_FOREIGN_HOST = (
+    "This gateway takes requests from its own machine only, and this one has the header '{}'. "
+    "If that name is right, add it to the setting gateway.allowed_hosts."
+)
+
+
 class GatewayApp:
     """Sends model requests straight to the handler and everything else to FastAPI.
 
@@ -64,6 +70,7 @@ class GatewayApp:
         """`hosts`: the host names that requests may be addressed to or come from; None: any."""
         self._handler = handler
         self._stored_responses = StoredResponseRoutes(handler.stored_calls, handler.background, handler.find_session)
+        self._conversations = ConversationRoutes(handler.conversations, handler.find_session, handler.read_items)
         self._rest = rest
         self._hosts = hosts
 
@@ -78,12 +85,13 @@ class GatewayApp:
         if self._hosts is not None and not inside_sandbox:
             foreign = foreign_host(scope["headers"], self._hosts)
             if foreign is not None:
+                error = RequestError(_FOREIGN_HOST.format(foreign), status=403)
                 refuse = asgi.refuse_upgrade(send) if scope["type"] == "websocket" else send
-                await _refuse_host(path, foreign, refuse)
+                await send_error(refuse, error, error_format(path))
                 return
         path_key, path = split_path(path)
         if scope["type"] == "websocket":
-            await self._serve_socket(path, path_key, scope, receive, send)
+            await self._serve_websocket(path, path_key, scope, receive, send)
             return
         route = find_route(path, scope["query_string"])
         if route is not None:
@@ -97,17 +105,19 @@ class GatewayApp:
                 await self._handler.handle(dialect, path, path_key, scope, receive, send)
         elif (stored := StoredResponseRoute.of_path(path)) is not None:
             await self._stored_responses.handle(stored, path_key, scope, send)
+        elif (conversation := ConversationRoute.of_path(path)) is not None:
+            await self._conversations.handle(conversation, path_key, scope, receive, send)
         elif inside_sandbox and not _ROUTES_OF_AGENTS.fullmatch(path):
             error = RequestError(f"{path} is not served inside a sandbox.", status=404)
             await send_error(send, error, error_format(path))
         else:
             await self._rest({**scope, "path": path}, receive, send)
 
-    async def _serve_socket(
+    async def _serve_websocket(
         self, path: str, path_key: str | None, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send
     ) -> None:
         if path.removeprefix("/v1") == "/responses":
-            await ResponsesSocket(self._handler, path, path_key, scope, send).serve(receive)
+            await ResponsesWebSocket(self._handler, path, path_key, scope, send).serve(receive)
         else:
             error = RequestError(f"Only /v1/responses is served over a WebSocket, not {path}.", status=426)
             await send_error(asgi.refuse_upgrade(send), error, error_format(path))
@@ -140,16 +150,6 @@ def _host_of(header: bytes, value: bytes) -> str | None:
         return None
 
 
-async def _refuse_host(path: str, foreign: str, send: asgi.Send) -> None:
-    message = (
-        f"This gateway takes requests from its own machine only, and this one has the header '{foreign}'. "
-        "If that name is right, add it to the setting gateway.allowed_hosts."
-    )
-    request_id = new_id("req")
-    body = refusal_body(path, RequestError(message, status=403), request_id)
-    await asgi.send_json(send, 403, body, asgi.request_id_headers(request_id))
-
-
 def split_path(path: str) -> tuple[str | None, str]:
     """Split the percent-encoded path `/s/{key}/rest` into (key, /rest). Any other path gives (None, path).
 
@@ -175,25 +175,29 @@ def find_route(path: str, query: bytes) -> tuple[Dialect, bool] | None:
     return google_route(path, query.decode("latin-1"))
 
 
-def error_format(path: str) -> Dialect:
-    """Return the dialect in which a client of an unknown `path` expects errors."""
+class _ApiErrors:
+    """The format of errors of the HTTP API."""
+
+    def error_body(self, error: RequestError, request_id: str) -> bytes:
+        code = "not_found" if error.status == 404 else "bad_request"
+        return orjson.dumps({"error": {"code": code, "message": str(error)}})
+
+
+_API_ERRORS = _ApiErrors()
+
+
+def error_format(path: str) -> asgi.ErrorFormat:
+    """Return the format in which a client of this path expects errors. The path may begin with `/s/{key}`."""
+    path = split_path(path)[1]
+    if path.startswith(API_PREFIX):
+        return _API_ERRORS
+    if (route := find_route(path, b"")) is not None:
+        return route[0]
     if path.removeprefix("/v1").startswith(("/messages", "/api/")):
         return _MODEL_ROUTES["/messages"]
     if path.startswith(("/v1beta", "/v1alpha", "/v1/cachedContents")) or ("/models/" in path and ":" in path):
         return GoogleGenerateContent("")
     return _MODEL_ROUTES["/chat/completions"]
-
-
-def refusal_body(path: str, error: RequestError, request_id: str) -> bytes:
-    """Return an error in the format of the dialect, or of the HTTP API, that this percent-encoded path belongs to.
-
-    `request_id`: the id that is also in the response's headers.
-    """
-    path = split_path(path)[1]
-    if path.startswith(API_PREFIX):
-        return orjson.dumps({"error": {"code": "bad_request", "message": str(error)}})
-    route = find_route(path, b"")
-    return (error_format(path) if route is None else route[0]).error_body(error, request_id)
 
 
 def create_app(
@@ -278,10 +282,8 @@ def create_app(
     async def http_error(request: Request, error: HTTPException) -> Response:
         path = request.url.path
         described = RequestError(f"{request.method} {path}: {error.detail}", status=error.status_code)
-        request_id = new_id("req")
-        body = error_format(path).error_body(described, request_id)
-        headers = {name.decode(): value.decode() for name, value in asgi.request_id_headers(request_id)}
-        return Response(body, error.status_code, headers, media_type="application/json")
+        headers, body = asgi.error_response(described, error_format(path))
+        return Response(body, error.status_code, {name.decode(): value.decode() for name, value in headers})
 
     return GatewayApp(handler, app, hosts)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import orjson
@@ -25,11 +25,11 @@ INSIDE_SANDBOX = "polar_inside_sandbox"
 """Key that the scope's `state` has if the request came through a socket inside a sandbox."""
 CONNECTION = "polar_connection"
 """Key of the connection's random id in the scope's `state`."""
-SOCKET_PIECE = "polar.websocket.piece"
+WEBSOCKET_PIECE = "polar.websocket.piece"
 """Type of a message that reports that `size` more bytes of an incomplete WebSocket message have arrived."""
-SOCKET_CLOSING = "polar.websocket.closing"
+WEBSOCKET_CLOSING = "polar.websocket.closing"
 """Type of the message that asks the application to close a WebSocket with `code`, after reporting `error` if any."""
-SOCKET_IDLE = "polar.websocket.idle"
+WEBSOCKET_IDLE = "polar.websocket.idle"
 """Type of a message with which the application reports that no request of the WebSocket is in progress."""
 _PIECE = 1 << 17
 """Bytes of a body that are searched at a time."""
@@ -128,6 +128,27 @@ def _reject_constant(name: str) -> object:
 def request_id_headers(request_id: str) -> list[tuple[bytes, bytes]]:
     """Return the request id under the header names of OpenAI (`x-request-id`) and Anthropic (`request-id`)."""
     return [(b"x-request-id", request_id.encode()), (b"request-id", request_id.encode())]
+
+
+class ErrorFormat(Protocol):
+    """The format of a provider's errors, or of those of the HTTP API."""
+
+    def error_body(self, error: RequestError, request_id: str) -> bytes:
+        """Return the response body of an error. `request_id`: the id that is also in the response's headers."""
+
+
+def error_response(
+    error: RequestError, form: ErrorFormat, *, request_id: str | None = None
+) -> tuple[list[tuple[bytes, bytes]], bytes]:
+    """Return headers and body of the response for an error, with a new request id unless one is given."""
+    request_id = request_id or new_id("req")
+    headers = [(b"content-type", b"application/json"), *request_id_headers(request_id)]
+    # Clients such as Codex give up at once on a 429 without a retry-after header.
+    after = error.retry_after or ("1" if error.status in (429, 503) else None)
+    if after is not None:
+        headers.append((b"retry-after", after.encode("latin-1", "replace")))
+    body = form.error_body(error, request_id)
+    return [*headers, (b"content-length", b"%d" % len(body))], body
 
 
 def with_request_id(send: Send) -> Send:

@@ -10,6 +10,7 @@ from abc import abstractmethod
 from dataclasses import dataclass, field
 
 from polar_proxy.config import GatewayLimits
+from polar_proxy.errors import RequestError
 
 _SLICE_BYTES, _SLICE_PIECES = 1024, 64
 """Received bytes are parsed in slices of this size, and at most about this many pieces of content in one turn of the
@@ -52,6 +53,10 @@ class Connections:
         if self.parent is not None:
             self.parent.remove(connection)
 
+    def are_idle(self) -> bool:
+        """Return whether no connection has a request in progress."""
+        return len(self.waiting) == len(self.open)
+
     def set_waiting(self, connection: LimitedConnection, waiting: bool) -> None:
         self.waiting.pop(connection, None)
         if waiting and connection in self.open:
@@ -63,21 +68,23 @@ class Connections:
 class BodyPace:
     """Measures how fast a body arrives. Call `problem` at the end of each time window."""
 
-    def __init__(self, limits: GatewayLimits) -> None:
+    def __init__(self, limits: GatewayLimits, subject: str) -> None:
+        """`subject`: the name of the body in errors."""
         self.received = 0
         """Bytes that came in this time window."""
         self._limits = limits
+        self._subject = subject
         self._windows = 0
 
-    def problem(self, subject: str) -> str | None:
-        """Return why the body, which the text calls `subject`, is too slow; None if it is fast enough."""
+    def problem(self) -> str | None:
+        """Return why the body is too slow; None if it is fast enough."""
         limits, seconds = self._limits, self._limits.body_window_seconds
         received, self.received = self.received, 0
         self._windows += 1
         if received < limits.body_rate_kb * seconds * 1024:
-            return f"The {subject} came more slowly than {limits.body_rate_kb:g} KiB/s for {seconds:g} seconds."
+            return f"The {self._subject} came more slowly than {limits.body_rate_kb:g} KiB/s for {seconds:g} seconds."
         if self._windows * seconds >= limits.body_seconds:
-            return f"The {subject} took longer than {limits.body_seconds:g} seconds."
+            return f"The {self._subject} took longer than {limits.body_seconds:g} seconds."
         return None
 
 
@@ -87,8 +94,7 @@ class LimitedConnection(asyncio.Protocol):
     loop: asyncio.AbstractEventLoop
     transport: asyncio.Transport
     connections_of_listener: Connections
-    unread_seconds: float
-    """A client that has read nothing of its waiting answer for this long is disconnected."""
+    limits: GatewayLimits
 
     closing = False
     """Nothing more is parsed: what still comes is dropped."""
@@ -99,6 +105,9 @@ class LimitedConnection(asyncio.Protocol):
     _unread_answer = 0
     """Bytes that waited for the client to read them when this was last checked."""
     _answer_timer: asyncio.TimerHandle | None = None
+    _pace: BodyPace | None = None
+    """Set while the pace of a body is measured."""
+    _pace_timer: asyncio.TimerHandle | None = None
 
     @abstractmethod
     def parse(self, piece: memoryview) -> None:
@@ -111,6 +120,10 @@ class LimitedConnection(asyncio.Protocol):
     @abstractmethod
     def reading_paused(self) -> bool:
         """Return whether the application wants nothing more for now."""
+
+    @abstractmethod
+    def refuse_body(self, error: RequestError) -> None:
+        """Refuse a body that comes too slowly."""
 
     def data_received(self, data: bytes) -> None:
         if self._held:
@@ -139,10 +152,36 @@ class LimitedConnection(asyncio.Protocol):
         if not self._held and not self.reading_paused() and not self.transport.is_closing():
             self.transport.resume_reading()
 
+    def start_pace(self, subject: str) -> None:
+        """Measure from now on how fast a body comes, and refuse it if it is too slow. `subject`: its name in errors."""
+        self.stop_pace()
+        self._pace = BodyPace(self.limits, subject)
+        self._check_pace_later(self._pace)
+
+    def stop_pace(self) -> None:
+        if self._pace_timer is not None:
+            self._pace_timer.cancel()
+            self._pace = self._pace_timer = None
+
+    def count_received(self, size: int) -> None:
+        """Count bytes of a body whose pace is measured."""
+        if self._pace is not None:
+            self._pace.received += size
+
+    def _check_pace_later(self, pace: BodyPace) -> None:
+        self._pace_timer = self.loop.call_later(self.limits.body_window_seconds, self._check_pace, pace)
+
+    def _check_pace(self, pace: BodyPace) -> None:
+        problem = None if self.reading_paused() else pace.problem()
+        if problem is not None:
+            self.refuse_body(RequestError(problem, status=408))
+        else:
+            self._check_pace_later(pace)
+
     def pause_writing(self) -> None:
         super().pause_writing()
         self._unread_answer = self.transport.get_write_buffer_size()
-        self._answer_timer = self.loop.call_later(self.unread_seconds, self._check_answer)
+        self._answer_timer = self.loop.call_later(self.limits.unread_seconds, self._check_answer)
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -151,6 +190,7 @@ class LimitedConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.closing = True
         self._stop_answer_timer()
+        self.stop_pace()
         self.connections_of_listener.remove(self)
         super().connection_lost(exc)
 
@@ -160,7 +200,7 @@ class LimitedConnection(asyncio.Protocol):
         if self._unread_answer >= before:
             self.transport.abort()
         else:
-            self._answer_timer = self.loop.call_later(self.unread_seconds, self._check_answer)
+            self._answer_timer = self.loop.call_later(self.limits.unread_seconds, self._check_answer)
 
     def _stop_answer_timer(self) -> None:
         if self._answer_timer is not None:

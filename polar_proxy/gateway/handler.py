@@ -18,26 +18,29 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 from urllib.parse import parse_qs
 
 from polar_proxy.config import GatewaySettings
-from polar_proxy.dialects.base import Answer, Dialect, ParsedRequest
+from polar_proxy.dialects.base import Answer, Dialect
 from polar_proxy.engines.base import Engine
 from polar_proxy.engines.one_call import OneCallLimit, wants_one_call
 from polar_proxy.errors import EngineDroppedError, EngineError, RequestError, StoreError
 from polar_proxy.gateway import asgi
 from polar_proxy.gateway.background import BackgroundCalls
+from polar_proxy.gateway.conversations import NewItems, StoredConversations
 from polar_proxy.gateway.engine_timeouts import EngineTimeouts, EngineWait
+from polar_proxy.gateway.failed_requests import FailedRequests
 from polar_proxy.gateway.health import StoreMonitor
 from polar_proxy.gateway.in_flight import InFlightCalls
-from polar_proxy.gateway.limits import BodyBudget, BodyReservation
+from polar_proxy.gateway.limits import BodyBudget
 from polar_proxy.gateway.metrics import GatewayMetrics
 from polar_proxy.gateway.recording import CallOutcome, CallRecorder, PendingCall, RequestContext, apply_policy
 from polar_proxy.gateway.reply import BackgroundReply, Reply, send_error, send_stream
+from polar_proxy.gateway.request_reader import RequestReader
 from polar_proxy.gateway.retries import ResponseBuffer, RetryCache
 from polar_proxy.gateway.stored_responses import StoredCalls
 from polar_proxy.offload import OffloadThread
@@ -46,28 +49,13 @@ from polar_proxy.sessions.identity import key_of_request, key_without_api_key, r
 from polar_proxy.sessions.registry import SessionClosedError, SessionRegistry
 from polar_proxy.sessions.state import SessionState
 from polar_proxy.store import Store
-from polar_proxy.types import CallRecord, EngineRequest, Json, new_id
+from polar_proxy.types import CallRecord, EngineRequest, new_id
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_RETRY_AFTER = "5"
-"""Seconds after which a client may send a call again that could not be recorded."""
-_LARGE_BODY, _MANY_MESSAGES = 1 << 20, 500
-"""Bytes (with `_BYTES_OF_VALUE`) and messages above which a request is `large`: what takes time that grows with it runs
-in a thread, to keep the event loop free."""
-_MANY_REFERENCES = 50
-"""Number of recorded calls above which a request that refers to them is `large`."""
-_TAKES_TURNS = 1 << 16
-"""Size in bytes above which a request lets others be served before it is parsed. Smaller requests of its session do
-not wait for it."""
-_BYTES_OF_VALUE = 64
-"""Memory of a parsed JSON value, besides its text."""
 _NO_KEY = "No API key was sent. Polar accepts only keys made by `polar session new` or `polar connect` here."
-_MESSAGE_LISTS = ("messages", "input", "contents", "prompt")
-"""The fields of the dialects that hold messages or prompts. A list of numbers is one prompt of token ids."""
-_TOOL_LISTS = ("tools", "functions")
 
 
 class RequestHandler:
@@ -96,8 +84,11 @@ class RequestHandler:
         self._prompts = PromptBuilder(engine, self._read_call, settings, self._thread)
         self.recorder = CallRecorder(engine, store, monitor, sessions, metrics, in_flight)
         self.retries = RetryCache(settings)
+        self.failed_requests = FailedRequests(engine, self._prompts)
         self.background = BackgroundCalls()
         self.stored_calls = StoredCalls(store, monitor, settings.max_body_mb << 20)
+        self.conversations = StoredConversations(store, monitor, settings.max_body_mb << 20, settings.limits.messages)
+        self._reader = RequestReader(settings.limits, self._thread, self.stored_calls, self.conversations, monitor)
         self._warned_of_no_key = False
 
     async def handle(
@@ -120,9 +111,11 @@ class RequestHandler:
             headers = asgi.read_headers(scope)
             session = await self.find_session(headers, path_key, scope)
             with session.in_request(), self.bodies.reserve(session.session_id) as reservation:
-                parsed, large = await self._read(dialect, receive, session, reservation, resumable)
+                parsed, body = await self._reader.read(dialect, receive, session, reservation, resumable)
                 metadata = read_client_metadata(headers, parsed.params)
-                request = RequestContext(dialect, session, path, parsed, metadata, started_at, large)
+                request = RequestContext(
+                    dialect, session, path, parsed, metadata, started_at, body.large, body.conversation
+                )
                 if parsed.generate:
                     await self._join_or_answer(request, receive, send)
                 else:
@@ -151,7 +144,7 @@ class RequestHandler:
             return
         if self._monitor.problem is not None and request.session.record_required:
             request.session.refusal = self._monitor.problem
-            raise self._cannot_record()
+            raise self._monitor.refusal()
         with self.background.count(request.session) if request.parsed.background else contextlib.nullcontext():
             await self._answer_anew(request, receive, send)
 
@@ -191,10 +184,13 @@ class RequestHandler:
             if isinstance(reply, BackgroundReply):
                 receive = await self.background.begin(calls[0].call_id, session, reply, buffer)
             outcome = await self._sample(request, calls, reply, buffer, receive)
+            if outcome.engine_failed and session.record_required and not session.ended:
+                self.failed_requests.keep(session, calls)
             unrecorded = await _run_to_end(self.recorder.commit(request, calls, outcome, seen=reply.started))
-            if unrecorded is not None and session.record_required:
+            # Without its record, the call would be missing in the conversation that it continues.
+            if unrecorded is not None and (session.record_required or request.conversation is not None):
                 self._metrics.refused.labels(503).inc()
-                await reply.fail(self._cannot_record())
+                await reply.fail(self._monitor.refusal())
                 return False
             if outcome.status == "ok":
                 await reply.finish([call.answer for call in calls])
@@ -257,7 +253,7 @@ class RequestHandler:
                 await self._sample_calls(request, calls, reply)
             if watch.gone or not await buffer.has_listener():
                 return CallOutcome("client_gone", 499, "the client closed the connection")
-            if request.session.ended:
+            if request.session.ended or await self._ended_elsewhere(request.session, calls):
                 text = "The rollout ended before this call was answered."
                 late = RequestError(text, status=409, code="rollout_ended")
                 return CallOutcome("client_gone", late.status, str(late), late)
@@ -277,7 +273,17 @@ class RequestHandler:
             await self._monitor.run(partial(in_flight.announce, session.session_id, call_ids))
         except StoreError as error:
             if session.record_required:
-                raise self._cannot_record() from error
+                raise self._monitor.refusal() from error
+
+    async def _ended_elsewhere(self, session: SessionState, calls: Sequence[PendingCall]) -> bool:
+        """Return whether the rollout of these calls has ended through another gateway. False if the store fails."""
+        if self._in_flight is None:
+            return False
+        call_ids = [call.call_id for call in calls]
+        try:
+            return await self._monitor.run(partial(self._store.open_calls.are_abandoned, session.session_id, call_ids))
+        except StoreError:  # the commit will report it
+            return False
 
     async def _sample_calls(self, request: RequestContext, calls: Sequence[PendingCall], reply: Reply) -> None:
         if len(calls) == 1:
@@ -319,11 +325,7 @@ class RequestHandler:
         try:
             session = await self.find_session(asgi.read_headers(scope), path_key, scope)
             with self.bodies.reserve(session.session_id) as reservation:
-                parts = await asgi.read_body(receive, reservation.take)
-                async with _turn(session, reservation.size):
-                    body, large = await self._read_json(parts, reservation)
-                    body, large = await self._write_out_references(dialect, body, session, large)
-                request = await self._thread.run(large, dialect.parse_count, body)
+                request = await self._reader.read_count(dialect, receive, session, reservation)
                 async with EngineWait(self._timeouts):
                     tokens = await self._engine.count_tokens(request)
         except asgi.ClientDisconnected:
@@ -351,7 +353,7 @@ class RequestHandler:
         except StoreError as error:
             session = session or self._sessions.open_unstored(key, path_key, inside_sandbox=inside_sandbox)
             if session is None:
-                raise self._cannot_record() from error
+                raise self._monitor.refusal() from error
             self._monitor.watch()
             return session
 
@@ -366,96 +368,16 @@ class RequestHandler:
             )
         return key_without_api_key(headers, scope["state"][asgi.CONNECTION])
 
-    def _cannot_record(self) -> RequestError:
-        reason = self._monitor.problem or "the database refused it"
-        error = RequestError(
-            f"This call cannot be recorded, so it is not answered: {reason}. Try again later.",
-            status=503,
-            code="not_recorded",
-        )
-        error.retry_after = _RETRY_AFTER
-        return error
-
-    async def _read(
-        self,
-        dialect: Dialect,
-        receive: asgi.Receive,
-        session: SessionState,
-        reservation: BodyReservation,
-        resumable: Collection[str],
-    ) -> tuple[ParsedRequest, bool]:
-        """Read and parse the body of a model request. Return also whether the request is large."""
-        parts = await asgi.read_body(receive, reservation.take)
-        async with _turn(session, reservation.size):
-            body, large = await self._read_json(parts, reservation)
-            body, large = await self._write_out_references(dialect, body, session, large, resumable)
-            return await self._thread.run(large, dialect.parse, body, session.last_parsed(dialect.name)), large
-
-    async def _read_json(self, parts: list[bytes], reservation: BodyReservation) -> tuple[Json, bool]:
-        """Return the JSON object in a body, and whether the request is large (see `_LARGE_BODY`).
-
-        Raises RequestError for a body with too many JSON values, messages or tools.
-        """
-        limits = self._settings.limits
-        reservation.reading = False
-        large = reservation.size > _LARGE_BODY
-        raw = await self._thread.run(large, b"".join, parts)
-        values = await self._thread.run(large, asgi.count_values, raw, limits.body_values)
-        if values > limits.body_values:
-            raise RequestError(f"The request body has more than {limits.body_values} JSON values.", status=413)
-        reservation.take(values * _BYTES_OF_VALUE)
-        large = reservation.size > _LARGE_BODY
-        body = await self._thread.run(large, asgi.parse_json_object, raw)
-        most_items = dict.fromkeys(_MESSAGE_LISTS, limits.messages) | dict.fromkeys(_TOOL_LISTS, limits.tools)
-        for name, most in most_items.items():
-            items = body.get(name)
-            if isinstance(items, list) and len(items) > most and not isinstance(items[0], int):
-                message = f"'{name}' has {len(items)} items; at most {most} are served."
-                raise RequestError(message, status=413, param=name)
-            large = large or (isinstance(items, list) and len(items) > _MANY_MESSAGES)
-        return body, large
+    async def read_items(self, session: SessionState, receive: asgi.Receive) -> NewItems:
+        """Read and check the body of a request that may add items to a conversation."""
+        with self.bodies.reserve(session.session_id) as reservation:
+            return await self._reader.read_items(receive, session, reservation)
 
     async def _read_call(self, call_id: str) -> CallRecord | None:
         return await self._monitor.run(partial(self._store.calls.get, call_id))
 
-    async def _write_out_references(
-        self, dialect: Dialect, body: Json, session: SessionState, large: bool, resumable: Collection[str] = ()
-    ) -> tuple[Json, bool]:
-        """Return a body with its references replaced by the recorded items, and whether the request is then large."""
-        call_ids = await self._thread.run(large, dialect.referenced_calls, body)
-        if not call_ids:
-            return body, large
-        try:
-            calls = await self.stored_calls.find_referenced(session, dialect, call_ids, resumable)
-        except StoreError as error:
-            raise self._cannot_record() from error
-        # A short body may refer to megabytes.
-        large = large or len(calls) > _MANY_REFERENCES or any(_are_many(call.messages) for call in calls.values())
-        return await self._thread.run(large, dialect.write_out_references, body, calls), large
-
     def close(self) -> None:
         self._thread.close()
-
-
-@contextlib.asynccontextmanager
-async def _turn(session: SessionState, size: int) -> AsyncIterator[None]:
-    """Wait for the turn to parse a body. The bodies of one session are parsed in different turns of the event loop.
-
-    Other sessions are served before each body of more than `_TAKES_TURNS` bytes.
-    """
-    lock = session.parsing_large if size > _TAKES_TURNS else session.parsing
-    await lock.acquire()
-    try:
-        if size > _TAKES_TURNS:
-            await asyncio.sleep(0)
-        yield
-    finally:
-        asyncio.get_running_loop().call_soon(lock.release)
-
-
-def _are_many(messages: Sequence[bytes]) -> bool:
-    """Return whether a request with these messages is large."""
-    return len(messages) > _MANY_MESSAGES or sum(map(len, messages)) > _LARGE_BODY
 
 
 async def _run_to_end(work: Awaitable[T]) -> T:

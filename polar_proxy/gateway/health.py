@@ -17,7 +17,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from polar_proxy.errors import PolarError, StoreError
+from polar_proxy.errors import PolarError, RequestError, StoreError
 from polar_proxy.store import Store
 from polar_proxy.store.database import StoreUncertainError
 
@@ -35,6 +35,8 @@ _SLOW_SECONDS = 4.0
 """An operation that takes longer waits on only if the store answers a probe. (A commit gives up a server that is away
 earlier, and then knows that nothing was stored.)"""
 _PROBE_PAUSE_SECONDS = 1.0
+_RETRY_AFTER = "5"
+"""Seconds after which a client may send a call again that could not be recorded."""
 
 
 class HealthCheck:
@@ -124,6 +126,14 @@ class StoreMonitor:
         """Return why the store cannot be written now, or None, within two seconds."""
         await self._learn(MAX_AGE_SECONDS)
         return self.problem
+
+    def refusal(self) -> RequestError:
+        """Return the error for a call that cannot be recorded."""
+        reason = self.problem or "the database refused it"
+        text = f"This call cannot be recorded, so it is not answered: {reason}. Try again later."
+        error = RequestError(text, status=503, code="not_recorded")
+        error.retry_after = _RETRY_AFTER
+        return error
 
     async def run(self, operation: Callable[[], Awaitable[T]]) -> T:
         """Run a store operation, as `wait_for` does, or raise StoreError at once while the store is known to fail."""

@@ -30,15 +30,12 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from polar_proxy.config import GatewayLimits
 from polar_proxy.errors import RequestError
 from polar_proxy.gateway import asgi
-from polar_proxy.gateway.connections import BodyPace, Connections, LimitedConnection
+from polar_proxy.gateway.connections import Connections, LimitedConnection
 from polar_proxy.gateway.websocket import LimitedWebSocketProtocol, upgrade_problem
-from polar_proxy.types import new_id
-
-RefusalBody = Callable[[str, RequestError, str], bytes]
-"""Returns the response body of an error, from the path that the client requested, the error and the request's id."""
 
 _LINGER_SECONDS = 1.0
 """How long to read and drop what a refused client still sends."""
+_BODY = "request body"
 _PIPELINED = 8
 """Requests that a connection may send before the answer to its first one."""
 _SESSION_SHARE = 4
@@ -90,7 +87,10 @@ class BodyBudget:
 
     @contextlib.contextmanager
     def reserve(self, session_id: str) -> Iterator[BodyReservation]:
-        """Yield a reservation for the body of a request of this session; the end of the block frees it."""
+        """Yield a reservation in this budget, empty at first, for a request body of this session.
+
+        The end of the block frees it.
+        """
         reservation = BodyReservation(self, session_id, asyncio.current_task())
         self._reservations.add(reservation)
         try:
@@ -151,9 +151,10 @@ class LimitedHttpProtocol(LimitedConnection, HttpToolsProtocol):
         limits: GatewayLimits,
         body_bytes: int,
         connections: Connections,
-        refusal_body: RefusalBody,
+        error_format: Callable[[str], asgi.ErrorFormat],
         **kwargs: Any,
     ) -> None:
+        """`error_format` returns the format of errors for the path of a URL."""
         super().__init__(*args, **kwargs)
         self.app_state = {**self.app_state, asgi.CONNECTION: secrets.token_hex(8)}
         self.connections_of_listener = connections
@@ -161,18 +162,16 @@ class LimitedHttpProtocol(LimitedConnection, HttpToolsProtocol):
             LimitedWebSocketProtocol, limits=limits, body_bytes=body_bytes, connections=connections
         )
         self.url = b""
-        self.unread_seconds = limits.unread_seconds
-        self._limits = limits
+        self.limits = limits
         self._body_bytes = body_bytes
-        self._refusal_body = refusal_body
+        self._error_format = error_format
         self._refusal: RequestError | None = None
         self._reading: Literal["head", "body"] | None = "head"
         self._unread = 0
         """Bytes that came since the message or its last piece of content began."""
         self._content = 0
-        self._pace = BodyPace(limits)
         self._chunked = False
-        self._timer: asyncio.TimerHandle | None = None
+        self._head_timer: asyncio.TimerHandle | None = None
         self._timed: Literal["head", "body"] | None = None
         """The part of a request that the timer is for."""
 
@@ -201,7 +200,7 @@ class LimitedHttpProtocol(LimitedConnection, HttpToolsProtocol):
     def _check_progress(self) -> None:
         if self.closing:
             return
-        limits = self._limits
+        limits = self.limits
         if self._reading and self._unread > limits.head_kb << 10:
             self._refuse(self._head_problem())
         elif self._reading != self._timed:
@@ -219,7 +218,7 @@ class LimitedHttpProtocol(LimitedConnection, HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         super().on_header(name, value)
-        if len(self.headers) > self._limits.headers:
+        if len(self.headers) > self.limits.headers:
             self._stop(self._head_problem())
 
     def on_headers_complete(self) -> None:
@@ -229,7 +228,8 @@ class LimitedHttpProtocol(LimitedConnection, HttpToolsProtocol):
         self._reading, self._unread = "body", 0
         self._chunked = any(name == b"transfer-encoding" for name, _ in self.headers)
         self._content = 0
-        self._pace = BodyPace(self._limits)
+        if self._timed == "body":  # that of the request before
+            self.start_pace(_BODY)
         self.connections_of_listener.set_waiting(self, False)
         super().on_headers_complete()
 
@@ -237,7 +237,7 @@ class LimitedHttpProtocol(LimitedConnection, HttpToolsProtocol):
         self._unread = 0
         self.pieces_of_turn += 1
         self._content += len(body)
-        self._pace.received += len(body)
+        self.count_received(len(body))
         if self._content > self._body_bytes:
             self._stop(self._body_too_large())
         super().on_body(body)
@@ -256,6 +256,8 @@ class LimitedHttpProtocol(LimitedConnection, HttpToolsProtocol):
     def on_response_complete(self) -> None:
         self.connections_of_listener.set_waiting(self, True)
         super().on_response_complete()
+        if self._reading is None:
+            self._reading = "head"  # what comes now begins the next request, even if it is an empty line
         if self._reading == "body" and self.cycle.response_complete and not self.closing:  # nobody wants the rest
             self._close_soon()
 
@@ -267,7 +269,7 @@ class LimitedHttpProtocol(LimitedConnection, HttpToolsProtocol):
         raise _RefusedError
 
     def _head_is_too_large(self) -> bool:
-        limits = self._limits
+        limits = self.limits
         if len(self.url) > limits.url_kb << 10:
             return True
         if self._unread <= limits.head_kb << 10:
@@ -276,7 +278,7 @@ class LimitedHttpProtocol(LimitedConnection, HttpToolsProtocol):
         return sum(len(name) + len(value) for name, value in self.headers) > limits.head_kb << 10
 
     def _head_problem(self) -> RequestError:
-        limits = self._limits
+        limits = self.limits
         if self._reading == "head" and len(self.url) > limits.url_kb << 10:
             return RequestError(f"The URL is longer than {limits.url_kb} KiB.", status=414)
         if len(self.headers or ()) > limits.headers:
@@ -305,25 +307,22 @@ class LimitedHttpProtocol(LimitedConnection, HttpToolsProtocol):
         return RequestError(f"The request body is larger than {self._body_bytes} bytes.", status=413)
 
     def _set_timer(self, part: Literal["head", "body"] | None) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+        self.stop_pace()
         self._timed = part
         if part == "head":
-            self._timer = self.loop.call_later(self._limits.head_seconds, self._head_timed_out)
+            self._head_timer = self.loop.call_later(self.limits.head_seconds, self._head_timed_out)
         elif part == "body":
-            self._timer = self.loop.call_later(self._limits.body_window_seconds, self._check_body)
+            self.start_pace(_BODY)
 
     def _head_timed_out(self) -> None:
-        message = f"The request's headers took longer than {self._limits.head_seconds:g} seconds."
+        message = f"The request's headers took longer than {self.limits.head_seconds:g} seconds."
         self._refuse(RequestError(message, status=408))
 
-    def _check_body(self) -> None:
-        problem = None if self.flow.read_paused else self._pace.problem("request body")
-        if problem is not None:
-            self._refuse(RequestError(problem, status=408))
-        else:
-            self._set_timer("body")
+    def refuse_body(self, error: RequestError) -> None:
+        self._refuse(error)
 
     def _refuse(self, error: RequestError) -> None:
         """Answer with an error and close the connection, without running the application further."""
@@ -336,14 +335,9 @@ class LimitedHttpProtocol(LimitedConnection, HttpToolsProtocol):
                 return
             cycle.disconnected = True  # the application waits for the body of this request
             cycle.message_event.set()
-        request_id = new_id("req")
-        body = self._refusal_body(path, error, request_id)
-        head = [STATUS_LINE[error.status], b"content-type: application/json\r\nconnection: close\r\n"]
-        head += [b"%b: %b\r\n" % header for header in asgi.request_id_headers(request_id)]
-        if error.status == 429:
-            head.append(b"retry-after: 1\r\n")
-        head.append(b"content-length: %d\r\n\r\n" % len(body))
-        self.transport.write(b"".join([*head, body]))
+        headers, body = asgi.error_response(error, self._error_format(path))
+        lines = [b"%b: %b\r\n" % header for header in [*headers, (b"connection", b"close")]]
+        self.transport.write(b"".join([STATUS_LINE[error.status], *lines, b"\r\n", body]))
         self._close_soon()
 
     def _close_soon(self) -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,10 +28,12 @@ from polar_proxy.sessions.state import SessionState
 from polar_proxy.store import Store
 from polar_proxy.store.database import StoreUncertainError
 from polar_proxy.types import (
+    ANSWERED,
     SAMPLING_FIELDS,
     CallRecord,
     CallStatus,
     Choice,
+    ConversationTurn,
     EngineInfo,
     EngineRequest,
     Json,
@@ -51,6 +54,13 @@ CallObserver = Callable[[CallRecord], None]
 """Called with each call once it is committed. It runs in the event loop, so it must be quick."""
 
 
+class ContinuedConversation(NamedTuple):
+    """The stored conversation that a request continues, and the number of its items, which begin the input."""
+
+    conversation_id: str
+    items: int
+
+
 @dataclass(frozen=True, slots=True)
 class RequestContext:
     """A parsed HTTP request. A request with several prompts becomes several calls, which share this object."""
@@ -65,6 +75,7 @@ class RequestContext:
     """Seconds since the epoch."""
     large: bool = False
     """True if the request is large (see `ChatRequest.large`)."""
+    conversation: ContinuedConversation | None = None
 
 
 @dataclass(slots=True)
@@ -93,6 +104,10 @@ class CallOutcome:
     error: str | None = None
     reply: RequestError | EngineError | None = None
     """The error to send; None if the agent gets the answer, or has disconnected."""
+
+    @property
+    def engine_failed(self) -> bool:
+        return self.status == "upstream_error" and self.http_status >= 500
 
     @classmethod
     def failed(cls, error: RequestError | EngineError) -> CallOutcome:
@@ -267,7 +282,17 @@ def make_record(
         prompt_reason=plan.reason,
         base_call_id=None if lineage.base is None else lineage.base.call_id,
         base_choice=None if lineage.base is None else lineage.base.choice,
+        conversation=_conversation_turn(request, call) if status in ANSWERED else None,
     )
+
+
+def _conversation_turn(request: RequestContext, call: PendingCall) -> ConversationTurn | None:
+    """Return what an answered call adds to the conversation that its request continues."""
+    if request.conversation is None:
+        return None
+    conversation_id, known = request.conversation
+    items = request.dialect.turn_items(request.parsed, known, call.call_id, call.answer)
+    return ConversationTurn(conversation_id, items)
 
 
 def weight_version_of(answer: Answer, before: str | None, after: str | None) -> str | None:

@@ -10,26 +10,24 @@ from polar_proxy.dialects.base import Answer, Dialect
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.gateway import asgi
 from polar_proxy.gateway.recording import PendingCall, RequestContext
-from polar_proxy.types import SampleEvent, new_id
+from polar_proxy.types import SampleEvent
 
 
 async def send_error(
     send: asgi.Send,
     error: RequestError | EngineError,
-    dialect: Dialect,
+    form: asgi.ErrorFormat,
     headers: asgi.Headers = (),
     *,
     call_id: str | None = None,
 ) -> None:
-    """Send an error as the whole response, in the format of `dialect`. `call_id`: the id of the call that failed."""
-    request_id = call_id or new_id("req")
-    # Clients such as Codex give up at once on a 429 without a retry-after header.
-    after = error.retry_after or ("1" if error.status in (429, 503) else None)
-    retry = [] if after is None else [(b"retry-after", after.encode("latin-1", "replace"))]
+    """Send an error as the whole response. `call_id`: the id of the call that failed."""
     if isinstance(error, EngineError):
-        error = RequestError(str(error), status=error.status, code="engine_error")
-    described = [*headers, *asgi.request_id_headers(request_id), *retry]
-    await asgi.send_json(send, error.status, dialect.error_body(error, request_id), described)
+        failure, error = error, RequestError(str(error), status=error.status, code="engine_error")
+        error.retry_after = failure.retry_after
+    own, body = asgi.error_response(error, form, request_id=call_id)
+    await send({"type": "http.response.start", "status": error.status, "headers": [*headers, *own]})
+    await send({"type": "http.response.body", "body": body})
 
 
 async def send_stream(send: asgi.Send, body: bytes, dialect: Dialect, headers: asgi.Headers = ()) -> None:

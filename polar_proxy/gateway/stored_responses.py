@@ -21,7 +21,6 @@ import re
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from functools import partial
 from typing import NamedTuple
-from urllib.parse import parse_qs
 
 import orjson
 from cachetools import LRUCache
@@ -35,6 +34,7 @@ from polar_proxy.errors import RequestError, StoreError
 from polar_proxy.gateway import asgi
 from polar_proxy.gateway.background import BackgroundCall, BackgroundCalls
 from polar_proxy.gateway.health import StoreMonitor
+from polar_proxy.gateway.listing import PageRequest, check_include, flag, integer_value, list_object, read_query
 from polar_proxy.gateway.reply import send_error, send_stream
 from polar_proxy.sessions.state import SessionState
 from polar_proxy.store import Store
@@ -43,20 +43,11 @@ from polar_proxy.types import ANSWERED, CallRecord, Message
 _DIALECT = get_dialect("openai_responses")
 _ROUTE = re.compile(r"(?:/v1)?/responses/(?!input_tokens$|compact$)([^/]+)(?:/(input_items|cancel))?")
 _METHODS = {None: ("GET", "DELETE"), "input_items": ("GET",), "cancel": ("POST",)}
-_INCLUDABLE = frozenset(
-    {
-        *("file_search_call.results", "web_search_call.results", "web_search_call.action.sources"),
-        *("message.input_image.image_url", "computer_call_output.output.image_url", "code_interpreter_call.outputs"),
-        "reasoning.encrypted_content",
-    }
-)
-"""Values of `include` without effect, because these fields are always included or never exist here."""
-_MOST_LISTED, _LISTED = 100, 20
+_CANCEL_SECONDS = 10.0
+"""How long to wait until a cancelled call is recorded."""
 _ENTRY_BYTES, _MESSAGE_BYTES = 512, 64
 """Memory of an entry of the warm-ups and of each of its messages, without their texts."""
 
-Query = Mapping[str, list[str]]
-"""The parameters of a URL."""
 FindSession = Callable[[Mapping[str, str], str | None, asgi.Scope], Awaitable[SessionState]]
 """Returns the session of a request, from its headers, the key in its path and its scope. Raises RequestError."""
 
@@ -162,8 +153,7 @@ class StoredResponseRoutes:
             session = await self._find_session(asgi.read_headers(scope), path_key, scope)
             running = self._background.find(session, call_id_of_response(route.response_id) or "")
             if running is not None and route.action == "cancel":
-                running.cancel()
-                await running.ended.wait()
+                await _cancel(running)
                 running = None
             if running is not None:
                 await self._answer_unfinished(route, running, scope, send)
@@ -171,7 +161,7 @@ class StoredResponseRoutes:
             call = await self._find(session, route.response_id)
             await self._answer(route, call, session, scope, send)
         except StoreError as error:
-            await send_error(send, _unavailable(error), _DIALECT)
+            await send_error(send, store_unavailable(error), _DIALECT)
         except RequestError as error:
             await send_error(send, error, _DIALECT)
 
@@ -186,8 +176,8 @@ class StoredResponseRoutes:
     async def _answer_unfinished(
         self, route: StoredResponseRoute, running: BackgroundCall, scope: asgi.Scope, send: asgi.Send
     ) -> None:
-        query = parse_qs(scope["query_string"].decode("latin-1"))
-        if route.action is not None or scope["method"] != "GET" or _flag(query, "stream"):
+        query = read_query(scope)
+        if route.action is not None or scope["method"] != "GET" or flag(query, "stream"):
             text = "This response is still in progress. Retrieve it until it has ended, or cancel it."
             raise RequestError(text, code="response_in_progress")
         await asgi.send_json(send, 200, running.reply.unfinished())
@@ -195,21 +185,21 @@ class StoredResponseRoutes:
     async def _answer(
         self, route: StoredResponseRoute, call: CallRecord, session: SessionState, scope: asgi.Scope, send: asgi.Send
     ) -> None:
-        query = parse_qs(scope["query_string"].decode("latin-1"))
+        query = read_query(scope)
         if route.action == "cancel":
             if not call.params.get("background"):
                 raise RequestError("Cannot cancel a synchronous response.")
             await asgi.send_json(send, 200, await asyncio.to_thread(response_object, call))
         elif route.action == "input_items":
-            await asgi.send_json(send, 200, await asyncio.to_thread(_listed_page, call, query))
+            await asgi.send_json(send, 200, await asyncio.to_thread(_listed_page, call, PageRequest.read(query)))
         elif scope["method"] == "DELETE":
             await self._calls.delete(session, call.call_id)
             deleted = {"id": response_id(call.call_id), "object": "response", "deleted": True}
             await asgi.send_json(send, 200, orjson.dumps(deleted))
         else:
-            _check_include(query)
-            starting_after = _integer(query, "starting_after", 0, None)
-            if _flag(query, "stream"):
+            check_include(query)
+            starting_after = integer_value(query, "starting_after", 0, None)
+            if flag(query, "stream"):
                 if call.status not in ANSWERED:
                     raise RequestError("This response ended early, so it has no stream. Retrieve it without one.")
                 await send_stream(send, await asyncio.to_thread(response_events, call, starting_after), _DIALECT)
@@ -219,67 +209,36 @@ class StoredResponseRoutes:
                 await asgi.send_json(send, 200, await asyncio.to_thread(response_object, call))
 
 
+async def _cancel(running: BackgroundCall) -> None:
+    """Cancel a call, and return when it is recorded. Raises RequestError 503 if that takes too long."""
+    running.cancel()
+    try:
+        async with asyncio.timeout(_CANCEL_SECONDS):
+            await running.ended.wait()
+    except TimeoutError:
+        text = f"This response is cancelled, but not recorded within {_CANCEL_SECONDS:g} seconds. Retrieve it later."
+        raise RequestError(text, status=503, code="not_recorded") from None
+
+
 def _size_of_messages(messages: tuple[bytes, ...]) -> int:
     """Return about the memory in bytes that the messages of a warm-up take, their Python objects included."""
     return _ENTRY_BYTES + sum(_MESSAGE_BYTES + len(message) for message in messages)
 
 
-def _listed_page(call: CallRecord, query: Query) -> bytes:
+def _listed_page(call: CallRecord, page: PageRequest) -> bytes:
     """Return a page of a response's input items, newest first by default."""
     items = listed_input(call)
-    _check_include(query)
-    limit = _integer(query, "limit", 1, _MOST_LISTED) or _LISTED
-    order = _last(query, "order") or "desc"
-    if order not in ("asc", "desc"):
-        raise invalid("order", "expected asc or desc")
-    ordered = items if order == "asc" else items[::-1]
-    start, after = 0, _last(query, "after")
-    if after is not None:
+    ordered = items if page.order == "asc" else items[::-1]
+    start = 0
+    if page.after is not None:
         ids = [item["id"] for item in ordered]
-        if after not in ids:
+        if page.after not in ids:
             raise invalid("after", "this response has no input item with this id")
-        start = ids.index(after) + 1
-    page = ordered[start : start + limit]
-    listed = {
-        "object": "list",
-        "data": page,
-        "first_id": page[0]["id"] if page else None,
-        "last_id": page[-1]["id"] if page else None,
-        "has_more": start + limit < len(ordered),
-    }
-    return orjson.dumps(listed)
+        start = ids.index(page.after) + 1
+    end = start + page.limit
+    return list_object(ordered[start:end], has_more=end < len(ordered))
 
 
-def _check_include(query: Query) -> None:
-    for name in (*query.get("include", ()), *query.get("include[]", ())):
-        if name == "message.output_text.logprobs":
-            raise invalid("include", "the record has no texts of single tokens, so no log-probabilities can be shown")
-        if name not in _INCLUDABLE:
-            raise invalid("include", f"{name!r:.80} is not known")
-
-
-def _last(query: Query, name: str) -> str | None:
-    return query[name][-1] if name in query else None
-
-
-def _integer(query: Query, name: str, least: int, most: int | None) -> int | None:
-    value = _last(query, name)
-    if value is None:
-        return None
-    bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
-    number = int(value) if re.fullmatch("[0-9]{1,9}", value) else -1
-    if number < least or (most is not None and number > most):
-        raise invalid(name, f"expected an integer {bounds}")
-    return number
-
-
-def _flag(query: Query, name: str) -> bool:
-    value = _last(query, name)
-    if value not in (None, "true", "false"):
-        raise invalid(name, "expected true or false")
-    return value == "true"
-
-
-def _unavailable(error: StoreError) -> RequestError:
+def store_unavailable(error: StoreError) -> RequestError:
     text = f"The stored responses cannot be read or changed now: {error}. Try again later."
     return RequestError(text, status=503, code="store_unavailable")

@@ -1,13 +1,13 @@
 """uvicorn's WebSocket protocol with the limits of the HTTP one (`limits.py`).
 
 * A message is bounded in size, in time, and in how slowly it may come, like the body of a request. While a large one
-  comes, the application is sent `asgi.SOCKET_PIECE` messages, so that it can reserve the memory.
+  comes, the application is sent `asgi.WEBSOCKET_PIECE` messages, so that it can reserve the memory.
 * One connection is parsed for a bounded part of each turn of the event loop, however small its frames are.
 * A client that does not read what is sent to it is read no further, and later disconnected.
-* A socket without a request is closed after a time, or earlier if there are too many connections.
+* A WebSocket without a request is closed after a time, or earlier if there are too many connections.
 * Compression is not offered, so a message is never larger than the bytes that were received for it.
 
-If the server closes a socket, because of a limit or because it stops, the application gets `asgi.SOCKET_CLOSING`.
+If the server closes a WebSocket, because of a limit or because it stops, the application gets `asgi.WEBSOCKET_CLOSING`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 from polar_proxy.config import GatewayLimits
 from polar_proxy.errors import RequestError
 from polar_proxy.gateway import asgi
-from polar_proxy.gateway.connections import BodyPace, Connections, LimitedConnection
+from polar_proxy.gateway.connections import Connections, LimitedConnection
 
 GOING_AWAY, POLICY_VIOLATION, MESSAGE_TOO_BIG, TRY_AGAIN_LATER = 1001, 1008, 1009, 1013
 """Close codes, with their names in IANA's registry for RFC 6455."""
@@ -54,26 +54,21 @@ class LimitedWebSocketProtocol(LimitedConnection, WebSocketsSansIOProtocol):
     ) -> None:
         super().__init__(*args, **kwargs)
         self.connections_of_listener = connections
-        self.unread_seconds = limits.unread_seconds
+        self.limits = limits
         self.close_timeout = CLOSE_SECONDS
-        self._limits = limits
         self._body_bytes = body_bytes
         self._unread = 0
         """Bytes that came since the message began."""
         self._unreported = 0
-        """Bytes of the message that were not yet reported to the application by `asgi.SOCKET_PIECE`."""
-        self._pace = BodyPace(limits)
-        self._pace_timer: asyncio.TimerHandle | None = None
-        """Runs while a message comes."""
+        """Bytes of the message that were not yet reported to the application by `asgi.WEBSOCKET_PIECE`."""
         self._idle_timer: asyncio.TimerHandle | None = None
-        """Runs while the socket has no request."""
+        """Runs while the WebSocket has no request."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         self.connections_of_listener.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_pace_timer()
         self._stop_idle_timer()
         super().connection_lost(exc)
 
@@ -91,17 +86,16 @@ class LimitedWebSocketProtocol(LimitedConnection, WebSocketsSansIOProtocol):
 
     def parse(self, piece: memoryview) -> None:
         if not self._unread:
-            self._pace = BodyPace(self._limits)
-            self._start_pace_timer()
+            self.start_pace("message")
         self._unread += len(piece)
         self._unreported += len(piece)
-        self._pace.received += len(piece)
+        self.count_received(len(piece))
         WebSocketsSansIOProtocol.data_received(self, piece)  # type: ignore[arg-type]  # the parser reads any buffer
         if self._unread > self._body_bytes:
             problem = f"The message is larger than {self._body_bytes} bytes."
             self._close(MESSAGE_TOO_BIG, RequestError(problem, status=413))
         elif self._unreported >= _PIECE_BYTES:
-            self._queue({"type": asgi.SOCKET_PIECE, "size": self._unreported})
+            self._queue({"type": asgi.WEBSOCKET_PIECE, "size": self._unreported})
             self._unreported = 0
 
     def reads_whole(self) -> bool:
@@ -122,12 +116,14 @@ class LimitedWebSocketProtocol(LimitedConnection, WebSocketsSansIOProtocol):
             super().shutdown()
 
     async def send(self, message: Any) -> None:
-        if message["type"] != asgi.SOCKET_IDLE:
+        if message["type"] != asgi.WEBSOCKET_IDLE:
             await super().send(message)
+            if message["type"] == "websocket.http.response.body":
+                self.handshake_complete = True  # by a refusal; otherwise each one would be logged as an error
         elif self.queue.empty():  # else the next request has come already
             self.connections_of_listener.set_waiting(self, True)
             self._stop_idle_timer()
-            self._idle_timer = self.loop.call_later(self._limits.socket_idle_seconds, self._close, GOING_AWAY)
+            self._idle_timer = self.loop.call_later(self.limits.websocket_idle_seconds, self._close, GOING_AWAY)
 
     # websockets
 
@@ -158,7 +154,7 @@ class LimitedWebSocketProtocol(LimitedConnection, WebSocketsSansIOProtocol):
 
     def _message_ended(self) -> None:
         self._unread = self._unreported = 0
-        self._stop_pace_timer()
+        self.stop_pace()
 
     def _queue(self, message: Any) -> None:
         """Pass a message to the application, and read no more before it has taken it."""
@@ -170,25 +166,14 @@ class LimitedWebSocketProtocol(LimitedConnection, WebSocketsSansIOProtocol):
             self.transport.pause_reading()
 
     def _close(self, code: int, error: RequestError | None = None) -> None:
-        """Ask the application to close the socket. If the client broke a limit (`error`), drop what still arrives."""
-        self._queue({"type": asgi.SOCKET_CLOSING, "code": code, "error": error})
-        self._stop_pace_timer()
+        """Ask the application to close the WebSocket. If the client broke a limit (`error`), drop what still comes."""
+        self._queue({"type": asgi.WEBSOCKET_CLOSING, "code": code, "error": error})
+        self.stop_pace()
         self._stop_idle_timer()
         self.closing = error is not None
 
-    def _check_pace(self) -> None:
-        problem = None if self.reading_paused() else self._pace.problem("message")
-        if problem is not None:
-            self._close(POLICY_VIOLATION, RequestError(problem, status=408))
-        else:
-            self._start_pace_timer()
-
-    def _start_pace_timer(self) -> None:
-        self._pace_timer = self.loop.call_later(self._limits.body_window_seconds, self._check_pace)
-
-    def _stop_pace_timer(self) -> None:
-        if self._pace_timer is not None:
-            self._pace_timer.cancel()
+    def refuse_body(self, error: RequestError) -> None:
+        self._close(POLICY_VIOLATION, error)
 
     def _stop_idle_timer(self) -> None:
         if self._idle_timer is not None:

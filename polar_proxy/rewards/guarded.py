@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -14,6 +15,8 @@ from polar_proxy.rewards.log_parsers import LogParser, Verdict
 
 _REPORT_LIMIT = 8 << 20
 _SETTINGS = {"pytest.ini", ".pytest.ini", "tox.ini", "setup.cfg", "pyproject.toml", "conftest.py", "sitecustomize.py"}
+_IMPORTED_FIRST = {*sys.stdlib_module_names, "pytest", "_pytest", "py", "pluggy", "iniconfig", "packaging", "pygments"}
+"""The modules that pytest imports before the plugin. Those of the workspace take their place under ``python -m``."""
 _VARIABLES = """\
 export PYTHONPATH="$0${PYTHONPATH:+:$PYTHONPATH}" PYTEST_ADDOPTS="-p $1${PYTEST_ADDOPTS:+ $PYTEST_ADDOPTS}"
 export PYTHONDONTWRITEBYTECODE=1 PYTHONNOUSERSITE=1 PYTHONPYCACHEPREFIX="$0/bytecode"
@@ -62,7 +65,7 @@ async def run_guarded(
         events = [json.loads(line) for line in (await workspace.read(report, _REPORT_LIMIT)).splitlines()]
     except FileNotFoundError:
         # No pytest ran, or not with this plugin: suspicious only if the patch changes how pytest starts.
-        changed = any(PurePosixPath(path).name in _SETTINGS or path.endswith(".pth") for path in changed_paths)
+        changed = any(map(_changes_start, changed_paths))
         return GuardedResult(result, (), ("canary_passed",) if changed else ())
     ended = {event["ended"]: event for event in events if "ended" in event}
     complete = all(event["started"] in ended for event in events if "started" in event)
@@ -71,6 +74,12 @@ async def run_guarded(
         signs.add("canary_passed")
     failed = {test for event in ended.values() for test in event["failed"]}
     return GuardedResult(result, tuple(sorted(failed)), tuple(sorted(signs)))
+
+
+def _changes_start(path: str) -> bool:
+    """Return whether a changed file could keep the plugin from starting with pytest."""
+    top = path.partition("/")[0].removesuffix(".py")
+    return PurePosixPath(path).name in _SETTINGS or path.endswith(".pth") or top in _IMPORTED_FIRST - {"test"}
 
 
 def _plugin(report: str, changed_paths: Sequence[str]) -> str:
@@ -84,5 +93,8 @@ def _plugin(report: str, changed_paths: Sequence[str]) -> str:
         f"    guard = {guard}",
         "    def pytest_configure(config):",
         "        guard.start(config)",
+        "else:",
+        f"    with open({report!r}, 'a') as file:",
+        "        file.write('{}\\n')",
     )
     return "\n".join(lines) + "\n"

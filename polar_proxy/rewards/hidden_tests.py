@@ -34,7 +34,7 @@ from polar_proxy.rewards.base import (
     patched_workspace,
 )
 from polar_proxy.rewards.guarded import GuardedResult, run_guarded
-from polar_proxy.rewards.isolated import TestPlan, TestReport, plan_shell_command, plan_tests, run_tests
+from polar_proxy.rewards.isolated import TestPlan, TestReport, plan_pytest, plan_shell_command, plan_tests, run_tests
 from polar_proxy.rewards.log_parsers import LogParser, Verdict, get_parser, own_parsers
 from polar_proxy.types import Json
 
@@ -115,7 +115,10 @@ class HiddenTestsEvaluator(Evaluator):
 
     def _plan(self, task: EvaluatedTask) -> TestPlan | None:
         """Return how Polar's own runner runs the tests; None if only the task's command can."""
-        plan = plan_tests(task.test_command) if self.parser == "unittest" else None
+        planner = {"unittest": plan_tests, "pytest": plan_pytest, "pytest_v2": plan_pytest}.get(self.parser)
+        plan = None if planner is None else planner(task.test_command)
+        if plan is not None and self.by_value and plan.style != "unittest":
+            return None
         return replace(plan, style="values") if plan is not None and self.by_value else plan
 
     async def _run(

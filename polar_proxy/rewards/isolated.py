@@ -1,4 +1,4 @@
-"""Runs unittest tests inside an evaluation sandbox, with Polar's own test runner (`test_runner/`).
+"""Runs tests of unittest and pytest inside an evaluation sandbox, with Polar's own test runner (`test_runner/`).
 
 The report is signed with a nonce that only one process of the runner, the judge, receives. If the report is missing or
 its signature is wrong, all tests count as failed.
@@ -22,13 +22,17 @@ from polar_proxy.rewards.base import Workspace
 from polar_proxy.rewards.log_parsers import Verdict
 from polar_proxy.types import Json
 
-TestStyle = Literal["values", "unittest"]
+TestStyle = Literal["values", "unittest", "pytest"]
 _PARTS: Mapping[TestStyle, tuple[str, ...]] = {
     "values": ("links", "verdicts", "values", "judge"),
     "unittest": ("links", "verdicts", "canaries", "integrity", "children", "judge"),
+    "pytest": ("task_path", "links", "verdicts", "canaries", "integrity", "pytest_guard", "children", "judge"),
 }
 _PYTHON = re.compile(r"(?:.*/)?python(?:3(?:\.\d+)?)?")
 _QUIET_FLAGS = {"-v", "--verbose", "-q", "--quiet", "-b", "--buffer"}
+_PYTEST_FLAGS = re.compile(r"-[vqsl]+|-r\w+|-[pW]\S+|--(?:verbose|quiet|showlocals|no-header)|--[\w-]+=\S+")
+_PYTEST_OPTIONS = {"-p", "-W", "-o", "-c", "-k", "-m"}
+"""Options of pytest that take the next word."""
 _BOOTSTRAP = """\
 import sys, types
 def load(name, source):
@@ -43,13 +47,15 @@ load("polar_test_runner", "")
 
 @dataclass(frozen=True)
 class TestPlan:
-    """How the runner runs a task's tests. In the style `unittest`, each group runs in its own process."""
+    """How the runner runs a task's tests. In the styles `unittest` and `pytest`, each group runs in its own process."""
 
     __test__ = False
 
     python: str
     style: TestStyle
     groups: tuple[tuple[str, ...], ...]
+    options: tuple[str, ...] = ()
+    """Options of pytest."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +73,7 @@ class TestReport:
 def plan_tests(command: Sequence[str]) -> TestPlan | None:
     """Return the plan by which Polar's runner runs the same tests as this command, or None.
 
-    Only ``python -m unittest`` with names of modules, classes or tests has a plan; other commands are run themselves.
+    Only ``python -m unittest`` with names of modules, classes or tests has a plan; other commands are run as they are.
     """
     python, *rest = command
     if rest[:2] != ["-m", "unittest"] or not _PYTHON.fullmatch(python):
@@ -76,6 +82,28 @@ def plan_tests(command: Sequence[str]) -> TestPlan | None:
     if not names or any(not re.fullmatch(r"[\w.]+", name) for name in names):
         return None
     return TestPlan(python, "unittest", tuple((name,) for name in names))
+
+
+def plan_pytest(command: Sequence[str]) -> TestPlan | None:
+    """Return the plan by which Polar's runner runs the same tests as ``python -m pytest`` with names of files, or None.
+
+    A command with an option that is not known here has no plan, because the option may need pytest's own process."""
+    python, *rest = command
+    if rest[:2] != ["-m", "pytest"] or not _PYTHON.fullmatch(python):
+        return None
+    options: list[str] = []
+    files: dict[str, list[str]] = {}
+    words = iter(rest[2:])
+    for word in words:
+        if word in _PYTEST_OPTIONS:
+            options += [word, next(words, "")]
+        elif not word.startswith("-"):
+            files.setdefault(word.partition("::")[0], []).append(word)
+        elif _PYTEST_FLAGS.fullmatch(word):
+            options.append(word)
+        else:
+            return None
+    return TestPlan(python, "pytest", tuple(map(tuple, files.values())), tuple(options)) if files else None
 
 
 def plan_shell_command(command: str) -> TestPlan | None:
@@ -95,7 +123,7 @@ async def run_tests(
     changed_paths: Sequence[str],
     seconds: float,
 ) -> TestReport:
-    """Run the tests in the workspace, to which a patch that changes these paths was applied.
+    """Run the tests in the workspace, to which a patch that changes the files `changed_paths` was applied.
 
     Hidden Python files are imported from their text, whatever lies in the workspace."""
     nonce = secrets.token_bytes(32)
@@ -103,6 +131,7 @@ async def run_tests(
         "nonce": nonce.hex(),
         "style": plan.style,
         "groups": plan.groups,
+        "options": plan.options,
         "hidden_files": dict(hidden_files),
         "changed_paths": changed_paths,
     }

@@ -6,7 +6,7 @@ is applied. Left out, so that the evaluated workspace keeps the base commit's fi
 * a file or folder at the path of a hidden file, and a file at the path of a folder that contains one;
 * everything in the test folder (`tests`, `unit_tests`, `spec`, ...) that contains a hidden file; for a hidden Python
   file outside of such a folder, whatever Python could import instead of it (`test_x/` or `test_x.so` instead of
-  `test_x.py`), and each `conftest.py` in the folders that contain it;
+  `test_x.py`); each `conftest.py` in the folders that contain a hidden Python file;
 * Python's bytecode, and extension modules that Python would import instead of a source file in the same folder.
 """
 
@@ -63,7 +63,8 @@ def _hidden_patterns(hidden: Iterable[str]) -> Iterator[str]:
         elif path.suffix == ".py":
             module = _exact(str(path.with_suffix("")))
             yield from (module, f"{module}/*", f"{module}.*")
-            yield from (_exact(str(folder / "conftest.py")) for folder in folders)
+        if path.suffix == ".py":
+            yield from (_exact(str(folder / "conftest.py")) for folder in path.parents)
 
 
 async def _shadowing_extensions(paths: tuple[str, ...], sandboxes: SandboxFactory) -> list[str]:
@@ -77,7 +78,7 @@ async def _shadowing_extensions(paths: tuple[str, ...], sandboxes: SandboxFactor
         return []
     if len(sources) > _MOST_EXTENSIONS:
         raise PatchDoesNotApplyError(
-            f"the patch adds {len(sources)} extension modules; {_MOST_EXTENSIONS} are possible"
+            f"the patch adds {len(sources)} extension modules; at most {_MOST_EXTENSIONS} are allowed"
         )
     async with sandboxes() as workspace:
         asked = [source for names in sources.values() for source in names]

@@ -27,7 +27,7 @@ from sandboxes.tree import LINK, SandboxTree, TreeTooLarge
 
 _CHANGED_BYTES = 64 << 20
 """Limit of the sizes of all files that the agent added or changed."""
-_PATCH_BYTES = 32 << 20
+PATCH_BYTES = 32 << 20
 _IGNORE_FILE_BYTES = 1 << 20
 """A larger .gitignore file is not obeyed."""
 _ALL_IGNORE_FILES_BYTES = 16 << 20
@@ -75,9 +75,9 @@ async def save_base(sandbox: Sandbox, *, snapshot: bool) -> BaseTree:
 
 
 async def read_patch(sandbox: Sandbox, base: BaseTree) -> tuple[bytes, str | None]:
-    """End the agent's processes, and return its changes since `base` as a binary diff, and None.
+    """End the agent's processes, and return (its changes since `base` as a binary diff, None).
 
-    If the changes are too large or cannot be read, return an empty diff and the reason."""
+    If the changes are too large or cannot be read, return (an empty diff, the reason)."""
     try:
         tree = await sandbox.read_tree()
     except TreeTooLarge as error:
@@ -87,7 +87,7 @@ async def read_patch(sandbox: Sandbox, base: BaseTree) -> tuple[bytes, str | Non
     except TreeTooLarge as error:
         return b"", str(error)
     except GitOutputTooLargeError:
-        return b"", f"the patch is larger than {_PATCH_BYTES >> 20} MiB"
+        return b"", f"the patch is larger than {PATCH_BYTES >> 20} MiB"
     except CleanGitError as error:
         await _check_repository(base)
         return b"", str(error)
@@ -98,7 +98,7 @@ async def read_patch(sandbox: Sandbox, base: BaseTree) -> tuple[bytes, str | Non
 def _diff(tree: SandboxTree, base: BaseTree) -> bytes:
     """Return the changes as a binary diff. Blocking.
 
-    Raises `TreeTooLarge`, `GitOutputTooLargeError` for more than `_PATCH_BYTES`, and `CleanGitError`."""
+    Raises `TreeTooLarge`, `GitOutputTooLargeError` for more than `PATCH_BYTES`, and `CleanGitError`."""
     before = _base_files(base)
     added = [path for path in tree.entries if path not in before]
     ignored = set() if base.snapshot else _ignored(added, tree, base, before)
@@ -107,7 +107,7 @@ def _diff(tree: SandboxTree, base: BaseTree) -> bytes:
         return b""
     commands = _import_commands(base.tree, changes)
     run_clean_git("fast-import", "--quiet", "--force", repository=base.repository, stdin=commands)
-    return run_clean_git(*_DIFF, base.tree, f"{_WORK}^{{tree}}", repository=base.repository, output_limit=_PATCH_BYTES)
+    return run_clean_git(*_DIFF, base.tree, f"{_WORK}^{{tree}}", repository=base.repository, output_limit=PATCH_BYTES)
 
 
 def _base_files(base: BaseTree) -> dict[bytes, BaseFile]:
@@ -138,7 +138,7 @@ def _ignored(added: list[bytes], tree: SandboxTree, base: BaseTree, before: Mapp
 
 
 def _ignore_files(tree: SandboxTree, base: BaseTree, before: Mapping[bytes, BaseFile]) -> dict[bytes, bytes]:
-    """Return path and content of each .gitignore file that is obeyed. Raises `TreeTooLarge`."""
+    """Return path and content of each .gitignore file, except links and large files. Raises `TreeTooLarge`."""
     paths = [path for path in tree.entries if _is_ignore_file(path, tree)]
     if sum(tree.entries[path].size for path in paths) > _ALL_IGNORE_FILES_BYTES:
         raise TreeTooLarge(f"the .gitignore files have more than {_ALL_IGNORE_FILES_BYTES >> 20} MiB")
@@ -162,7 +162,9 @@ def _write_files(folder: Path, files: Mapping[bytes, bytes]) -> None:
 
 
 def _make_folders(root: bytes, path: bytes, made: set[bytes]) -> None:
-    """Make a folder below `root` and its missing parents, which may be thousands, so one by one. Add them to `made`."""
+    """Make a folder below `root` and its missing parents, and add them to `made`.
+
+    There is no recursion, because thousands of parents may be missing."""
     missing = []
     while path not in made:
         missing.append(path)

@@ -358,8 +358,9 @@ class AttemptRunner:
     # Parts of the stages
 
     async def _close_session(self, attempt: RunningAttempt, *, remote_seconds: float = _IDLE_SECONDS) -> str | None:
-        """Revoke the key and wait for calls in flight, on other gateways for `remote_seconds`; return a line about lost
-        calls."""
+        """Revoke the key and wait for calls in flight, for those on other gateways at most `remote_seconds`.
+
+        Return a line about lost calls, or None."""
         if attempt.session_id is None:
             return None
         await self.store.sessions.close(attempt.session_id)
@@ -394,7 +395,8 @@ class AttemptRunner:
         """Return how the engine failed if it, and not the agent, is to blame for the agent's failure; otherwise None.
 
         The engine is to blame if it is down, or if it failed to answer the session's last call (not counting calls that
-        the agent broke off). The agent must handle earlier failures, from which the engine recovered.
+        the agent broke off). The agent must handle earlier failures, from which the engine recovered, and it is to
+        blame for a request that fails each time while the engine answers others.
         """
         try:
             down = await self.engine.health()
@@ -405,6 +407,9 @@ class AttemptRunner:
         assert attempt.session_id is not None
         calls = [call for call in await self.store.calls.summaries(attempt.session_id) if call.status != "client_gone"]
         if calls and calls[-1].status == "upstream_error" and (calls[-1].http_status or 0) >= 500:
+            if (own := await self.gateway.failure_of_its_own(attempt.session_id)) is not None:
+                log.warning("rollout %s: the agent's last request fails each time: %s", attempt.rollout_id, own)
+                return None
             return f"the engine failed to answer the agent's last call: {calls[-1].error}"
         return None
 

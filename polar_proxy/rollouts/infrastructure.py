@@ -34,8 +34,9 @@ class UnsafeSandboxError(PolarError):
 
 @contextlib.contextmanager
 def infrastructure_errors(cause: str) -> Iterator[None]:
-    """Raise errors of sandboxes, installers and the disk in this block as InfrastructureError, but a sandbox that
-    fails its self-test as UnsafeSandboxError."""
+    """Turn errors of sandboxes, installers and the disk in this block, and timeouts, into InfrastructureError.
+
+    The error of a sandbox that fails its self-test becomes UnsafeSandboxError."""
     try:
         yield
     except SandboxLeaks as error:

@@ -119,7 +119,7 @@ async def exclude_orphaned_calls(store: Store, rollout_id: str) -> None:
 async def exclude_earlier_attempts(store: Store, rollout_id: str, session_id: str) -> None:
     """Exclude the calls of all attempts except that of `session_id`.
 
-    A last call of an earlier attempt may have been recorded after `exclude_orphaned_calls`.
+    This is necessary because the last call of an earlier attempt may be recorded after `exclude_orphaned_calls`.
     """
     for other in await store.sessions.ids_of_rollout(rollout_id):
         if other != session_id:

@@ -1,12 +1,13 @@
 """Scoring an agent's work, and telling the agent's faults from those of the task and the machine.
 
-An evaluation may end without a verdict: its sandbox died, a file could not be written, the test script left no reward.
-Then it is repeated without the agent's patch, as a control. If the control has a verdict, task and machine work, and
-the patch is at fault. The reward is then 0, because a rollout without a reward would not count in the baseline. If the
-control has no verdict either, the agent is not at fault, and there is no reward or an InfrastructureError.
+An evaluation may end without a verdict: its sandbox died, a file could not be written, the test script left no reward,
+the task's function raised an exception. Then it is repeated without the agent's patch, as a control. If the control has
+a verdict, task and machine work, and the patch is at fault. The reward is then 0, because a rollout without a reward
+would not count in the baseline. If the control has no verdict either, the agent is not at fault: the rollout gets no
+reward, or the error is raised.
 
-After an InfrastructureError, the evaluation with the patch must fail a second time before the patch is at fault. A task
-with a `python` evaluator may have no reward on purpose, so a missing reward stays missing.
+After an error, the evaluation with the patch must fail a second time before the patch is at fault. The function of a
+`python` evaluator may return no reward on purpose: if only such functions give none, the rollout gets no reward.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import asyncio
 import logging
 from dataclasses import replace
 
-from polar_proxy.rewards import EvaluationInput, SandboxFactory, Score, evaluate, scoring_seconds
+from polar_proxy.rewards import EvaluationInput, EvaluatorError, SandboxFactory, Score, evaluate, scoring_seconds
 from polar_proxy.rollouts.infrastructure import InfrastructureError, infrastructure_errors
 
 log = logging.getLogger(__name__)
@@ -25,21 +26,23 @@ _SETUP_SECONDS = 300.0
 
 
 async def score_work(work: EvaluationInput, sandboxes: SandboxFactory) -> Score:
-    """Return the score of the task's evaluators. Raises InfrastructureError if they fail without the patch as well."""
+    """Return the score of the task's evaluators.
+
+    Raises InfrastructureError or EvaluatorError if they fail without the patch as well."""
+    control = replace(work, patch=b"")
     try:
         score = await _evaluate(work, sandboxes)
-    except InfrastructureError as error:
-        if not work.patch.strip() or not await _has_verdict(replace(work, patch=b""), sandboxes):
+    except (InfrastructureError, EvaluatorError) as error:
+        if not work.patch.strip() or await _without_verdict(control, sandboxes):
             raise
         # Once more, because the machine's fault may have passed meanwhile.
         log.warning("an evaluation failed with the agent's patch and not without it: %s; evaluating once more", error)
         try:
             return await _evaluate(work, sandboxes)
-        except InfrastructureError as again:
+        except (InfrastructureError, EvaluatorError) as again:
             return Score(0.0, {"solved": False, "broke_evaluation": str(again)})
-    if score.reward is not None or not work.patch.strip() or _decides_itself(work):
-        return score
-    if not await _has_verdict(replace(work, patch=b""), sandboxes):
+    silent = _silent(work, score)
+    if not silent or not work.patch.strip() or silent <= await _without_verdict(control, sandboxes):
         return score
     return replace(score, reward=0.0, detail=_without_reward(score))
 
@@ -50,17 +53,20 @@ async def _evaluate(work: EvaluationInput, sandboxes: SandboxFactory) -> Score:
             return await evaluate(work, sandboxes)
 
 
-async def _has_verdict(work: EvaluationInput, sandboxes: SandboxFactory) -> bool:
+async def _without_verdict(work: EvaluationInput, sandboxes: SandboxFactory) -> set[int]:
+    """Evaluate the work; return the positions of the evaluators that gave no verdict (after an error: of all)."""
     try:
-        return (await _evaluate(work, sandboxes)).reward is not None
-    except InfrastructureError as error:
+        return _silent(work, await _evaluate(work, sandboxes))
+    except (InfrastructureError, EvaluatorError) as error:
         log.warning("the evaluation fails without the agent's patch as well: %s", error)
-        return False
+        return set(range(len(work.task.evaluators)))
 
 
-def _decides_itself(work: EvaluationInput) -> bool:
-    """Return whether the task has a `python` evaluator, which may return no reward on purpose."""
-    return any(evaluator.kind == "python" for evaluator in work.task.evaluators)
+def _silent(work: EvaluationInput, score: Score) -> set[int]:
+    """Return the positions of the evaluators that gave no reward, except those of the kind `python`."""
+    kinds = [evaluator.kind for evaluator in work.task.evaluators]
+    rewards = [score.reward] if len(kinds) == 1 else [part["reward"] for part in score.detail.get("parts", ())]
+    return {place for place, reward in enumerate(rewards) if reward is None and kinds[place] != "python"}
 
 
 def _without_reward(score: Score) -> dict[str, object]:

@@ -13,7 +13,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 from harness_adapters.base import HarnessError
 from polar_proxy.allowed_code import NO_CODE, AllowedCode
@@ -34,9 +34,10 @@ from polar_proxy.store.service.groups import KEEP_OVERFLOW
 from polar_proxy.store.service.jobs import JobRow, NewGroup, NewRollout
 from polar_proxy.tasks import Task, task_to_json
 from polar_proxy.types import EngineInfo, Json
-from sandboxes.base import uncancellable
+from sandboxes.base import SandboxError, SandboxKind, uncancellable
 from sandboxes.choice import choose, open_sandbox
-from sandboxes.self_test import SelfTests
+from sandboxes.docker_engine import describe_engine
+from sandboxes.self_test import SandboxLeaks, SelfTests
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +90,7 @@ class RolloutService:
             may_run=lambda request: self.engine_monitor.busy() or memory.refusal(request),
             engine_ready=lambda request: self.engine_monitor.down(),
         )
+        self._docker_runtime = limits.sandboxes.docker_runtime
         self.self_tests = SelfTests(limits.sandboxes.self_test, limits.sandboxes.docker_runtime)
         attempts = AttemptRunner(
             store,
@@ -124,6 +126,21 @@ class RolloutService:
 
     async def __aexit__(self, *exception: object) -> None:
         await self._stack.aclose()
+
+    async def test_sandbox(self, wanted: SandboxKind | Literal["auto"]) -> None:
+        """Test the kind of sandbox that rollouts get if they do not name another. Call this before the block.
+
+        If it lets something out, this service claims no rollouts. A kind that does not open now is tested before its
+        first use, as every other kind is."""
+        try:
+            kind = (await asyncio.to_thread(choose, wanted)).kind
+            await self.self_tests.require(kind)
+            if kind == "docker":
+                log.info("docker sandboxes: %s", await describe_engine(self._docker_runtime))
+        except SandboxLeaks as error:
+            self.worker.refuse(str(error))
+        except SandboxError as error:
+            log.warning("the sandbox %s is not tested at the start: %s", wanted, error)
 
     def counts(self) -> Json:
         """Return the counts of worker, stages, pool and prebuilt images, and the engine's load, for the metrics."""

@@ -68,7 +68,8 @@ def first_n_with_spread(group_size: int, rollouts: Sequence[RolloutRow]) -> str 
 def no_spread_left(group_size: int, rollouts: Sequence[RolloutRow]) -> str | None:
     """Like `first_n`, and also complete the group if at most one of its rollouts has a reward or can still get one.
 
-    Rewards can then no longer be compared. With `group_size` 1, one such rollout is enough to wait for."""
+    Rewards can then no longer be compared. With `group_size` 1 there is nothing to compare, so the group is completed
+    only if no rollout has a reward or can still get one."""
     if (complete := first_n(group_size, rollouts)) is not None:
         return complete
     possible = sum(rollout.status not in FINAL_STATUSES for rollout in rollouts) + len(_usable(rollouts))

@@ -132,6 +132,13 @@ class Worker:
         """Claim nothing new for this many seconds or until `resume`; rollouts in flight continue."""
         self.paused_until = math.inf if seconds is None else time.time() + seconds
 
+    def refuse(self, problem: str) -> None:
+        """Claim nothing until `resume`, because of this problem."""
+        if self.problem is None:
+            log.error("this worker claims no rollouts: %s", problem)
+        self.problem = problem
+        self.pause()
+
     def resume(self) -> None:
         self.paused_until = 0.0
         self.problem = None
@@ -301,10 +308,7 @@ class Worker:
 
     async def _refuse(self, claim: Claim, error: UnsafeSandboxError) -> None:
         """Claim nothing more, and queue the rollout as if this worker had not claimed it."""
-        if self.problem is None:
-            log.error("this worker claims no more rollouts: %s", error)
-        self.problem = str(error)
-        self.pause()
+        self.refuse(str(error))
         self._claimed.discard(claim.rollout_id)
         await self._store.queue.release(claim, cause="unsafe_sandbox", counts=False)
 

@@ -196,7 +196,7 @@ async def _delete_refs(sandbox: Sandbox) -> None:
 
 
 async def _delete_config_sections(sandbox: Sandbox) -> None:
-    """Delete remotes, whose addresses may contain passwords, branch tracking, and stored credentials."""
+    """Delete stored credentials, branch tracking, and remotes, because their addresses may contain passwords."""
     listing = (await git(sandbox, "config", "--local", "--name-only", "--list")).decode().splitlines()
     sections = {name.rpartition(".")[0] for name in listing}
     for section in sorted(sections):

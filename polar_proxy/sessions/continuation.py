@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Literal
@@ -48,16 +48,16 @@ from polar_proxy.sessions.marked_rendering import (
     compare_renderings,
 )
 from polar_proxy.sessions.state import AnsweredCall, PromptConfig, SessionState, reasoning_prefix
-from polar_proxy.types import CallRecord, ChatRequest, EngineRequest, Json, Message, PromptMode
+from polar_proxy.types import CallRecord, ChatRequest, EngineRequest, Json, PromptMode
 
 log = logging.getLogger(__name__)
 
 PromptReason = Literal[
+    "images",  # the conversation has images, which its token ids do not contain. Such calls are not trained
     "no_base",  # the request begins a conversation, or extends a conversation that was not recorded
     "raw_prompt",  # Completions: the client gives the whole prompt
     "tools_changed",  # the prompt's beginning changes with the tools
     "template_options_changed",  # the prompt's beginning changes with the template's options
-    "images",  # the token ids of a prompt with images do not contain the images
     "constrained",  # the request asks for a certain tool call or form of the answer (`is_constrained`)
     "base_without_tokens",  # the base was recorded without token ids (engine `openai`), or with those of a hidden call
     "stop_sequence",  # the base's answer ended at a stop sequence
@@ -81,7 +81,6 @@ PastReasoning = Literal["keep", "strip"]
 
 _CACHED_BYTES = 1 << 16
 """Bytes of a list of tools whose digest is cached."""
-_TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "thinking", "reasoning")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +100,7 @@ class PromptPlan:
 
     @property
     def constrained(self) -> bool:
-        """Whether a grammar of the engine's own constrains the answer. Known once sampling has begun."""
+        """Whether the engine, not the request, constrains the answer by a grammar. Known once sampling has begun."""
         return self.under_grammar if self.prompt is None else self.prompt.constrained
 
     @property
@@ -156,10 +155,10 @@ class PromptBuilder:
     async def _continue(
         self, request: ChatRequest, config: PromptConfig, base: Base | None, session: SessionState
     ) -> PromptPlan:
+        if any(message.has_images for message in request.messages):
+            raise _NotContinued("images")
         if base is None:
             raise _NotContinued("no_base")
-        if has_images(request.messages):
-            raise _NotContinued("images")
         if is_constrained(request, self._engine.info):
             raise _NotContinued("constrained")
         answered = session.answered_call(base) or await self._load(session, base)
@@ -290,16 +289,6 @@ def _tools_digest(tools: bytes) -> bytes:
     """Return the digest of a JSON list of tools. Cached, because agents send the same list with every call."""
     unmarked = ({key: value for key, value in tool.items() if key != "cache_control"} for tool in orjson.loads(tools))
     return _digest(b"\n".join(sorted(map(_canonical_json, unmarked))))
-
-
-def has_images(messages: Sequence[Message]) -> bool:
-    """Return whether a message's content has a part that is neither text nor reasoning, such as an image."""
-    return any(
-        part.get("type") not in _TEXT_PARTS
-        for message in messages
-        if isinstance(message.content, list)
-        for part in message.content
-    )
 
 
 def _canonical_json(value: Json) -> bytes:

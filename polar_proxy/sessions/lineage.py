@@ -184,7 +184,8 @@ def choose_parent(
 ) -> tuple[CallNode, bool]:
     """Return which of several matching calls the request extends, and whether that is certain.
 
-    `found`: the calls, each with its matching answer. `end`: the number of the request's messages up to this answer.
+    `found`: the calls, each with its matching answer. `end`: the number of the request's messages up to the end of that
+    answer.
     """
     left = list(found)
     turns = query.chain.turns

@@ -45,7 +45,7 @@ IGNORED_DIFFERENCES = (
         re.compile(
             r"<think(?:ing)?\b[^>]*>.*?</think(?:ing)?\b[^>]*>|</?think(?:ing)?\b[^>]*>"
             r"|\[THINK\].*?\[/THINK\]|\[/?THINK\]|</?seed:think>|<\|(?:START|END)_THINKING\|>"
-            r"|<\|channel>thought.*?<channel\|>|<\|think\|>",
+            r"|<\|channel>thought(?:.*?<channel\|>|\s*$)|<\|think\|>",
             re.DOTALL,
         ),
         "Templates show reasoning in the last turns only, and open or close it for the next answer only.",
@@ -270,9 +270,10 @@ def compare_fronts(base: MarkedRendering, whole: MarkedRendering, marker: Marker
     """Check that the conversation before the base's answer is still rendered as it was when this answer was sampled.
 
     `base`: the marked rendering from which the base's answer was sampled; `whole`: the marked rendering of the new
-    request. The fixed texts before the base's answer must be equal in both, apart from IGNORED_DIFFERENCES. A fixed
-    text may also end with the beginning of an answer, if the answer's first mark comes later. `opening` is the text
-    with which the template opened the base's answer: if given, `whole` need not contain it. Raises RenderingError.
+    request. The fixed texts before the base's answer must be equal in both, apart from IGNORED_DIFFERENCES. One of
+    two texts may be longer by the beginning of the answer after it, if that is before the answer's first mark.
+    `opening` is the text with which the template opened the base's answer: if given, `whole` need not contain it.
+    Raises RenderingError.
     """
     if base.answers != whole.answers[: len(base.answers)] or len(base.fixed) > len(whole.fixed) - 1:
         raise RenderingError("history_changed", "the template shows other past answers than before")

@@ -113,7 +113,7 @@ class SessionRegistry:
         return session
 
     def mark_incomplete(self, session: SessionState) -> None:
-        """Remember, until `write_pending` has marked the session, that it lost a call."""
+        """Remember that this session lost a call, until `write_pending` has marked it in the store."""
         self._pending[session.session_id] = session
         try:
             self._marks.add(OutageMark(session.session_id, session.unstored_key))

@@ -51,7 +51,7 @@ _RECENT_TEXTS = 32
 
 
 class PromptConfig(NamedTuple):
-    """Digests of the inputs of a prompt besides its messages: the tools shown and the template's options."""
+    """Digests of what a prompt is made of besides its messages: the tools that it shows and the template's options."""
 
     tools: bytes
     options: bytes
@@ -315,7 +315,7 @@ class SessionState:
     def remember_request(
         self, dialect: str, parsed: ParsedRequest, conversation: HashedConversation, size: int
     ) -> None:
-        """Keep a request for the next one. `size`: bytes of the request's messages."""
+        """Keep a request, with whose messages the next one usually begins. `size`: bytes of the request's messages."""
         self._cache.put(self.session_id, LastRequest(dialect, parsed, conversation, size))
 
     def drop_cached(self) -> None:

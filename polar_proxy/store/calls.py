@@ -229,6 +229,13 @@ class OpenCallRepository(Repository):
             query = query.where(_o.gateway != without_gateway)
         return await self._rows(OpenCall, query)
 
+    async def are_abandoned(self, session_id: str, call_ids: Collection[str]) -> bool:
+        """Return whether the session of these calls has ended without waiting for them: it is closed, and its end has
+        removed their announcements."""
+        announced = select(_o.call_id).where(_o.call_id.in_(list(call_ids))).exists()
+        closed = select(_s.session_id).where(_s.session_id == session_id, _s.closed_at.is_not(None), ~announced)
+        return bool(await self._scalars(closed))
+
     async def take(self, session_id: str) -> list[OpenCall]:
         """Delete and return the remaining announcements of a session that has ended."""
         if not await self.of_session(session_id):

@@ -213,8 +213,8 @@ class Database:
         """Write a row and commit, on a separate connection. Raises StoreError if nothing can be stored now.
 
         If a write of this process ended in the last second, nothing is written (for SQLite, only the free space is
-        checked). If the probe times out or does not get SQLite's lock, a write of this process that ended meanwhile or
-        is still running proves the same: under load, such writes have the lock most of the time.
+        checked). A probe that times out or does not get SQLite's lock raises nothing if a write of this process ended
+        meanwhile or is still running: under load, such writes have the lock most of the time.
         """
         began = time.monotonic()
         try:
@@ -238,7 +238,7 @@ class Database:
         since = self._write_lock.since
         seconds = 0.0 if since is None else time.monotonic() - since
         if seconds > _STUCK_SECONDS:
-            raise StoreError(f"A write of this process has not ended for {seconds:.0f} s")
+            raise StoreError(f"A write of this process has been running for {seconds:.0f} s")
         return True
 
     async def _probe_server(self) -> None:

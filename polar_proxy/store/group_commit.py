@@ -24,6 +24,7 @@ from polar_proxy.errors import StoreError
 from polar_proxy.offload import OffloadThread
 from polar_proxy.store import schema
 from polar_proxy.store.batch_writer import BatchWriter, concerns_any_record
+from polar_proxy.store.conversations import append_items
 from polar_proxy.store.database import Database, StoreUncertainError, StoreUnreachableError, is_unavailable
 from polar_proxy.store.encoding.serializer import CallSerializer, SerializedCalls
 from polar_proxy.types import CallRecord
@@ -159,6 +160,7 @@ class GroupCommit:
         ):
             if values:
                 connection.execute(statement, values)
+        append_items(connection, rows.conversation_items)
         if self.shared and rows.calls:
             self._settle_open_calls(connection, {str(row["call_id"]) for row in rows.calls})
         return serialized

@@ -62,7 +62,7 @@ class NameRepository(Repository):
         )
 
     async def _begins(self, name: str) -> list[RecordName]:
-        """Return up to a few records, each kind newest first, whose id or label begins with `name`."""
+        """Return the records whose id or label begins with `name`: only the few newest of each kind."""
         if not name:
             return []
         found = await self._names(_newest(_by_label.where(_s.label.startswith(name, autoescape=True))))

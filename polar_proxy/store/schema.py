@@ -198,15 +198,13 @@ leases = Table(
     Column("expires_at", Double, nullable=False),
     Column("ended_at", Double),
     Column("outcome", Text),  # acknowledged, returned, expired
-    # A group has at most one open lease, also when two servers write at the same time.
-    Index(
-        "uq_leases_group_id_open",
-        "group_id",
-        unique=True,
-        sqlite_where=text("ended_at IS NULL"),
-        postgresql_where=text("ended_at IS NULL"),
-    ),
 )
+
+OPEN_LEASE = text("ended_at IS NULL")
+open_leases = Index("uq_leases_group_id_open", leases.c.group_id, unique=True, sqlite_where=OPEN_LEASE)
+"""A group has at most one open lease, also when two servers write at the same time.
+
+The migration adds `postgresql_where`: SQLAlchemy imports PostgreSQL's dialect as soon as that is named."""
 
 callbacks = Table(
     "callbacks",  # requests to the callback URLs of jobs, sent and to be sent
@@ -346,6 +344,32 @@ completions = Table(
     Column("logprobs", LargeBinary, nullable=False),
     Column("reasoning_tokens", Integer),  # tokens up to the end of the reasoning; null: none, or not known
     _json("versions", nullable=True),  # [[first position, policy version], ...] if the version changed
+)
+
+conversations = Table(
+    "conversations",  # of the Responses API: a client keeps the items there and adds to them call by call
+    metadata,
+    Column("conversation_id", Text, primary_key=True),
+    Column("session_id", Text, ForeignKey("sessions.session_id"), nullable=False, index=True),
+    _json("metadata"),
+    Column("created_at", Double, nullable=False),
+)
+
+conversation_items = Table(
+    "conversation_items",
+    metadata,
+    Column("position", _serial, primary_key=True, autoincrement=True),  # in the order in which items were added
+    Column(
+        "conversation_id",
+        Text,
+        ForeignKey("conversations.conversation_id", ondelete="CASCADE"),
+        nullable=False,
+        index=True,
+    ),
+    Column("item_id", Text, nullable=False),
+    Column("length", Integer, nullable=False),  # bytes of `item` and `shown` as JSON
+    Column("item", LargeBinary, nullable=False),  # packed JSON, as the model reads it
+    Column("shown", LargeBinary),  # packed JSON, as the client got it; null: equal to `item`
 )
 
 rescores = Table(

@@ -50,8 +50,8 @@ _DIGIT = re.compile(r"\d")
 class SecretForm(NamedTuple):
     """A form of secrets that is recognised in text.
 
-    The pattern takes time linear in the text, whatever the text is: a text that it scans in vain is consumed by a match
-    that replaces nothing.
+    Searching takes time linear in any text. To this end a pattern also matches text that only begins like a secret,
+    if it would otherwise be scanned again; such a match is replaced by itself.
     """
 
     name: str

@@ -240,7 +240,7 @@ class ApiKeyRepository(Repository):
         return await self._row(_api_key, _select_keys.where(_k.key_hash == key_hash))
 
     async def all(self) -> list[ApiKeyRow]:
-        """Return all keys, oldest first."""
+        """Return all keys of the HTTP API, revoked ones too, oldest first."""
         return await self._rows(_api_key, _select_keys.order_by(_k.created_at, _k.key_hash))
 
     async def revoke(self, name: str) -> ApiKeyRow | None:

@@ -30,12 +30,17 @@ class RollbackOnClose(sqlite3.Connection):
 
     SQLite keeps a closed connection, with its transaction and its locks, as long as one of its statements is
     referenced, and the traceback of a cancelled task references one until the garbage collector runs.
+
+    It may be closed more than once, as any SQLite connection: a cancelled close is repeated.
     """
 
+    _closed = False
+
     def close(self) -> None:
-        if self.in_transaction:
+        if not self._closed and self.in_transaction:
             self.rollback()
         super().close()
+        self._closed = True
 
 
 def listen(engine: Engine, *, writes: bool) -> None:

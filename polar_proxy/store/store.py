@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from polar_proxy.store import migrate
 from polar_proxy.store.artifacts import ArtifactRepository, RewardRepository
+from polar_proxy.store.conversations import ConversationRepository
 from polar_proxy.store.database import Database, database_location, display_url
 from polar_proxy.store.names import NameRepository
 from polar_proxy.store.outage_marks import OutageMarks
@@ -50,6 +51,7 @@ class Store:
         # One conversation (calls, open_calls, traces, rescores: below)
         self.sessions = SessionRepository(database)
         self._flushing.push_async_callback(self.sessions.stop)
+        self.conversations = ConversationRepository(database)
         # One rollout
         self.tasks = TaskRepository(database)
         self.rollouts = RolloutRepository(database)

@@ -65,10 +65,10 @@ class TraceRepository(Repository):
     ) -> None:
         """Replace the traces and exclusions of this builder and session.
 
-        `excluded` maps the ids of calls that are in no trace to the reason; `certificates` are by trace id. Raise
-        StoreError, and change nothing, if a trace does not match its calls, from which its tokens are read back, or
-        branches from a trace that is not among `traces`. `validated`: a builder has just checked the traces against the
-        session's calls, so that check is skipped.
+        `excluded` maps the ids of calls that are in no trace to the reason; `certificates` are by trace id. The tokens
+        of a trace are not stored again, but read back from its calls. Raises StoreError, and changes nothing, if a
+        trace does not match its calls or branches from a trace that is not among `traces`. `validated`: a builder has
+        just compared the traces with their calls, so they are not compared again.
         """
         ids = {trace.trace_id for trace in traces}
         for trace in traces:

@@ -223,7 +223,10 @@ def _check_environment(environment: Environment, task: Task) -> None:
 
 
 def _check_repository(repository: GitRepository) -> None:
-    """Refuse what git on this machine would take for an option or for a command, because rows are not trusted."""
+    """Refuse a source or commit that git on this machine would take for an option or for a command.
+
+    Rows of task files are not trusted.
+    """
     source = repository.source
     if "://" in source and not _GIT_URL.fullmatch(source):
         raise BadTaskError(f"environment.repository: {source!r} is no URL with https, http, ssh, git or file")

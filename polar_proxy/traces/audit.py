@@ -4,9 +4,9 @@ Promises, each with a test:
 
 * Only sampled tokens are compared, each with the fresh log-probability of that token given all tokens before it (in a
   `tree`, the whole path). A token that cannot be compared is counted with its reason, never as a difference of 0.
-* A trace is `rejected` if a difference exceeds the tolerance, or if its log-probabilities are of another mode (raw,
-  processed) than recorded. An audit never improves the grade that the builder gave. An audit without findings withdraws
-  the rejection by an earlier audit.
+* A trace is `rejected` if a difference exceeds the tolerance, or if its log-probabilities are not of the mode (raw or
+  processed) that the record states. An audit never improves the grade that the builder gave. An audit without findings
+  withdraws the rejection by an earlier audit.
 * A sequence that is the beginning of a longer one is not scored separately.
 
 Reasons for which a token is not compared: `policy_version` (sampled by other weights than the engine has loaded),
@@ -188,9 +188,9 @@ async def audit(
 ) -> list[TraceAudit]:
     """Audit all traces of one builder and one session.
 
-    `certificates`: trace id -> stored certificate. It has the grade that the builder gave, which an earlier audit may
-    have replaced in the trace, and the engine that scored a rescored trace. Raise UsageError if a trace was sampled
-    with another model or template than the engine has, StoreError if a parent of a trace is missing.
+    `certificates`: trace id -> stored certificate. It names the engine that scored a rescored trace and, after an
+    earlier audit, the grade that the builder gave. Raise UsageError if a trace was sampled with another model or
+    template than the engine has, StoreError if a parent of a trace is missing.
     """
     by_id = {call.call_id: call for call in calls}
     stored = {trace.trace_id: (certificates or {}).get(trace.trace_id) or {} for trace in traces}
@@ -297,7 +297,7 @@ class TraceAudit:
         reference: AuditReference,
         built_grade: str,
     ) -> None:
-        """`path`: the trace's tokens after those of its parents; `fresh`: temperature -> log-probabilities of `path`
+        """`path`: the tokens of the trace's parents, then its own; `fresh`: temperature -> log-probabilities of `path`
         (float64 [n]), for temperature 1 and every `scored_temperature` of the trace."""
         self.trace_id = trace.trace_id
         self.built_grade = self.grade = built_grade
@@ -410,8 +410,8 @@ def wrong_mode(
 ) -> LogprobMode | None:
     """Return the mode of the `recorded` log-probabilities (float64 [n]) if it is clearly not `mode`, else None.
 
-    `fresh`, float64 [n]: the same tokens' log-probabilities at temperature 1. Raw values equal them. Values that do not
-    are taken for processed if recorded - fresh / T has the right sign: with the logits z and p = softmax(z), processed
+    `fresh`, float64 [n]: the same tokens' log-probabilities at temperature 1. Raw values equal them. Other values are
+    taken for processed if `recorded - fresh / T` has the right sign: with the logits z and p = softmax(z), processed
     values are log softmax(z / T) = log p / T - log sum p^(1/T), so the difference is negative for T > 1 and positive
     for T < 1. (top_p and the like make the sum smaller, which may change the sign for T > 1.)
     """

@@ -55,7 +55,7 @@ class CertificateError(PolarError):
 
 
 class CertificateModel(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
 
 class EngineIdentity(CertificateModel):

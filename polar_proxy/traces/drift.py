@@ -31,7 +31,7 @@ DriftOutcome = Literal["split", "canonical", "excluded"]
 INTENTIONAL_REASONS = frozenset(
     {
         *("no_base", "raw_prompt", "tools_changed", "template_options_changed"),
-        *("images", "constrained", "reasoning_by_template", "context_full"),
+        *("constrained", "reasoning_by_template", "context_full"),
     }
 )
 """Values of `prompt_reason` with which the prompt differs on purpose."""
@@ -247,7 +247,7 @@ def explain_drift(
 def _without(causes: tuple[DriftCause, ...], text: str, reasoning: Sequence[str]) -> str:
     """Remove from a text everything that these causes can change, so that two texts can be compared.
 
-    White space is removed for every cause except `arguments_reserialised` alone.
+    White space is removed too, unless `arguments_reserialised` is the only cause.
     """
     if "reasoning_dropped" in causes:
         text = _remove_reasoning(text, reasoning)

@@ -98,7 +98,7 @@ def off_distribution_note(call: CallRecord) -> str | None:
 
 
 class DistributionNotes:
-    """Calls `note` with the `off_distribution_note` of the calls that have one, once for each different text."""
+    """Passes the `off_distribution_note` of each call that has one to `note`, but no text twice."""
 
     def __init__(self, note: Callable[[str], None]) -> None:
         self._note = note
@@ -114,8 +114,8 @@ class DistributionNotes:
 def weights_changed(versions: Sequence[tuple[int, str | None]]) -> bool:
     """Return whether the weights changed while an answer was sampled, and it is not known at which token.
 
-    `versions`: (first position, policy version) of each run of tokens of the answer. In this case there is one run,
-    with the version "A..B": A was loaded before the answer, and B after it.
+    `versions`: (first position, policy version) of each run of tokens of the answer. If the token is not known, there
+    is one run, with the version "A..B": A was loaded before the answer, and B after it.
     """
     return len(versions) == 1 and ".." in (versions[0][1] or "")
 
@@ -142,6 +142,8 @@ def exclusion_reason(call: CallRecord) -> str | None:
         return "no_tokens"
     if not all(all_reported(choice.logprobs) for choice in call.choices):
         return "no_logprobs"
+    if call.prompt_reason == "images":
+        return "images"  # the recorded token ids do not contain the images that the answer was sampled from
     if call.sampling.get("constrained"):
         return "constrained"  # a grammar limited the sampling: the tokens were not the policy's own choice
     if call.sampling.get("hidden_call"):

@@ -4,8 +4,8 @@ For drifted calls that were joined (`rescore`), and for answers that were record
 (`rescore_calls`, `build_rescored`). Promises of the latter, each with a test:
 
 * The tokens of an answer are those that the engine's own template writes after the opening of an answer, up to and
-  including the end-of-turn token (without it if the answer was cut). An answer whose rendering is not clean, or does
-  not contain all of the answer, is left out with a reason.
+  including the end-of-turn token (without it if the answer was cut). An answer that cannot be rendered in this
+  way, or whose rendering does not contain all of it, is left out with a reason.
 * The engine that scores did not sample the text. Every trace is of the builder `rescored`, graded `approximate`, and
   names the engine that scored it and the engine that wrote the text. No other builder sees these tokens.
 
@@ -37,7 +37,6 @@ from polar_proxy.traces.grades import exclusion_reason, grade_of
 from polar_proxy.traces.validation import count_calls
 from polar_proxy.types import CallRecord, ChatRequest, Choice, Json, Logprobs, Message, TokenIds, Trace
 
-_TEXT_PARTS = {"text", "input_text", "output_text", "refusal"}
 _FINISHED = {"stop", "tool_calls", "function_call", "length"}
 
 
@@ -279,7 +278,7 @@ async def encode_answers(call: CallRecord, engine: Engine) -> list[tuple[Choice,
         raise UnusableAnswerError("raw_prompt")
     if call.sampling.get("constrained"):
         raise UnusableAnswerError("constrained")
-    if any(_has_images(message) for message in request.messages):
+    if any(message.has_images for message in request.messages):
         raise UnusableAnswerError("images")
     try:
         prompt = await engine.render(request)
@@ -323,7 +322,3 @@ def _required_pieces(answer: Message) -> list[str]:
     """
     content = answer.content if isinstance(answer.content, str) else ""
     return [(answer.reasoning or "").strip(), content.strip(), *(call.name for call in answer.tool_calls)]
-
-
-def _has_images(message: Message) -> bool:
-    return isinstance(message.content, list) and any(part.get("type") not in _TEXT_PARTS for part in message.content)

@@ -30,8 +30,9 @@ def validate(calls: Sequence[CallRecord], build: BuildResult) -> None:
     * Every call is either excluded with a reason, or each of its answers is complete in exactly one trace.
     * Each trace matches its calls. Its grade is the best one that its `grade_reasons` allow (`grades.grade_of`).
     * The tokens before an answer are exactly the prompt of its call. Exception: if `on_drift` is `canonical` or
-      `rescore`, a trace may contain drifted calls. There, an answer may follow the answer that its call continues and
-      then only the end of its prompt, from the position that `drift.find_context_start` returns.
+      `rescore`, a trace may contain drifted calls. There, the tokens before an answer may instead
+      be those up to the end of the answer that its call continues, and then the end of the call's own prompt, from
+      the position that `drift.find_context_start` returns.
     * Every drifted call has a drift event, and the event's outcome is `excluded` exactly if the call is excluded.
     """
     by_id = {call.call_id: call for call in calls}

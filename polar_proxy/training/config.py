@@ -44,7 +44,7 @@ BuilderName = Literal["merged", "per_call", "tree"]
 class LoraSettings(BaseModel):
     """`lora = {rank = 16}` in `[grpo]`: train an adapter and keep the model's weights (training/lora.py)."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     rank: int = Field(16, ge=1)
     scale: float = Field(2.0, gt=0)
@@ -59,7 +59,7 @@ class LoraSettings(BaseModel):
 class GrpoConfig(BaseModel):
     """Settings of a training run, in the file that `polar train grpo --config` names, or by `--set NAME=VALUE`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     # Rollouts
     feed: str | None = None

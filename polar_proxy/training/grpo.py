@@ -39,7 +39,8 @@ from polar_proxy.training.checkpoint import TrainerState
 from polar_proxy.training.config import GrpoConfig, changed_settings
 from polar_proxy.training.feed import GroupFeed, GroupReader, OpenLeases
 from polar_proxy.training.metrics import MetricsLog, MetricsSink, StepTimer, drop_lines_after, mean_reward
-from polar_proxy.training.model import Learner, StepStats
+from polar_proxy.training.model import Learner
+from polar_proxy.training.step_stats import StepStats
 from polar_proxy.training.weight_sync import WeightSync, probe, probe_ids
 from polar_proxy.types import Json
 

@@ -57,7 +57,7 @@ class LossInputs:
             if tensor.shape != self.logprobs.shape:
                 raise ValueError(f"expected {len(self.logprobs)} values in `{name}`, but got {tuple(tensor.shape)}")
             if not bool(torch.isfinite(tensor).all()):
-                raise ValueError(f"a trained token has no finite value in `{name}`: leave it out, or find the cause")
+                raise ValueError(f"`{name}` of a trained token is not finite: leave the token out, or find the cause")
 
 
 @dataclass(frozen=True, slots=True)

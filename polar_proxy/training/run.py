@@ -190,7 +190,8 @@ class SubmittedRollouts:
     def __init__(
         self, client: AsyncClient, config: GrpoConfig, spec: JobSpec, run_id: str, code: AllowedCode = NO_CODE
     ) -> None:
-        """`code`: the code that the task source and its rows may name in this process. The server has its own list."""
+        """`code`: the Python code to which the task source and its rows may refer in this process. The server has its
+        own list."""
         self._client, self._config, self._spec, self._run_id = client, config, spec, run_id
         self._sampler = TaskSampler(get_source(config.task, code), config)
 

@@ -5,8 +5,9 @@ After each sync engine and trainer both score a fixed prompt (the probe), and th
 * Their log-probabilities differ by at most a tolerance.
 * The engine is nearer to the trainer's current weights than to those before the sync. Small updates hide within any
   tolerance, so an engine that silently kept the old weights would pass the first check.
-* The engine is not much further from the trainer than at the first sync, compared with how far the weights moved.
-  Otherwise it loaded only a part of them.
+* The mean difference of engine and trainer is at most 4 times that of the first sync, or at most a tenth of the mean
+  change of the trainer's log-probabilities since the last sync. Otherwise the engine loaded only a part of the
+  weights.
 
 Each kind of sync with vLLM (from disk, as a LoRA adapter, from GPU to GPU by NCCL) uses vLLM's development mode: the
 server pauses, loads the weights, gets their version, and resumes. NCCL uses vLLM's own code on both sides. Source:
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 
 PROBE_TOKENS = 48
 REQUEST_SECONDS = 600.0
+"""Time-out of each request of a sync, and of the probe."""
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 REMEDIES = {
     "lora": "Start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True",
@@ -117,7 +119,10 @@ async def probe(
     Raises TrainingError if the engine does not have the trainer's weights.
     """
     try:
-        scored = np.array(await engine.score(ids))
+        async with asyncio.timeout(REQUEST_SECONDS):
+            scored = np.array(await engine.score(ids))
+    except TimeoutError:
+        raise TrainingError(f"the engine did not score the probe within {REQUEST_SECONDS:g} s after the sync") from None
     except EngineError as error:
         raise TrainingError(f"the engine cannot score the probe after the sync: {error}") from error
     gaps = np.abs(scored - np.array(logprobs))
@@ -371,7 +376,10 @@ async def request(
 
 
 def with_head(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights, a tied head also under its own name. Servers with a separate head need it; others skip it."""
+    """Return the weights; a tied output head is also listed under its own name.
+
+    Servers with a separate head need it; others skip it.
+    """
     if HEAD in weights or EMBEDDING not in weights:
         return dict(weights)
     return {**weights, HEAD: weights[EMBEDDING]}

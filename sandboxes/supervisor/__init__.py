@@ -62,7 +62,10 @@ class Channel:
         return bool(data)
 
     def next(self) -> tuple[dict[str, Any], list[int]] | None:
-        """Return the next whole message, or None. The caller must close the descriptors."""
+        """Return the next message and the descriptors sent with it, or None if it has not arrived completely.
+
+        The caller must close the descriptors.
+        """
         if len(self._buffer) < HEADER.size:
             return None
         length, count = HEADER.unpack_from(self._buffer)

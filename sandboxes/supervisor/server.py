@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import select
 import selectors
 import signal
 import socket
@@ -26,9 +27,10 @@ class Supervisor:
         self.identity = Identity()
         self.init = 0
         self.init_fds: tuple[int, int] | None = None
-        self.killed: list[
-            int
-        ] = []  # commands whose shim ended without a report, kept until it is known whether init is alive
+        self.first = -1  # pidfd of the sandbox's first process: readable when all processes inside have ended
+        # Commands whose shim ended without a report, kept until it is known whether init is alive.
+        self.killed: list[int] = []
+        self.ended = False
 
     def start(self, config: dict[str, Any]) -> None:
         """Open the control groups, start bwrap if requested, and enter its namespaces."""
@@ -65,8 +67,7 @@ class Supervisor:
         self.init = os.fork()
         if self.init == 0:
             try:
-                for fd in self.cgroups:
-                    os.write(fd, b"0")
+                # Not in the control groups: when programs fill their memory, the kernel could kill it instead of them.
                 os.dup2(stdin_read, 0)
                 os.dup2(stdout_write, 1)
                 options = os.memfd_create("options", 0)  # not on the command line, which programs inside could read
@@ -80,10 +81,12 @@ class Supervisor:
             os.close(fd)
         os.write(stdin_write, b"\n")
         if os.read(stdout_read, 1) != b"\n":
-            raise OSError(f"bwrap did not start the sandbox (see above); wait status {os.waitpid(self.init, 0)[1]}")
+            status, self.init = os.waitpid(self.init, 0)[1], 0
+            raise OSError(f"bwrap did not start the sandbox (see above); wait status {status}")
         with os.fdopen(info_read, "rb") as info:
             pid = int(json.loads(info.read())["child-pid"])
         self.init_fds = (stdin_write, stdout_read)
+        self.first = os.pidfd_open(pid)
         self.selector.register(stdout_read, selectors.EVENT_READ)
         return pid
 
@@ -97,12 +100,20 @@ class Supervisor:
                     while (request := self.control.next()) is not None:
                         self.handle(*request)
                 elif self.init_fds and key.fd == self.init_fds[1]:
-                    if not os.read(key.fd, 4096):
-                        return  # init ended, and all other processes inside with it
+                    if not os.read(key.fd, 4096):  # init ended, and all other processes inside with it
+                        status, self.init = os.waitpid(self.init, 0)[1], 0
+                        # bwrap ends by itself only after its child; killed from outside, it has no exit status.
+                        if self.programs_can_resist and os.WIFEXITED(status):
+                            self.end_by_programs()
+                        return
                     while self.killed:  # init answers, so only the shims of these commands were killed
                         self.control.send({"id": self.killed.pop(0), "gone": True})
                 else:
                     self.read_status(key.fd)
+                    if self.killed and self.programs_can_resist:
+                        self.end_by_programs()
+                if self.ended:
+                    return
 
     def handle(self, message: dict[str, Any], fds: list[int]) -> None:
         reply: dict[str, Any] = {"id": message["id"]}
@@ -115,6 +126,10 @@ class Supervisor:
                 self.kill(message["target"])
             elif message["op"] == "running":
                 reply["running"] = len(self.shims)
+            elif message["op"] == "end":
+                if self.programs_can_resist:
+                    self.end_by_programs()
+                reply["ended"] = self.ended
             elif message["op"] == "open":
                 with self.identity.files():
                     out.append(open_file(message))
@@ -172,7 +187,7 @@ class Supervisor:
             del self.shims[fd]
             os.waitpid(pid, 0)
             if ident not in self.reported and self.init_fds:
-                # The shim was killed from inside, usually with init. Init's echo, or its end, shows if init is alive.
+                # The shim was killed, usually with init. Init's echo, or its end, shows if init is alive.
                 self.killed.append(ident)
                 try:
                     os.write(self.init_fds[0], b"\n")
@@ -182,19 +197,36 @@ class Supervisor:
                 self.reported.discard(ident)
                 self.control.send({"id": ident, "gone": True})
 
+    @property
+    def programs_can_resist(self) -> bool:
+        """Whether programs inside run as the user of the processes that end them, as in bubblewrap without root."""
+        return self.init_fds is not None and self.identity.uid is None
+
+    def end_by_programs(self) -> None:
+        """End everything inside, and report to the owner that programs inside made the sandbox end.
+
+        The commands that are running count as killed."""
+        running = [*self.killed, *(ident for ident, _, _ in self.shims.values())]
+        self.end()
+        self.ended = True
+        self.control.send({"id": 0, "ended_by_programs": True})
+        for ident in running:
+            self.control.send({"id": ident, "gone": True})
+
     def end(self) -> None:
-        """Kill bwrap, which ends its process namespace, and order every shim to kill its process tree; wait for
-        both."""
+        """Kill bwrap, which ends its process namespace, and order every shim to kill its process tree; wait until all
+        processes inside have ended."""
         if self.init:
             send_signal(self.init, signal.SIGKILL)
         self.kill(None)
         for _ident, pid, _text in self.shims.values():
             os.waitpid(pid, 0)
+        self.shims.clear()
         if self.init:
-            try:
-                os.waitpid(self.init, 0)
-            except ChildProcessError:
-                return
+            os.waitpid(self.init, 0)
+            self.init = 0
+        if self.first >= 0:
+            select.select([self.first], [], [])
 
 
 def open_file(message: dict[str, Any]) -> int:

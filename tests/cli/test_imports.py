@@ -22,7 +22,9 @@ STORE = {"sqlalchemy", "polar_proxy.store"}
 CLIENT = {"httpx", "polar_proxy.client"}
 TOKENS = {"numpy", "zstandard", "polar_proxy.sequences"}
 SETTINGS = {"pydantic", "pydantic_settings", "polar_proxy.config"}
-READING = MODELS | SERVER | AGENTS | CLIENT | {"alembic"}
+READING = (
+    MODELS | SERVER | AGENTS | CLIENT | {"alembic", "sqlalchemy.dialects.postgresql", "polar_proxy.training.metrics"}
+)
 """Modules that a verb which reads the database does not need."""
 
 PROGRAM = """
@@ -60,7 +62,9 @@ def imported(*arguments: str) -> set[str]:
         (["status"], READING),
         (["status", "JOB"], READING),
         (["results", "JOB"], READING),
-        (["train", "list"], MODELS),
+        (["train", "list"], READING | TOKENS),
+        (["export", "--format", "tokens-jsonl"], READING),
+        (["connect"], MODELS | SERVER | STORE | CLIENT | TOKENS),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "imports",
 )

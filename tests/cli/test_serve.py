@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +18,29 @@ import pytest
 
 from tests.cli.process import POLAR, environment
 from tests.cli.runner import polar_json, polar_ok
+from tests.rewards.conftest import needs
 
 pytestmark = pytest.mark.slow
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "say [bold]hi[/]"}]}
 
 
+Serving = tuple[subprocess.Popen[str], dict[str, Any]]
+"""The running process and the JSON document that it printed when it was ready."""
+
+
 @pytest.fixture
-def serving(polar_home: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
-    """The running process and the JSON document that it printed when it was ready."""
+def serving(polar_home: Path, tmp_path: Path) -> Iterator[Serving]:
+    with serve(tmp_path) as running:
+        yield running
+
+
+@contextmanager
+def serve(folder: Path, *options: str) -> Iterator[Serving]:
     with subprocess.Popen(
-        [POLAR, "serve", "--engine", "scripted", "--port", "0", "--json"],
+        [POLAR, "serve", "--engine", "scripted", "--port", "0", "--json", *options],
         env=environment(),
-        cwd=tmp_path,
+        cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -45,9 +57,7 @@ def serving(polar_home: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen
             process.kill()
 
 
-def test_serves_until_interrupted_and_records_calls(
-    serving: tuple[subprocess.Popen[str], dict[str, Any]], polar_home: Path, tmp_path: Path
-) -> None:
+def test_serves_until_interrupted_and_records_calls(serving: Serving, polar_home: Path, tmp_path: Path) -> None:
     process, ready = serving
     assert ready["model"] == "scripted-model"
     assert ready["open"] is True
@@ -74,6 +84,30 @@ def test_serves_until_interrupted_and_records_calls(
     row = orjson.loads((tmp_path / "rows.jsonl").read_bytes())
     assert row["prompt_ids"] == call["prompt_ids"]
     assert row["response_ids"] == call["choices"][0]["token_ids"]
+
+
+@pytest.mark.parametrize("kind", [needs("bubblewrap")])
+def test_starts_no_work_in_a_sandbox_that_leaks(
+    kind: str, polar_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sandbox is tested when the server starts, before there is any rollout."""
+    (tmp_path / "bin").mkdir()
+    sharing = tmp_path / "bin" / "bwrap"  # a bwrap that keeps the host's network
+    sharing.write_text(
+        f'#!/bin/sh\nfor o; do shift; [ "$o" != -- ] || set -- "$@" --share-net; set -- "$@" "$o"; done\n'
+        f'exec {shutil.which("bwrap")} "$@"\n'
+    )
+    sharing.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{sharing.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("POLAR_RUN__SANDBOX", kind)
+    with serve(tmp_path, "--rollout-workers", "1") as (process, ready):
+        admin = {"authorization": f"Bearer {Path(ready['api_key_file']).read_text().strip()}"}
+        state = httpx.get(ready["url"] + "/api/v1/service", headers=admin, timeout=60).json()
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=120)
+    assert state["state"] == "paused"
+    assert "the host's loopback interface answers" in state["problem"]
+    assert "this worker claims no rollouts: The bubblewrap sandbox fails its self-test" in stderr
 
 
 def check_api_keys(ready: dict[str, Any], polar_home: Path) -> None:

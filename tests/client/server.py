@@ -28,12 +28,14 @@ class PolarServer:
 
 
 @contextlib.contextmanager
-def polar_serve(home: Path, *arguments: str) -> Iterator[PolarServer]:
+def polar_serve(home: Path, *arguments: str, workers: bool = True) -> Iterator[PolarServer]:
     """`home`: the folder that POLAR_HOME and POLAR_DB name already."""
     env = environment() | {"POLAR_RUN__HARNESS": "tests.fakes.tiny_agent:TinyAgent", "POLAR_RUN__SANDBOX": "process"}
     env["POLAR_ALLOWED_CODE"] = json.dumps(sorted(TINY_AGENTS))
     env["POLAR_API__FOLDERS"] = json.dumps([tempfile.gettempdir()])  # where tests keep their files
-    command = [POLAR, "serve", "--rollout-workers", "2", "--engine", ENGINE, "--port", "0", "--json", *arguments]
+    command = [POLAR, "serve", "--engine", ENGINE, "--port", "0", "--json", *arguments]
+    if workers:
+        command += ["--rollout-workers", "2"]
     home.mkdir(parents=True, exist_ok=True)
     log = home / "serve.log"
     with (

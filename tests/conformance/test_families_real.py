@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 
+from benchmarks._families.agents import run_agents
+from benchmarks._families.families import load_families
 from benchmarks._families.real import run_families
 from benchmarks._families.served_families import SERVED
+from harness_adapters.base import get_adapter
 from tests.engines.vllm_environment import vllm_python
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
 
-FAMILIES = ("Qwen3.5", "MiniMax-M2", "Granite-4")
-"""Several of vLLM's parsers fit each of them. The first two reason and write calls as XML, the last writes JSON."""
+FAMILIES = ("Qwen3.5", "Granite-4")
+"""Several of vLLM's parsers fit each of them. The first reasons and writes calls as XML, the other writes JSON."""
 
 
 async def test_every_call_is_continued_and_read_as_the_chat_route_reads_it() -> None:
@@ -25,3 +31,21 @@ async def test_every_call_is_continued_and_read_as_the_chat_route_reads_it() -> 
             assert (session.continued, session.read, session.misread, session.splits) == (10, 11, 0, 0), result
             assert session.largest is not None
             assert session.largest < 1e-3, result
+
+
+async def test_real_agents_on_qwen35_never_drift_in_continue_mode() -> None:
+    vllm_python()
+    (served,) = [family for family in SERVED if family.name == "Qwen3.5"]
+    (family,) = [family for family in load_families() if family.name == served.template]
+    cache = Path(os.environ.get("POLAR_CACHE_DIR") or Path("~/.polar/harnesses").expanduser())
+    adapters = [get_adapter(name) for name in ("codex", "pi", "mini-swe-agent")]
+    if not all(adapter.is_installed(cache) for adapter in adapters):
+        pytest.skip("codex, pi and mini-swe-agent are not installed: `polar harness install`")
+    rows = [row async for row, _ in run_agents(served, family, adapters, cache)]
+    assert {row.harness: row.fault for row in rows if row.fault} == {}
+    assert all(row.adds_up for row in rows)
+    continued = [row for row in rows if row.mode == "continue"]
+    assert len(continued) == 3
+    assert {row.harness: row.causes for row in continued if row.drifted} == {}
+    assert all(row.continued >= 5 for row in continued)
+    assert all(row.largest is not None and row.largest < 1e-3 for row in continued)

@@ -16,7 +16,6 @@ from polar_proxy.conformance.report import FIDELITY
 from polar_proxy.conformance.runner import ScenarioRunner
 from polar_proxy.engines.base import Engine
 from polar_proxy.engines.scripted import INFO, ScriptedEngine, ScriptedReply
-from polar_proxy.errors import EngineError
 from polar_proxy.store import Store
 from polar_proxy.types import ChatRequest, Message, PromptMode, Sampling
 from tests.conformance.small_agent import ReserialisingAgent, SmallAgent
@@ -142,15 +141,6 @@ async def test_vllm_samples_forced_tokens_with_the_models_own_logprobs(forced_ur
 
 
 @pytest.mark.full
-@pytest.mark.timeout(900)
-async def test_rejects_a_server_without_the_plugin(tmp_path: Path) -> None:
-    for url in real.serve(real.POLAR_TINY):
-        with pytest.raises(EngineError, match="--logits-processors polar_forced_tokens"):
-            async with ForcedVllmEngine(url):
-                pass
-
-
-@pytest.mark.full
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("template", TEMPLATES)
 async def test_real_agents_drift_in_render_mode_and_never_in_continue_mode(forced_url: str, template: str) -> None:
@@ -161,11 +151,9 @@ async def test_real_agents_drift_in_render_mode_and_never_in_continue_mode(force
         pytest.skip(
             "no harness is installed: `make test-full` installs them in its other tests, or `polar harness install`"
         )
-    jobs = [
-        FidelityJob(adapter, adapter.install(cache), template, mode)
-        for adapter in installed
-        for mode in ("continue", "render")
-    ]
+    # The runs in render mode show that there is drift to prevent. One template is enough for that.
+    modes: tuple[PromptMode, ...] = ("continue", "render") if template == "keeps" else ("continue",)
+    jobs = [FidelityJob(adapter, adapter.install(cache), template, mode) for adapter in installed for mode in modes]
 
     def engine(name: str) -> Engine:
         path = TEMPLATES[name]

@@ -149,7 +149,7 @@ WRONG: list[tuple[Json, str]] = [
     ({"tool_choice": "required"}, "tool_choice"),
     ({"background": True, "store": False}, "background"),
     ({"background": True, "stream": True}, "stream"),
-    ({"conversation": "conv_1"}, "conversation"),
+    ({"conversation": "conv_1", "store": False}, "store"),
     ({"prompt": {"id": "pmpt_1"}}, "prompt"),
     ({"chat_template_kwargs": []}, "chat_template_kwargs"),
 ]

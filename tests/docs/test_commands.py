@@ -1,7 +1,8 @@
-"""Every shell command of README.md and docs/guide runs as it is printed.
+"""Every shell command of the documentation runs as it is printed.
 
 Placeholders are replaced by the ids of a recorded run, and addresses of servers by those that the test starts.
-`RUN_ELSEWHERE` names the commands that need another program, and the test that runs each of them.
+`RUN_ELSEWHERE` names the commands that need another program, and the test that runs each of them; `RUN_BY_HAND` those
+that no test runs, and why. tests/docs/test_quick_commands.py runs the ones that are quick in `make test`, too.
 """
 
 from __future__ import annotations
@@ -23,13 +24,10 @@ from typing import TypeVar
 
 import pytest
 
+from tests.docs.blocks import COMMANDS, ROOT, DocumentedCommand, is_script, of_language
 from tests.fakes.llama_server import FakeLlama
 from tests.fakes.vllm_server import FakeVllm
 
-pytestmark = pytest.mark.full
-
-ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "guide").glob("*.md"))]
 BIN = Path(sys.executable).parent
 ENGINE_URL = "http://127.0.0.1:8000"
 LLAMA_URL = "http://127.0.0.1:8080"
@@ -38,7 +36,6 @@ Fake = TypeVar("Fake", FakeVllm, FakeLlama)
 
 RUN_ELSEWHERE = {
     "make ": ".ci/run",
-    "docker ": "tests/test_image.py",
     "polar run swe-task --harness codex": "tests/harness_adapters/test_npm_real.py",
     "polar run swe-task --sandbox docker": "tests/rollouts/test_run.py",
     "polar doctor drift --harness codex": "tests/cli/test_doctor.py",
@@ -54,39 +51,28 @@ RUN_ELSEWHERE = {
     "polar train grpo --engine vllm": "tests/training/test_weight_sync_vllm.py",
     "polar train grpo --feed": "tests/training/test_http_feed.py",
     "polar train adapter": "tests/training/test_lora.py",
+    "python examples/trainer_over_http/train.py": "tests/training/test_http_feed.py",
+    "export ": "tests/docs/test_quick_commands.py",
 }
+RUN_BY_HAND = {
+    "python benchmarks/": "a campaign takes hours",
+    ". .venv/bin/activate": "changes the user's shell only",
+    "examples/tiny_policy/make.sh": "records and trains for an hour",
+    "PYTHONPATH=. python -m examples.tiny_policy.evaluate": "needs the result of make.sh",
+}
+"""Reason by the beginning of the command."""
 
 
-@dataclass(frozen=True)
-class DocumentedCommand:
-    page: str
-    text: str
-
-    @property
-    def run_by(self) -> str | None:
-        """The test that runs this command, if it is not this one."""
-        return next((test for start, test in RUN_ELSEWHERE.items() if self.text.startswith(start)), None)
+def run_by(command: DocumentedCommand) -> str | None:
+    """Return the test that runs a command, if it is not this one."""
+    return next((test for start, test in RUN_ELSEWHERE.items() if command.text.startswith(start)), None)
 
 
-def shell_blocks(page: Path) -> list[str]:
-    return re.findall(r"^```sh\n(.*?)^```$", page.read_text(), re.M | re.S)
+def by_hand(command: DocumentedCommand) -> bool:
+    return run_by(command) is None and command.text.startswith(tuple(RUN_BY_HAND))
 
 
-def documented_commands() -> list[DocumentedCommand]:
-    found = []
-    for page in PAGES:
-        for block in shell_blocks(page):
-            if "api()" in block:
-                continue  # one script, run as a whole by test_http_examples
-            for line in block.splitlines():
-                text = re.sub(r"(^|\s)#.*", "", line).strip()
-                if text and not text.startswith("export "):
-                    found.append(DocumentedCommand(page.name, text))
-    return list(dict.fromkeys(found))
-
-
-COMMANDS = documented_commands()
-HERE = [command for command in COMMANDS if command.run_by is None]
+HERE = [command for command in COMMANDS if run_by(command) is None and not by_hand(command)]
 
 
 def in_thread(fake: Fake) -> Iterator[Fake]:
@@ -201,13 +187,14 @@ def as_run(command: str, workspace: Workspace, fake_vllm: FakeVllm, fake_llama: 
     return text
 
 
-@pytest.mark.parametrize("command", HERE, ids=lambda command: f"{command.page}: {command.text}")
+@pytest.mark.full
+@pytest.mark.parametrize("command", HERE, ids=str)
 def test_command_runs(
     command: DocumentedCommand, workspace: Workspace, fake_vllm: FakeVllm, fake_llama: FakeLlama
 ) -> None:
     text = as_run(command.text, workspace, fake_vllm, fake_llama)
     if text.startswith("polar serve"):
-        with workspace.server(text) as url:
+        with workspace.server(text.removesuffix(" &")) as url:
             assert url.startswith("http://")
         return
     if "polar connect" in text:
@@ -222,17 +209,26 @@ def test_command_runs(
     assert done.returncode == 0, f"{text}\n{done.stdout}\n{done.stderr}"
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if c.run_by], ids=lambda command: command.text)
-def test_other_commands_have_a_test_of_their_own(command: DocumentedCommand) -> None:
-    assert command.run_by is not None
-    assert (ROOT / command.run_by).exists()
+@pytest.mark.parametrize("start", RUN_ELSEWHERE)
+def test_commands_run_elsewhere_are_documented_and_tested(start: str) -> None:
+    assert [command for command in COMMANDS if command.text.startswith(start)] != []
+    assert (ROOT / RUN_ELSEWHERE[start]).exists()
 
 
+@pytest.mark.parametrize("start", RUN_BY_HAND)
+def test_commands_run_by_hand_are_documented_and_name_existing_programs(start: str) -> None:
+    commands = [command.text for command in COMMANDS if by_hand(command) and command.text.startswith(start)]
+    assert commands != []
+    for program in re.findall(r"(?:benchmarks|examples)/\S+\.(?:py|sh)", " ".join(commands)):
+        assert (ROOT / program).exists()
+
+
+@pytest.mark.full
 @pytest.mark.skipif(not (shutil.which("curl") and shutil.which("jq")), reason="apt-get install curl jq")
 def test_http_examples(workspace: Workspace) -> None:
-    (page,) = [page for page in PAGES if page.name == "rollouts.md"]
-    (script,) = [block for block in shell_blocks(page) if "api()" in block]
-    (python,) = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.M | re.S)
+    page = "docs/guide/rollouts.md"
+    (script,) = [block.text for block in of_language("sh") if block.page == page and is_script(block)]
+    (python,) = [block.text for block in of_language("python") if block.page == page]
     with workspace.server("polar serve --rollout-workers 2") as url:
         done = workspace.shell(script.replace("http://127.0.0.1:8399", url))
         assert done.returncode == 0, done.stderr

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -212,3 +214,17 @@ def test_implied_reasoning_needs_no_tag(mode: Reasoning, size: int) -> None:
     assert read("never ended <tool") == ("never ended <tool", "", 0)
     ends = mode == "implied_call"
     assert read("hm" + GOOD) == (("hm", "", 1) if ends else ("hm" + GOOD, "", 0))
+
+
+def test_a_parser_is_freed_with_its_last_reference() -> None:
+    """Each call has a parser: reference cycles would wait for the garbage collector."""
+    gc.collect()
+    gc.disable()
+    try:
+        parser = HermesParser(tools=True, reasoning="tags")
+        parser.parse(SampleEvent(text=f"{THINK}why{END_THINK}I look.", finish_reason="stop"))
+        freed = weakref.ref(parser)
+        del parser
+        assert freed() is None
+    finally:
+        gc.enable()

@@ -185,6 +185,28 @@ async def test_cancelling_a_request_closes_the_connection(begun: bool) -> None:
         await server.left.wait()
 
 
+@pytest.mark.parametrize("turns", range(8))
+async def test_a_loop_of_requests_ends_when_it_is_cancelled(turns: int) -> None:
+    """Also when an answer arrives in the same moment: the owner of such a loop waits for its end."""
+    async with serving(*[[OK]] * 100) as (server, _):
+        client = OpenAIClient(server.url)
+        client.opened = True
+
+        async def ask_forever() -> None:
+            while True:
+                await client.read(await client.send("GET", "/health"))
+
+        loop = asyncio.create_task(ask_forever())
+        while server.sent < 2 * len(OK):
+            await asyncio.sleep(0)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        loop.cancel()
+        assert (await asyncio.wait([loop], timeout=10))[0]
+        loop.cancel()
+        client.close()
+
+
 async def test_slow_reader_slows_the_server_down() -> None:
     size = 64 << 20
     piece = bytes(1 << 20)

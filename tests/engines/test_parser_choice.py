@@ -5,11 +5,16 @@ The server and the parsers are scripted, except in the last test, which has vLLM
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from benchmarks._families.families import Family
+from benchmarks._families.real import save_model
+from benchmarks._families.template_engine import TemplateEngine
 from polar_proxy.engines.base import CannotContinueError
 from polar_proxy.engines.chat_template import ModelFiles
 from polar_proxy.engines.factory import POLAR_TINY
@@ -93,6 +98,39 @@ async def test_parsers_are_named_if_the_server_never_shows_a_difference() -> Non
     assert process.rounds == 4
 
 
+class ManyParsers(ScriptedParsers):
+    """The server's answers rule out one pair of parsers at a time."""
+
+    pairs: tuple[Parsers, ...] = (RIGHT, ALIKE, *((f"xml{number}", None) for number in range(2, 9)))
+
+    async def match(
+        self, request: Json, samples: Sequence[Json], parsers: Sequence[Parsers] | None = None
+    ) -> list[Parsers]:
+        return list(self.pairs if parsers is None else parsers[:-1])
+
+    async def distinguish(
+        self, request: Json, prompts: Sequence[Sequence[int]], answers: Json, parsers: Sequence[Parsers], seed: int
+    ) -> list[tuple[int, list[int]]]:
+        self.rounds += 1
+        return [(1, self._telling)] if len(parsers) > 2 else []
+
+
+async def test_the_server_is_asked_as_long_as_its_answers_rule_out_parsers() -> None:
+    process = ManyParsers(telling=TELLING)
+    assert await chosen(process) == RIGHT
+    assert process.rounds == len(process.pairs) - 1
+
+
+async def test_no_parsers_are_chosen_if_no_call_in_the_models_form_was_sampled() -> None:
+    """All of them may read the texts without calls alike."""
+    async with FakeVllm(limits=frozenset({"other_form", "no_choice"})) as fake, VllmEngine(fake.url) as engine:
+        process = ScriptedParsers(telling=TELLING)
+        with pytest.raises(CannotContinueError, match=r"made to sample a tool call.*engine\.vllm_parsers"):
+            await ParserProofs(engine.client, end=END, tools=True, process=process).prove({})
+        named = ParserProofs(engine.client, end=END, tools=True, process=process, parsers=RIGHT)
+        assert (await named.prove({})).parsers == RIGHT
+
+
 async def test_given_parsers_are_not_compared_with_others() -> None:
     process = ScriptedParsers(telling=TELLING)
     assert await chosen(process, OTHER) == OTHER
@@ -108,6 +146,26 @@ async def test_knows_whether_the_chat_route_samples_under_a_grammar_of_the_parse
         assert await proofs.constrains(asked)
         assert not await proofs.constrains(replace(asked, tools=()))
         assert not await proofs.constrains(replace(asked, template_kwargs={"enable_thinking": False}))
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+async def test_real_parsers_are_matched_in_the_chunks_of_the_servers_stream(tmp_path: Path) -> None:
+    """vLLM's parser for Llama 3 loses a call that comes in one piece, as its chat route does then."""
+    renderer = TemplateEngine(Family("llama", "<|python_tag|>{{ messages[0].content }}", ("<|eot_id|>",), ""))
+    await asyncio.to_thread(save_model, tmp_path, renderer)
+    request = parser_request("m", ChatRequest("", (), tools=(TOOL,)))
+    ids = [*renderer.encode_text('{"name": "look", "parameters": {"path": "a"}}'), renderer.stop_ids[0]]
+    called = {"calls": [["look", '{"path": "a"}']], "finish": "tool_calls"}
+    lost = {"calls": [], "finish": "stop"}
+    async with ParserProcess(vllm_python(), str(tmp_path)) as process:
+
+        async def fits(chunks: list[int], read: Json) -> bool:
+            answer = {"prompt": [1], "ids": ids, "raw_finish": "stop", "own": True, "text": "", "reasoning": ""}
+            return bool(await process.match(request, [{**answer, **read, "chunks": chunks}], [("llama3_json", None)]))
+
+        assert [await fits([1] * len(ids), read) for read in (called, lost)] == [True, False]
+        assert [await fits([len(ids)], read) for read in (called, lost)] == [False, True]
 
 
 @pytest.mark.full

@@ -22,6 +22,7 @@ import pytest_asyncio
 import torch
 from transformers import AutoModelForCausalLM
 
+from polar_proxy.conformance.forced_vllm import ForcedVllmEngine
 from polar_proxy.engines.factory import POLAR_TINY
 from polar_proxy.engines.vllm import VllmEngine
 from polar_proxy.errors import EngineError, RequestError
@@ -186,10 +187,23 @@ async def test_unknown_model_error_names_it(url: str) -> None:
             pass
 
 
+async def test_fidelity_needs_a_server_with_its_plugin(url: str) -> None:
+    with pytest.raises(EngineError, match="--logits-processors polar_forced_tokens"):
+        async with ForcedVllmEngine(url):
+            pass
+
+
 async def test_request_error_keeps_vllms_text(engine: VllmEngine) -> None:
     with pytest.raises(RequestError) as caught:
         await run(engine, chat(sampling=Sampling(temperature=-1.0)))
     assert (caught.value.status, caught.value.param) == (400, "temperature")
+
+
+async def test_a_model_that_reads_text_refuses_images(engine: VllmEngine) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
+    with pytest.raises(RequestError, match="not a multimodal model") as caught:
+        await run(engine, replace(chat(), messages=(Message("user", [image]),)))
+    assert caught.value.status == 400
 
 
 async def test_measures_the_processed_mode(served_dir: Path) -> None:

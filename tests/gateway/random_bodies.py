@@ -229,13 +229,21 @@ ROUTES: dict[str, Route] = {
     ),
 }
 
-_STORED_QUERIES = (
+STORED_ROUTES: dict[str, Route] = {
+    "": Route("", {}, (), _openai_error, "output", recorded=False),
+    "/input_items": Route("/input_items", {}, (), _openai_error, "data", recorded=False),
+    "/cancel": Route("/cancel", {}, (), _openai_error, "output", recorded=False),
+}
+"""The routes below `/v1/responses/{id}`, by the end of their path. A deleted response is answered with `DELETED`."""
+DELETED = Route("", {}, (), _openai_error, "deleted", recorded=False)
+STRANGE_RESPONSES = ("resp_0", "%00", "%F0%9F%98", "x" * 300)
+STORED_QUERIES = (
     *("", "?stream=true", "?stream=true&starting_after=3", "?stream=1", "?starting_after=x", "?limit=1&order=asc"),
     *("?after=in_1_1", "?include[]=reasoning.encrypted_content", "?include=x", "?limit=999999999999&order=%00"),
 )
 
 
-def _referring(rng: random.Random, response: str) -> Json:
+def referring(rng: random.Random, response: str) -> Json:
     """Return a body that refers to a response, or to items that it may have."""
     if rng.random() < 0.5:
         return {"model": "m", "input": "x", "previous_response_id": response}
@@ -436,15 +444,15 @@ async def send_random_bodies(gateway: Gateway, store: Store, count: int, seed: i
                 name, body = names[place % len(names)], bodies[place]
                 own = random.Random(place)  # bodies must not depend on the order of the answers
                 if name == "responses" and responses and own.random() < 0.1:
-                    body = json.dumps(_referring(own, own.choice(responses))).encode()
+                    body = json.dumps(referring(own, own.choice(responses))).encode()
                 await ask(name, body, own.randrange(4))
                 if responses and own.random() < 0.1:
                     await use_stored(own, own.choice(responses))
 
         async def use_stored(own: random.Random, response: str) -> None:
             """Send a request to a route of stored responses, perhaps with the key of another session."""
-            name = own.choice([response, response, response, "resp_0", "%00", "%F0%9F%98", "x" * 300])
-            path = f"/v1/responses/{name}{own.choice(['', '', '/input_items', '/cancel'])}{own.choice(_STORED_QUERIES)}"
+            name = own.choice([response, response, response, *STRANGE_RESPONSES])
+            path = f"/v1/responses/{name}{own.choice(['', *STORED_ROUTES])}{own.choice(STORED_QUERIES)}"
             headers = {"authorization": f"Bearer k{own.randrange(4)}"}
             method = own.choice(["GET", "GET", "POST", "DELETE"])
             answer = await http.request(method, path, headers=headers)

@@ -11,7 +11,7 @@ from openai import AsyncOpenAI
 from openai.types.responses import Response
 
 from polar_proxy.engines.scripted import ScriptedEngine, ScriptedReply
-from polar_proxy.gateway import background
+from polar_proxy.gateway import background, stored_responses
 from polar_proxy.store import Store
 from polar_proxy.types import CallRecord
 from tests.conftest import Serve
@@ -81,6 +81,28 @@ async def test_cancelled_response_is_recorded_and_retrieved_as_cancelled(serve: 
     (call,) = await recorded_calls(store)
     assert call.status == "client_gone"
     assert engine.aborted == 1
+
+
+async def test_cancelling_waits_a_bounded_time_for_the_record(
+    serve: Serve, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recordable = asyncio.Event()
+    commit = store.calls.commit
+
+    async def commit_later(record: CallRecord, *, large: bool = False) -> None:
+        await recordable.wait()
+        await commit(record, large=large)
+
+    monkeypatch.setattr(store.calls, "commit", commit_later)
+    monkeypatch.setattr(stored_responses, "_CANCEL_SECONDS", 0.1)
+    async with connected_sdk(serve, slow_engine()) as sdk:
+        one = await start(sdk)
+        with pytest.raises(openai.InternalServerError, match="is cancelled, but not recorded") as refused:
+            await sdk.responses.cancel(one.id)
+        assert (refused.value.status_code, refused.value.code) == (503, "not_recorded")
+        assert refused.value.response.headers["retry-after"] == "1"
+        recordable.set()
+        assert (await ended(sdk, one.id)).status == "cancelled"
 
 
 async def test_failed_response_has_the_error_message(serve: Serve) -> None:

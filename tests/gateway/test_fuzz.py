@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.fuzz import P99_SECONDS, run
+from benchmarks.fuzz import P99_SECONDS, FuzzReport, judge_the_log, run
 
 
 @pytest.mark.full
@@ -17,3 +17,19 @@ async def test_random_requests_find_nothing(tmp_path: Path) -> None:
     assert report.longest_stall < P99_SECONDS
     assert report.statuses[200] > 300
     assert report.statuses[400] > 300
+    over_websockets = sum(counts[101] for name, counts in report.by_route.items() if "WebSocket" in name)
+    assert over_websockets > 20
+    for route in ("GET /v1/responses/{id}", "responses of a stored response", "/s/{key} chat"):
+        assert report.by_route[route][200] >= 3, route
+
+
+def test_finds_faults_in_the_log(tmp_path: Path) -> None:
+    report = FuzzReport()
+    log = tmp_path / "gateway.log"
+    log.write_text("INFO call call_1 was broken off\nWARNING the engine is away\n")
+    judge_the_log(log, report)
+    assert report.findings == []
+    log.write_text("INFO started\nERROR call call_1 failed inside Polar\nTraceback (most recent call last):\n  x\n")
+    judge_the_log(log, report)
+    (finding,) = report.findings
+    assert "call_1 failed inside Polar" in finding

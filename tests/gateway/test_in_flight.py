@@ -135,7 +135,8 @@ async def test_reports_a_call_that_another_gateway_could_not_record(file: str, m
 
 
 async def test_a_call_recorded_after_the_rollout_is_excluded(url: str) -> None:
-    """The end waits for a bounded time. A later call is recorded but excluded, and its rollout is incomplete."""
+    """The end waits for a bounded time. A later call is refused on whatever gateway it is, and recorded but excluded,
+    and its rollout is incomplete."""
     async with run_gateway(url) as (here, store), run_slow_gateway(url, 2.0) as (there, _):
         session_id = await new_session(store, "k")
         rollout_id = await new_rollout(store, session_id)
@@ -148,8 +149,11 @@ async def test_a_call_recorded_after_the_rollout_is_excluded(url: str) -> None:
         assert lost is not None
         assert "1 call(s) were still being answered on the gateway" in lost
         await store.rollouts.update(rollout_id, status="done")
-        assert (await asking).status_code == 200
+        late = await asking
+        assert (late.status_code, late.json()["error"]["code"]) == (409, "rollout_ended")
         (call,) = await store.calls.of_session(session_id)
+        assert (call.status, call.http_status) == ("client_gone", 409)
+        assert call.choices[0].token_ids.size
         assert await store.traces.exclusions(session_id) == {call.call_id: "incomplete"}
         row = await store.rollouts.get(rollout_id)
         assert row is not None

@@ -18,8 +18,10 @@ from polar_proxy.errors import RequestError
 from polar_proxy.gateway import Gateway
 from polar_proxy.gateway.asgi import count_values
 from polar_proxy.gateway.limits import BodyBudget
+from polar_proxy.store import Store
 from tests.conftest import Serve
-from tests.gateway.agents import CHAT, client
+from tests.gateway.agents import CHAT, client, new_session
+from tests.until import GUARD_SECONDS
 
 pytestmark = pytest.mark.slow
 
@@ -211,6 +213,45 @@ async def test_a_kept_connection_serves_many_requests(serve: Serve) -> None:
         for _ in range(4):
             assert (await http.post("/chat/completions", json=CHAT)).status_code == 200
             await asyncio.sleep(0.2)
+
+
+@pytest.mark.parametrize("inside_sandbox", [False, True])
+async def test_a_kept_connection_without_a_request_is_closed(serve: Serve, store: Store, inside_sandbox: bool) -> None:
+    await new_session(store, "k")
+    async with serve(ScriptedEngine(), limits={"keep_alive_seconds": 0.3}) as gateway:
+        address = ("127.0.0.1", gateway.port)
+        if inside_sandbox:
+            listener = socket.create_server(("127.0.0.1", 0))
+            await gateway.serve_on(listener)
+            address = listener.getsockname()
+        reader, writer = await asyncio.open_connection(*address)
+        await answered(reader, writer)
+        await answered(reader, writer)
+        async with asyncio.timeout(GUARD_SECONDS):
+            assert await reader.read() == b""
+        writer.close()
+
+
+async def test_empty_lines_are_no_request(serve: Serve) -> None:
+    """The server ignores them before a request, so they must not keep a connection open."""
+    async with (
+        serve(ScriptedEngine(), limits={"head_seconds": 0.3}) as gateway,
+        connection(gateway) as (reader, writer),
+    ):
+        await answered(reader, writer)
+        writer.write(b"\r\n")
+        status, _ = await read_answer(reader)
+    assert status == 408
+
+
+async def answered(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Send a request, and return once its answer was received. The connection is kept."""
+    body = json.dumps(CHAT)
+    writer.write(f"{HEAD.format(path='/v1/chat/completions')}content-length: {len(body)}\r\n\r\n{body}".encode())
+    async with asyncio.timeout(GUARD_SECONDS):
+        head = (await reader.readuntil(b"\r\n\r\n")).lower()
+        await reader.readexactly(int(head.partition(b"content-length: ")[2].split()[0]))
+    assert b"connection: close" not in head
 
 
 async def test_refuses_too_many_values_before_parsing_them(serve: Serve) -> None:

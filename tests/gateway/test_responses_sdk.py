@@ -178,9 +178,9 @@ async def test_a_short_body_that_continues_a_long_conversation_keeps_the_loop_fr
     threads: list[str] = []
     write_out = OpenAIResponses.write_out_references
 
-    def noted(self: OpenAIResponses, body: Json, calls: Mapping[str, ReferencedCall]) -> Json:
+    def noted(self: OpenAIResponses, body: Json, calls: Mapping[str, ReferencedCall], *items: Any) -> Json:
         threads.append(threading.current_thread().name)
-        return write_out(self, body, calls)
+        return write_out(self, body, calls, *items)
 
     monkeypatch.setattr(OpenAIResponses, "write_out_references", noted)
     async with connected_sdk(serve, ScriptedEngine()) as client:

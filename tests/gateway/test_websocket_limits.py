@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import socket as sockets
+import socket
 import struct
 
 import pytest
@@ -16,22 +16,22 @@ from polar_proxy.gateway.websocket import LimitedWebSocketProtocol
 from polar_proxy.store import Store
 from tests.conftest import Serve
 from tests.gateway.agents import CHAT, client, new_session, only_call
-from tests.gateway.sockets import create, next_event, opened, read_answer, request
+from tests.gateway.websocket_client import create, next_event, opened, read_answer, request
 from tests.until import until
 
 pytestmark = pytest.mark.slow
 
 
-def begin_message(socket: ClientConnection, size: int, sent: int) -> None:
+def begin_message(websocket: ClientConnection, size: int, sent: int) -> None:
     """Send the header of a masked text frame of `size` bytes, and the first of them."""
-    socket.transport.write(b"\x81\xff" + struct.pack("!Q", size) + b"\0\0\0\0" + b" " * sent)
+    websocket.transport.write(b"\x81\xff" + struct.pack("!Q", size) + b"\0\0\0\0" + b" " * sent)
 
 
-async def closed_with(socket: ClientConnection) -> int | None:
-    """Return the code with which the server closes the socket."""
+async def closed_with(websocket: ClientConnection) -> int | None:
+    """Return the code with which the server closes the WebSocket."""
     with pytest.raises(ConnectionClosed) as closed:
         async with asyncio.timeout(60):
-            await socket.recv()
+            await websocket.recv()
     return None if closed.value.rcvd is None else closed.value.rcvd.code
 
 
@@ -41,48 +41,48 @@ async def assert_others_are_served(gateway: Gateway) -> None:
 
 
 async def test_slow_message_is_refused(serve: Serve) -> None:
-    async with serve(ScriptedEngine(), limits={"body_window_seconds": 0.2}) as gateway, opened(gateway) as socket:
-        begin_message(socket, 1000, 10)
-        error = await next_event(socket)
+    async with serve(ScriptedEngine(), limits={"body_window_seconds": 0.2}) as gateway, opened(gateway) as websocket:
+        begin_message(websocket, 1000, 10)
+        error = await next_event(websocket)
         assert (error["status"], "more slowly than" in error["error"]["message"]) == (408, True)
-        assert await closed_with(socket) == 1008
+        assert await closed_with(websocket) == 1008
 
 
 async def test_pings_are_not_a_slow_message(serve: Serve) -> None:
-    async with serve(ScriptedEngine(), limits={"body_window_seconds": 0.05}) as gateway, opened(gateway) as socket:
+    async with serve(ScriptedEngine(), limits={"body_window_seconds": 0.05}) as gateway, opened(gateway) as websocket:
         for _ in range(20):
-            await (await socket.ping())
+            await (await websocket.ping())
             await asyncio.sleep(0.01)
-        assert (await create(socket, input="hi"))[-1]["type"] == "response.completed"
+        assert (await create(websocket, input="hi"))[-1]["type"] == "response.completed"
 
 
-async def test_idle_socket_is_closed(serve: Serve) -> None:
-    async with serve(ScriptedEngine(), limits={"socket_idle_seconds": 0.2}) as gateway, opened(gateway) as socket:
-        assert await closed_with(socket) == 1001
+async def test_idle_websocket_is_closed(serve: Serve) -> None:
+    async with serve(ScriptedEngine(), limits={"websocket_idle_seconds": 0.2}) as gateway, opened(gateway) as websocket:
+        assert await closed_with(websocket) == 1001
 
 
-async def test_socket_that_is_answered_is_not_idle(serve: Serve) -> None:
+async def test_websocket_that_is_answered_is_not_idle(serve: Serve) -> None:
     engine = ScriptedEngine(lambda request: "x" * 30, pace=0.02, tokens_per_event=1)
-    async with serve(engine, limits={"socket_idle_seconds": 0.2}) as gateway, opened(gateway) as socket:
-        assert (await create(socket, input="hi"))[-1]["type"] == "response.completed"
-        assert await closed_with(socket) == 1001
+    async with serve(engine, limits={"websocket_idle_seconds": 0.2}) as gateway, opened(gateway) as websocket:
+        assert (await create(websocket, input="hi"))[-1]["type"] == "response.completed"
+        assert await closed_with(websocket) == 1001
 
 
-async def test_idle_sockets_make_room_for_new_connections(serve: Serve) -> None:
-    async with serve(ScriptedEngine(), limits={"connections": 1}) as gateway, opened(gateway) as socket:
+async def test_idle_websockets_make_room_for_new_connections(serve: Serve) -> None:
+    async with serve(ScriptedEngine(), limits={"connections": 1}) as gateway, opened(gateway) as websocket:
         await assert_others_are_served(gateway)
-        assert await closed_with(socket) is None
+        assert await closed_with(websocket) is None
 
 
-async def test_answered_sockets_keep_their_connection(serve: Serve) -> None:
+async def test_answered_websockets_keep_their_connection(serve: Serve) -> None:
     engine = ScriptedEngine(lambda request: "x" * 30, pace=0.02, tokens_per_event=1)
-    async with serve(engine, limits={"connections": 1}) as gateway, opened(gateway) as socket:
-        await socket.send(request(input="hi"))
+    async with serve(engine, limits={"connections": 1}) as gateway, opened(gateway) as websocket:
+        await websocket.send(request(input="hi"))
         await until(lambda: engine.sampled)
         reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
         assert (await reader.read()).startswith(b"HTTP/1.1 429 ")
         writer.close()
-        assert (await read_answer(socket))[-1]["type"] == "response.completed"
+        assert (await read_answer(websocket))[-1]["type"] == "response.completed"
 
 
 async def test_unfinished_messages_share_the_budget_for_bodies(serve: Serve) -> None:
@@ -101,15 +101,15 @@ async def test_unfinished_messages_share_the_budget_for_bodies(serve: Serve) -> 
 
 async def test_a_client_that_reads_nothing_is_disconnected(serve: Serve, store: Store) -> None:
     engine = ScriptedEngine(lambda request: "word " * 40_000, pace=0.005, tokens_per_event=2000)
-    listener = sockets.create_server(("127.0.0.1", 0))
-    listener.setsockopt(sockets.SOL_SOCKET, sockets.SO_SNDBUF, 4096)  # inherited by accepted connections
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # inherited by accepted connections
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     await new_session(store, "known")
     async with serve(engine, limits={"unread_seconds": 0.2}, retry_grace_seconds=0) as gateway:
         await gateway.serve_on(listener)
-        async with opened(url, key="known", receive_buffer=4096) as socket:
-            socket.transport.pause_reading()
-            await socket.send(request(input="hi"))
+        async with opened(url, key="known", receive_buffer=4096) as websocket:
+            websocket.transport.pause_reading()
+            await websocket.send(request(input="hi"))
             call = await only_call(store)
     assert call.status == "client_gone"
 
@@ -117,11 +117,11 @@ async def test_a_client_that_reads_nothing_is_disconnected(serve: Serve, store: 
 async def test_a_client_that_reads_no_pongs_is_disconnected(serve: Serve) -> None:
     ping = b"\x89\xfd\0\0\0\0" + b"x" * 125
     async with serve(ScriptedEngine(), limits={"unread_seconds": 0.2}) as gateway:
-        async with opened(gateway, receive_buffer=4096) as socket:
-            socket.transport.pause_reading()
+        async with opened(gateway, receive_buffer=4096) as websocket:
+            websocket.transport.pause_reading()
             async with asyncio.timeout(60):
-                while not socket.transport.is_closing():
-                    socket.transport.write(ping * 100)
+                while not websocket.transport.is_closing():
+                    websocket.transport.write(ping * 100)
                     await asyncio.sleep(0.001)
         await assert_others_are_served(gateway)
 
@@ -135,19 +135,19 @@ async def test_small_frames_are_parsed_in_many_turns(serve: Serve, monkeypatch: 
         parsed.append(self.pieces_of_turn)
 
     monkeypatch.setattr(LimitedWebSocketProtocol, "handle_ping", counted_ping)
-    async with serve(ScriptedEngine()) as gateway, opened(gateway) as socket:
-        socket.transport.write(b"\x89\x80\0\0\0\0" * 20_000)
+    async with serve(ScriptedEngine()) as gateway, opened(gateway) as websocket:
+        websocket.transport.write(b"\x89\x80\0\0\0\0" * 20_000)
         await until(lambda: len(parsed) == 20_000)
         assert max(parsed) < 400
-        assert (await create(socket, input="hi"))[-1]["type"] == "response.completed"
+        assert (await create(websocket, input="hi"))[-1]["type"] == "response.completed"
 
 
 @pytest.mark.parametrize("junk", [b"\x81\x05hello", b"\xff\xff\xff\xff", b"\x83\x80\0\0\0\0", b"\x80\x80\0\0\0\0"])
-async def test_broken_frames_close_the_socket(serve: Serve, junk: bytes, caplog: pytest.LogCaptureFixture) -> None:
+async def test_broken_frames_close_the_websocket(serve: Serve, junk: bytes, caplog: pytest.LogCaptureFixture) -> None:
     async with serve(ScriptedEngine()) as gateway:
-        async with opened(gateway) as socket:
-            socket.transport.write(junk)
-            assert await closed_with(socket) == 1002
+        async with opened(gateway) as websocket:
+            websocket.transport.write(junk)
+            assert await closed_with(websocket) == 1002
         await assert_others_are_served(gateway)
     assert caplog.records == []
 

@@ -9,7 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from polar_proxy.rewards import CommandEvaluator, EvaluationInput, SandboxFactory, Workspace
+from polar_proxy.allowed_code import AllowedCode
+from polar_proxy.rewards import (
+    CommandEvaluator,
+    EvaluationInput,
+    EvaluatorError,
+    PythonEvaluator,
+    SandboxFactory,
+    Score,
+    Workspace,
+)
 from polar_proxy.rollouts.infrastructure import InfrastructureError
 from polar_proxy.rollouts.scoring import score_work
 from polar_proxy.rollouts.task_sandboxes import TaskSandboxes
@@ -111,3 +120,37 @@ async def test_a_machine_at_fault_is_not_held_against_the_patch() -> None:
     assert (recovered.reward, recovered.detail["exit_code"]) == (0.0, 1)
     blamed = await score_work(work, failing(BROKEN_BY_PATCH, [True, False, True]))
     assert (blamed.reward, blamed.detail) == (0.0, {"solved": False, "broke_evaluation": "the sandbox died"})
+
+
+def brittle_judge(work: EvaluationInput, fails_on: str) -> float | None:
+    """Raise an exception, or withhold the reward, for a patch or for any work."""
+    if fails_on == "any work" or (fails_on == "a patch" and work.patch):
+        raise ValueError("the work is not as expected")
+    return None if fails_on == "nothing" and work.patch else 0.5
+
+
+async def judged(fails_on: str, *others: CommandEvaluator) -> Score:
+    function = f"{__name__}:brittle_judge"
+    evaluators = (*others, PythonEvaluator(function, options={"fails_on": fails_on}))
+    task = replace(GREET, hidden_files={}, evaluators=evaluators)
+    work = EvaluationInput(task, PATCH, code=AllowedCode([function]))
+    return await score_work(work, failing(task, [False] * 8))
+
+
+async def test_work_that_makes_the_tasks_function_fail_scores_0() -> None:
+    score = await judged("a patch")
+    assert (score.reward, score.detail["solved"]) == (0.0, False)
+    assert "the work is not as expected" in score.detail["broke_evaluation"]
+    with pytest.raises(EvaluatorError, match="the work is not as expected"):
+        await judged("any work")
+
+
+async def test_only_the_tasks_function_may_withhold_the_reward() -> None:
+    assert (await judged("nothing")).reward is None
+    passes = CommandEvaluator(("sh", "-c", "echo 1"), reward="last_line")
+    assert (await judged("nothing", passes)).reward is None
+    broken = CommandEvaluator(("sh", "-c", "test -e new && kill -9 $$; echo 1"), reward="last_line")
+    score = await judged("nothing", broken)
+    assert (score.reward, score.detail["solved"]) == (0.0, False)
+    never = CommandEvaluator(("sh", "-c", "echo null"), reward="last_line")
+    assert (await judged("no reason", never)).reward is None

@@ -65,7 +65,7 @@ async def test_paths_come_from_git_and_not_from_the_text(tmp_path: Path) -> None
     ("script", "expected"),
     [
         (f"mkdir -p {STEM}; echo x >{STEM}/__init__.py; mkdir src; echo x >src/tests.py", {f"{STEM}/__init__.py"}),
-        ("mkdir tests; echo x >tests/conftest.py; echo x >conftest.py", {"tests/conftest.py"}),
+        ("mkdir tests; echo x >tests/conftest.py; echo x >conftest.py", {"tests/conftest.py", "conftest.py"}),
         ("ln -s / tests", {"tests"}),
         (f"mkdir -p {HIDDEN}; echo x >{HIDDEN}/x; ln -s . loop", {f"{HIDDEN}/x"}),
         (
@@ -89,10 +89,11 @@ async def test_leaves_out_what_takes_the_place_of_tests_and_sources(
 @pytest.mark.parametrize(
     ("hidden", "folder", "others"),
     [
-        ("testing/test_x.py", {"testing/conftest.py", "testing/help.py"}, {"conftest.py", "src/testing.py"}),
-        ("pkg/unit_tests/a/test_x.py", {"pkg/unit_tests/help.py"}, {"pkg/conftest.py"}),
-        ("checks/a/test_x.py", {"checks/conftest.py", "checks/a/conftest.py"}, {"checks/a/help.py", "conftest.py"}),
+        ("testing/test_x.py", {"testing/help.py", "testing/conftest.py", "conftest.py"}, {"src/testing.py"}),
+        ("pkg/unit_tests/a/test_x.py", {"pkg/unit_tests/help.py", "pkg/conftest.py"}, {"src/conftest.py"}),
+        ("checks/a/test_x.py", {"conftest.py", "checks/conftest.py", "checks/a/conftest.py"}, {"checks/a/help.py"}),
         ("contest/test_x.py", {"contest/conftest.py"}, {"contest/help.py"}),
+        ("tests/data.txt", {"tests/x"}, {"conftest.py"}),
     ],
 )
 async def test_helpers_of_hidden_tests_are_left_out(

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from polar_proxy.rewards.patches import changed_paths
+from polar_proxy.rollouts import agent_patch
 from polar_proxy.rollouts.agent_patch import BaseTree, read_patch, save_base
 from polar_proxy.rollouts.task_sandboxes import TaskSandboxes
 from polar_proxy.rollouts.workspace import prepare_workspace
@@ -120,15 +121,15 @@ async def test_what_counts_as_work(kind: SandboxKind) -> None:
         ('python3 -c \'for n in range(600): open(f"f{n}", "w")\'', "more than 500 files"),
         ("truncate -s 7G sparse", "MiB"),
         ("head -c 70000000 /dev/zero >large", "more than 64 MiB"),
-        ("head -c 40000000 /dev/urandom >large", "larger than 32 MiB"),
+        ("head -c 3000000 /dev/urandom >large", "larger than 2 MiB"),
         (
             "for n in $(seq 20); do mkdir $n; truncate -s 1M $n/.gitignore; done",
             ".gitignore files have more than 16 MiB",
         ),
         (
             'python3 -c \'import os\nfor _ in range(10): os.mkdir("d" * 250); os.chdir("d" * 250)\n'
-            'for n in range(25000): open(f"{n:0250}", "w")\'',
-            "paths of all files and folders have more than 64 MiB",
+            'for n in range(3300): open(f"{n:0250}", "w")\'',
+            "paths of all files and folders have more than 8 MiB",
         ),
     ],
     ids=["deep", "many", "sparse", "large", "large-patch", "ignore-files", "long-paths"],
@@ -136,7 +137,12 @@ async def test_what_counts_as_work(kind: SandboxKind) -> None:
 async def test_a_tree_beyond_the_limits_is_the_agents_fault(
     kind: SandboxKind, script: str, problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tree, "ENTRIES", 500 if "600" in script else tree.ENTRIES)
+    for module, limit, lower in (
+        (tree, "ENTRIES", {"more than 500 files": 500}),
+        (tree, "ALL_PATHS_BYTES", {"paths of all files and folders have more than 8 MiB": 8 << 20}),
+        (agent_patch, "PATCH_BYTES", {"larger than 2 MiB": 2 << 20}),
+    ):
+        monkeypatch.setattr(module, limit, lower.get(problem, getattr(module, limit)))
     monkeypatch.setattr("sandboxes.docker_engine.ARCHIVE_BYTES", 256 << 20)
     patch, found = await patch_of(kind, script)
     assert patch == b""
@@ -151,12 +157,12 @@ for name in "x.tmp", "y": open(name, "w")\nopen(".gitignore", "w").write("*.tmp"
 
 
 async def test_reading_does_not_block_the_event_loop() -> None:
-    script = 'python3 -c \'import os\nfor n in range(20000): os.mkdir(str(n)); open(f"{n}/.gitignore", "w")\''
+    script = 'python3 -c \'import os\nfor n in range(8000): os.mkdir(str(n)); open(f"{n}/.gitignore", "w")\''
     async with agent_ended("process", script) as (sandbox, base):
         with watched() as watch:
             patch, problem = await read_patch(sandbox, base)
     assert problem is None
-    assert patch.count(b"diff --git a/") == 20_000
+    assert patch.count(b"diff --git a/") == 8_000
     assert watch.worst_work < 0.05 * slowness()
 
 

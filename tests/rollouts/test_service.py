@@ -307,6 +307,19 @@ async def test_blames_the_engine_for_a_failed_last_call(
     assert row.status == status
 
 
+@pytest.mark.parametrize("error", [EngineError("out of range"), ValueError("a fault in Polar")])
+async def test_a_request_that_the_engine_can_never_answer_is_the_agents_fault(
+    store: Store, tmp_path: Path, error: Exception
+) -> None:
+    """Otherwise an agent could get another attempt by a request that makes the engine fail."""
+    engine = ScriptedEngine(lambda request: error if len(request.messages) > 1 else "hello")  # type: ignore[union-attr]
+    async with service(store, tmp_path, engine=engine) as running:
+        made, _ = await running.submit(TASKS, job())
+        await running.until_done(made.job_id)
+    (row,) = await store.rollouts.find()
+    assert (row.status, row.cause, row.reward, row.attempt, row.calls) == ("failed", "agent", 0.0, 1, 1)
+
+
 async def until_calls(store: Store, count: int) -> None:
     while sum(row.calls for row in await store.sessions.recent()) < count:
         await asyncio.sleep(0.05)

@@ -97,11 +97,36 @@ async def test_memory_limit_covers_all_processes_together(kind: str, state_dir: 
         assert (await sandbox.exec(["true"])).exit_code == 0
 
 
+async def test_programs_that_fill_the_memory_end_and_the_sandbox_stays(kind: str, state_dir: Path) -> None:
+    spec = SandboxSpec(limits=ResourceLimits(memory_mb=100, pids=80))
+    async with await open_sandbox("bubblewrap", spec, state_dir=state_dir) as sandbox:
+        if sandbox.unenforced:
+            pytest.skip(f"this user may not make control groups (run as root to test them): {sandbox.unenforced}")
+        fill = "for d in /tmp /var/tmp /dev/shm; do for i in $(seq 12); do cat /dev/zero >$d/$i & done; done; wait"
+        await sandbox.exec(["sh", "-c", f"touch work; {fill}"], timeout=60)
+        tree = await sandbox.read_tree()
+        assert list(tree.entries) == [b"work"]
+
+
 SCRIPT = """
 import asyncio, sys
 from pathlib import Path
+from sandboxes import process
 from sandboxes.base import ResourceLimits, SandboxEnded, SandboxSpec
 from sandboxes.choice import open_sandbox
+
+process.END_SECONDS = 2.0
+
+async def ends(script):
+    # It ends as any killed program does, its files can be read, and nothing more runs.
+    async with await open_sandbox("bubblewrap", state_dir=Path(sys.argv[1])) as sandbox:
+        await sandbox.write("script", script.encode())
+        done = await sandbox.exec(["sh", "script"], timeout=5)
+        tree = await sandbox.read_tree()
+        try:
+            await sandbox.exec(["true"])
+        except SandboxEnded:
+            print(done.exit_code, done.timed_out, sorted(tree.entries))
 
 async def main():
     spec = SandboxSpec(limits=ResourceLimits(memory_mb=200, pids=30))
@@ -116,10 +141,9 @@ async def main():
         print(await sandbox.read("a/b"))
         await sandbox.exec(["sh", "-c", "mkdir -p d/e; chmod 0 d/e d"])
         await sandbox.kill_all()
-        try:
-            await sandbox.exec(["sh", "-c", "sleep 1000 & kill -9 -1; sleep 1000"], timeout=120)
-        except SandboxEnded:
-            print("ended")
+    await ends("touch work; sleep 1000 & kill -9 -1; sleep 1000")
+    await ends("touch work; setsid sh -c 'while touch work; do :; done' & kill -9 $PPID; sleep 1000")
+    await ends("touch work; kill -STOP $PPID; sleep 1000")
 
 asyncio.run(main())
 print(sorted(p.name for p in Path(sys.argv[1]).iterdir()))
@@ -156,7 +180,11 @@ def test_works_without_root(kind: str, tmp_path: Path) -> None:
     finally:
         shutil.rmtree(home)
     assert done.stderr == ""
-    assert done.stdout.splitlines() == [str(uid), "True", "127.0.0.1", "True", "b'data'", "ended", "['records']"]
+    killed, resisted = "137 False [b'script', b'work']", "137 True [b'script', b'work']"
+    assert done.stdout.splitlines() == [
+        *(str(uid), "True", "127.0.0.1", "True", "b'data'"),
+        *(killed, killed, resisted, "['records']"),
+    ]
 
 
 async def test_owners_descriptors_do_not_leak(kind: str, state_dir: Path) -> None:

@@ -31,7 +31,7 @@ async def open_small(kind: str, state_dir: Path) -> Sandbox:
 
 
 async def test_an_agent_cannot_keep_more_than_its_quota(kind: str, state_dir: Path) -> None:
-    fill = 'for i in 1 2 3; do dd if=/dev/zero of="$HOME/$i" bs=1M count=60; done; sleep 20'
+    fill = 'for i in 1 2 3; do dd if=/dev/zero of="$HOME/$i" bs=1M count=60 || exit; done; sleep 20'
     async with await open_small(kind, state_dir) as sandbox:
         done = await sandbox.exec(["sh", "-c", fill], timeout=120)
         hard = b"No space left" in done.stderr

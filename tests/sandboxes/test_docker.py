@@ -135,3 +135,29 @@ async def test_container_records_stay_until_an_engine_answers(monkeypatch: pytes
 def test_does_not_enter_the_network_of_another_process() -> None:
     with pytest.raises(SandboxError, match="same Linux"):
         netns.listen(os.getpid(), "polar-other", 0)
+
+
+FORK_UNTIL_KILLED = """
+import os, time
+while True:
+    try:
+        os.fork() or time.sleep(1000)
+    except OSError:
+        time.sleep(0.01)
+"""
+FILL_MEMORY = "for i in $(seq 36); do cat /dev/zero >/dev/shm/$i & done; wait"
+
+
+@on_docker
+@pytest.mark.parametrize("argv", [("python3", "-c", FORK_UNTIL_KILLED), ("sh", "-c", FILL_MEMORY)])
+async def test_the_files_of_programs_that_end_their_container_are_read(
+    kind: str, state_dir: Path, argv: tuple[str, ...]
+) -> None:
+    """It is no fault of the machine, and their work is scored as they left it."""
+    spec = SandboxSpec(limits=ResourceLimits(memory_mb=150, pids=60))
+    async with await open_sandbox("docker", spec, state_dir=state_dir) as sandbox:
+        await sandbox.write("work", b"")
+        assert (await sandbox.exec(argv, timeout=10)).exit_code == 137
+        tree = await sandbox.read_tree()
+        assert list(tree.entries) == [b"work"]
+        tree.close()

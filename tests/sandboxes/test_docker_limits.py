@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import tarfile
 import types
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from sandboxes import docker_engine, images
 from sandboxes.base import SandboxError, SandboxUnavailable
 from sandboxes.docker_engine import find_runtime
 from sandboxes.images.from_folder import BuildLimits, build_image
+from sandboxes.tree import TreeTooLarge
 
 
 class ScriptedEngine:
@@ -32,6 +35,28 @@ async def test_gvisor_is_taken_if_the_engine_has_it() -> None:
     assert await find_runtime(plain, "auto") == "runc"
     with pytest.raises(SandboxUnavailable, match="install gVisor"):
         await find_runtime(plain, "runsc")
+
+
+async def test_a_list_of_changed_files_without_end_is_refused() -> None:
+    class EndlessList:
+        """The engine's list of the files that an agent made."""
+
+        content = property(lambda self: self)
+        closed = False
+
+        async def iter_chunked(self, size: int) -> AsyncIterator[bytes]:
+            yield b"["
+            while True:
+                yield b'{"Path":"/a","Kind":1},' * (size // 23)
+
+        def close(self) -> None:
+            self.closed = True
+
+    answer = EndlessList()
+    engine: Any = types.SimpleNamespace(_query=lambda *given, **more: contextlib.nullcontext(answer))
+    with pytest.raises(TreeTooLarge, match="the list of changed files has more than"):
+        await docker_engine.changed_names(engine, "container", "/workspace")
+    assert answer.closed
 
 
 def test_a_build_has_no_network_unless_it_is_granted() -> None:

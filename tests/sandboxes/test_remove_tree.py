@@ -98,12 +98,12 @@ def test_removes_immutable_files_and_folders(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_removes_a_hundred_thousand_files_in_seconds(tmp_path: Path) -> None:
+def test_removes_forty_thousand_files_in_seconds(tmp_path: Path) -> None:
     folder = tmp_path / "left"
     folder.mkdir()
-    for number in range(100_000):
+    for number in range(40_000):
         os.close(os.open(folder / str(number), os.O_CREAT | os.O_WRONLY))
     began = time.monotonic()
     remove_tree(folder)
     assert not folder.exists()
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 12

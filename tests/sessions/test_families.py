@@ -46,6 +46,14 @@ TEMPLATES = {
         "<|assistant|>{% if '/no_think' in messages[0].content %}<think></think>{% endif %}{% endif %}",
         changed("{{ messages[0].content }}", "{{ messages[0].content.replace('/no_think', '').rstrip() }}"),
     ),
+    # Gemma 4: reasoning is shown beside calls only, and after the last user message only.
+    "reasoning beside calls": changed(
+        "{{ message.content }}{{ calls",
+        "{% if message.tool_calls and message.reasoning_content and loop.index0 > last.n %}<|channel>thought\n"
+        "{{ message.reasoning_content }}\n<channel|>{% endif %}{{ message.content }}{{ calls",
+        "{% set last = namespace(n=0) %}{% for message in messages %}{% if message.role == 'user' %}"
+        "{% set last.n = loop.index0 %}{% endif %}{% endfor %}" + PLAIN,
+    ),
     # gpt-oss, Llama 3: today's date in the system message.
     "date": changed("<|system|>", "<|system|>Today is {{ strftime_now('%Y-%m-%d') }}. "),
     # Qwen3: reasoning is shown after the last user message only, where an empty one is shown too.

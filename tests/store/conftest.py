@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import pwd
 import shutil
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from polar_proxy.store import Store, open_store
+from polar_proxy.store import Store, migrate, open_store
 from tests.ports import free_port
 
 
@@ -26,15 +27,10 @@ class PostgresServer:
     port: int
     as_user: tuple[str, ...]
 
-    def new_database(self, name: str) -> str:
-        subprocess.run(
-            [
-                *self.as_user,
-                *(str(self.bin / "createdb"), "-h", "127.0.0.1", "-p", str(self.port), "-U", "postgres", name),
-            ],
-            check=True,
-            cwd="/",
-        )
+    def new_database(self, name: str, template: str = "template1") -> str:
+        """Create a database as a copy of another one, by default an empty one, and return its URL."""
+        options = ("-h", "127.0.0.1", "-p", str(self.port), "-U", "postgres", "-T", template)
+        subprocess.run([*self.as_user, str(self.bin / "createdb"), *options, name], check=True, cwd="/")
         return f"postgresql://postgres@127.0.0.1:{self.port}/{name}"
 
 
@@ -89,13 +85,25 @@ def postgres() -> Iterator[PostgresServer]:
             run(str(folder / "pg_ctl"), "-D", cluster, "-m", "immediate", "stop")
 
 
+@pytest.fixture(scope="session")
+def postgres_template(postgres: PostgresServer) -> str:
+    """The name of a PostgreSQL database that Polar has created and that others are copied from."""
+    asyncio.run(migrate.upgrade(postgres.new_database("created")))
+    return "created"
+
+
 @pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.full)])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """The address of a database that does not exist yet (SQLite) or is empty (PostgreSQL)."""
+    """The address of a database that does not exist yet (SQLite), or of a new one (PostgreSQL).
+
+    The new one has Polar's tables, except for tests that ask for `created_databases`.
+    """
     if request.param == "sqlite":
         return str(tmp_path / "home" / "polar.db")
     server: PostgresServer = request.getfixturevalue("postgres")
-    return server.new_database(f"t{os.urandom(6).hex()}")
+    empty = "created_databases" in request.fixturenames
+    template = "template1" if empty else request.getfixturevalue("postgres_template")
+    return server.new_database(f"t{os.urandom(6).hex()}", template)
 
 
 @pytest_asyncio.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 import threading
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from sqlalchemy import text
 
 from polar_proxy.store import Store
+from polar_proxy.store.sqlite_file import RollbackOnClose
 from tests.until import until
 
 
@@ -42,3 +44,11 @@ async def test_a_cancelled_writer_holds_no_lock(store: Store) -> None:
         await task
     async with asyncio.timeout(20):
         assert await store.feed.depth() == {}
+
+
+def test_a_connection_may_be_closed_again() -> None:
+    """When a close is cancelled, the pool closes again; an error then would leave the connection's thread running."""
+    connection = sqlite3.connect(":memory:", isolation_level=None, factory=RollbackOnClose)
+    connection.execute("BEGIN")
+    connection.close()
+    connection.close()

@@ -1,4 +1,4 @@
-"""Every SQL query of docs/guide/data.md runs, and every view is named."""
+"""Every SQL query of the documentation runs, and docs/guide/data.md names every view."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ import pytest
 from sqlalchemy import text
 
 from polar_proxy.store import Store
+from tests.docs.blocks import of_language
 from tests.factories import call_record, joined_trace, new_rollout, new_session
 
 _TEXT = (Path(__file__).parents[2] / "docs" / "guide" / "data.md").read_text()
-_QUERIES = [
-    query.strip() for block in re.findall(r"```sql\n(.*?)```", _TEXT, re.DOTALL) for query in block.split(";\n")
-]
+_QUERIES = [query.strip() for block in of_language("sql") for query in block.text.split(";\n")]
 
 
 @pytest.mark.parametrize("query", [query for query in _QUERIES if query])
@@ -25,9 +24,10 @@ async def test_queries_run(store: Store, query: str) -> None:
     await store.calls.commit(call)
     await store.traces.put([joined_trace([call], rollout_id=rollout_id)], {}, "merged", session_id, rollout_id)
     await store.rewards.add(rollout_id, 1.0, "tests", {})
+    await store.training.put_run("run_1", "first", {}, [{"kind": "eval", "step": 1, "at": 0.0, "reward": 0.5}])
     query = query.replace("roll_...", rollout_id)
     if store.database.dialect == "postgresql":
-        query = query.replace("json_extract(sampling, '$.temperature')", "sampling ->> 'temperature'")
+        query = re.sub(r"json_extract\((\w+), '\$\.(\w+)'\)", r"\1 ->> '\2'", query)
     async with store.database.reading() as connection:
         result = await connection.execute(text(query))
         rows = result.all()

@@ -10,6 +10,8 @@ from polar_proxy.errors import StoreError
 from polar_proxy.store import migrate, open_store
 from tests.factories import assert_same, call_record, joined_trace, new_rollout, new_session
 
+pytestmark = pytest.mark.usefixtures("created_databases")
+
 
 @pytest.fixture
 def newer_polar(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:

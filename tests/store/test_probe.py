@@ -43,7 +43,7 @@ async def test_a_running_transaction_shows_that_the_database_can_be_written(
     async with open_store(str(tmp_path / "polar.db")) as store, store.database.writing():
         await store.database.probe()
         monkeypatch.setattr(database, "_STUCK_SECONDS", 0.0)
-        with pytest.raises(StoreError, match="has not ended for"):
+        with pytest.raises(StoreError, match="has been running for"):
             await store.database.probe()
 
 

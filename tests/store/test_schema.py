@@ -20,7 +20,7 @@ from polar_proxy.store import Store, migrate, open_store, upgrade
 from polar_proxy.store.schema import VERSION_TABLE, metadata
 from tests.factories import new_session
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("created_databases")]
 
 
 async def test_migrations_create_the_tables_of_the_schema(store: Store) -> None:

@@ -65,7 +65,7 @@ def test_calls_without_drift(calls: list[CallRecord]) -> None:
     assert drift_events(calls) == ()
 
 
-@pytest.mark.parametrize("reason", [None, "off", "stop_sequence", "aborted", "suffix_unproven", "engine_cannot"])
+@pytest.mark.parametrize("reason", [None, "off", "images", "stop_sequence", "aborted", "engine_cannot"])
 def test_unintended_differences_are_drift(reason: str | None) -> None:
     assert [found.prompt_reason for found in drift_events([FIRST, second([9], prompt_reason=reason)])] == [reason]
 

@@ -18,13 +18,13 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
 from polar_proxy.training.losses import LOSSES, LossAggregation, LossInputs, token_weights
+from polar_proxy.training.packing import pack_trees
 from polar_proxy.training.tree import (
     ATTENTION_NAME,
     PrefixTree,
     Targets,
     build_tree,
     find_targets,
-    pack_trees,
     register_tree_attention,
     split_into_segments,
     target_logprobs,

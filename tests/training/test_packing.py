@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from polar_proxy.training.tree import Pack, assign_to_processes, build_tree, pack_for_processes, pack_trees
+from polar_proxy.training.packing import Pack, assign_to_processes, pack_for_processes, pack_trees
+from polar_proxy.training.tree import build_tree
 from tests.training.tree_factories import random_group
 
 

@@ -15,7 +15,7 @@ from polar_proxy.training.advantages import ADVANTAGES
 from polar_proxy.training.batch import GroupRollout, TrainingBatch, TrainingGroup, make_batch
 from polar_proxy.training.config import GrpoConfig
 from polar_proxy.training.losses import LOSSES, OWN_AGGREGATION, LossInputs, kl_to_reference
-from polar_proxy.training.tree import Microbatch, make_microbatches, pack_trees
+from polar_proxy.training.packing import Microbatch, make_microbatches, pack_trees
 from tests.training import reference
 from tests.training.group_factories import group, rollout, trace
 

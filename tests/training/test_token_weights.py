@@ -10,7 +10,7 @@ import torch
 from polar_proxy.training.batch import GroupRollout, TrainingBatch, make_batch
 from polar_proxy.training.config import GrpoConfig
 from polar_proxy.training.losses import OWN_AGGREGATION, LossAggregation, token_weights
-from polar_proxy.training.tree import make_microbatches, pack_trees
+from polar_proxy.training.packing import make_microbatches, pack_trees
 from tests.training.group_factories import group, rollout, trace
 
 # Rollout 0 has the sequences 0 (2 tokens) and 1 (4 tokens); rollout 1 has sequence 2 (2 tokens).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -58,6 +59,17 @@ async def test_probe_of_an_engine_with_the_trainers_weights() -> None:
 async def test_probe_rejects_an_engine_that_differs(scores: tuple[float, float]) -> None:
     with pytest.raises(TrainingError, match="differ by up to"):
         await check(ScoringEngine(*scores), [-1.0, -2.0])
+
+
+async def test_probe_does_not_wait_forever(monkeypatch: pytest.MonkeyPatch) -> None:
+    class HangingEngine:
+        async def score(self, token_ids: Sequence[int]) -> list[float]:
+            await asyncio.Event().wait()
+            raise AssertionError("unreachable")
+
+    monkeypatch.setattr("polar_proxy.training.weight_sync.REQUEST_SECONDS", 0.05)
+    with pytest.raises(TrainingError, match=r"did not score the probe within 0\.05 s"):
+        await check(HangingEngine(), [-1.0, -2.0])
 
 
 async def test_probe_detects_old_weights_after_a_small_step() -> None:

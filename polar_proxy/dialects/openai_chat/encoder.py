@@ -1,8 +1,9 @@
 """The answer of Chat Completions: one object, or a stream of chunks.
 
-Text, reasoning and calls of functions are streamed as they arrive. A call of a custom tool is in the choice's last
-chunk, because only its complete arguments show whether they have the tool's form. Reasoning has two names:
-`reasoning_content` (DeepSeek, earlier vLLM) and `reasoning` (OpenRouter, later vLLM).
+Text, reasoning and calls of tools are streamed as they arrive. The text of a custom tool's call is decoded from its
+arguments while they begin as expected (`CustomInputDecoder`); arguments that begin otherwise are in the choice's last
+chunk, as the call of a function. Reasoning has two names: `reasoning_content` (DeepSeek, earlier vLLM) and `reasoning`
+(OpenRouter, later vLLM).
 """
 
 from __future__ import annotations
@@ -11,9 +12,21 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from polar_proxy.dialects.base import Answer, AnswerChoice
+from polar_proxy.dialects.custom_tools import CustomInputDecoder
 from polar_proxy.dialects.openai_chat.tools import answered_call
 from polar_proxy.dialects.openai_common import OpenAIEncoder, make_choice, token_logprobs
 from polar_proxy.types import Json, SampleEvent, ToolDelta
+
+
+@dataclass
+class _CustomCall:
+    """The call of a custom tool in a stream."""
+
+    id: str | None
+    name: str
+    announced: bool = False
+    """The client got its id and name."""
+    decoder: CustomInputDecoder = field(default_factory=CustomInputDecoder)
 
 
 @dataclass
@@ -30,8 +43,8 @@ class ChatEncoder(OpenAIEncoder):
     """The client reads a tool call as `function_call`."""
     _started: set[int] = field(default_factory=set, init=False)
     """Indexes of the choices whose first chunk was written."""
-    _custom_calls: set[tuple[int, int]] = field(default_factory=set, init=False)
-    """(choice, tool call) of the calls of custom tools."""
+    _custom_calls: dict[tuple[int, int], _CustomCall] = field(default_factory=dict, init=False)
+    """By choice and number of the tool call."""
 
     def feed(self, request_index: int, event: SampleEvent) -> bytes:
         out = b"" if event.index in self._started else self._first_chunk(event)
@@ -40,11 +53,11 @@ class ChatEncoder(OpenAIEncoder):
             delta["content"] = event.text
         if event.reasoning:
             delta["reasoning_content"] = delta["reasoning"] = event.reasoning
-        calls = [call for call in event.tool_calls if not self._is_custom(event.index, call)]
+        calls = [call for piece in event.tool_calls if (call := self._tool_delta(event.index, piece)) is not None]
         if calls and self.legacy_functions:
-            delta["function_call"] = _function_delta(calls[0])
+            delta["function_call"] = calls[0]["function"]
         elif calls:
-            delta["tool_calls"] = [_tool_delta(call) for call in calls]
+            delta["tool_calls"] = calls
         wants_tokens = event.token_ids and (self.logprobs or self.token_ids)
         if not delta and not wants_tokens:
             return out
@@ -85,14 +98,25 @@ class ChatEncoder(OpenAIEncoder):
         calls = [
             {"index": number, **answered_call(call, self.custom_tools)}
             for number, call in enumerate(choice.tool_calls)
-            if (index, number) in self._custom_calls
+            if (custom := self._custom_calls.get((index, number))) is not None and not custom.announced
         ]
         return {"delta": {"tool_calls": calls}} if calls else super()._last_content(index, choice)
 
-    def _is_custom(self, index: int, call: ToolDelta) -> bool:
-        if call.name in self.custom_tools:
-            self._custom_calls.add((index, call.index))
-        return (index, call.index) in self._custom_calls
+    def _tool_delta(self, choice: int, piece: ToolDelta) -> Json | None:
+        """Return what the client gets of a piece of a tool call now; None if it gets nothing yet."""
+        if piece.name in self.custom_tools:
+            self._custom_calls[choice, piece.index] = _CustomCall(piece.id, piece.name)
+        custom = self._custom_calls.get((choice, piece.index))
+        if custom is None:
+            return _function_call_delta(piece)
+        text = custom.decoder.feed(piece.arguments)
+        if custom.announced:
+            return {"index": piece.index, "custom": {"input": text}} if text else None
+        if not custom.decoder.began:
+            return None
+        custom.announced = True
+        named = {"name": custom.name, "input": text}
+        return {"index": piece.index, "id": custom.id, "type": "custom", "custom": named}
 
     def _first_chunk(self, event: SampleEvent) -> bytes:
         self._started.add(event.index)
@@ -106,7 +130,7 @@ def _logprobs_object(sampled: SampleEvent | AnswerChoice) -> Json:
     return {"content": token_logprobs(sampled), "refusal": None}
 
 
-def _tool_delta(call: ToolDelta) -> Json:
+def _function_call_delta(call: ToolDelta) -> Json:
     out: Json = {"index": call.index, "function": _function_delta(call)}
     if call.id is not None:
         out["id"] = call.id

@@ -38,6 +38,8 @@ class ResponsesCompaction(OpenAIResponses):
         for name in ("stream", "background"):
             if body.get(name):
                 raise unsupported(name, "a compaction is sent in one piece, when it is finished")
+        if body.get("conversation") is not None:
+            raise unsupported("conversation", "send its items in 'input'")
         items = input_items(body.get("input"))
         instruction = {"type": "message", "role": "user", "content": INSTRUCTION}
         parsed = super().parse({**body, "input": [*items, instruction] if items else None, "store": False})

@@ -9,30 +9,37 @@ and the new call is recorded whole. Every call is recorded; with `store: false` 
 `instructions` are stored as a first item of type `instructions`, and do not carry over to a continued conversation, as
 the API defines it.
 
-Refused, because the model would miss something: `conversation`, `prompt` (a stored template). Refused, too: `stream`
-together with `background`.
+`conversation` is a reference, too. Its items come first, and the call adds its own input and its answer to them.
+
+Refused, because the model would miss something: `prompt` (a stored template). Refused, too: `stream` together with
+`background`, and `store: false` together with `conversation`, which would miss the call.
 Accepted without effect: truncation, service_tier, prompt_cache_*, max_tool_calls, context_management, verbosity, and
 reasoning options except the effort `none`, which turns thinking off if the chat template supports that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any
 
 import orjson
 from pydantic import Field
 
-from polar_proxy.dialects.base import ParsedRequest, ReferencedCall
+from polar_proxy.dialects.base import Answer, ParsedRequest, ReferencedCall
 from polar_proxy.dialects.fields import Integer, Strings, invalid, invalid_type, missing, unsupported
 from polar_proxy.dialects.openai_common import OpenAIDialect, SamplingFields, choice_mode
 from polar_proxy.dialects.openai_responses.encoder import ResponsesEncoder
 from polar_proxy.dialects.openai_responses.input import collect_tools, input_items, to_messages
-from polar_proxy.dialects.openai_responses.references import referenced_calls, write_out_references
+from polar_proxy.dialects.openai_responses.items import AnswerPart, ItemId, input_item_id, parts_of_answer, stored_item
+from polar_proxy.dialects.openai_responses.references import (
+    referenced_calls,
+    referenced_conversation,
+    write_out_references,
+)
 from polar_proxy.dialects.openai_responses.tools import Toolbox
 from polar_proxy.dialects.wire import storable_params, to_json
-from polar_proxy.types import ChatRequest, Json
+from polar_proxy.types import ChatRequest, ConversationItem, Json
 
 _LOGPROBS = "message.output_text.logprobs"
 _ECHOED = (
@@ -60,6 +67,7 @@ class ResponsesFields(SamplingFields):
     reasoning: Json = Field(default_factory=dict)
     metadata: Json = Field(default_factory=dict)
     previous_response_id: str | None = None
+    conversation: str | Json | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
     service_tier: str | None = None
@@ -103,8 +111,25 @@ class OpenAIResponses(OpenAIDialect):
     def referenced_calls(self, body: Json) -> set[str]:
         return referenced_calls(body)
 
-    def write_out_references(self, body: Json, calls: Mapping[str, ReferencedCall]) -> Json:
-        return write_out_references(body, calls)
+    def referenced_conversation(self, body: Json) -> str | None:
+        return referenced_conversation(body)
+
+    def write_out_references(
+        self, body: Json, calls: Mapping[str, ReferencedCall], conversation: Sequence[ConversationItem] = ()
+    ) -> Json:
+        return write_out_references(body, calls, conversation)
+
+    def turn_items(
+        self, parsed: ParsedRequest, known: int, call_id: str, answer: Answer
+    ) -> tuple[ConversationItem, ...]:
+        messages = [orjson.loads(message) for message in parsed.messages[0]]
+        first = known + (messages[0].get("type") == "instructions")
+        own = [
+            stored_item(item, input_item_id(call_id, first + number)) for number, item in enumerate(messages[first:])
+        ]
+        exact = parts_of_answer(answer.first.message, call_id)
+        shown = orjson.loads(parsed.encoder(call_id, 0, logprobs=False).respond([answer]))["output"]
+        return *own, *(_answered_item(item, exact) for item in shown)
 
     def parse_count(self, body: Json) -> ChatRequest:
         return _parse(body)[1]
@@ -113,11 +138,22 @@ class OpenAIResponses(OpenAIDialect):
         return orjson.dumps({"object": "response.input_tokens", "input_tokens": tokens})
 
 
+def _answered_item(shown: Json, exact: Mapping[AnswerPart, Json]) -> ConversationItem:
+    """Return an item of an answer for its conversation. `exact`: the answer's items with the exact arguments."""
+    identity = ItemId.read(shown["id"])
+    assert identity is not None
+    item = exact[identity.part]
+    if item["type"] == shown["type"]:
+        return ConversationItem(shown["id"], shown)
+    return ConversationItem(shown["id"], item, shown)
+
+
 def _parse(body: Json) -> tuple[ResponsesFields, ChatRequest, Toolbox]:
-    for key in ("conversation", "prompt"):
-        if body.get(key) is not None:
-            raise unsupported(key, "send the conversation in 'input'")
+    if body.get("prompt") is not None:
+        raise unsupported("prompt", "send the conversation in 'input'")
     fields = ResponsesFields.read({**body, "n": None})
+    if fields.conversation is not None and not fields.store:
+        raise invalid("store", "a call in a conversation is stored, because its items are added to the conversation")
     if fields.background:
         if fields.stream:
             raise unsupported("stream", "a response in the background is not streamed; retrieve it by its id")
@@ -175,8 +211,10 @@ def _template_kwargs(fields: ResponsesFields) -> Json:
 def _echoed_fields(fields: ResponsesFields) -> Json:
     """Return the request's fields that every response object repeats, with the API's defaults."""
     form = fields.text.get("format") or {"type": "text"}
+    conversation = referenced_conversation({"conversation": fields.conversation})
     return {
         **{name: getattr(fields, name) for name in _ECHOED},
+        **({} if conversation is None else {"conversation": {"id": conversation}}),
         "background": fields.background,
         "parallel_tool_calls": fields.parallel_tool_calls is not False,
         "reasoning": {"effort": None, "summary": None, **fields.reasoning},

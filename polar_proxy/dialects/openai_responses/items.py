@@ -24,11 +24,13 @@ from polar_proxy.dialects.custom_tools import begins_as_input, custom_input
 from polar_proxy.dialects.openai_responses.tools import Toolbox, built_in_item
 from polar_proxy.dialects.wire import seal
 from polar_proxy.errors import RequestError
-from polar_proxy.types import Json, Message, ToolCall
+from polar_proxy.types import ConversationItem, Json, Message, ToolCall
 
 _RESPONSE_ID = re.compile(r"resp_([0-9A-Za-z]{1,64})")
 _ITEM_ID = re.compile(r"([a-z]{1,9})_([0-9A-Za-z]{1,64})_([0-9]{1,6})")
 _INPUT = "in"
+AnswerPart = tuple[str, str, int]
+"""A place in the record: call id, kind, number."""
 _CALL_PREFIXES = ("fc", "ctc", "ctcraw", "bt")
 
 
@@ -67,7 +69,7 @@ class ItemId(NamedTuple):
         return self.prefix == _INPUT
 
     @property
-    def part(self) -> tuple[str, str, int]:
+    def part(self) -> AnswerPart:
         """The place in the record that the id names. All texts of an answer have the same place, because they are
         recorded as one; so have all its pieces of reasoning."""
         kind = "call" if self.prefix in _CALL_PREFIXES else self.prefix
@@ -87,6 +89,12 @@ def item_not_found(identity: str) -> RequestError:
         " `store` set to true, or remove this item from your input."
     )
     return RequestError(text, status=404, param="input")
+
+
+def duplicate_item(identity: str, param: str) -> RequestError:
+    """Return the error for an item whose id another item of the conversation or of the request has."""
+    text = f"Duplicate item found with id {identity!r:.80}. Send each item once; a conversation keeps its items."
+    return RequestError(text, param=param)
 
 
 def reasoning_item(identity: str, text: str, status: str) -> Json:
@@ -113,10 +121,16 @@ def message_item(identity: str, text: str, status: str, logprobs: list[Json]) ->
     }
 
 
+def stored_item(item: Json, identity: str) -> ConversationItem:
+    """Return an item as a conversation stores it: unchanged. `identity`: its id, if the client gave it none."""
+    given = item.get("id")
+    return ConversationItem(given if isinstance(given, str) and given else identity, item)
+
+
 def listed_item(item: Json, identity: str) -> Json:
     """Return an input item as the API shows it. `identity`: its id, if the client gave it none."""
     listed = {"type": "message", "status": "completed", **{k: v for k, v in item.items() if v is not None}}
-    listed["id"] = item["id"] if isinstance(item.get("id"), str) and item["id"] else identity
+    listed["id"] = stored_item(item, identity).item_id
     if listed["type"] == "message":
         content = item.get("content")
         parts = [{"type": "text", "text": content or ""}] if isinstance(content, str | None) else content
@@ -167,8 +181,8 @@ def call_item(tools: Toolbox, call: ToolCall, call_id: str, number: int, status:
 def answer_items(answer: Message, call_id: str) -> list[Json]:
     """Return a recorded answer as input items.
 
-    Tool calls become function calls with their offered names, because the model reads a tool call the same, whatever
-    kind of item the client received.
+    Every tool call becomes a `function_call`, under the name by which the engine was offered the tool. The client may
+    have received another kind of item, but the model reads all kinds the same.
     """
     items: list[Json] = []
     if answer.reasoning:
@@ -178,3 +192,9 @@ def answer_items(answer: Message, call_id: str) -> list[Json]:
     for number, call in enumerate(answer.tool_calls):
         items.append(call_item(Toolbox(), call, call_id, number, "completed"))
     return items
+
+
+def parts_of_answer(answer: Message, call_id: str) -> dict[AnswerPart, Json]:
+    """Return the items of a recorded answer (`answer_items`) by the places in the record that their ids name."""
+    items = answer_items(answer, call_id)
+    return {named.part: item for item in items if (named := ItemId.read(item["id"])) is not None}

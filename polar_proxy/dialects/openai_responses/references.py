@@ -1,6 +1,7 @@
 """References of a body to recorded calls, written out before the body is parsed.
 
-`previous_response_id` names a response: its conversation and its answer come before the body's own input. An item of
+`previous_response_id` names a response: its conversation and its answer come before the body's own input.
+`conversation` names a conversation: its items come before it, and the two cannot be combined. An item of
 the input may name another item by its id (`{"type": "item_reference", "id": ...}`, the type is optional): it is
 replaced by that item. Such ids are those of an answer's items and of the listed input items (`items`).
 
@@ -11,20 +12,41 @@ reads a referenced item as it reads the item itself.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import orjson
 
 from polar_proxy.dialects.base import ReferencedCall
+from polar_proxy.dialects.fields import invalid, invalid_type
 from polar_proxy.dialects.openai_responses.input import input_items, is_reference
-from polar_proxy.dialects.openai_responses.items import ItemId, answer_items, call_id_of_response, item_not_found
+from polar_proxy.dialects.openai_responses.items import (
+    AnswerPart,
+    ItemId,
+    answer_items,
+    call_id_of_response,
+    duplicate_item,
+    item_not_found,
+    parts_of_answer,
+)
 from polar_proxy.errors import RequestError
-from polar_proxy.types import Json
+from polar_proxy.types import ConversationItem, Json
 
 _ReferencedCalls = Mapping[str, ReferencedCall]
-_Part = tuple[str, str, int]
-_Parts = dict[_Part, Json]
+
+
+def referenced_conversation(body: Json) -> str | None:
+    """Return the id of the conversation that a body continues and adds to. Raises RequestError."""
+    value = body.get("conversation")
+    if value is None:
+        return None
+    if body.get("previous_response_id") is not None:
+        problem = "it cannot be combined with 'conversation', because each of them begins the input"
+        raise invalid("previous_response_id", problem)
+    identity = value.get("id") if isinstance(value, dict) else value
+    if not isinstance(identity, str):
+        raise invalid_type("conversation", "the id of a conversation, or an object with its 'id'")
+    return identity
 
 
 def referenced_calls(body: Json) -> set[str]:
@@ -41,20 +63,27 @@ def referenced_calls(body: Json) -> set[str]:
         references -= _ids_given_in_full(items)
     for identity in references:
         named = ItemId.read(identity)
-        if named is None:
+        if named is not None:
+            found.add(named.call_id)
+        elif body.get("conversation") is None:  # which may have an item with an id of the client's own
             raise item_not_found(identity)
-        found.add(named.call_id)
     return found
 
 
-def write_out_references(body: Json, calls: _ReferencedCalls) -> Json:
-    """Return a body with the items that it refers to. Raises RequestError if `calls` does not have them."""
+def write_out_references(body: Json, calls: _ReferencedCalls, conversation: Sequence[ConversationItem] = ()) -> Json:
+    """Return a body with the items that it refers to. Raises RequestError if `calls` does not have them.
+
+    `conversation`: the items of the conversation that the body names.
+    """
     items = input_items(body.get("input"))
     if (previous := body.get("previous_response_id")) is not None:
         items = [*_conversation(previous, calls), *items]
-    ids, parts = _given(items)
-    answers: dict[str, _Parts] = {}
-    whole = []
+    stored = {entry.item_id for entry in conversation}
+    if twice := stored & _ids_given_in_full(items):
+        raise duplicate_item(min(twice), "input")
+    ids, parts = _given(items, stored)
+    answers: dict[str, dict[AnswerPart, Json]] = {}
+    whole = [entry.item for entry in conversation]
     for item in items:
         if not is_reference(item):
             whole.append(item)
@@ -67,7 +96,8 @@ def write_out_references(body: Json, calls: _ReferencedCalls) -> Json:
         if named is None or call is None or call.problem is not None:
             raise item_not_found(identity)
         if named.call_id not in answers:
-            answers[named.call_id] = _parts_of_answer(call, named.call_id)
+            answer = call.answer
+            answers[named.call_id] = {} if answer is None else parts_of_answer(answer, named.call_id)
         found = _input_item(call, named.number) if named.is_input else answers[named.call_id].get(named.part)
         if found is None:
             raise item_not_found(identity)
@@ -76,9 +106,10 @@ def write_out_references(body: Json, calls: _ReferencedCalls) -> Json:
     return {**body, "input": whole}
 
 
-def _given(items: list[Json]) -> tuple[set[str], set[_Part]]:
-    """Return the ids of the items that the input has in full, and the places in the record that these ids name."""
-    ids = _ids_given_in_full(items)
+def _given(items: list[Json], stored: set[str]) -> tuple[set[str], set[AnswerPart]]:
+    """Return the ids of the items that the input or the conversation has in full (those of the conversation: `stored`),
+    and the places in the record that these ids name."""
+    ids = _ids_given_in_full(items) | stored
     return ids, {named.part for identity in ids if (named := ItemId.read(identity)) is not None}
 
 
@@ -106,12 +137,6 @@ def _previous_not_found(previous: Any, reason: str = "") -> RequestError:
         param="previous_response_id",
         code="previous_response_not_found",
     )
-
-
-def _parts_of_answer(call: ReferencedCall, call_id: str) -> _Parts:
-    """Return the items of a recorded answer by the places in the record that their ids name."""
-    items = [] if call.answer is None else answer_items(call.answer, call_id)
-    return {named.part: item for item in items if (named := ItemId.read(item["id"])) is not None}
 
 
 def _input_item(call: ReferencedCall, position: int) -> Json | None:

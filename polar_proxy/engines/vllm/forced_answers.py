@@ -48,7 +48,7 @@ class ParsedAnswer:
 
 @dataclass(frozen=True, slots=True)
 class ForcedAnswer:
-    """One answer of the server: ids without the end-of-turn token, their text, and how the chat route parsed it."""
+    """One answer of the server: ids without the stop token, their text, and how the chat route parsed it."""
 
     name: str
     wanted: str
@@ -57,6 +57,8 @@ class ForcedAnswer:
     text: str = ""
     sampled: tuple[int, ...] = ()
     """All ids, with the one that ended the answer."""
+    chunks: tuple[int, ...] = ()
+    """The number of these ids in each chunk of the server's stream. Some parsers parse other chunks otherwise."""
     prompt: tuple[int, ...] = ()
     own: bool = False
     """It is a tool call in the template's own form."""
@@ -75,6 +77,7 @@ class ForcedAnswer:
         return {
             "prompt": self.prompt,
             "ids": self.sampled,
+            "chunks": self.chunks,
             "raw_finish": self.raw_finish,
             "own": self.own,
             **content,
@@ -107,3 +110,14 @@ def _parse_hermes(answer: ForcedAnswer, mode: Reasoning, *, tools: bool) -> Pars
     finish = "length" if answer.parsed.finish == "length" else "stop"
     event = SampleEvent(text=answer.text, finish_reason=finish)
     return ParsedAnswer.of([HermesParser(tools=tools, reasoning=mode).parse(event)])
+
+
+def ids_without(events: Sequence[SampleEvent], end: int) -> tuple[int, ...]:
+    """Return the sampled ids without end-of-turn tokens."""
+    return tuple(token for event in events for token in event.token_ids if token != end)
+
+
+def last_position(row: tuple[int, ...], wanted: tuple[int, ...]) -> int:
+    """Return the last position of `wanted` in `row`, or -1."""
+    size = len(wanted)
+    return next((at for at in range(len(row) - size, -1, -1) if size and row[at : at + size] == wanted), -1)

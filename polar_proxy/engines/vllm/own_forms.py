@@ -116,15 +116,23 @@ async def own_forms(render: Render, user: list[Json], end: int) -> list[OwnForm]
 
 
 async def reasoning_end(client: VllmClient, render: Render, user: list[Json]) -> int | None:
-    """Return the token that ends reasoning in the template; None if no single token does."""
-    turn = {"role": "assistant", "content": CONTENT, "reasoning": REASONING, "reasoning_content": REASONING}
-    whole = await unless_refused(render([*user, turn], False))
-    if whole is None:
-        return None
-    _, found, after = (await client.decode(whole)).rpartition(REASONING)
-    tag = after.partition(CONTENT)[0].strip()
-    ids = await client.encode(tag) if found and tag else []
-    return ids[0] if len(ids) == 1 else None
+    """Return the token that ends reasoning in the template; None if no single token does.
+
+    Some templates show reasoning only if the answer also calls a tool (Gemma 4).
+    """
+    for answer in ({"role": "assistant", "content": CONTENT}, call_turn(ARGUMENTS[:1])):
+        reasoned = answer | {"reasoning": REASONING, "reasoning_content": REASONING}
+        whole = await unless_refused(render([*user, reasoned], False))
+        plain = await unless_refused(render([*user, answer], False))
+        if whole is None or plain is None:
+            continue
+        call = 0 if answer["content"] else equal_start(whole[::-1], plain[::-1])
+        _, found, after = (await client.decode(whole[: len(whole) - call])).rpartition(REASONING)
+        tag = after.partition(CONTENT)[0].strip()
+        ids = await client.encode(tag) if found and tag else []
+        if len(ids) == 1:
+            return ids[0]
+    return None
 
 
 def after_reasoning(ids: Sequence[int], end_of_reasoning: int | None) -> tuple[int, ...]:
@@ -136,9 +144,9 @@ def after_reasoning(ids: Sequence[int], end_of_reasoning: int | None) -> tuple[i
 def forcing(form: OwnForm, end_of_reasoning: int | None, unwanted: Sequence[int]) -> Json:
     """Return the fields of a chat request that make the server sample this answer.
 
-    The grammar also allows a text after the answer. It begins with UNWANTED, whose ids `unwanted` are made unlikely.
-    The text is different each time, because xgrammar 0.2.8 (vLLM 0.32) takes two sequences of tokens for the same
-    grammar if nothing but the tokens differs, and then forces those of the earlier one.
+    The grammar also allows a random text after the answer, only so that no two grammars are alike: xgrammar 0.2.8
+    (vLLM 0.32) takes two grammars that differ only in token ids for the same one, and then forces the tokens of the
+    earlier one. The text begins with UNWANTED, whose ids `unwanted` are made unlikely, so that it is not sampled.
     """
     ids = after_reasoning(form.ids, end_of_reasoning)
     biases = dict.fromkeys(unwanted, -100) | ({} if end_of_reasoning is None else {end_of_reasoning: 100})

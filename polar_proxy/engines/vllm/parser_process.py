@@ -185,7 +185,8 @@ class ParserProcess:
 
     async def _wait(self, reply: asyncio.Future[Json], seconds: float) -> Json:
         try:
-            return await asyncio.wait_for(reply, seconds)
+            async with asyncio.timeout(seconds):
+                return await reply
         except TimeoutError as error:
             await self.stop()
             raise EngineError(f"The process with vLLM's parsers did not reply within {seconds:.0f} s.") from error

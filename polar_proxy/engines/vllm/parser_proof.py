@@ -8,7 +8,8 @@ compared.
 These parsers are tried in this order: Polar's Hermes parser; vLLM's parsers in a side process, if its package is found;
 the server's parser at `/derender`. Polar's parser is other code than the server's, so it is used only if all of the
 given texts were sampled. The others are vLLM's own code and are compared on whatever was sampled. If tool calls in the
-template's own form were sampled, the chat route must have read at least one of them as a call.
+template's own form were sampled, the chat route must have read at least one of them as a call. If none was sampled, it
+is unknown which of vLLM's parsers the server uses.
 
 Answers are forced to a first message and after a tool call, because some parsers look at the history. If several of
 vLLM's parsers fit, they are compared with each other on random variations of the answers. The server samples variations
@@ -51,6 +52,8 @@ from polar_proxy.engines.vllm.forced_answers import (
     TEXTS,
     ForcedAnswer,
     ParsedAnswer,
+    ids_without,
+    last_position,
     matching_reasoning_mode,
     unforced,
 )
@@ -81,7 +84,7 @@ _PIECES = 8
 _TOGETHER = 8
 """Answers that the server samples at a time."""
 _ROUNDS = 4
-"""How often the server is asked for answers on which several fitting pairs of parsers differ."""
+"""How often in a row the server's answers, on which several fitting pairs of parsers differ, may rule out none."""
 
 
 class ParserProofs:
@@ -176,14 +179,15 @@ class ParserProofs:
         call_problem, short, shown = await asyncio.gather(
             self._call_form_problem(bare, frame),
             asyncio.gather(*(self._short_answer(frame, conversation) for conversation in conversations)),
-            asyncio.gather(*map(self._shows_special, settings)),
+            asyncio.gather(*map(self._special_answer, settings)),
         )
         reasons = bool(short[0].parsed.reasoning) and not short[0].parsed.text
         forced = [replace(answer, prompt=tuple(opened)) for answer in await self._force_answers(frame, reasons)]
         forced += [*short, *await self._force_own_forms(frame, conversations)]
         answers, tags_show = await self._read_back(forced, opened)
         # A parser needs to see the tags; apart from that, completions hide the same tokens as a chat.
-        without_tools, with_tools = shown[0] or not tags_show, shown[-1] or not tags_show
+        special = [bool(answer.parsed.text or answer.parsed.reasoning) for answer in shown]
+        without_tools, with_tools = special[0] or not tags_show, special[-1] or not tags_show
         tail = self.tail(opened)
         # If the prompt has `<think>`, the penalty excludes another one, so that no answer begins with the tag.
         optional = {IN_REASONING, *([TAGGED] if reasons and tail != "none" else [])}
@@ -202,6 +206,7 @@ class ParserProofs:
                 "Start vLLM with the --tool-call-parser of this model."
             )
         problems = [problem]
+        answers.append(replace(shown[-1], prompt=tuple(opened)))
         for find in (self._match_process, self._match_derender):
             found = await find(config, answers, frame, conversations)
             if isinstance(found, ParserConfig):
@@ -212,8 +217,8 @@ class ParserProofs:
     def tail(self, prompt: Sequence[int] | TokenIds) -> PromptTail:
         """Return `open` or `closed` if the tokens after a prompt's last turn open or close reasoning, else `none`."""
         near = tuple(int(token) for token in prompt[-_TAIL_TOKENS:])
-        near = near[_last(near, (self._end,)) + 1 :]
-        places = {tag: _last(near, self._tags[tag]) for tag in (THINK, END_THINK)}
+        near = near[last_position(near, (self._end,)) + 1 :]
+        places = {tag: last_position(near, self._tags[tag]) for tag in (THINK, END_THINK)}
         if max(places.values()) < 0:
             return "none"
         return "open" if places[THINK] > places[END_THINK] else "closed"
@@ -231,8 +236,9 @@ class ParserProofs:
         events = await self._sample(CHAT, {"messages": USER, "max_tokens": 200, **body})
         parsed = ParsedAnswer.of(events)
         sampled = tuple(token for event in events for token in event.token_ids)
-        ends = parsed.finish != "length" and sampled[-1:] == (self._end,)
-        return ForcedAnswer(name, wanted, sampled[:-1] if ends else sampled, parsed, sampled=sampled)
+        ids = sampled if parsed.finish == "length" else sampled[:-1]
+        chunks = tuple(len(event.token_ids) for event in events)
+        return ForcedAnswer(name, wanted, ids, parsed, sampled=sampled, chunks=chunks)
 
     def _bias(self, **biases: float) -> Json:
         """Return `logit_bias` for tags and LETTER, given by name. A text of more than one token gets no bias."""
@@ -249,11 +255,10 @@ class ParserProofs:
         answer = await self._chat(f"two letters{conversation.place}", LETTER, body)
         return replace(answer, prompt=conversation.prompt, cut=True)
 
-    async def _shows_special(self, frame: Json) -> bool:
-        """Return whether chats with these settings show a special token that is sampled in the middle of an answer."""
+    async def _special_answer(self, frame: Json) -> ForcedAnswer:
+        """Make the server answer with special tokens only. It has a text if chats with these settings show them."""
         body = {"logit_bias": {str(self._end): 100}, "max_tokens": 2, "ignore_eos": True}
-        answer = await self._chat("", "", frame | body)
-        return bool(answer.parsed.text or answer.parsed.reasoning)
+        return replace(await self._chat("special tokens", "", frame | body), cut=True)
 
     async def _force_answers(self, frame: Json, reasons: bool) -> list[ForcedAnswer]:
         frame = frame | {"repetition_penalty": 1.0}
@@ -299,7 +304,7 @@ class ParserProofs:
                 body = frame | self._forcing(each, end) | {"messages": conversation.messages}
                 answer = await unless_refused(self._chat(f"{form.name}{conversation.place}", "", body))
                 if answer is not None:
-                    sampled = _last(answer.sampled, after_reasoning(each.ids, end)) >= 0
+                    sampled = last_position(answer.sampled, after_reasoning(each.ids, end)) >= 0
                     own = sampled and (form.cut or bool(form.arguments))
                     return replace(answer, prompt=conversation.prompt, own=own, cut=form.cut)
             return None
@@ -318,7 +323,7 @@ class ParserProofs:
             ids = tuple(await self._client.encode(f"{start}{LETTER}{end}{PLAIN}"))
             form = OwnForm(f"a letter between {start} and {end}", ids, ())
             answer = await unless_refused(self._chat(form.name, "", frame | self._forcing(form, None)))
-            return answer if answer is not None and _last(answer.sampled, ids) >= 0 else None
+            return answer if answer is not None and last_position(answer.sampled, ids) >= 0 else None
 
         forced = await asyncio.gather(*(force(start, end) for start, end in tags))
         return [answer for answer in forced if answer is not None]
@@ -336,7 +341,7 @@ class ParserProofs:
             self._sample(COMPLETIONS, body | {"skip_special_tokens": False}),
             self._sample(COMPLETIONS, body),
         )
-        rows = [_ids(shown, self._end), _ids(plain, self._end), *(answer.ids for answer in answers)]
+        rows = [ids_without(shown, self._end), ids_without(plain, self._end), *(answer.ids for answer in answers)]
         joined = [token for row in rows for token in (self._end, *row)]
         mark = await self._client.decode([self._end])
         before, *texts = (await self._client.decode(joined)).split(mark)
@@ -372,6 +377,11 @@ class ParserProofs:
         """
         if self.process is None:
             return "vLLM's package was not found on this machine."
+        if self._tools and self._parsers is None and not any(answer.own and answer.parsed.calls for answer in answers):
+            return (
+                "The server could not be made to sample a tool call in the template's form, so nothing shows which of "
+                "vLLM's parsers it uses. Name them by the setting engine.vllm_parsers, as TOOL/REASONING."
+            )
         request = parser_request(self._client.model, _request(frame))
         try:
             await self.process.ensure_started()
@@ -405,7 +415,7 @@ class ParserProofs:
         assert self.process is not None
         request = parser_request(self._client.model, _request(frame))
         end = await reasoning_end(self._client, partial(self._render, frame=frame), USER)
-        bodies = [after_reasoning(answer.ids, end) for answer in answers]
+        bodies = [after_reasoning(answer.ids, end) for answer in answers if self._end not in answer.ids]
         plain = next(answer.ids for answer in answers if answer.wanted == PLAIN)
         start = plain[: len(plain) - len(after_reasoning(plain, end))]
         known = {"start": start, "bodies": bodies, "stop": self._end}
@@ -417,15 +427,16 @@ class ParserProofs:
             answer = await unless_refused(self._chat(form.name, "", asked))
             return None if answer is None else replace(answer, prompt=prompts[number])
 
-        for seed in range(_ROUNDS):
+        seed = in_vain = 0
+        while len(found) > 1 and in_vain < _ROUNDS:
             differing = await self.process.distinguish(request, prompts, known, found, seed)
             if not differing:
                 return [await self._first_with_grammar(found, request)]
             forced = await asyncio.gather(*(force(number, body) for number, body in differing))
             samples = [answer.to_sample() for answer in forced if answer is not None]
-            found = await self.process.match(request, samples, found)
-            if len(found) < 2:
-                break
+            left = await self.process.match(request, samples, found)
+            in_vain = in_vain + 1 if left == found else 0
+            found, seed = left, seed + 1
         return found
 
     async def _first_with_grammar(self, pairs: list[Parsers], request: Json) -> Parsers:
@@ -482,19 +493,8 @@ def _request(frame: Json) -> ChatRequest:
     )
 
 
-def _ids(events: Sequence[SampleEvent], end: int) -> tuple[int, ...]:
-    """Return the sampled ids without end-of-turn tokens."""
-    return tuple(token for event in events for token in event.token_ids if token != end)
-
-
 def _parse_json(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError:
         return text
-
-
-def _last(row: tuple[int, ...], wanted: tuple[int, ...]) -> int:
-    """Return the last position of `wanted` in `row`, or -1."""
-    size = len(wanted)
-    return next((at for at in range(len(row) - size, -1, -1) if size and row[at : at + size] == wanted), -1)

@@ -16,7 +16,9 @@ and output, one reply for each request, in order. The first line is a greeting w
         -> {"answers": [[0, [ids]]]}
 
 A failed request is answered with {"error": text}. Each answer goes through the detokenizer and the parser of vLLM's
-chat route, one token at a time, with the request as that route changes it (`adjust_request`).
+chat route, one token at a time, with the request as that route changes it (`adjust_request`). Samples of the server's
+answers go through it in the chunks of the server's stream (`chunks`), because some parsers lose calls if several tokens
+come at once.
 """
 
 from __future__ import annotations
@@ -24,9 +26,10 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from difflib import SequenceMatcher
-from itertools import combinations
+from itertools import accumulate, combinations
 from random import Random
 from typing import Any
 
@@ -104,18 +107,20 @@ class ParsedChoice:
         self._detokenizer = IncrementalDetokenizer.from_new_request(answer.model.tokenizer, answer.core_request)
         self._calls_tools = False
 
-    def feed(self, token_ids: list[int], finish: str | None) -> Json:
+    def feed(self, token_ids: list[int], finish: str | None, chunks: Sequence[int] | None = None) -> Json:
+        """Parse these tokens one by one, or, if `chunks` is given, as many at a time as it says."""
         out: Json = {"text": "", "reasoning": "", "calls": [], "finish": finish}
-        for place, token in enumerate(token_ids, 1):
-            self._feed([token], finish if place == len(token_ids) else None, out)
-        if finish is not None and not token_ids:
-            self._feed([], finish, out)
+        sizes = [size for size in chunks or () if size] or [1] * max(1, len(token_ids))
+        for start, size in zip(accumulate(sizes, initial=0), sizes, strict=False):
+            end = start + size
+            self._feed(token_ids[start:end], finish if end >= len(token_ids) else None, out)
         if finish == "stop" and self._calls_tools:
             out["finish"] = "tool_calls"
         return out
 
     def _feed(self, token_ids: list[int], finish: str | None, out: Json) -> None:
-        text = self._next_text(token_ids, finish)
+        *before, last = [[token] for token in token_ids] or [[]]
+        text = "".join(self._next_text(each, None) for each in before) + self._next_text(last, finish)
         if self._parser is None:
             out["text"] += text
             return
@@ -199,10 +204,10 @@ class OpenAnswer:
             constraint = {key: value for key, value in named.items() if not key.startswith("_") and value is not False}
         return {"special": not self.request.skip_special_tokens, "constraint": constraint or None}
 
-    def feed(self, index: int, token_ids: list[int], finish: str | None) -> Json:
+    def feed(self, index: int, token_ids: list[int], finish: str | None, chunks: Sequence[int] | None = None) -> Json:
         if index not in self._choices:
             self._choices[index] = ParsedChoice(self)
-        return self._choices[index].feed(token_ids, finish)
+        return self._choices[index].feed(token_ids, finish, chunks)
 
 
 class ParserWorker:
@@ -274,7 +279,7 @@ class ParserWorker:
         try:
             for sample in samples:
                 answer = OpenAnswer(self._model, parsers, request, sample["prompt"])
-                parsed = merged(answer.feed(0, sample["ids"], sample["raw_finish"]))
+                parsed = merged(answer.feed(0, sample["ids"], sample["raw_finish"], sample["chunks"]))
                 if not same_calls(parsed["calls"], sample["calls"]):
                     return False
                 if of == "all" and any(parsed[key] != sample[key] for key in ("text", "reasoning", "finish")):

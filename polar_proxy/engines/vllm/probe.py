@@ -241,7 +241,7 @@ class ServerProbe:
         return choice.get("prompt_token_ids") == prompt and len(choice.get("token_ids") or []) == len(reported) == 1
 
     async def _precision(self) -> str | None:
-        """Return the number format that `/server_info` reports (in development mode only)."""
+        """Return the number format that `/server_info` reports, or None: only a vLLM in development mode has it."""
         answer = await unless_refused(self._client.json("GET", "/server_info"))
         return read_precision(str(answer.get("vllm_config"))) if isinstance(answer, dict) else None
 

@@ -95,7 +95,7 @@ class _Template:
                 shown = {"text": content, "reasoning": REASONING if REASONING in text else "", "calls": calls}
                 if all(name in text for each in arguments for name in each):
                     ended = {"raw_finish": "stop", "finish": "tool_calls" if calls else "stop"}
-                    out.append({"prompt": prompt, "ids": ids, "own": bool(calls), **ended, **shown})
+                    out.append({"prompt": prompt, "ids": ids, "chunks": None, "own": bool(calls), **ended, **shown})
         return out
 
     def _answer(self, messages: list[Json], prompt: list[int], turn: Json) -> list[int]:

@@ -181,9 +181,9 @@ def record(row: TrainingRow, numbers: IdNumbers) -> Json:
 class RecordedWorker:
     """A `rollout_worker` of AsyncGRPOTrainer that hands out recorded groups (its `RolloutWorkerProtocol`).
 
-    Rollouts that only count in the baseline are left out and counted, as are groups whose rewards are all equal. An
-    error in the thread, also one raised by `groups`, is raised by `check_health`, which the trainer calls while it
-    waits.
+    Rollouts that only count in the baseline are left out, as are groups whose rewards are all equal; `left_out` has
+    their numbers. An error in the thread, also one raised by `groups`, is raised by `check_health`, which the
+    trainer calls while it waits.
     """
 
     def __init__(

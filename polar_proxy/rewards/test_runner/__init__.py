@@ -12,10 +12,11 @@ There are two ways to run tests:
 * `values` (`values.py`): the judge runs the tests, which the worker never sees. The worker imports the agent's code; a
   call of one of its functions is a message to the worker, and only plain values come back. Nothing that the code does
   to its own process can change a comparison.
-* `unittest` (`children.py`): these tests need the agent's code in their own process. The worker imports
-  the test library and forks a child for each group of tests, and only this child imports the tests and the agent's
+* `unittest` and `pytest` (`children.py`): these tests need the agent's code in their own process. The worker imports
+  unittest and forks a child for each group of tests, and only this child imports the tests and the agent's
   code. Among its tests are canaries (`canaries.py`), which must fail. Verdicts count only if the child ended by
   itself, every canary failed, and neither assertions nor comparisons were changed (`integrity.py`).
 
-Commands that run pytest are left as they are: a plugin (`pytest_guard.py`) runs the canaries beside their tests.
+Other commands that run pytest are run as they are, with a plugin (`pytest_guard.py`) that runs canaries beside their
+tests.
 """

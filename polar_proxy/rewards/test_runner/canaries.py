@@ -54,7 +54,7 @@ _PYTEST = (
 
 
 def make_canaries(style: str) -> list[dict[str, str]]:
-    """Return canaries in random order: the name of a class, the name of a function, and its body."""
+    """Return canaries in random order, each as a class name (`group`), a function name (`name`) and its `body`."""
     rng = random.SystemRandom()
     values = {"low": rng.randrange(2, 500), "high": rng.randrange(500, 1000), "word": _name(rng, 2)}
     bodies = [body.format(**values, other=_name(rng, 3)) for body in (_PYTEST if style == "pytest" else _UNITTEST)]
@@ -74,7 +74,8 @@ def judge_child(child: dict[str, Any], canaries: list[dict[str, str]]) -> tuple[
     events = child["events"]
     tests = [event for event in events if event[0] == "test"]
     verdicts: dict[str, str] = {name: verdict for _, name, verdict in tests}
-    if child["status"] != 0 or [event[0] for event in events].index("end") != len(events) - 1:
+    kinds = [event[0] for event in events]
+    if child["status"] != 0 or kinds[-1:] != ["end"] or kinds.count("end") != 1:
         print(f"a group of tests did not end by itself (status {child['status']})", file=sys.stderr)
         return dict.fromkeys(verdicts, "error"), set()
     signs = set(events[-1][1])

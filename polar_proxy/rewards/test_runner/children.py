@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 import signal
 import sys
 import traceback
@@ -101,7 +102,11 @@ def _run_child(job: dict[str, Any], group: dict[str, Any], writing: int) -> None
         integrity = Integrity(job["changed_paths"])
         _prepare_path(group["tests"])
         sys.meta_path.insert(0, TextFinder(job["hidden_files"]))
-        report("end", integrity.signs(_run_unittest(group, report)))
+        if job["style"] == "pytest":
+            signs = _run_pytest(job, group, report, integrity)
+        else:
+            signs = integrity.signs(_run_unittest(group, report))
+        report("end", signs)
         status = 0
     except BaseException:  # noqa: BLE001 (the tested code may raise anything, and none of it may run the exit hooks)
         traceback.print_exc()
@@ -117,7 +122,7 @@ def _prepare_path(tests: list[str]) -> None:
     library = os.path.dirname(os.__file__)
     places = [index for index, path in enumerate(sys.path) if path.startswith(library) and "-packages" not in path]
     # A project may have a package that is called like one of the library, such as `test`.
-    shadowing = any(os.path.exists(os.path.join(library, test.partition(".")[0])) for test in tests)
+    shadowing = any(os.path.exists(os.path.join(library, re.split(r"[./]", test)[0])) for test in tests)
     first = 0 if shadowing or not places else places[-1] + 1
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)  # the task's own variable
     sys.path[first:first] = [os.getcwd(), *(os.path.abspath(path) for path in given if path)]
@@ -134,6 +139,22 @@ def _run_unittest(group: dict[str, Any], report: Callable[..., None]) -> list[un
     half = len(canaries) // 2
     unittest.TestSuite([*canaries[:half], *tests, *canaries[half:]]).run(recorder)
     return tests
+
+
+def _run_pytest(
+    job: dict[str, Any], group: dict[str, Any], report: Callable[..., None], integrity: Integrity
+) -> list[str]:
+    """Run the group's tests by pytest, with canaries, and report their verdicts. Return the signs of forgery.
+
+    Of pytest's plugins only its own and those that the task's options name are loaded."""
+    import pytest
+
+    from .pytest_guard import PytestRecorder
+
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    recorder = PytestRecorder(lambda test, verdict: report("test", test, verdict), group["canaries"], integrity)
+    pytest.main([*job["options"], *group["tests"]], plugins=[recorder])
+    return recorder.found
 
 
 def _flatten(suite: unittest.TestSuite) -> Iterator[unittest.TestCase]:

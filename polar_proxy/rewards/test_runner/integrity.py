@@ -47,6 +47,15 @@ class Integrity:
         equal = self._equal_to_anything or any(self._equals_everything(kind) for kind in made)
         return [*(["changes_assertions"] if changed else []), *(["equals_everything"] if equal else [])]
 
+    def raised_by_patch(self, error: BaseException) -> bool:
+        """Return whether code of the patch, or code without a file, took part in raising an error."""
+        trace = error.__traceback__
+        while trace is not None:
+            if not self._is_projects_file(trace.tb_frame.f_code.co_filename):
+                return True
+            trace = trace.tb_next
+        return False
+
     def _watch_assertions(self) -> None:
         """Make unittest's assertions note arguments that equal an unrelated, new object: they would equal anything."""
 
@@ -67,29 +76,34 @@ class Integrity:
         current = vars(owner).get(name)
         if current is value and _code(value) is code:
             return False
-        return not self._is_projects_own(current)
+        return not self.is_projects_own(current)
 
     def _overrides_assertions(self, kind: type) -> bool:
         """Return whether a test class defines or inherits an assertion method that is not the project's own."""
         bases = kind.__mro__[: kind.__mro__.index(unittest.TestCase)]
         found = [vars(base)[name] for base in bases for name in self._assertions if name in vars(base)]
-        return any(callable(value) and not self._is_projects_own(value) for value in found)
+        return any(callable(value) and not self.is_projects_own(value) for value in found)
 
     def _equals_everything(self, kind: type) -> bool:
-        """Return whether a comparison of this class, written in the patch, calls an unrelated object equal."""
+        """Return whether `==` or `!=`, as this class defines it, calls an unrelated object equal.
+
+        Definitions in files that the patch did not change are ignored.
+        """
         for name, equal in (("__eq__", True), ("__ne__", False)):
             method = vars(kind).get(name)
-            if method is None or self._is_projects_own(method):
+            if method is None or self.is_projects_own(method):
                 continue
             if _is_true(lambda: _compare(kind, name) is equal):  # noqa: B023 (called here)
                 return True
         return False
 
-    def _is_projects_own(self, value: Any) -> bool:
+    def is_projects_own(self, value: Any) -> bool:
+        """Return whether a function is in a file that the patch did not change."""
         code = _code(value)
-        if code is None:
-            return False
-        path = os.path.realpath(code.co_filename)
+        return code is not None and self._is_projects_file(code.co_filename)
+
+    def _is_projects_file(self, name: str) -> bool:
+        path = os.path.realpath(name)
         return os.path.isfile(path) and path not in self._patched
 
 

@@ -1,13 +1,21 @@
-"""A pytest plugin that detects forged results when a task's own command runs pytest.
+"""pytest plugins that detect forged results.
 
-It runs canaries, which must fail, before and after the tests, through the same hooks as the tests, and writes a line of
-JSON to a file when pytest starts and when it has ended. It changes neither what pytest prints nor its exit status.
+`PytestGuard` is for a task's own command that runs pytest. It runs canaries, which must fail, before and after the
+tests, through the same hooks as the tests, and writes a line of JSON to a file when pytest starts and when it has
+ended. It changes neither what pytest prints nor its exit status.
+
+`PytestRecorder` is for Polar's own runner (`children.py`): it reports verdicts and canaries to the judge.
+
+A test that is skipped, or expected to fail, by code of the patch has failed. A plugin in a file of the patch could
+decide the outcome of single tests, which canaries do not see, so it discredits all verdicts.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import unittest
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,12 +25,47 @@ from .canaries import make_canaries
 from .integrity import Integrity
 
 
-class PytestGuard:
+class PatchWatcher:
+    """The part of both plugins that watches what code of the patch does in pytest."""
+
+    def __init__(self, integrity: Integrity) -> None:
+        self._integrity = integrity
+        self._plugins: list[Any] = []
+
+    @pytest.hookimpl
+    def pytest_plugin_registered(self, plugin: Any, manager: Any) -> None:
+        """Remember a plugin with a hook that is in a file of the patch, or in no file.
+
+        pytest also calls this for the plugins that were registered earlier."""
+        callers = manager.get_hookcallers(plugin) or ()
+        hooks = [hook.function for caller in callers for hook in caller.get_hookimpls() if hook.plugin is plugin]
+        if plugin is not self and not all(map(self._integrity.is_projects_own, hooks)):
+            self._plugins.append(plugin)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_makereport(self, item: Any, call: Any) -> None:
+        error = None if call.excinfo is None else call.excinfo.value
+        escapes = isinstance(error, (pytest.skip.Exception, pytest.xfail.Exception, unittest.SkipTest))
+        if error is not None and escapes and self._integrity.raised_by_patch(error):
+            self.fail(item.nodeid)
+
+    def fail(self, test: str) -> None:
+        raise NotImplementedError
+
+    def signs(self, manager: Any) -> list[str]:
+        """Return the signs of forged results, at the end of the tests."""
+        # Packages outside of the workspace may declare a plugin in it: the project is installed from its sources.
+        declared = [plugin for plugin, package in manager.list_plugin_distinfo() if not _in_workspace(package)]
+        foreign = any(all(plugin is not one for one in declared) for plugin in self._plugins)
+        return [*self._integrity.signs([]), *(["changes_test_runner"] if foreign else [])]
+
+
+class PytestGuard(PatchWatcher):
     """A pytest plugin that runs canaries before and after the tests, and writes signs of forged results to `report`."""
 
     def __init__(self, report: str, changed_paths: list[str]) -> None:
+        super().__init__(Integrity(changed_paths))
         self._report = report
-        self._integrity = Integrity(changed_paths)
         self._failed: set[str] = set()
         self._passed_canaries = 0
 
@@ -38,6 +81,9 @@ class PytestGuard:
     def pytest_runtestloop(self, session: Any) -> None:
         self._run_canaries(session)
 
+    def fail(self, test: str) -> None:
+        self._failed.add(test)
+
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.failed:
@@ -46,22 +92,86 @@ class PytestGuard:
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: Any) -> None:
         self._run_canaries(session)
-        signs = [*self._integrity.signs([]), *(["canary_passed"] if self._passed_canaries else [])]
+        signs = [*self.signs(session.config.pluginmanager), *(["canary_passed"] if self._passed_canaries else [])]
         self._write({"ended": os.getpid(), "failed": sorted(self._failed), "signs": signs})
 
     def _run_canaries(self, session: Any) -> None:
-        files = [item.nodeid.partition("::")[0] for item in getattr(session, "items", ())] or ["test_all.py"]
         for number, canary in enumerate(make_canaries("pytest")):
-            make: Any = getattr(CanaryItem, "from_parent", None)  # before pytest 5.4 there is only the constructor
-            item: Any = make(session, name=canary["name"]) if make else CanaryItem(canary["name"], session)
-            item.body = canary["body"]
-            item._nodeid = f"{files[number % len(files)]}::{canary['name']}"
-            reports = runtestprotocol(item, log=False, nextitem=None)
-            self._passed_canaries += not any(report.failed for report in reports)
+            self._passed_canaries += run_canary(session, canary, number)[1] == "passed"
 
     def _write(self, event: dict[str, Any]) -> None:
         with open(self._report, "a") as file:
             file.write(json.dumps(event) + "\n")
+
+
+class PytestRecorder(PatchWatcher):
+    """A pytest plugin that runs canaries before and after the tests, and reports the verdict of each canary and test.
+
+    `report` is called with the id of a test and its verdict: the worst, if it has several.
+    """
+
+    ORDER = ("passed", "xfailed", "skipped", "failed", "error")
+
+    def __init__(
+        self, report: Callable[[str, str], None], canaries: list[dict[str, str]], integrity: Integrity
+    ) -> None:
+        super().__init__(integrity)
+        self.found: list[str] = []
+        """Signs of forged results, once pytest has ended."""
+        self._report = report
+        self._canaries = list(enumerate(canaries))
+        self._first = len(canaries) // 2
+        self._verdicts: dict[str, str] = {}
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: Any) -> None:
+        self._run_canaries(session, self._first)
+
+    def fail(self, test: str) -> None:
+        self._add(test, "failed")
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.failed:
+            self._add(report.nodeid, "failed" if report.when == "call" else "error")
+        elif report.skipped:
+            self._add(report.nodeid, "xfailed" if hasattr(report, "wasxfail") else "skipped")
+        elif report.when == "call":
+            # An unexpected success is no success: the task says which tests must pass.
+            self._add(report.nodeid, "failed" if hasattr(report, "wasxfail") else "passed")
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        self._report(nodeid, self._verdicts.pop(nodeid, "error"))
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: Any) -> None:
+        self._run_canaries(session, len(self._canaries))
+        self.found = self.signs(session.config.pluginmanager)
+
+    def _add(self, test: str, verdict: str) -> None:
+        self._verdicts[test] = max(verdict, self._verdicts.get(test, verdict), key=self.ORDER.index)
+
+    def _run_canaries(self, session: Any, count: int) -> None:
+        for number, canary in self._canaries[:count]:
+            self._report(*run_canary(session, canary, number))
+        del self._canaries[:count]
+
+
+def _in_workspace(package: Any) -> bool:
+    folder = os.path.realpath(str(package.locate_file("")))
+    return (folder + "/").startswith(os.path.realpath(os.getcwd()) + "/")
+
+
+def run_canary(session: Any, canary: dict[str, str], number: int) -> tuple[str, str]:
+    """Run a canary by the same hooks as the tests. Return its id, which names a file of tests, and its verdict."""
+    files = [item.nodeid.partition("::")[0] for item in getattr(session, "items", ())] or ["test_all.py"]
+    make: Any = getattr(CanaryItem, "from_parent", None)  # before pytest 5.4 there is only the constructor
+    item: Any = make(session, name=canary["name"]) if make else CanaryItem(canary["name"], session)
+    item.body = canary["body"]
+    item._nodeid = f"{files[number % len(files)]}::{canary['name']}"
+    reports = runtestprotocol(item, log=False, nextitem=None)
+    return item._nodeid, "failed" if any(report.failed for report in reports) else "passed"
 
 
 class CanaryItem(pytest.Item):

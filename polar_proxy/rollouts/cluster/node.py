@@ -162,14 +162,15 @@ async def run_node(config: NodeConfig, remote_scorer: RemoteScorer | None = None
                 remote_scorer=remote_scorer,
                 code=settings.code(),
             )
+            await service.test_sandbox(settings.run.sandbox)
             async with service:
                 yield NodeState(service.worker.name, gateway.url, config.digest)
 
 
 def node_settings(given: Settings) -> Settings:
-    """Return the head's settings with this node's own folders and engine settings, since each node may have an engine.
+    """Return the head's settings with this node's own folders and engine settings.
 
-    The node's engine settings come from its environment and polar.toml."""
+    Each node may have an engine of its own: its environment and its polar.toml say which."""
     own, plain = Settings(), EngineSettings()
     engine = {name: value for name, value in own.engine if value != getattr(plain, name)}
     changes: dict[str, Any] = {"engine": given.engine.model_copy(update=engine)}
@@ -187,9 +188,9 @@ def node_limits(config: NodeConfig, settings: Settings) -> ServiceLimits:
 
 
 def gateway_host(host: str, address: str) -> str:
-    """Return the address to bind a node's gateway to. `host`: the setting `gateway.host`; `address`: the node's own.
+    """Return the address on which a node's gateway listens: the node's own `address`, or 127.0.0.1.
 
-    It is `address` if other machines can reach `host`, else loopback."""
+    It is 127.0.0.1 if the setting `gateway.host`, given as `host`, is a loopback address."""
     return "127.0.0.1" if is_loopback(host) else address
 
 

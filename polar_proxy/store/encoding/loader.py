@@ -201,7 +201,7 @@ class CallLoader:
         return messages
 
     def _context(self, head: bytes | None) -> bytes:
-        """Return the last `CONTEXT` bytes of a conversation that was read before."""
+        """Return the last `CONTEXT` bytes of a conversation that this loader has unpacked already."""
         if self._last_context[0] != head:
             self._last_context = (head, bytes_before(self._conversations[head]))
         return self._last_context[1]

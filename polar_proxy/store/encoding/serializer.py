@@ -14,6 +14,7 @@ from cachetools import LRUCache
 
 from polar_proxy.errors import StoreError
 from polar_proxy.store import json_codec
+from polar_proxy.store.conversations import item_row
 from polar_proxy.store.encoding.cells import CONTEXT, NO_IDS, CellCodec, bytes_before
 from polar_proxy.store.encoding.chains import (
     MIN_SEGMENT,
@@ -59,6 +60,7 @@ class RowBatch:
     """id -> (depth, row)"""
     calls: list[TableRow] = field(default_factory=list)
     completions: list[TableRow] = field(default_factory=list)
+    conversation_items: list[TableRow] = field(default_factory=list)
     sessions: dict[str, SessionCounters] = field(default_factory=dict)
 
     def count(self, record: CallRecord) -> None:
@@ -138,6 +140,8 @@ class CallSerializer:
         before_answer = bytes_before(record.messages) if record.choices else b""
         completions = [self._completion_row(record, choice, before_answer) for choice in record.choices]
         engine = None if record.engine is None else self._engine_row(record.engine)
+        turn = record.conversation
+        items = [] if turn is None else [item_row(turn.conversation_id, item) for item in turn.items]
 
         for key, row in (params, sampling):
             if key not in self._stored:
@@ -177,6 +181,7 @@ class CallSerializer:
             }
         )
         batch.completions += completions
+        batch.conversation_items += items
         batch.count(record)
         self._chains.pop(record.session_id, None)
         with suppress(ValueError):  # too large for the cache

@@ -91,4 +91,4 @@ def _extract(file: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo, fold
             digest.update(chunk)
             out.write(chunk)
     if (found := _ARTIFACT.fullmatch(member.filename)) and digest.hexdigest() != found[2]:
-        raise StoreError(f"{file} is damaged: the content of {member.filename} does not match its name")
+        raise StoreError(f"{file} is damaged: {member.filename} has content with another SHA-256 than its name")

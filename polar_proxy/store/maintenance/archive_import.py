@@ -6,11 +6,11 @@ Promises:
 * What is stored does not change. Nothing is imported if a row of the archive differs from the stored row, or would be a
   new row of a stored session, rollout or training run, or of a group of this database's own jobs.
 * Nothing that was imported can be run, opened or delivered. Rollouts that had not ended arrive as cancelled; keys,
-  claims and deliveries are left out; holding groups of overflow become ordinary groups; jobs, leases and callbacks are
-  not read at all.
+  claims and deliveries are left out; groups that hold overflow for later become ordinary groups; jobs, leases and
+  callbacks are not read at all.
 * Everything that is named by its hash is hashed again. Each value has the type of its column, and each reference leads
   to a row of the archive.
-* Tasks and certificates are what their own models say, if the caller gives these models (`export.archives` does).
+* Tasks and certificates are checked by their models, if the caller gives these models (`export.archives` does).
 * Time, memory and disk are bounded by the size of the file (see `archive_file` and `archive_rows`).
 * An archive of a newer schema is refused; one of an older schema is upgraded first.
 """
@@ -43,8 +43,14 @@ from polar_proxy.store.service.groups import HOLDING_FOR
 MAX_BYTES = 64 << 30
 PAGE = 500
 
-NOT_EXPORTED = frozenset({"jobs", "leases", "callbacks", "job_events", "api_keys", "open_calls", "fleet"})
-"""Tables that concern one database only: its queue, deliveries, keys and calls in progress."""
+NOT_EXPORTED = frozenset(
+    {
+        *("jobs", "leases", "callbacks", "job_events", "api_keys", "open_calls", "fleet"),
+        *("conversations", "conversation_items"),
+    }
+)
+"""Tables that concern one database only: its queue, deliveries, keys, calls in progress, and the conversations that
+clients continue with keys, which an archive does not contain. The calls of a conversation are exported whole."""
 CLEARED_COLUMNS: dict[str, dict[str, Any]] = {
     "sessions": {"key_hash": None},
     "groups": {"job_id": None, "delivery": None},
@@ -136,7 +142,7 @@ async def single_file(path: Path) -> AsyncIterator[Database]:
 
 
 def parents_first(table: Table) -> list[ColumnElement[Any]]:
-    """Return the order of a table's rows: each node after its parent."""
+    """Return the columns that order a table's rows: each node that has content comes after its parent."""
     # `chain_length` grows along a chain, except at empty nodes.
     return [table.c.chain_length, table.c.length.desc()] if table.name == "nodes" else list(table.primary_key.columns)
 
@@ -214,7 +220,7 @@ class _Transfer:
     async def check_sessions(self) -> None:
         """Refuse new sessions of rollouts that were stored before the import.
 
-        `_OWNERS` cannot name the column `sessions.rollout_id`, because sessions are imported before rollouts.
+        `_check_owners` cannot refuse them: sessions are imported before rollouts, so it does not know the new rollouts.
         """
         s, r = schema.sessions.c, schema.rollouts.c
         new = sorted(self._new["sessions"])

@@ -118,7 +118,8 @@ def _check_schema(source: sqlite3.Connection, tables: list[Table]) -> None:
         ).fetchone()
         if not plain or virtual or set(names) != {column.name for column in table.columns}:
             raise ForgedRowError(
-                f"The database in the archive is damaged: {table.name} is not the table of Polar's schema"
+                f"The database in the archive is damaged: {table.name} is not a plain table with the columns of "
+                "Polar's schema"
             )
 
 
@@ -282,8 +283,8 @@ class UnpackedBytes:
         self._total += size
         if self._total > self._limit:
             raise ForgedRowError(
-                f"Nothing was imported: its values unpack to more than {self._limit >> 20} MiB, the limit for an "
-                "archive of this size"
+                f"Nothing was imported: the values in the archive unpack to more than {self._limit >> 20} MiB, "
+                "the limit for an archive of this size"
             )
 
 

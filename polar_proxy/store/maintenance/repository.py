@@ -344,6 +344,8 @@ async def _delete_calls(connection: AsyncConnection, sessions: Sequence[str]) ->
     await connection.execute(delete(schema.exclusions).where(schema.exclusions.c.session_id.in_(sessions)))
     for table in (schema.rescores, schema.completions):
         await connection.execute(delete(table).where(table.c.call_id.in_(mine)))
+    # The items of a conversation are deleted with it.
+    await connection.execute(delete(schema.conversations).where(schema.conversations.c.session_id.in_(sessions)))
     return (await connection.execute(delete(schema.calls).where(_c.session_id.in_(sessions)))).rowcount
 
 

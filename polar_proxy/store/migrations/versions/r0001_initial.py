@@ -21,7 +21,8 @@ depends_on = None
 
 def upgrade() -> None:
     connection = op.get_bind()
-    schema.metadata.create_all(connection)
+    schema.open_leases.dialect_options["postgresql"]["where"] = schema.OPEN_LEASE
+    schema.metadata.create_all(connection, checkfirst=False)  # the database is empty
     connection.execute(insert(schema.fleet).values(fleet_id=1))
     for name, query in _views(connection.dialect.name).items():
         connection.exec_driver_sql(f"CREATE VIEW {name} AS {query}")

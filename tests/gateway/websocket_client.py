@@ -30,7 +30,7 @@ async def opened(
     headers: Mapping[str, str] | None = None,
     receive_buffer: int = 0,
 ) -> AsyncIterator[ClientConnection]:
-    """Yield a socket to a gateway or its base URL. `receive_buffer`: bytes that the system receives unread."""
+    """Yield a WebSocket to a gateway or its base URL. `receive_buffer`: bytes that the system receives unread."""
     url = urlsplit(gateway if isinstance(gateway, str) else gateway.url)
     connection = socket.socket()
     if receive_buffer:

@@ -8,9 +8,9 @@ Promises:
 
 * Each request goes through `RequestHandler.handle`, so all that holds for an HTTP request holds for it: limits,
   retries, recording, and what happens when the client disconnects.
-* A refused request leaves the socket open. The server closes it if a message breaks the protocol or a limit, if it is
-  idle, or when the server stops.
-* The latest response of the socket can be continued on it, even if it was made with `store: false`.
+* A refused request leaves the WebSocket open. The server closes it if a message breaks the protocol or a limit, if it
+  is idle, or when the server stops.
+* The latest response of the WebSocket can be continued on it, even if it was made with `store: false`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 import orjson
 
-from polar_proxy.dialects.openai_responses.socket import ResponsesSocketDialect
+from polar_proxy.dialects.openai_responses.websocket import ResponsesWebSocketDialect
 from polar_proxy.errors import RequestError
 from polar_proxy.gateway import asgi
 from polar_proxy.gateway.handler import RequestHandler
@@ -31,13 +31,13 @@ from polar_proxy.gateway.reply import send_error
 from polar_proxy.gateway.websocket import CLOSE_SECONDS, TRY_AGAIN_LATER
 from polar_proxy.types import new_id
 
-_DIALECT = ResponsesSocketDialect()
+_DIALECT = ResponsesWebSocketDialect()
 _FINAL_EVENTS = (b"event: response.completed", b"event: response.incomplete")
 """The last event of a complete answer is one of these."""
 
 
-class ResponsesSocket:
-    """One socket, from the request that opens it to its end."""
+class ResponsesWebSocket:
+    """One WebSocket, from the request that opens it to its end."""
 
     def __init__(
         self, handler: RequestHandler, path: str, path_key: str | None, scope: asgi.Scope, send: asgi.Send
@@ -49,9 +49,9 @@ class ResponsesSocket:
         self._scope = scope
         self._send = send
         self._requests: asyncio.Queue[bytes | None] = asyncio.Queue()
-        """Bodies of requests, then None when the socket ends."""
+        """Bodies of requests, then None when the WebSocket ends."""
         self._close_code: int | None = None
-        """Set if the server closes the socket."""
+        """Set if the server closes the WebSocket."""
         self.gone = asyncio.Event()
         """Set once the client has disconnected."""
         self.answering = False
@@ -80,16 +80,16 @@ class ResponsesSocket:
                     await self.send({"type": "websocket.close", "code": self._close_code})
 
     async def _answer_requests(self) -> None:
-        await self.send({"type": asgi.SOCKET_IDLE})
+        await self.send({"type": asgi.WEBSOCKET_IDLE})
         while (body := await self._requests.get()) is not None:
-            request = _SocketRequest(self, body)
+            request = _WebSocketRequest(self, body)
             resumable = () if self.latest_call is None else (self.latest_call,)
             await self._handler.handle(
                 _DIALECT, self._path, self._path_key, self._scope, request.receive, request.send, resumable=resumable
             )
             request.end()
             if not self.answering:
-                await self.send({"type": asgi.SOCKET_IDLE})
+                await self.send({"type": asgi.WEBSOCKET_IDLE})
 
     async def _read(self, receive: asgi.Receive, session_id: str) -> None:
         """Read the client's messages until it disconnects. A request is refused while another one is answered."""
@@ -102,12 +102,12 @@ class ResponsesSocket:
                 break
             if message["type"] == "websocket.disconnect":
                 await self._end()
-            elif message["type"] == asgi.SOCKET_CLOSING:
+            elif message["type"] == asgi.WEBSOCKET_CLOSING:
                 await self._end(message["code"], message["error"])
             elif "text" not in message:
                 await self._refuse(RequestError("A request must be a text message; this one is binary."))
             elif self.answering:
-                text = "The last request on this socket is still being answered. Wait for it, or open another socket."
+                text = "The last request on this WebSocket is still being answered. Wait for it, or open another."
                 await self._refuse(RequestError(text, code="response_in_progress"))
             else:
                 self.answering = True
@@ -117,7 +117,7 @@ class ResponsesSocket:
     async def _refuse(self, error: RequestError) -> None:
         await self.send_text(_error_event(error.status, _DIALECT.error_body(error, new_id("req"))))
         if not self.answering:
-            await self.send({"type": asgi.SOCKET_IDLE})
+            await self.send({"type": asgi.WEBSOCKET_IDLE})
 
     async def _end(self, close_code: int | None = None, error: RequestError | None = None) -> None:
         """Take no more requests. Without a `close_code` the client has disconnected.
@@ -142,11 +142,11 @@ class ResponsesSocket:
         await self.send({"type": "websocket.send", "text": text.decode()})
 
 
-class _SocketRequest:
-    """One request of a socket in the form of an HTTP request: its `receive`, and the `send` for its answer."""
+class _WebSocketRequest:
+    """One request of a WebSocket in the form of an HTTP request: its `receive`, and the `send` for its answer."""
 
-    def __init__(self, socket: ResponsesSocket, body: bytes) -> None:
-        self._socket = socket
+    def __init__(self, websocket: ResponsesWebSocket, body: bytes) -> None:
+        self._websocket = websocket
         self._body: bytes | None = body
         self._status = 0
         self._headers: dict[bytes, bytes] = {}
@@ -154,7 +154,7 @@ class _SocketRequest:
 
     async def receive(self) -> Any:
         if self._body is None:
-            await self._socket.gone.wait()
+            await self._websocket.gone.wait()
             return {"type": "http.disconnect"}
         body, self._body = self._body, None
         return {"type": "http.request", "body": body, "more_body": False}
@@ -166,24 +166,24 @@ class _SocketRequest:
         if not message.get("more_body", False):
             self.end()  # the client may send its next request as soon as it has read the last event
         if self._status != 200:
-            await self._socket.send_text(_error_event(self._status, message["body"], self._headers))
+            await self._websocket.send_text(_error_event(self._status, message["body"], self._headers))
             return
         for event in message["body"].split(b"\n\n"):  # there are no line breaks inside an event's JSON
             name, _, data = event.partition(b"\ndata: ")
             if name in _FINAL_EVENTS and b"x-polar-call-id" in self._headers:
-                self._socket.latest_call = self._headers[b"x-polar-call-id"].decode()
+                self._websocket.latest_call = self._headers[b"x-polar-call-id"].decode()
             if data:
-                await self._socket.send_text(data)
+                await self._websocket.send_text(data)
 
     def end(self) -> None:
-        """Let the socket take its next request. Safe to call more than once."""
+        """Let the WebSocket take its next request. Safe to call more than once."""
         if not self._ended:
-            self._ended, self._socket.answering = True, False
+            self._ended, self._websocket.answering = True, False
 
 
 async def _receive_whole(receive: asgi.Receive, reservation: BodyReservation) -> Any:
     """Return the next message, with memory reserved for it as it comes. Raises RequestError if there is too little."""
-    while (message := await receive())["type"] == asgi.SOCKET_PIECE:
+    while (message := await receive())["type"] == asgi.WEBSOCKET_PIECE:
         reservation.take(message["size"])
     return message
 

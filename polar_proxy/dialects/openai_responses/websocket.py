@@ -4,7 +4,7 @@ Source: the types `ResponsesClientEvent` and `ResponsesServerEvent` of the `open
 
 The answer is always streamed. With `generate: false` it is a warm-up: nothing is sampled, and a later request may name
 its id in `previous_response_id`. Refused: other events (`response.steer`), `stream_id` (several answers at a time on
-one socket), `background`, and `stream: false`.
+one WebSocket), `background`, and `stream: false`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ENVELOPE = ("type", "generate")
 """Fields that the body of an HTTP request does not have."""
 
 
-class ResponsesSocketDialect(OpenAIResponses):
+class ResponsesWebSocketDialect(OpenAIResponses):
     """Dialect of the WebSocket route. Calls are recorded like those of the same requests over HTTP."""
 
     heartbeat = None
@@ -29,7 +29,7 @@ class ResponsesSocketDialect(OpenAIResponses):
         if body.get("type") != "response.create":
             raise invalid("type", "expected response.create")
         if body.get("stream_id") is not None:
-            raise unsupported("stream_id", "a socket sends one answer at a time; open another one")
+            raise unsupported("stream_id", "a WebSocket sends one answer at a time; open another one")
         if body.get("background"):
             raise unsupported("background", "a response in the background is created over HTTP")
         if body.get("stream") is False:

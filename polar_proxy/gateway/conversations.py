@@ -1,0 +1,273 @@
+"""Conversations (OpenAI's Conversations API): items that are kept here, as the history of later responses.
+
+    POST   /v1/conversations                        create, with up to 20 items
+    GET    /v1/conversations/{id}                   POST: replace its metadata; DELETE: delete it with its items
+    GET    /v1/conversations/{id}/items             list; ?limit, order, after, include; POST: add up to 20 items
+    GET    /v1/conversations/{id}/items/{item_id}   DELETE: delete one item
+    POST   /v1/responses {"conversation": id}       its items come before the input; then the call adds its own input
+                                                    and its answer
+
+Promises:
+
+* A session sees its own conversations only. Those of other sessions get the same error as unknown ids.
+* These routes record no call, and deleting a conversation or an item leaves the recorded calls as they are.
+* A call adds its items in the transaction that commits it. One that failed or was broken off adds nothing.
+* A conversation is limited in items and bytes, and a session in conversations and bytes, because storing an item is
+  cheaper for a client than a call is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import orjson
+
+from polar_proxy.dialects import get_dialect
+from polar_proxy.dialects.fields import invalid, invalid_type, missing
+from polar_proxy.dialects.openai_responses.items import duplicate_item, input_item_id, listed_item, stored_item
+from polar_proxy.errors import RequestError, StoreError
+from polar_proxy.gateway import asgi
+from polar_proxy.gateway.health import StoreMonitor
+from polar_proxy.gateway.listing import PageRequest, check_include, list_object, read_query
+from polar_proxy.gateway.reply import send_error
+from polar_proxy.gateway.stored_responses import FindSession, store_unavailable
+from polar_proxy.sessions.state import SessionState
+from polar_proxy.store import Store
+from polar_proxy.store.conversations import ConversationRow, ConversationSize, ItemPage
+from polar_proxy.types import ConversationItem, Json, new_id
+
+_DIALECT = get_dialect("openai_responses")
+_ROUTE = re.compile(r"(?:/v1)?/conversations(?:/([^/]+)(?:/(items)(?:/([^/]+))?)?)?")
+_MOST_ADDED = 20
+_MOST_BYTES = 32 << 20
+"""Size limit of a conversation, unless that of a request body is smaller."""
+_MOST_CONVERSATIONS, _CONVERSATIONS_AT_SIZE_LIMIT = 1000, 4
+"""Limits of a session: conversations, and their bytes as a multiple of the limit of one."""
+
+T = TypeVar("T")
+
+
+class ConversationRoute(NamedTuple):
+    conversation_id: str | None
+    of_items: bool
+    item_id: str | None
+
+    @classmethod
+    def of_path(cls, path: str) -> ConversationRoute | None:
+        """Return the route of a path without `/s/{key}`, or None if it is not one of these routes."""
+        found = _ROUTE.fullmatch(path)
+        return None if found is None else cls(found[1], found[2] is not None, found[3])
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        if self.conversation_id is None:
+            return ("POST",)
+        if self.item_id is not None:
+            return ("GET", "DELETE")
+        return ("GET", "POST") if self.of_items else ("GET", "POST", "DELETE")
+
+
+class NewItems(NamedTuple):
+    """The body of a request that may add items."""
+
+    fields: Json
+    items: list[Json]
+    """The field `items`, with its references to recorded items replaced by these."""
+    size: int
+    """Bytes of the items as JSON."""
+
+
+ReadItems = Callable[[SessionState, asgi.Receive], Awaitable[NewItems]]
+"""Reads the body of a request and checks its items. Raises RequestError and ClientDisconnected."""
+
+
+class StoredConversations:
+    """The conversations of sessions, within their limits. Raises StoreError while the store does not answer."""
+
+    def __init__(self, store: Store, monitor: StoreMonitor, most_bytes: int, most_items: int) -> None:
+        """`most_bytes`: size limit of a request body. `most_items`: the most items that a request may have."""
+        self._stored = store.conversations
+        self._monitor = monitor
+        self._most_bytes = min(most_bytes, _MOST_BYTES)
+        self._most_items = most_items
+
+    async def find(self, session: SessionState, conversation_id: str, param: str | None = None) -> ConversationRow:
+        """Return a conversation of this session. Raises RequestError 404."""
+        found = await self._run(self._stored.get, session.session_id, conversation_id)
+        if found is None:
+            text = f"Conversation with id {conversation_id!r:.80} not found."
+            raise RequestError(text, status=404, param=param)
+        return found
+
+    async def read(self, session: SessionState, conversation_id: str, added_bytes: int) -> list[ConversationItem]:
+        """Return the items of the conversation that a request continues. Raises RequestError.
+
+        `added_bytes`: the size of the request's body, which is added to the conversation.
+        """
+        await self.find(session, conversation_id, "conversation")
+        self._check(await self._run(self._stored.size, conversation_id), 1, added_bytes)
+        return await self._run(self._stored.items, conversation_id)
+
+    async def create(
+        self, session: SessionState, metadata: Json, items: Sequence[ConversationItem], added_bytes: int
+    ) -> ConversationRow:
+        """Raises RequestError 429 beyond a limit of the session."""
+        await self._check_session(session, 1, added_bytes)
+        return await self._run(self._stored.create, session.session_id, metadata, items)
+
+    async def add(
+        self, session: SessionState, conversation_id: str, items: Sequence[ConversationItem], added_bytes: int
+    ) -> None:
+        """Raises RequestError 400 for an item that the conversation has already, and 413 or 429 beyond a limit."""
+        await self._check_session(session, 0, added_bytes)
+        self._check(await self._run(self._stored.size, conversation_id), len(items), added_bytes)
+        known = await self._run(self._stored.item_ids, conversation_id)
+        if twice := known & {item.item_id for item in items}:
+            raise duplicate_item(min(twice), "items")
+        await self._run(self._stored.add, conversation_id, items)
+
+    async def page(self, conversation_id: str, page: PageRequest) -> ItemPage:
+        """Raises RequestError if the item before the page does not exist."""
+        found = await self._run(self._stored.page, conversation_id, page.limit, page.order, page.after)
+        if found is None:
+            raise invalid("after", "this conversation has no item with this id")
+        return found
+
+    async def item(self, conversation_id: str, item_id: str) -> ConversationItem:
+        """Raises RequestError 404."""
+        found = await self._run(self._stored.item, conversation_id, item_id)
+        if found is None:
+            raise RequestError(f"Item with id {item_id!r:.80} not found in this conversation.", status=404)
+        return found
+
+    async def set_metadata(self, conversation_id: str, metadata: Json) -> None:
+        await self._run(self._stored.set_metadata, conversation_id, metadata)
+
+    async def delete(self, conversation_id: str) -> None:
+        await self._run(self._stored.delete, conversation_id)
+
+    async def delete_item(self, conversation_id: str, item_id: str) -> None:
+        await self._run(self._stored.delete_item, conversation_id, item_id)
+
+    async def _run(self, work: Callable[..., Awaitable[T]], *args: Any) -> T:
+        return await self._monitor.run(partial(work, *args))
+
+    def _check(self, size: ConversationSize, added_items: int, added_bytes: int) -> None:
+        if size.items + added_items > self._most_items or size.bytes + added_bytes > self._most_bytes:
+            text = (
+                f"This conversation has {size.items} items with {size.bytes >> 10} KiB. With this request it would "
+                f"have more than {self._most_items} items or {self._most_bytes >> 20} MiB. Begin a new conversation."
+            )
+            raise RequestError(text, status=413, param="conversation")
+
+    async def _check_session(self, session: SessionState, conversations: int, added_bytes: int) -> None:
+        size = await self._run(self._stored.size_of_session, session.session_id)
+        most_bytes = _CONVERSATIONS_AT_SIZE_LIMIT * self._most_bytes
+        if size.conversations + conversations > _MOST_CONVERSATIONS or size.bytes + added_bytes > most_bytes:
+            text = (
+                f"This session has {size.conversations} conversations with {size.bytes >> 20} MiB; at most "
+                f"{_MOST_CONVERSATIONS} with {most_bytes >> 20} MiB are kept. Delete some."
+            )
+            raise RequestError(text, status=429, param="conversation")
+
+
+class ConversationRoutes:
+    def __init__(self, stored: StoredConversations, find_session: FindSession, read_items: ReadItems) -> None:
+        self._stored = stored
+        self._find_session = find_session
+        self._read_items = read_items
+
+    async def handle(
+        self, route: ConversationRoute, path_key: str | None, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send
+    ) -> None:
+        """Answer one request. `path_key`: the key of the prefix `/s/{key}`."""
+        try:
+            if scope["method"] not in route.methods:
+                text = f"This route takes {' and '.join(route.methods)}, not {scope['method']}."
+                allow = [(b"allow", ", ".join(route.methods).encode())]
+                await send_error(send, RequestError(text, status=405), _DIALECT, allow)
+                return
+            session = await self._find_session(asgi.read_headers(scope), path_key, scope)
+            with session.in_request():
+                answer = await self._answer(route, session, scope, receive)
+            await asgi.send_json(send, 200, answer)
+        except asgi.ClientDisconnected:
+            return
+        except StoreError as error:
+            await send_error(send, store_unavailable(error), _DIALECT)
+        except RequestError as error:
+            await send_error(send, error, _DIALECT)
+
+    async def _answer(
+        self, route: ConversationRoute, session: SessionState, scope: asgi.Scope, receive: asgi.Receive
+    ) -> bytes:
+        """Return the body of the response. Raises RequestError, StoreError and ClientDisconnected."""
+        method, identity, query = scope["method"], route.conversation_id, read_query(scope)
+        if identity is None:
+            body = await self._read_items(session, receive)
+            created = await self._stored.create(session, _metadata(body.fields), _new_items(body.items), body.size)
+            return _conversation_object(created)
+        found = await self._stored.find(session, identity)
+        if route.item_id is not None:
+            item = await self._stored.item(identity, route.item_id)
+            if method == "GET":
+                check_include(query)
+                return orjson.dumps(_listed(item))
+            await self._stored.delete_item(identity, route.item_id)
+        elif route.of_items and method == "GET":
+            page = await self._stored.page(identity, PageRequest.read(query))
+            return list_object([_listed(item) for item in page.items], has_more=page.has_more)
+        elif route.of_items:
+            check_include(query)
+            body = await self._read_items(session, receive)
+            if "items" not in body.fields:
+                raise missing("items")
+            items = _new_items(body.items)
+            await self._stored.add(session, identity, items, body.size)
+            return list_object([_listed(item) for item in items], has_more=False)
+        elif method == "DELETE":
+            await self._stored.delete(identity)
+            return orjson.dumps({"id": identity, "object": "conversation.deleted", "deleted": True})
+        elif method == "POST":
+            metadata = _metadata((await self._read_items(session, receive)).fields)
+            await self._stored.set_metadata(identity, metadata)
+            found = await self._stored.find(session, identity)
+        return _conversation_object(found)
+
+
+def _conversation_object(row: ConversationRow) -> bytes:
+    identity, created_at = row.conversation_id, int(row.created_at)
+    found = {"id": identity, "object": "conversation", "created_at": created_at, "metadata": row.metadata}
+    return orjson.dumps(found)
+
+
+def _listed(item: ConversationItem) -> Json:
+    return listed_item(item.item if item.shown is None else item.shown, item.item_id)
+
+
+def _new_items(items: Sequence[Json]) -> list[ConversationItem]:
+    """Return the items of a request with ids. Raises RequestError for too many, and for two with the same id."""
+    if len(items) > _MOST_ADDED:
+        raise invalid("items", f"at most {_MOST_ADDED} items can be added at a time")
+    batch = new_id("call")
+    added = [stored_item(item, input_item_id(batch, number)) for number, item in enumerate(items)]
+    ids = [item.item_id for item in added]
+    for identity in ids:
+        if ids.count(identity) > 1:
+            raise duplicate_item(identity, "items")
+    return added
+
+
+def _metadata(body: Json) -> Json:
+    """Return the metadata in a body. Raises RequestError."""
+    metadata = body.get("metadata")
+    if metadata is None:
+        return {}
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise invalid_type("metadata", "an object whose values are strings")
+    if len(metadata) > 16 or any(len(key) > 64 or len(value) > 512 for key, value in metadata.items()):
+        raise invalid("metadata", "at most 16 keys of 64 characters, with values of 512 characters, are stored")
+    return metadata

@@ -1,0 +1,69 @@
+"""Garbage collection in small steps, and as a whole while no request waits.
+
+The garbage collector of Python stops the process for about a microsecond per object that it examines, and a gateway
+with many long sessions keeps a million objects. The collector's own thresholds count how many more objects exist, so
+with full caches, whose old entries make room for new ones, it examines nothing for a long time and then everything.
+
+* Once a second, the objects that were made since the last step are examined. Those in use are not examined again
+  until a whole collection.
+* A whole collection runs when no request is being answered, and at the latest after an hour. It only finds cycles that
+  came to an end after a step had examined them; a call leaves none (`tests/gateway/test_cyclic_garbage.py`).
+* Nothing is collected while the process has disabled the collector (`gc.disable`).
+* The objects made at start-up are never examined: they live as long as the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from collections.abc import Callable
+from typing import Self
+
+_YOUNG = 1
+"""The older of the two generations that a step examines."""
+_THRESHOLDS = (20_000, 50, 1_000_000)
+"""Of the collector itself, for bursts between two steps. It never begins a whole collection by the third."""
+
+
+class GarbageCollection:
+    """`async with GarbageCollection(idle):` collects garbage until the block ends."""
+
+    def __init__(
+        self, idle: Callable[[], bool], *, step: float = 1.0, pause: float = 60.0, longest: float = 3600.0
+    ) -> None:
+        """`idle` returns whether no request is being answered.
+
+        `step`, `pause` and `longest` are in seconds: between two steps, and at least and at most between two whole
+        collections.
+        """
+        self._idle = idle
+        self._step = step
+        self._pause = pause
+        self._longest = longest
+
+    async def __aenter__(self) -> Self:
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(*_THRESHOLDS)
+        self._task = asyncio.create_task(self._run(), name="polar-garbage-collection")
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        whole_at, worked, was_idle = time.monotonic(), False, False
+        while True:
+            await asyncio.sleep(self._step)
+            if not gc.isenabled():
+                continue
+            idle, since = self._idle(), time.monotonic() - whole_at
+            worked = worked or not idle
+            if since >= self._longest or (worked and idle and was_idle and since >= self._pause):
+                gc.collect()
+                whole_at, worked = time.monotonic(), False
+            else:
+                gc.collect(_YOUNG)
+            was_idle = idle

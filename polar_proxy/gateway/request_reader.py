@@ -1,0 +1,178 @@
+"""Reading of model requests: the body as it comes, its JSON, the calls that it refers to, and what it asks for."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Collection, Sequence
+from dataclasses import dataclass, replace
+
+from polar_proxy.config import GatewayLimits
+from polar_proxy.dialects import get_dialect
+from polar_proxy.dialects.base import Dialect, ParsedRequest
+from polar_proxy.dialects.fields import invalid_type
+from polar_proxy.dialects.openai_responses.input import input_items
+from polar_proxy.errors import RequestError, StoreError
+from polar_proxy.gateway import asgi
+from polar_proxy.gateway.conversations import NewItems, StoredConversations
+from polar_proxy.gateway.health import StoreMonitor
+from polar_proxy.gateway.limits import BodyReservation
+from polar_proxy.gateway.recording import ContinuedConversation
+from polar_proxy.gateway.stored_responses import StoredCalls
+from polar_proxy.offload import OffloadThread
+from polar_proxy.sessions.state import SessionState
+from polar_proxy.store import json_codec
+from polar_proxy.types import ChatRequest, ConversationItem, Json
+
+_LARGE_BODY, _MANY_MESSAGES = 1 << 20, 500
+"""Bytes (with `_BYTES_OF_VALUE`) and messages above which a request is `large`: what takes time that grows with it runs
+in a thread, to keep the event loop free."""
+_MANY_REFERENCES = 50
+"""Number of recorded calls above which a request that refers to them is `large`."""
+_TAKES_TURNS = 1 << 16
+"""Size in bytes above which a request lets others be served before it is parsed. Smaller requests of its session do
+not wait for it."""
+_BYTES_OF_VALUE = 64
+"""Memory of a parsed JSON value, besides its text."""
+_MESSAGE_LISTS = ("messages", "input", "contents", "prompt")
+"""The fields of the dialects that hold messages or prompts. A list of numbers is one prompt of token ids."""
+_TOOL_LISTS = ("tools", "functions")
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """The body of a request."""
+
+    fields: Json
+    size: int
+    """Bytes of memory that it takes, about."""
+    large: bool
+    """The request is large (see `_LARGE_BODY`)."""
+    conversation: ContinuedConversation | None = None
+
+
+class RequestReader:
+    def __init__(
+        self,
+        limits: GatewayLimits,
+        thread: OffloadThread,
+        stored_calls: StoredCalls,
+        conversations: StoredConversations,
+        monitor: StoreMonitor,
+    ) -> None:
+        """`thread`: where large requests are parsed."""
+        self._limits = limits
+        self._thread = thread
+        self._stored_calls = stored_calls
+        self._conversations = conversations
+        self._monitor = monitor
+
+    async def read(
+        self,
+        dialect: Dialect,
+        receive: asgi.Receive,
+        session: SessionState,
+        reservation: BodyReservation,
+        resumable: Collection[str],
+    ) -> tuple[ParsedRequest, Body]:
+        """Read and parse the body of a model request."""
+        parts = await asgi.read_body(receive, reservation.take)
+        async with _turn(session, reservation.size):
+            body = await self._read_json(parts, reservation)
+            body = await self._write_out_references(dialect, body, session, resumable)
+            previous = session.last_parsed(dialect.name)
+            return await self._thread.run(body.large, dialect.parse, body.fields, previous), body
+
+    async def read_count(
+        self, dialect: Dialect, receive: asgi.Receive, session: SessionState, reservation: BodyReservation
+    ) -> ChatRequest:
+        """Read and parse the body of a request for the number of tokens of a prompt."""
+        parts = await asgi.read_body(receive, reservation.take)
+        async with _turn(session, reservation.size):
+            body = await self._read_json(parts, reservation)
+            body = await self._write_out_references(dialect, body, session)
+        return await self._thread.run(body.large, dialect.parse_count, body.fields)
+
+    async def read_items(self, receive: asgi.Receive, session: SessionState, reservation: BodyReservation) -> NewItems:
+        """Read and check the body of a request that may add items to a conversation."""
+        dialect = get_dialect("openai_responses")
+        parts = await asgi.read_body(receive, reservation.take)
+        async with _turn(session, reservation.size):
+            body = await self._read_json(parts, reservation)
+            given = body.fields.get("items")
+            if not isinstance(given, list | None):
+                raise invalid_type("items", "an array of items")
+            added = replace(body, fields={"model": "", "input": given})
+            added = await self._write_out_references(dialect, added, session)
+            items = input_items(added.fields["input"])
+            if items:
+                await self._thread.run(added.large, dialect.parse_count, added.fields)
+            size = await self._thread.run(added.large, lambda: len(json_codec.dumps(items)))
+            return NewItems(body.fields, items, size)
+
+    async def _read_json(self, parts: list[bytes], reservation: BodyReservation) -> Body:
+        """Return the JSON object in a body.
+
+        Raises RequestError for a body with too many JSON values, messages or tools.
+        """
+        limits = self._limits
+        reservation.reading = False
+        large = reservation.size > _LARGE_BODY
+        raw = await self._thread.run(large, b"".join, parts)
+        values = await self._thread.run(large, asgi.count_values, raw, limits.body_values)
+        if values > limits.body_values:
+            raise RequestError(f"The request body has more than {limits.body_values} JSON values.", status=413)
+        reservation.take(values * _BYTES_OF_VALUE)
+        large = reservation.size > _LARGE_BODY
+        body = await self._thread.run(large, asgi.parse_json_object, raw)
+        most_items = dict.fromkeys(_MESSAGE_LISTS, limits.messages) | dict.fromkeys(_TOOL_LISTS, limits.tools)
+        for name, most in most_items.items():
+            items = body.get(name)
+            if isinstance(items, list) and len(items) > most and not isinstance(items[0], int):
+                message = f"'{name}' has {len(items)} items; at most {most} are served."
+                raise RequestError(message, status=413, param=name)
+            large = large or (isinstance(items, list) and len(items) > _MANY_MESSAGES)
+        return Body(body, reservation.size, large)
+
+    async def _write_out_references(
+        self, dialect: Dialect, body: Body, session: SessionState, resumable: Collection[str] = ()
+    ) -> Body:
+        """Return a body with its references replaced by the recorded items, and with the items of its conversation."""
+        conversation_id = dialect.referenced_conversation(body.fields)
+        call_ids = await self._thread.run(body.large, dialect.referenced_calls, body.fields)
+        if not call_ids and conversation_id is None:
+            return body
+        items: Sequence[ConversationItem] = ()
+        try:
+            calls = await self._stored_calls.find_referenced(session, dialect, call_ids, resumable)
+            if conversation_id is not None:
+                items = await self._conversations.read(session, conversation_id, body.size)
+        except StoreError as error:
+            raise self._monitor.refusal() from error
+        # A short body may refer to megabytes.
+        large = body.large or len(calls) > _MANY_REFERENCES or len(items) > _MANY_MESSAGES
+        large = large or any(_are_many(call.messages) for call in calls.values())
+        fields = await self._thread.run(large, dialect.write_out_references, body.fields, calls, items)
+        conversation = None if conversation_id is None else ContinuedConversation(conversation_id, len(items))
+        return Body(fields, body.size, large, conversation)
+
+
+@contextlib.asynccontextmanager
+async def _turn(session: SessionState, size: int) -> AsyncIterator[None]:
+    """Wait for the turn to parse a body. The bodies of one session are parsed in different turns of the event loop.
+
+    Other sessions are served before each body of more than `_TAKES_TURNS` bytes.
+    """
+    lock = session.parsing_large if size > _TAKES_TURNS else session.parsing
+    await lock.acquire()
+    try:
+        if size > _TAKES_TURNS:
+            await asyncio.sleep(0)
+        yield
+    finally:
+        asyncio.get_running_loop().call_soon(lock.release)
+
+
+def _are_many(messages: Sequence[bytes]) -> bool:
+    """Return whether a request with these messages is large."""
+    return len(messages) > _MANY_MESSAGES or sum(map(len, messages)) > _LARGE_BODY

@@ -1,0 +1,98 @@
+#!/usr/bin/env bash
+# What a newcomer does in the first ten minutes, step by step. Ends with the first step that fails.
+#
+#   scripts/first_ten_minutes.sh [--engine KIND --engine-url URL --model NAME] [--out FILE.md]
+#
+# Without an engine the bundled policy answers. Agents are installed into $POLAR_HARNESSES, by default into the script's
+# own home, which is removed in the end. --out writes the output as a page, such as
+# benchmarks/results/first_ten_minutes.md.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+ROOT=$PWD
+PAGE=/dev/null
+ENGINE=()
+while [ $# -gt 0 ]; do
+    case $1 in
+        --out) PAGE=$(realpath "$2") ;;
+        --engine | --engine-url | --model) ENGINE+=("$1" "$2") ;;
+        *) sed -n '2,8p' "$0" >&2; exit 2 ;;
+    esac
+    shift 2
+done
+[ -x .venv/bin/polar ] || make setup
+
+WORK=$(mktemp -d)
+export HOME=$WORK/home NO_COLOR=1 PATH=$ROOT/.venv/bin:$PATH
+export POLAR_HARNESSES=${POLAR_HARNESSES:-$HOME/.polar/harnesses}
+unset POLAR_HOME POLAR_DB POLAR_URL PYTHONPATH
+mkdir -p "$HOME" "$WORK/bin" "$WORK/repository"
+SERVER=
+finish() {
+    local status=$?
+    [ -z "$SERVER" ] || { kill "$SERVER" 2>/dev/null && wait "$SERVER" 2>/dev/null; } || true
+    rm -rf "$WORK"
+    [ "$status" -eq 0 ] || echo "first ten minutes: failed at: ${STEP:-start}" >&2
+    exit "$status"
+}
+trap finish EXIT
+
+write() { tee -a "$PAGE"; }
+# Replace this machine's folders.
+plain() { sed -e "s#$POLAR_HARNESSES#/home/you/.polar/harnesses#g" -e "s#$HOME#/home/you#g" -e "s#$WORK#/tmp/work#g" -e "s#$ROOT#polar#g"; }
+# Run a command, and write it with its output and its duration.
+step() {
+    STEP=$*
+    local began=$SECONDS
+    { echo; echo '```'; echo "\$$(printf ' %q' "$@")"; } | write
+    { timeout 600 "$@" 2>&1 | plain | tail -n 40; } | write
+    { echo '```'; echo; echo "$((SECONDS - began)) s"; } | write
+}
+
+: >"$PAGE"
+{
+    echo "# The first ten minutes"
+    echo
+    echo "Written by \`scripts/first_ten_minutes.sh\`: every command that a newcomer types, with the last 40 lines of its"
+    echo "output, in a new home. The times are of one machine with two shared processors, beside other work."
+} | write
+
+step polar --version
+step polar run swe-task --samples 4
+# `polar serve` in its own process, as in another terminal.
+polar serve "${ENGINE[@]}" >"$WORK/serve.log" 2>&1 &
+SERVER=$!
+STEP="polar serve"
+for _ in $(seq 300); do
+    grep -q "Ctrl-C stops" "$WORK/serve.log" && break
+    kill -0 "$SERVER" || { cat "$WORK/serve.log"; exit 1; }
+    sleep 1
+done
+{ echo; echo '```'; echo '$ polar serve &'; plain <"$WORK/serve.log"; echo '```'; } | write
+
+step polar connect
+cd "$WORK/repository"
+git init -q . && git -c user.name=you -c user.email=you@example.com commit -q --allow-empty -m start
+# The agents that Polar installs for rollouts, on PATH as the user's own would be.
+step polar harness install claude-code codex qwen-code
+python - "$WORK/bin" <<'PROGRAM'
+import os, shlex, sys
+from pathlib import Path
+from harness_adapters.base import get_adapter
+
+for name in ("claude-code", "codex", "qwen-code"):
+    harness = get_adapter(name)
+    program = Path(sys.argv[1], harness.info.command)
+    command = shlex.join(harness.command(harness.install(Path(os.environ["POLAR_HARNESSES"]))))
+    program.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
+    program.chmod(0o755)
+PROGRAM
+PATH=$WORK/bin:$PATH
+step polar connect claude-code -- --print "Say hello."
+step polar connect codex -- exec --skip-git-repo-check "Say hello."
+step polar connect qwen-code -- --prompt "Say hello."
+
+step polar sessions
+step polar show last
+step polar export --format tokens-jsonl --where 'reward>=1' --out train.jsonl
+step python -m polar_proxy.traces.check train.jsonl
+echo "first ten minutes: every step succeeded"
