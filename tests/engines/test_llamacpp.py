@@ -59,7 +59,7 @@ class TestContinuation(ContinuationContract):
 
 async def test_probe_finds_capabilities(engine: LlamaCppEngine) -> None:
     info = engine.info
-    assert (info.engine, info.version, info.model) == ("llamacpp", "b9631-fake", "fake.gguf")
+    assert (info.engine, info.version, info.model) == ("llamacpp", "b1-fake", "fake.gguf")
     assert (info.context_length, info.logprob_mode, info.precision) == (4096, "processed", "all F32")
     assert info.eos_token_ids == (END,)
     assert info.capabilities == {"token_ids", "logprobs", "token_prompt", "score", "continue", "tools"}

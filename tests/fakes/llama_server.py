@@ -1,4 +1,4 @@
-"""A fake llama-server (llama.cpp b9631): ids, log-probabilities, streams that leave out tokens within a character.
+"""A fake llama-server: ids, log-probabilities, streams that leave out tokens within a character.
 
     async with FakeLlama() as fake:
         fake.script("Hello.", Fault(status=500))
@@ -132,7 +132,7 @@ class FakeLlama:
             return {"status": "ok"}
         if path == "/props":
             settings = {"n_ctx": self.context_length, "params": {"min_p": 0.05, "top_k": 40}}
-            texts = {"chat_template": TEMPLATE, "eos_token": "<|im_end|>", "bos_token": "", "build_info": "b9631-fake"}
+            texts = {"chat_template": TEMPLATE, "eos_token": "<|im_end|>", "bos_token": "", "build_info": "b1-fake"}
             return {"default_generation_settings": settings, "total_slots": 4, "model_ftype": "all F32", **texts}
         if path == "/v1/models":
             return {"data": [{"id": "fake.gguf"}]}

@@ -1,4 +1,4 @@
-"""`llamacpp`: a llama-server as an engine. Verified on b9631's successors only by what they do; see `probe.py`."""
+"""`llamacpp`: a llama-server as an engine. Tested with the llama.cpp of llama-cpp-python 0.3.36."""
 
 from polar_proxy.engines.llamacpp.engine import LlamaCppEngine
 
