@@ -28,9 +28,9 @@ from polar_proxy.engines.llamacpp.client import (
     LlamaCppClient,
     StreamedToken,
     sampled_logprob,
-    streamed_token,
     sampling_body,
     stream_fields,
+    streamed_token,
 )
 from polar_proxy.engines.llamacpp.probe import LlamaServerModel, probe_server
 from polar_proxy.engines.local_rendering import LocalRenderer

@@ -14,9 +14,9 @@ from polar_proxy.engines.hermes import HermesParser, reasoning_kind
 from polar_proxy.engines.llamacpp.client import (
     LlamaCppClient,
     Vocabulary,
-    streamed_token,
     sampling_body,
     stream_fields,
+    streamed_token,
 )
 from polar_proxy.engines.logprobs import ALTERNATIVES, logprob_mode
 from polar_proxy.engines.openai_stream import parse_json
