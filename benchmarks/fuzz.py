@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -110,7 +111,7 @@ class FuzzConnection:
             answer = await self._exchange(replace(case, request=sent, endless=False))
             if answer is None or answer.status_code >= 500:
                 return answer
-            stem = answer.headers.get("x-polar-call-id", f"call_{stem}").removeprefix("call_")
+            stem = _created_stem(answer) or stem
         return await self._exchange(replace(case, request=case.request.replace(UNKNOWN_STEM.encode(), stem.encode())))
 
     async def _exchange(self, case: FuzzCase) -> httpx.Response | None:
@@ -139,6 +140,14 @@ class FuzzConnection:
         if self._streams is not None:
             self._streams[1].transport.abort()
             self._streams = None
+
+
+def _created_stem(answer: httpx.Response) -> str | None:
+    """Return the id of the response or conversation that a request created, without its prefix; None if it did not."""
+    if (call_id := answer.headers.get("x-polar-call-id")) is not None:
+        return call_id.removeprefix("call_")
+    found = re.match(rb'\{"id":"conv_(\w+)"', answer.content)
+    return None if found is None else found[1].decode()
 
 
 async def read_answer(reader: asyncio.StreamReader, case: FuzzCase) -> httpx.Response:

@@ -1,5 +1,6 @@
-"""Random requests for `fuzz.py`: model routes by the grammar of each dialect, routes of stored responses, API routes by
-the OpenAPI document, WebSockets, and damaged HTTP. A case follows from the seed and its number alone."""
+"""Random requests for `fuzz.py`: model routes by the grammar of each dialect, routes of stored responses and of
+conversations, API routes by the OpenAPI document, WebSockets, and damaged HTTP. A case follows from the seed and its
+number alone."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from urllib.parse import quote
 
 from benchmarks._stacks.fuzz_websockets import UNKNOWN_STEM, WebSocketCase, make_websocket_case
 from tests.gateway.random_bodies import (
+    CONVERSATION_ROUTES,
     DELETED,
     ROUTES,
     STORED_QUERIES,
@@ -47,8 +49,8 @@ class FuzzCase:
     endless: bool = False
     """The answer is an endless stream: only its status is read."""
     before: tuple[bytes, ...] = ()
-    """Requests that are sent first, on the same connection. The first one creates the response whose id takes the place
-    of `UNKNOWN_STEM` in the others and in `request`."""
+    """Requests that are sent first, on the same connection. The first one creates the response or conversation whose id
+    takes the place of `UNKNOWN_STEM` in the others and in `request`."""
 
 
 class CaseGenerator:
@@ -71,8 +73,10 @@ class CaseGenerator:
         kind = rng.random()
         if kind < 0.56:
             return self._model_case(number, rng)
-        if kind < 0.66:
+        if kind < 0.64:
             return self._stored_case(number, rng)
+        if kind < 0.66:
+            return self._conversation_case(number, rng)
         if kind < 0.70:
             path = rng.choice(_PATHS) if rng.random() < 0.1 else "/v1/responses"
             path, key = _with_key(rng, path, rng.choice((*self._keys, "unknown")))
@@ -117,6 +121,31 @@ class CaseGenerator:
         request = self._http(rng, method, path + rng.choice(STORED_QUERIES), b"", key)
         route = None if method == "HEAD" else DELETED if method == "DELETE" else STORED_ROUTES[end]
         return FuzzCase(number, _named(f"{method} /v1/responses/{{id}}{end}", path), request, route, before=before)
+
+    def _conversation_case(self, number: int, rng: random.Random) -> FuzzCase:
+        """Return a request that uses a conversation, after the one that creates it."""
+        key = rng.choice(self._keys)
+        body = json.dumps({"items": [{"role": "user", "content": f"hi {number}"}]}).encode()
+        if rng.random() < 0.3:
+            body = BodyGenerator(CONVERSATION_ROUTES[""], rng).make()
+        create = self._http(rng, "POST", "/v1/conversations", body, key)
+        conversation = rng.choice((f"conv_{UNKNOWN_STEM}", f"conv_{UNKNOWN_STEM}", *STRANGE_RESPONSES))
+        if rng.random() < 0.15:
+            key = self._key(rng)
+        if rng.random() < 0.4:
+            route = ROUTES["responses"]
+            path, key = _with_key(rng, route.path, key)
+            continued = {"model": "m", "input": "x", "conversation": rng.choice((conversation, {"id": conversation}))}
+            request = self._http(rng, "POST", path, json.dumps(continued).encode(), key)
+            return FuzzCase(number, "responses of a conversation", request, route, before=(create,))
+        end = rng.choice(list(CONVERSATION_ROUTES))
+        method = rng.choice(("GET", "POST", "DELETE", rng.choice(_METHODS)))
+        route = CONVERSATION_ROUTES[end]
+        body = BodyGenerator(route, rng).make() if method == "POST" and route.right else b""
+        path, key = _with_key(rng, f"/v1/conversations/{conversation}{end}", key)
+        request = self._http(rng, method, path + rng.choice(STORED_QUERIES), body, key)
+        name = _named(f"{method} /v1/conversations/{{id}}{end}", path)
+        return FuzzCase(number, name, request, None if method == "HEAD" else route, before=(create,))
 
     def _api_case(self, number: int, rng: random.Random) -> FuzzCase:
         method, template, operation = rng.choice(self._operations)

@@ -179,7 +179,7 @@ class Encoder(ABC):
         """Return the bytes that report an error inside a stream that has begun."""
 
     def warmed_up(self, answer: Answer) -> bytes:
-        """Return the whole stream of a warm-up, whose answer is empty."""
+        """Return the whole stream of the empty answer to a warm-up, a request that samples nothing."""
         raise NotImplementedError("this dialect has no warm-ups")
 
     def unfinished(self, status: str) -> bytes:

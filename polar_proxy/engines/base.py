@@ -36,7 +36,7 @@ class ExactPrompt:
 
     @property
     def constrained(self) -> bool:
-        """Whether a grammar of the engine's own constrained the answer. Known once sampling has begun."""
+        """Whether the engine, not the request, constrained the answer by a grammar. Known once sampling has begun."""
         return False
 
 
@@ -84,7 +84,10 @@ class Engine(ABC):
         return ExactPrompt(token_ids)
 
     async def constrains(self, request: EngineRequest) -> bool:
-        """Return whether a grammar of the engine's own constrains the answer to a request that the engine renders."""
+        """Return whether the engine, not the request, constrains the answer by a grammar.
+
+        This is for requests that the engine renders; for exact prompts see `ExactPrompt.constrained`.
+        """
         return False
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""The bundled policy polar-tiny: its name, its ability, its longest answer, and a warning about other agents."""
+"""The bundled policy polar-tiny: its name, what it can do, its longest answer, and a warning about other agents."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ class OpenAIEngine(ServerEngine):
                 self._alternatives |= named
 
     def _body(self, request: EngineRequest, stream: bool, alternatives: set[str]) -> tuple[str, Json]:
-        """Return the route below the API's root, and the body with these members of `_ALTERNATIVES`."""
+        """Return the route below the API's root, and the body, which uses the fields named in `alternatives`."""
         body = {"model": self.info.model, **sampling_fields(request.sampling, _SAMPLING, stream=stream)}
         if "max_tokens" in body and "max_completion_tokens" in alternatives:
             body["max_completion_tokens"] = body.pop("max_tokens")

@@ -68,9 +68,9 @@ class OpenAIClient:
         With `large`, the body is encoded in a separate thread.
 
         A server may close an idle connection just when the request is written to it. If the connection closes without
-        an answer within RETRY_WITHIN_SECONDS, the request is sent once more. Only a sampling request (`samples`) of
-        which the server may have received something is not: it raises EngineDroppedError, because the server may
-        have sampled an answer, which has to be recorded as a call.
+        an answer within RETRY_WITHIN_SECONDS, the request is sent once more. But if the server may have received some
+        of a sampling request (`samples`), EngineDroppedError is raised instead, because the server may have sampled an
+        answer, which has to be recorded as a call.
         """
         if not self.opened:
             raise not_open()

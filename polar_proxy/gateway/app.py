@@ -1,6 +1,7 @@
 """The gateway's ASGI application: model routes, /v1/models, health checks, /metrics, and routers included later.
 
-Each model route is served with and without its version, because some clients add it to the base URL and some do not.
+Each model route is served with and without its version (such as `/v1`), because only some clients add the version to
+the base URL.
 Every route is also served below `/s/{key}`, for programs that cannot send an API key.
 """
 
@@ -176,7 +177,7 @@ def find_route(path: str, query: bytes) -> tuple[Dialect, bool] | None:
 
 
 class _ApiErrors:
-    """The format of errors of the HTTP API."""
+    """The format of errors of the routes below `/api/v1`."""
 
     def error_body(self, error: RequestError, request_id: str) -> bytes:
         code = "not_found" if error.status == 404 else "bad_request"
@@ -262,7 +263,7 @@ def create_app(
 
     @app.get("/readyz")
     async def readyz() -> Response:
-        """Return 200 if calls can be recorded and sampled, else 503. Each part has its own reason."""
+        """Return 200 if calls can be recorded and sampled, else 503. The body says why either is impossible."""
         record, sample = await asyncio.gather(record_problem(), sample_problem())
         info = engine.info
         body = {

@@ -5,7 +5,8 @@ Promises:
 * A background call is answered and recorded like any other. It does not end with its client's connection, but when it
   is answered or cancelled, or when its session or the gateway ends.
 * While it runs, only the gateway that received it can find it. Afterwards it is found by its record.
-* `_MOST_RUNNING` limits the running calls of a session, because the number of connections does not.
+* `_MOST_RUNNING` limits the running calls of a session. The limit of connections does not limit them, because a call
+  in the background needs none.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class BackgroundCall:
         self._cancelled.set()
 
     async def receive(self) -> Json:
-        """Replace the `receive` of the client's connection: report a disconnect when the call is cancelled."""
+        """Stand in for the `receive` of the client's connection: report a disconnect once the call is cancelled."""
         await self._cancelled.wait()
         return {"type": "http.disconnect"}
 
@@ -71,7 +72,7 @@ class BackgroundCalls:
     async def begin(
         self, call_id: str, session: SessionState, reply: BackgroundReply, buffer: ResponseBuffer
     ) -> asgi.Receive:
-        """Make a call findable and send its client the id. Return the `receive` for the sampling."""
+        """Make a call findable and send its client the id. Return the ASGI `receive` that reports its cancellation."""
         call = self._running[call_id] = BackgroundCall(session.session_id, reply, buffer)
         await reply.begin()
         return call.receive

@@ -129,7 +129,10 @@ class RequestHandler:
             await send_error(send, error, dialect)
 
     async def _warm_up(self, request: RequestContext, send: asgi.Send) -> None:
-        """Answer a warm-up without sampling or recording, and keep its messages for a request that continues it."""
+        """Answer a request with `generate: false` (a warm-up): sample and record nothing, and keep its messages.
+
+        A later request may continue from these messages.
+        """
         call_id = new_id("call")
         self.stored_calls.keep_warm_up(request.session, call_id, request.parsed.messages[0])
         sampled = self._as_sampled(request, request.parsed.requests[0])
@@ -215,7 +218,7 @@ class RequestHandler:
         return False
 
     async def _place(self, request: RequestContext, size: int) -> list[PendingCall]:
-        """Decide the lineage of each call of a request. `size`: bytes of the request's messages."""
+        """Decide how each call of a request relates to earlier calls. `size`: bytes of the request's messages."""
         session, parsed = request.session, request.parsed
         calls = []
         for engine_request, messages in zip(parsed.requests, parsed.messages, strict=True):

@@ -46,8 +46,8 @@ class InFlightCalls:
     async def announce(self, session_id: str, call_ids: Sequence[str]) -> None:
         """Tell the other gateways of the database that this one is about to answer these calls.
 
-        Raises SessionClosedError if another gateway closed the session, and StoreError. A call that is answered without
-        an announcement counts as lost only if its commit fails too.
+        Raises SessionClosedError if another gateway closed the session, and StoreError if the store fails. A call that
+        is answered although it could not be announced counts as lost only if its commit fails too.
         """
         self._announced.update(call_ids)
         if not await self._store.open_calls.announce(self.gateway, session_id, call_ids, LEASE_SECONDS):

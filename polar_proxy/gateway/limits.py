@@ -67,8 +67,8 @@ class BodyReservation:
     def take(self, size: int) -> None:
         """Reserve more bytes. Raises RequestError 429 if the session's share is full, or if the budget is.
 
-        The share does not limit a session's only body, and the budget does not limit the only body. If the budget is
-        full, larger bodies that are still being read are refused instead, if that makes enough room.
+        A session's only body may exceed the session's share, and the gateway's only body may exceed the budget. If the
+        budget is full, larger bodies that are still being read are refused instead, if that makes enough room.
         """
         self.budget.take(self, size)
 

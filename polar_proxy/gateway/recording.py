@@ -138,9 +138,10 @@ class CallRecorder:
     ) -> StoreError | None:
         """Commit the calls with their answers so far. Return why one could not be recorded, or None.
 
-        A call that cannot be recorded counts as lost, so that its session is not trained on. It does not if the caller
-        can refuse the request as if nothing had been sampled: the session's calls must be recorded, the agent has no
-        part of the answer yet (`seen` is False), the request has one call, and the commit has certainly failed.
+        A call that cannot be recorded counts as lost, so that its session is not trained on. The only exception is a
+        request that can still be refused as if nothing had been sampled: the session's calls must be recorded, the
+        agent has no part of the answer yet (`seen` is False), the request has one call, and the commit has certainly
+        failed.
         """
         failure: StoreError | None = None
         ended_at = time.time()
@@ -310,7 +311,7 @@ def weight_version_of(answer: Answer, before: str | None, after: str | None) -> 
 def _version_runs(choice: AnswerChoice, weight_version: str | None) -> tuple[tuple[int, str], ...]:
     """Return (first position, policy version) of each stretch of tokens that one policy version sampled.
 
-    Empty if the engine reported no version, or only `weight_version`.
+    Empty if the engine reported no version with the tokens, or the version `weight_version` for all of them.
     """
     versions = [version for _, version in choice.versions]
     return () if versions in ([], [weight_version]) else tuple(choice.versions)

@@ -161,7 +161,7 @@ class RequestReader:
 async def _turn(session: SessionState, size: int) -> AsyncIterator[None]:
     """Wait for the turn to parse a body. The bodies of one session are parsed in different turns of the event loop.
 
-    Other sessions are served before each body of more than `_TAKES_TURNS` bytes.
+    Before a body of more than `_TAKES_TURNS` bytes is parsed, the event loop serves other sessions.
     """
     lock = session.parsing_large if size > _TAKES_TURNS else session.parsing
     await lock.acquire()

@@ -5,8 +5,8 @@ of the buffer and then the rest as it is generated. Only evidence makes a reques
 requests of two parallel runs under one key are ordinary, and joining them would give both runs the same sample:
 
 * the first request lost its client before the last byte, or
-* the client's SDK says so (`X-Stainless-Retry-Count`). But if an equal request has failed, this one may be its retry,
-  and is sampled. Only the answer to the last equal request is joined.
+* the client's SDK says so (`X-Stainless-Retry-Count`). Such a request joins the last equal one. But if that one has
+  failed, or an earlier one has failed and was not retried yet, the request may be its retry, and is sampled.
 
 With the setting `gateway.join_retries` = `always`, a request also joins any equal one that is in flight or was just
 answered; with `never`, it joins none.
@@ -130,7 +130,7 @@ class ResponseBuffer:
         """Return whether `request` repeats this buffer's request. The caller has compared their `RetryKey`s.
 
         Messages and tools must be the same bytes. Of the other fields, volatile ones and the order of keys are ignored.
-        If both requests name a thread of the client, it must be the same.
+        If both requests carry the client's own id of their conversation (its thread), the ids must be equal.
         """
         mine, theirs = self.request.parsed, request.parsed
         threads = {self.request.metadata.thread, request.metadata.thread} - {None}
@@ -156,7 +156,10 @@ class RetryCache:
         self._finished_bytes = 0
 
     def find(self, request: RequestContext) -> ResponseBuffer | None:
-        """Return the buffer that answers this request, if it is a retry to join. Marks a failed attempt as retried."""
+        """Return the buffer of the response that this request joins, or None if the request must be sampled.
+
+        If it is sampled because it may retry a failed attempt, that attempt is marked as retried.
+        """
         if self._policy == "never":
             return None
         self._evict()

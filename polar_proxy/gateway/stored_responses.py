@@ -85,9 +85,9 @@ class StoredCalls:
     ) -> dict[str, CallRecord]:
         """Return those of the calls that belong to this session and dialect.
 
-        Left out are calls with `store: false` that are not `resumable`, those whose response was deleted, and those
-        without an answer, unless they ran in the background. Raises StoreError, and RequestError if their conversations
-        are too large.
+        Left out are calls with `store: false` whose ids are not in `resumable`, calls whose response was deleted, and
+        calls without an answer, unless they ran in the background. Raises StoreError, and RequestError if their
+        conversations are too large.
         """
         unrecorded = {call_id: call for call_id in call_ids if (call := session.unrecorded(call_id)) is not None}
         calls = [*unrecorded.values(), *await self._read(session, set(call_ids) - unrecorded.keys())]
@@ -201,7 +201,7 @@ class StoredResponseRoutes:
             starting_after = integer_value(query, "starting_after", 0, None)
             if flag(query, "stream"):
                 if call.status not in ANSWERED:
-                    raise RequestError("This response ended early, so it has no stream. Retrieve it without one.")
+                    raise RequestError("This response ended early, so it has no stream. Retrieve it without 'stream'.")
                 await send_stream(send, await asyncio.to_thread(response_events, call, starting_after), _DIALECT)
             elif starting_after is not None:
                 raise invalid("starting_after", "it needs 'stream=true'")

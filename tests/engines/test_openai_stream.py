@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polar_proxy.engines.openai_stream import ChunkDecoder, SseDecoder
-from polar_proxy.engines.vllm.client import chat_body, text_body
+from polar_proxy.engines.vllm.client import SeparateChunkDecoder, chat_body, text_body
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.types import ChatRequest, Message, SampleEvent, Sampling, TextRequest, ToolCall
 
@@ -69,6 +69,15 @@ def test_no_token_is_lost_however_the_stream_is_cut(name: str, n: int, size: int
         assert [token for event in mine for token in event.token_ids] == ids
         assert [value for event in mine for value in event.logprobs] == logprobs
         assert [event.finish_reason is not None for event in mine] == [False] * (len(mine) - 1) + [True]
+
+
+def test_chunks_are_kept_apart_if_one_read_brings_several() -> None:
+    """Some of vLLM's parsers parse other chunks otherwise, so the samples by which they are found keep them."""
+    chunks = [json.loads(line[6:]) for line in sample("chat_tools_hermes_choice_stream")["sse_lines"][:-1]]
+    sizes = [len(choice.get("token_ids") or ()) for chunk in chunks for choice in chunk["choices"]]
+    decoder = SeparateChunkDecoder(Sampling(), "It")
+    events = [*decoder.feed(chunks), *decoder.end()]
+    assert [len(event.token_ids) for event in events if event.token_ids] == [size for size in sizes if size]
 
 
 @given(st.lists(st.integers(0, len(wire("chat_stream_n2"))), max_size=12), st.booleans())

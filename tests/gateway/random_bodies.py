@@ -236,6 +236,13 @@ STORED_ROUTES: dict[str, Route] = {
 }
 """The routes below `/v1/responses/{id}`, by the end of their path. A deleted response is answered with `DELETED`."""
 DELETED = Route("", {}, (), _openai_error, "deleted", recorded=False)
+CONVERSATION: Json = {"metadata": {"topic": "x"}, "items": RESPONSES["input"]}
+CONVERSATION_ROUTES: dict[str, Route] = {
+    "": Route("", CONVERSATION, ("items",), _openai_error, "object", recorded=False),
+    "/items": Route("/items", CONVERSATION, ("items",), _openai_error, "object", recorded=False),
+    "/items/msg_x": Route("/items/msg_x", {}, (), _openai_error, "id", recorded=False),
+}
+"""The routes of `/v1/conversations/{id}`, by the end of their path."""
 STRANGE_RESPONSES = ("resp_0", "%00", "%F0%9F%98", "x" * 300)
 STORED_QUERIES = (
     *("", "?stream=true", "?stream=true&starting_after=3", "?stream=1", "?starting_after=x", "?limit=1&order=asc"),

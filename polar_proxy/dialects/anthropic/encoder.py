@@ -187,7 +187,7 @@ class AnthropicEncoder(Encoder):
         return _input_delta(self._open_index, delta.arguments) if is_open else b""
 
     def _send_waiting(self) -> bytes:
-        """Return the events for what waits and for the eager calls that can begin, up to an incomplete tool call.
+        """Return the events for waiting text, thinking and calls of eager tools, up to a call that is still incomplete.
 
         A tool call waits until the one before it has begun and, unless its tool is eager, until the end of the answer.
         """

@@ -228,7 +228,10 @@ class _ContentReader:
         self.messages.append(Message("tool", content, tool_call_id=call_id, name=response.name or None))
 
     def _answered_call(self, call_id: str, name: str) -> ToolCall | None:
-        """Return the open tool call that a result answers: the one with its id or, if either has none, its name."""
+        """Return the open tool call that a result answers: the one with its id, else the first with its name.
+
+        The name decides only if the client gave no id to the result or to the call.
+        """
         for call in self.open_calls:
             if call_id and call.id == call_id:
                 return call

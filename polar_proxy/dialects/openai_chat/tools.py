@@ -136,7 +136,7 @@ def parse_calls(message: Json, position: int) -> tuple[ToolCall, ...]:
 
 
 def legacy_call_id(position: int) -> str:
-    """Return the id of the `function_call` in message number `position`: the API gives it none."""
+    """Return an id for the `function_call` in message number `position`, because the API gives it none."""
     return f"call_{position}"
 
 

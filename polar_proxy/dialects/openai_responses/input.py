@@ -1,8 +1,9 @@
 """Input items of the Responses API as Polar's messages.
 
 An answer comes back as several items (reasoning, message, one for each tool call); they become one assistant message
-again, as it was recorded. Items with ids from Polar belong together if the ids say so. Others do unless a message of
-another role or a tool output lies between them; and text or reasoning directly after text begins another answer.
+again, as it was recorded. Items with ids from Polar belong together if their ids name the same answer. Other items
+belong together unless a message of another role or a tool output lies between them, or the later one is text or
+reasoning directly after text: it then begins another answer.
 
 Every item that holds something for the model to read is kept. These are ignored: web search calls (no engine here made
 them), lists of MCP tools, reasoning that another provider encrypted, items of unknown type without content, and

@@ -208,7 +208,7 @@ def _conversation(request: ChatRequest, generation: bool) -> Json:
 
 
 @dataclass(frozen=True, slots=True)
-class SampledToken:
+class StreamedToken:
     """A token of a streamed answer."""
 
     token_id: int
@@ -218,7 +218,7 @@ class SampledToken:
     top: tuple[TopLogprob, ...] = ()
 
 
-def sampled_token(chunk: Json, count: int, name: str) -> SampledToken | None:
+def streamed_token(chunk: Json, count: int, name: str) -> StreamedToken | None:
     """Return the token of a chunk, with `count` alternatives; None if the chunk has none.
 
     Raises EngineError, with the server's `name`, if its ids differ.
@@ -228,13 +228,13 @@ def sampled_token(chunk: Json, count: int, name: str) -> SampledToken | None:
     (token_id,) = chunk["tokens"]
     entries = chunk.get("completion_probabilities") or ()
     if not entries:
-        return SampledToken(token_id, nan)
+        return StreamedToken(token_id, nan)
     (entry,) = entries
     if entry["id"] != token_id:
         raise EngineError(f"{name} sent two ids for one token, {token_id} and {entry['id']}.")
     rows = entry.get("top_logprobs") or entry.get("top_probs") or ()
     top = tuple(TopLogprob(row["id"], row["token"], _logprob(row)) for row in rows[:count])
-    return SampledToken(token_id, _logprob(entry), entry["token"], top)
+    return StreamedToken(token_id, _logprob(entry), entry["token"], top)
 
 
 def _logprob(entry: Json) -> float:

@@ -26,13 +26,13 @@ from polar_proxy.engines.base import CannotContinueError, ExactPrompt, uses_tool
 from polar_proxy.engines.hermes import HermesParser, reasoning_kind
 from polar_proxy.engines.llamacpp.client import (
     LlamaCppClient,
-    SampledToken,
+    StreamedToken,
     sampled_logprob,
-    sampled_token,
     sampling_body,
     stream_fields,
+    streamed_token,
 )
-from polar_proxy.engines.llamacpp.probe import ServedModel, probe_server
+from polar_proxy.engines.llamacpp.probe import LlamaServerModel, probe_server
 from polar_proxy.engines.local_rendering import LocalRenderer
 from polar_proxy.engines.logprobs import ALTERNATIVES, at_temperature
 from polar_proxy.engines.openai_client import ServerEngine, not_open
@@ -43,7 +43,7 @@ from polar_proxy.types import ChatRequest, EngineInfo, EngineRequest, Json, Samp
 
 _PROMPT_TAIL = 16
 """Number of tokens at the end of a prompt that are searched for an open reasoning tag."""
-_UNKNOWN = SampledToken(UNKNOWN_ID, nan)
+_UNKNOWN = StreamedToken(UNKNOWN_ID, nan)
 _FINISH = {"eos": "stop", "word": "stop", "limit": "length"}
 
 
@@ -73,7 +73,7 @@ class LlamaCppEngine(ServerEngine):
     """
 
     client: LlamaCppClient
-    _model: ServedModel | None = None
+    _model: LlamaServerModel | None = None
     _local: LocalRenderer[str] | None = None
 
     def __init__(self, url: str, *, model: str | None = None, api_key: str | None = None) -> None:
@@ -95,7 +95,7 @@ class LlamaCppEngine(ServerEngine):
         await super().__aexit__(kind, error, trace)
 
     @property
-    def model(self) -> ServedModel:
+    def model(self) -> LlamaServerModel:
         if self._model is None:
             raise not_open()
         return self._model
@@ -205,7 +205,7 @@ class LlamaCppEngine(ServerEngine):
             async for chunk in chunks:
                 if chunk["tokens_evaluated"] != len(body["prompt"]):
                     raise EngineError(f"{self.client.name} did not use the prompt tokens that it was given.")
-                token = sampled_token(chunk, answer.sampling.top_logprobs, self.client.name)
+                token = streamed_token(chunk, answer.sampling.top_logprobs, self.client.name)
                 missing = chunk["tokens_predicted"] - (len(answer.ids) - before) - (token is not None)
                 spelling = self._spelling(answer, missing, token, chunk) if token is not None and missing else None
                 if token is None or spelling is None:
@@ -222,7 +222,7 @@ class LlamaCppEngine(ServerEngine):
         full = len(answer.ids) + len(tokens) >= min(room, answer.sampling.max_tokens or room)
         yield self._event(answer, tokens, chunk, full=full)
 
-    def _spelling(self, answer: AnswerState, missing: int, token: SampledToken, chunk: Json) -> list[int] | None:
+    def _spelling(self, answer: AnswerState, missing: int, token: StreamedToken, chunk: Json) -> list[int] | None:
         """Return the ids that are missing before `token`; None if they are not certain."""
         text, last = chunk["content"].encode(), self.model.vocabulary.data.get(token.token_id, b"")
         if UNKNOWN_ID in answer.ids or "\ufffd" in chunk["content"] or not text.endswith(last):
@@ -230,18 +230,18 @@ class LlamaCppEngine(ServerEngine):
         spellings = self.model.vocabulary.spellings(text[: len(text) - len(last)], missing)
         return spellings[0] if len(spellings) == 1 else None
 
-    async def _recovered(self, answer: AnswerState, spelling: list[int], chunk: Json) -> list[SampledToken]:
+    async def _recovered(self, answer: AnswerState, spelling: list[int], chunk: Json) -> list[StreamedToken]:
         """Return the missing tokens with their log-probabilities. The slot that sampled them has the prompt cached."""
         answer.gaps += 1
         prompt, out = [*answer.prompt, *answer.ids], []
         for token_id in spelling:
             rows = await self.client.next_tokens(prompt, self.info.eos_token_ids[0], chunk.get("id_slot", -1))
-            out.append(SampledToken(token_id, sampled_logprob(rows, token_id, answer.sampling)))
+            out.append(StreamedToken(token_id, sampled_logprob(rows, token_id, answer.sampling)))
             prompt.append(token_id)
         return out
 
     def _event(
-        self, answer: AnswerState, tokens: Sequence[SampledToken], chunk: Json, *, full: bool = False
+        self, answer: AnswerState, tokens: Sequence[StreamedToken], chunk: Json, *, full: bool = False
     ) -> SampleEvent:
         """Return the event of a chunk with these tokens; with `full` the answer ends there, by its length."""
         answer.ids += [token.token_id for token in tokens]

@@ -14,9 +14,9 @@ from polar_proxy.engines.hermes import HermesParser, reasoning_kind
 from polar_proxy.engines.llamacpp.client import (
     LlamaCppClient,
     Vocabulary,
-    sampled_token,
     sampling_body,
     stream_fields,
+    streamed_token,
 )
 from polar_proxy.engines.logprobs import ALTERNATIVES, logprob_mode
 from polar_proxy.engines.openai_stream import parse_json
@@ -41,7 +41,7 @@ _TOOL: Json = {
 
 
 @dataclass(frozen=True, slots=True)
-class ServedModel:
+class LlamaServerModel:
     """What a llama-server was found to serve."""
 
     info: EngineInfo
@@ -53,7 +53,7 @@ class ServedModel:
     """Why conversations with tools cannot be answered, or none can be continued; None if both work."""
 
 
-async def probe_server(client: LlamaCppClient, model: str | None) -> ServedModel:
+async def probe_server(client: LlamaCppClient, model: str | None) -> LlamaServerModel:
     """Verify the server. Raises EngineError, with the remedy, if its answers cannot be recorded for training."""
     props = await _properties(client)
     name = await _model_name(client, model)
@@ -84,7 +84,7 @@ async def probe_server(client: LlamaCppClient, model: str | None) -> ServedModel
         precision=props.get("model_ftype"),
     )
     vocabulary = await client.vocabulary(prompt, ends[0])
-    return ServedModel(info, source, _compiled(source, props), vocabulary, problem)
+    return LlamaServerModel(info, source, _compiled(source, props), vocabulary, problem)
 
 
 async def _properties(client: LlamaCppClient) -> Json:
@@ -140,7 +140,7 @@ async def _require_evidence(client: LlamaCppClient, prompt: Sequence[int]) -> No
             f"{client.name} returns no token ids for `return_tokens: true`. Update llama.cpp; if another proxy is in "
             f"between, give the URL of llama-server itself. {REFUSED}"
         )
-    tokens = [sampled_token(chunk, 0, client.name) for chunk in chunks]
+    tokens = [streamed_token(chunk, 0, client.name) for chunk in chunks]
     if any(token is not None and math.isnan(token.logprob) for token in tokens):
         raise EngineError(
             f"{client.name} returns tokens without their log-probabilities. It does so with speculative decoding: "
@@ -162,7 +162,7 @@ async def _require_modes(client: LlamaCppClient, prompt: Sequence[int]) -> None:
             sampling = Sampling(temperature=temperature, max_tokens=1, top_logprobs=ALTERNATIVES)
             body = sampling_body(sampling, seed=1, context=_ROOM, room=_ROOM) | {"post_sampling_probs": post}
             chunks = [chunk async for chunk in client.chunks({**stream_fields(prompt), **body})]
-            token = sampled_token(chunks[0], ALTERNATIVES, client.name)
+            token = streamed_token(chunks[0], ALTERNATIVES, client.name)
             rows.append({str(other.token_id): other.logprob for other in token.top} if token else {})
         try:
             found = logprob_mode(*rows)

@@ -185,7 +185,7 @@ class LocalEngine(Engine):
         if not ids:
             raise RequestError("The prompt is empty.", param="prompt")
         if min(ids) < 0 or max(ids) >= vocab_size:
-            raise RequestError(f"The prompt has token ids outside of this model's 0..{vocab_size - 1}.", param="prompt")
+            raise RequestError(f"The prompt has token ids outside of the range 0..{vocab_size - 1}.", param="prompt")
         if len(ids) >= limit:
             raise RequestError(
                 f"This model's maximum context length is {limit} tokens. However, your request has {len(ids)} "

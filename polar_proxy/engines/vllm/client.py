@@ -49,6 +49,13 @@ _RUNNING = "vllm:num_requests_running"
 _METRIC = re.compile(rf"^({'|'.join((*_KV_USAGE, _WAITING, _RUNNING))})(?:\{{[^\n]*\}})? +([^ \n]+)", re.MULTILINE)
 
 
+class SeparateChunkDecoder(ChunkDecoder):
+    """Decoder whose events are the server's chunks, also if one read of the socket brings several of them."""
+
+    def feed(self, chunks: Iterable[Json]) -> list[SampleEvent]:
+        return [event for chunk in chunks for event in super(SeparateChunkDecoder, self).feed([chunk])]
+
+
 class VllmClient(OpenAIClient):
     """A vLLM server. `model` goes into every request body; the probe sets it if the user named none."""
 
@@ -69,9 +76,9 @@ class VllmClient(OpenAIClient):
         return answer
 
     async def sampled(self, path: str, body: Json) -> list[SampleEvent]:
-        """Return all events of a streamed answer."""
+        """Return all events of a streamed answer, one for each of the server's chunks."""
         response = await self.post(path, {**body, "stream": True})
-        steps = self.events(response, ChunkDecoder(Sampling(), self.name), stream=True)
+        steps = self.events(response, SeparateChunkDecoder(Sampling(), self.name), stream=True)
         return [event async for events in steps for event in events]
 
     async def tokenize(self, body: Json) -> list[int]:

@@ -116,8 +116,8 @@ class VllmEngine(ServerEngine):
     async def _read_model_folder(self) -> None:
         """Use the model's folder, if it can be read.
 
-        This process renders if it gives the same ids as the server. Of the tokens that the model's
-        `generation_config.json` names, those at which the server stops end a turn.
+        Conversations are then rendered in this process, if that gives the server's ids. The stop tokens of the model's
+        `generation_config.json` are added to the tokens that end a turn, if the server really stops at them.
         """
         if not self._server.tokenize_renders or "continue" not in self._server.info.capabilities:
             return

@@ -11,9 +11,9 @@ given texts were sampled. The others are vLLM's own code and are compared on wha
 template's own form were sampled, the chat route must have read at least one of them as a call. If none was sampled, it
 is unknown which of vLLM's parsers the server uses.
 
-Answers are forced to a first message and after a tool call, because some parsers look at the history. If several of
-vLLM's parsers fit, they are compared with each other on random variations of the answers. The server samples variations
-on which they differ, until the parsers that are left parse alike.
+The server is made to answer both a first message and a tool's result, because some parsers look at the history. If
+several of vLLM's parsers fit, they are compared with each other on random variations of the answers. The server samples
+variations on which they differ, until the parsers that are left parse alike.
 
 How a text is forced:
 
@@ -406,7 +406,7 @@ class ParserProofs:
     async def _distinguish(
         self, found: list[Parsers], answers: list[ForcedAnswer], frame: Json, conversations: list[Conversation]
     ) -> list[Parsers]:
-        """Return those of several pairs of parsers that parse more answers as the server does.
+        """Return those of several pairs of parsers that also parse further answers as the server does.
 
         The server samples answers on which the pairs differ, until one pair is left. If no such answer is found, the
         pairs parse alike, and one is returned. Several are returned if the server cannot be made to sample an

@@ -331,9 +331,10 @@ def vary(bodies: list[list[int]], random: Random) -> list[int]:
 
 
 def same_calls(parsed: list[list[str]], wanted: list[list[Any]]) -> bool:
-    """Return whether two lists of [name, arguments] are equal. Wanted arguments that are no text are compared by value.
+    """Return whether two lists of [name, arguments] are equal.
 
-    Raises ValueError if they are no JSON.
+    If the wanted arguments are a JSON value and not its text, the parsed arguments are decoded for the comparison.
+    Raises ValueError if these are no JSON.
     """
     return len(parsed) == len(wanted) and all(
         name == wanted_name and (arguments if isinstance(given, str) else json.loads(arguments)) == given

@@ -104,7 +104,8 @@ class _Template:
         start = equal_start(prompt, whole)
         end = next((place for place in range(start, len(whole)) if whole[place] in self._files.stop_ids), None)
         if end is None:
-            raise UsageError("The model's chat template ends an answer with no token of generation_config.json.")
+            text = "The model's chat template ends an answer with none of the stop tokens in generation_config.json."
+            raise UsageError(text)
         return whole[start : end + 1]
 
     def _find_form(self) -> MessageForm:
