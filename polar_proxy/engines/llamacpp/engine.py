@@ -4,9 +4,9 @@ Every answer, to a conversation too, is sampled by `/completion` from token ids,
 server renders a conversation (`/apply-template`), or this process does if that gives the same text. Answers are parsed
 in the Hermes format; `probe.py` finds out whether the model's template writes calls in it.
 
-The stream of a llama-server leaves out tokens that end within a character (`process_token` in the llama.cpp of llama-cpp-python 0.3.36). Each
-chunk says how many tokens were sampled, which shows the gap. The chunk after it has the bytes of the whole character,
-so the missing tokens are those with these bytes. If only one sequence of tokens has them, the stream is closed, their
+The stream of a llama-server leaves out tokens that end within a character (llama.cpp's `process_token`). Each chunk
+says how many tokens were sampled, which shows the gap. The chunk after it has the bytes of the whole character, so the
+missing tokens are those with these bytes. If only one sequence of tokens has them, the stream is closed, their
 log-probabilities are asked for, and the answer is sampled on from there, which changes no distribution. Otherwise, and
 if `max_tokens` ends the answer within a character, the tokens are recorded as unknown, so that the call is not trained.
 """
