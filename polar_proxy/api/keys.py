@@ -23,7 +23,7 @@ def add_routes(routers: Routers, context: ApiContext) -> None:
 
     @admin.get("/keys", tags=["keys"])
     async def list_api_keys() -> m.KeyList:
-        """List all keys of the HTTP API, including revoked ones, without the keys themselves."""
+        """List the name, role and label of each key of the HTTP API, including revoked ones; never the key itself."""
         return await list_keys(store)
 
     @admin.post("/keys/{key_name}/revoke", tags=["keys"])

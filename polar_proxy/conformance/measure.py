@@ -59,7 +59,7 @@ async def measure_conformance(
     patience: float,
     progress: Progress,
 ) -> AsyncGenerator[Json, None]:
-    """Measure one harness (and version) after another, and yield a document with the row of each.
+    """Measure one harness (and version) after another. After each, yield a document that contains only its row.
 
     If a harness cannot be installed, its checks are `not run`.
     """

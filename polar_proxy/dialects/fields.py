@@ -120,7 +120,7 @@ def optional_string(item: Json, key: str) -> str | None:
 
 
 def function_tool(name: str, description: object, parameters: Json | None) -> Json:
-    """Return a function in OpenAI's form."""
+    """Return the definition of a function tool in the form of OpenAI's Chat Completions API."""
     function: Json = {"name": name}
     if isinstance(description, str):
         function["description"] = description

@@ -114,7 +114,7 @@ class HiddenTestsEvaluator(Evaluator):
         return Score(None, detail, report.log)
 
     def _plan(self, task: EvaluatedTask) -> TestPlan | None:
-        """Return how Polar's own runner runs the tests; None if only the task's command can."""
+        """Return the plan by which Polar's own runner runs the tests; None if there is none for the task's command."""
         planner = {"unittest": plan_tests, "pytest": plan_pytest, "pytest_v2": plan_pytest}.get(self.parser)
         plan = None if planner is None else planner(task.test_command)
         if plan is not None and self.by_value and plan.style != "unittest":

@@ -62,7 +62,7 @@ def _pytest(log: str, name: Callable[[str], str]) -> dict[str, Verdict]:
 
 
 def parse_pytest(log: str) -> dict[str, Verdict]:
-    """Parse ``pytest -rA``: ids end at their first space, as in the data sets."""
+    """Parse ``pytest -rA``. Test ids in its summary are cut at their first space, as in SWE-bench's data sets."""
     return _pytest(log, lambda rest: rest.split()[0])
 
 

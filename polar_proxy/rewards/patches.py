@@ -1,7 +1,8 @@
 """The agent's patch before it is applied: which paths it touches, and which parts of it are left out.
 
 git itself names the paths and leaves parts out (`git apply --numstat -z --exclude`), so what is examined is what
-is applied. Left out, so that the evaluated workspace keeps the base commit's files at these places:
+is applied. Hidden files are those that decide the reward (`hidden_files` of the task, `protected_files` of its
+evaluators). The following parts of a patch are left out, so that the workspace keeps the base commit's files there:
 
 * a file or folder at the path of a hidden file, and a file at the path of a folder that contains one;
 * everything in the test folder (`tests`, `unit_tests`, `spec`, ...) that contains a hidden file; for a hidden Python

@@ -309,7 +309,10 @@ def _longest_known(index: CallIndex, query: PlacementQuery) -> tuple[int, int]:
 
 
 def _summary_follows(query: PlacementQuery, same: int) -> bool:
-    """Return whether a summary follows the first `same` messages. Codex puts the user's messages before a summary."""
+    """Return whether one of the three messages after the first `same` ones marks the summary of a compaction.
+
+    It need not be the first of them: Codex puts the user's messages before a summary.
+    """
     following = RequestTexts.of(query.messages[same : same + 3], None)
     return rules.match(rules.COMPACTED, following, query.metadata) is not None
 

@@ -21,7 +21,7 @@ from polar_proxy.training.tree import Ids, PrefixTree, Targets, build_tree, find
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """A tree, and the indices of the sequences in it: `tree.paths[i]` belongs to sequence `members[i]`."""
+    """A prefix tree of some of the sequences of an update. `tree.paths[i]` is the path of sequence `members[i]`."""
 
     tree: PrefixTree
     members: tuple[int, ...]

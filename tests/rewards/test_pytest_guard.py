@@ -41,9 +41,9 @@ def price(count, each):
 """
 WRONG = "def price(count, each): return 0\n"
 NAMES = ("tests/test_shop.py::test_price[1]", "tests/test_shop.py::test_price[2]", "tests/test_shop.py::test_error")
-PYTEST = ("env", "PYTEST_DISABLE_PLUGIN_AUTOLOAD=1", sys.executable, "-m", "pytest", "-rA", "-p", "no:cacheprovider")
-"""Without the plugins of the developers' environment, which the guard would have Python compile for each run."""
-COMMAND = (*PYTEST, "tests/test_shop.py")
+COMMAND = (sys.executable, "-m", "pytest", "-rA", "-p", "no:cacheprovider", "tests/test_shop.py")
+WITHOUT_PLUGINS = "env PYTEST_DISABLE_PLUGIN_AUTOLOAD=1"
+"""A given command loads no plugins of the developers' environment, which Python would compile for each run."""
 PRINTED = "".join(f"PASSED {name}\\n" for name in NAMES)
 HOOK = """
 import pytest
@@ -77,7 +77,9 @@ def task(kind: str) -> Task:
     )
     if kind == "tests":
         return plain
-    return replace(plain, hidden_files={}, evaluators=(SwebenchEvaluator(command=" ".join(COMMAND)),))
+    return replace(
+        plain, hidden_files={}, evaluators=(SwebenchEvaluator(command=" ".join((WITHOUT_PLUGINS, *COMMAND))),)
+    )
 
 
 async def score(kind: str, shop: str, other_task: Task | None = None, **more: str) -> Score:

@@ -202,7 +202,7 @@ def test_rejects_trained_token_without_finite_values(field: str) -> None:
     batch = tokens([1, 1], [1, 1])
     values = getattr(batch, field).clone()
     values[1] = float("nan")
-    with pytest.raises(ValueError, match=f"no finite value in `{field}`"):
+    with pytest.raises(ValueError, match=f"`{field}` of a trained token is not finite"):
         dataclasses.replace(batch, **{field: values})
 
 

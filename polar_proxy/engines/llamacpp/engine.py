@@ -243,7 +243,10 @@ class LlamaCppEngine(ServerEngine):
     def _event(
         self, answer: AnswerState, tokens: Sequence[StreamedToken], chunk: Json, *, full: bool = False
     ) -> SampleEvent:
-        """Return the event of a chunk with these tokens; with `full` the answer ends there, by its length."""
+        """Return the event of a chunk with these tokens, and add them to `answer`.
+
+        With `full` the answer ends with this event; its finish reason is `length` if there is no other.
+        """
         answer.ids += [token.token_id for token in tokens]
         answer.text += chunk["content"]
         text, finish, stopped = answer.stops.feed(chunk["content"]), None, None

@@ -61,7 +61,7 @@ class ChatTokenizer:
         return str(text)
 
     def encode(self, text: str, *, raw: bool = False) -> list[int]:
-        """Return the ids of rendered text, or of a raw prompt, to which the tokenizer may add tokens such as BOS."""
+        """Return the ids of a text. Only to a `raw` prompt may the tokenizer add tokens such as BOS."""
         return list(self._backend.encode(text, add_special_tokens=raw).ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:

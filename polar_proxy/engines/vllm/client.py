@@ -139,7 +139,10 @@ class VllmClient(OpenAIClient):
 
 
 async def unless_refused(call: Awaitable[T]) -> T | None:
-    """Return the result; None for any PolarError (some servers answer 500 to a request that they do not support)."""
+    """Await `call` and return its result, or None if it raises a PolarError.
+
+    Any PolarError counts, because some servers answer 500 to a request that they do not support.
+    """
     try:
         return await call
     except PolarError:

@@ -241,7 +241,10 @@ class ParserProofs:
         return ForcedAnswer(name, wanted, ids, parsed, sampled=sampled, chunks=chunks)
 
     def _bias(self, **biases: float) -> Json:
-        """Return `logit_bias` for tags and LETTER, given by name. A text of more than one token gets no bias."""
+        """Return the request setting `logit_bias`, from biases of tags and LETTER by their names in `texts`.
+
+        A tag of more than one token gets no bias.
+        """
         texts = {"think": THINK, "letter": LETTER, "thought": END_THINK, "call": CALL, "called": END_CALL}
         tokens = {self._tags[texts[name]]: bias for name, bias in biases.items()}
         return {"logit_bias": {str(ids[0]): bias for ids, bias in tokens.items() if len(ids) == 1}}

@@ -203,9 +203,9 @@ async def staleness_filter(connection: AsyncConnection) -> ColumnElement[bool] |
     """Return a condition on rollouts that holds back groups which would be delivered too stale, or None.
 
     The feed delivers the oldest groups first. If consumers take G groups per policy version, a group with A groups for
-    training before it (waiting, or started and not finished) is delivered in floor(A / G) versions at the earliest. If
-    that is more than its own `max_staleness`, its rollouts wait. G is measured from acknowledged leases; until it is
-    known, no group waits.
+    training before it (waiting, or started and not finished) is delivered floor(A / G) or more versions from now. If
+    floor(A / G) is more than its own `max_staleness`, its rollouts wait. G is measured from acknowledged leases; until
+    it is known, no group waits.
     """
     started = exists().where(_r.group_id == _g.group_id, or_(_r.status != "queued", _r.claimed_by.is_not(None)))
     limited = (_g.delivery == "open", _g.max_staleness.is_not(None))
