@@ -89,7 +89,7 @@ def run_clean_git(
 
 @contextmanager
 def _ended_after(seconds: float, process: subprocess.Popen[bytes]) -> Iterator[threading.Event]:
-    """Kill the process at the end of the block, or after some seconds, and then set the event."""
+    """Kill the process at the end of the block, or after `seconds`. Only the latter sets the event that is yielded."""
     expired = threading.Event()
 
     def expire() -> None:

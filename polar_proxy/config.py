@@ -40,7 +40,7 @@ class GatewayLimits(_Section):
     """Limits of the gateway's server that keep one client from stopping it for all others."""
 
     connections: int = Field(4096, ge=1)
-    """Open connections. Lowered to half of the file descriptors that the system allows this process."""
+    """Open connections, but at most half of the file descriptors that the system allows this process."""
     sandbox_connections: int = Field(256, ge=1)
     """Open connections from inside one sandbox. They count as open connections of the gateway too."""
     head_kb: int = Field(64, ge=1)
@@ -58,9 +58,9 @@ class GatewayLimits(_Section):
     body_window_seconds: float = Field(20.0, gt=0)
     """Time over which the rate of a request body is measured. A body that pauses for longer is refused."""
     unread_seconds: float = Field(120.0, gt=0)
-    """Time after which a client is disconnected that has read nothing of what waits for it of an answer."""
+    """Time after which a client that reads nothing of the answer waiting for it is disconnected."""
     keep_alive_seconds: float = Field(75.0, gt=0)
-    """Time after which a connection without a request is closed, once it has had one."""
+    """Time from the end of an answer until its connection is closed, if no further request comes."""
     websocket_idle_seconds: float = Field(3600.0, gt=0)
     """Time after which a WebSocket without a request is closed."""
     bodies_mb: int = Field(512, ge=1)
@@ -100,11 +100,12 @@ class GatewaySettings(_Section):
     """Limits that keep one client from stopping the gateway for all others."""
     calls_in_memory: int = Field(50_000, ge=1)
     """Number of recorded calls whose digests are kept in memory, about 2 KB each, to find what a new call extends.
-    Beyond it, sessions without a request for half a minute are dropped, and read from the database when used again."""
+    Above this number, sessions without a request for half a minute are removed from memory, and read from the database
+    when they are used again."""
     cache_mb: int = Field(256, ge=1)
-    """Memory for the last request of each session and the tokens of answers that may be continued, in MiB, and as much
-    again for what is known to be stored of each session. A call of a session that does not fit costs several times as
-    much."""
+    """Memory in MiB for the last request of each session and the tokens of answers that may be continued. As much again
+    is used to recognise what of each session is stored already. A call of a session that does not fit is read and
+    hashed as a whole again, which costs several times as much."""
     heartbeat_seconds: float = Field(15.0, gt=0)
     """Send a comment line on a stream that has been silent for this long. Google's streams get none."""
     headers_after_seconds: float = Field(2.0, ge=0)
@@ -120,12 +121,13 @@ class GatewaySettings(_Section):
     """Which equal requests share one answer. `evidence`: those that are known to be retries, by a lost connection or
     the SDK's retry header. `always`: all that arrive while the first runs or shortly after. `never`: none."""
     retry_window_seconds: float = Field(10.0, ge=0)
-    """How long a finished answer is kept for a retry, and how long an equal request may count as one."""
+    """How long a finished answer is kept for a retry, and how long after it an equal request may count as a retry."""
     retry_grace_seconds: float = Field(2.0, ge=0)
     """How long to continue an answer after its client disconnected, so that a retry can take it over."""
     temperature: float | None = Field(None, ge=0)
-    """Sample the calls of sessions without a temperature of their own at this one, without top_p, top_k, min_p and
-    penalties, whatever the agents ask for. Traces of other distributions are only `approximate`."""
+    """Sampling temperature for sessions that have none of their own. Their calls are then sampled without top_p, top_k,
+    min_p and penalties, whatever the agents ask for. Otherwise traces of agents that ask for these are only
+    `approximate`."""
     prompt_mode: PromptModeSetting = "continue"
     """`continue`: if possible, a prompt is the exact tokens of the call that it extends, followed by the tokens of the
     new messages. `render`: the engine renders every request from its messages."""
@@ -150,13 +152,14 @@ class EngineSettings(_Section):
     """Key for the engine (not local). Best set as POLAR_ENGINE__API_KEY; Polar never writes it anywhere."""
     model_folder: str | None = None
     """A folder with the model's configuration, tokenizer and chat template (vllm), if the server's own is on another
-    machine. With it conversations are rendered here, which the server is otherwise asked to do several times a call."""
+    machine. With a folder Polar renders conversations itself; without one it asks the server, several times a call."""
     vllm_python: str | None = None
-    """Python of an environment with vLLM (vllm). Its parsers read answers for models whose tool calls have another form
-    than Hermes. Default: the Python of the `vllm` command, or this one if it has vLLM."""
+    """Python of an environment that has vLLM (vllm). Polar needs vLLM's parsers to read answers of models whose tool
+    calls have another form than Hermes'. Default: the Python of the `vllm` command, or Polar's own if it has vLLM."""
     vllm_parsers: str | None = None
-    """The server's parsers as TOOL/REASONING (vllm), the names given to `vllm serve`; either may be empty. Needed only
-    if `vllm_python` is used and the server cannot be made to show which of several parsers is its own."""
+    """Names of the server's tool parser and reasoning parser as given to `vllm serve`, in the form TOOL/REASONING
+    (vllm); either may be empty. Needed only for models that need vLLM's parsers (see `vllm_python`), if Polar's tests
+    of the server do not show which of the parsers it uses."""
 
 
 class RunSettings(RolloutSpec):
@@ -183,10 +186,11 @@ class SandboxSettings(_Section):
     memory_mb: int = Field(4096, ge=64)
     """MiB of memory for an agent. An evaluator gets half."""
     disk_mb: int = Field(8192, ge=64)
-    """MiB that the files in home, workspace and further folders may take. As root, bubblewrap makes a file system of
-    this size, which can be full; in other sandboxes an agent with more is stopped."""
+    """MiB that the files in home, workspace and further folders may take. Where Polar runs as root, a bubblewrap
+    sandbox gets a file system of this size, and writing fails when it is full. In all other sandboxes, an agent whose
+    files take more is stopped."""
     files: int = Field(500_000, ge=1000)
-    """Number of those files and folders."""
+    """Number of files and folders in home, workspace and further folders."""
     processes: int = Field(1024, ge=16)
     """Processes and threads at a time; not enforced in process sandboxes."""
     open_files: int = Field(16_384, ge=64)
@@ -245,7 +249,8 @@ class AdmissionSettings(_Section):
     engine_queue: int = Field(16, ge=0)
     """Queued requests per engine replica above which no new agent starts (vLLM reports them)."""
     memory_mb: int = Field(768, ge=0)
-    """MiB of memory to reserve for a rollout whose task does not say how much it needs. 0 disables the check."""
+    """MiB of memory to reserve for a rollout whose task does not say how much it needs. 0: start rollouts without
+    checking how much memory is free, whatever their tasks say."""
     memory_reserve_mb: int = Field(512, ge=0)
     """MiB of memory to keep free."""
 
@@ -304,7 +309,7 @@ class Settings(BaseSettings):
     def code(self, *named: str) -> AllowedCode:
         """Return the Python code that tasks, requests and stored rollouts may refer to.
 
-        It is `allowed_code`, and the agent of [run] and `named` if they have the form module:object.
+        These are the names in `allowed_code`; also the agent of [run] and those in `named`, if they are module:object.
         """
         return AllowedCode(self.allowed_code.union(name for name in (self.run.harness, *named) if is_code(name)))
 
@@ -335,5 +340,5 @@ def local_url(host: str, port: int) -> str:
 
 
 def child_environment(added: Mapping[str, str], *, without: Collection[str] = ()) -> dict[str, str]:
-    """Return the environment of a child process: this process's except for `without`, and `added`."""
+    """Return the environment of a child process: this process's without the variables in `without`, plus `added`."""
     return {**{name: value for name, value in os.environ.items() if name not in without}, **added}

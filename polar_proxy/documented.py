@@ -1,7 +1,8 @@
 """Pydantic models whose fields are described by the text below each of them.
 
 The texts are read from the source when they are needed: for `--help`, the OpenAPI document and the reference.
-Pydantic's `use_attribute_docstrings` reads the source of every model at import: a tenth of the time of a short command.
+Pydantic's `use_attribute_docstrings` is not used: it reads the source of every model at import, which takes a tenth of
+the time of a short command.
 """
 
 from __future__ import annotations

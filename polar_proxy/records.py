@@ -31,7 +31,7 @@ _CALL_FIELDS = (
 
 
 def convert(model: type[M], row: object, **more: object) -> M:
-    """Copy the fields that the row and the model share, and add `more`."""
+    """Return an instance of the model, with the values of the row's fields of the same names and of `more`."""
     shared = {name: getattr(row, name) for name in model.model_fields if name not in more and hasattr(row, name)}
     return model.model_validate({**shared, **more})
 
@@ -97,7 +97,8 @@ async def find_record(
 ) -> m.Record:
     """Return the rollout, session or call that `name` refers to (see `store.names`). Raises UsageError.
 
-    `tokens_from`: also decode the tokens of a call, with `engine` or the engine of these settings.
+    With `tokens_from`, the tokens of a call are decoded too: by `engine` if it serves the call's model, otherwise with
+    the model's files or by the engine of these settings.
     """
     found = await store.names.find(name)
     if found.kind == "rollout" and (rollout := await _rollout(store, found.record_id)) is not None:

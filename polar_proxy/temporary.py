@@ -18,7 +18,8 @@ _NAME = re.compile(r"polar-tmp-(\d+)-.*")
 def temporary_folder(parent: Path | None = None) -> Iterator[Path]:
     """Make an empty folder that only this user can read, and remove it with its contents at the end of the block.
 
-    It is made in `parent`, by default the system's folder for temporary files. Blocking. A hostile program may fill it.
+    It is made in `parent`, by default the system's folder for temporary files. Blocking. A hostile
+    program may fill the folder: its removal is safe even then.
     """
     folder = Path(tempfile.mkdtemp(prefix=f"polar-tmp-{os.getpid()}-", dir=parent))
     try:

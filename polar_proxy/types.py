@@ -125,7 +125,7 @@ class Sampling:
     repetition_penalty: float | None = None
     logit_bias: Mapping[str, float] | None = None
     logprobs: bool = False
-    """The client requests log-probabilities, so events carry `tokens`. Log-probabilities are recorded in any case."""
+    """The client asks for log-probabilities, so `SampleEvent.tokens` is set. Recording does not depend on it."""
     top_logprobs: int = 0
     """Number of alternatives per token that the client requests (`SampleEvent.top`)."""
 
@@ -208,7 +208,7 @@ class SampleEvent:
     weight_version: str | None = None
     """The policy version that sampled these ids, if the engine reports it with every event."""
     versions: tuple[tuple[int, str], ...] = ()
-    """The runs of `Choice.versions`, with the `finish_reason`, from engines that report versions only at the end."""
+    """The value for `Choice.versions`, from engines that report versions only at the end, with the `finish_reason`."""
     usage: tuple[int, int] | None = None
     """(prompt tokens, completion tokens); comes with the last event, from engines that report no token ids."""
 
@@ -252,11 +252,11 @@ class ConversationItem:
     """An item of a conversation of the Responses API."""
 
     item_id: str
-    """Names the item in its conversation. The item itself has no id if the client gave it none."""
+    """The id of the item in its conversation. It is Polar's own, and not part of `item`, if the client gave none."""
     item: Json
-    """As the model reads it: as it was received, or the exact part of an answer."""
+    """The item as the model reads it: an input item as it was received, or an exact part of an answer."""
     shown: Json | None = None
-    """As the client got it, if that differs: the call of a custom or built-in tool."""
+    """The item as the client got it, if that is not `item`: only for calls of custom and built-in tools."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,7 +302,7 @@ class CallRecord:
     rule: str | None = None
     """Name of the rule that decided the edge; None for a root to which no rule applies."""
     ambiguous: bool = False
-    """Another edge or parent was possible as well; `rule` says why."""
+    """Another edge or parent was possible as well (see the rules in `sessions/lineage.py`)."""
     thread: str | None = None
     """The thread of the conversation: the harness's own id for it, else the call that began it."""
     fingerprint: Json | None = None
@@ -357,7 +357,8 @@ class AnswerSampling(NamedTuple):
     changes: Json
     """The other settings that changed the model's own distribution, such as top_p or a penalty; empty if none did."""
     logprob_mode: LogprobMode
-    """`processed`: the log-probabilities are of this distribution. `raw`: they are of temperature 1, unchanged."""
+    """`processed`: the log-probabilities are of this distribution. `raw`: they are of the model's own distribution at
+    temperature 1, without `changes`."""
     versions: tuple[tuple[int, str | None], ...]
     """(first position within the answer, policy version) of each run of its tokens, from position 0 on."""
 
