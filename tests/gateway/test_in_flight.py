@@ -33,11 +33,11 @@ from tests.gateway.shared_gateways import (
     run_slow_gateway,
     until_open,
 )
-from tests.store.conftest import postgres, url
+from tests.store.conftest import postgres, postgres_template, url
 
 pytestmark = pytest.mark.slow
 
-__all__ = ["postgres", "url"]
+__all__ = ["postgres", "postgres_template", "url"]
 
 
 @pytest.fixture

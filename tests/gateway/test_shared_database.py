@@ -25,11 +25,11 @@ from polar_proxy.traces.drift import drift_events
 from polar_proxy.types import CallRecord
 from tests.gateway.agents import new_session
 from tests.gateway.shared_gateways import ask, run_gateway
-from tests.store.conftest import postgres, url
+from tests.store.conftest import postgres, postgres_template, url
 
 pytestmark = pytest.mark.slow
 
-__all__ = ["postgres", "url"]
+__all__ = ["postgres", "postgres_template", "url"]
 
 SYSTEM = "You are a careful assistant. " * 200
 
