@@ -124,20 +124,22 @@ class Workspace:
     @contextmanager
     def server(self, command: str) -> Iterator[str]:
         """Run a `polar serve` command until the block ends, and yield its URL."""
-        process = subprocess.Popen(
-            ["bash", "-c", f"exec {command} --port 0 --json"],
-            cwd=self.folder,
-            env=self.env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        log = self.folder / "server.log"  # not a pipe, which a server fills that writes a line for each session
+        with log.open("w") as stderr:
+            process = subprocess.Popen(
+                ["bash", "-c", f"exec {command} --port 0 --json"],
+                cwd=self.folder,
+                env=self.env,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+            )
         try:
             assert process.stdout is not None
             ready = ""
             while not ready.rstrip().endswith("}"):
                 line = process.stdout.readline()
-                assert line, process.stderr.read() if process.stderr else "no output"
+                assert line, log.read_text()
                 ready += line
             yield json.loads(ready)["url"]
         finally:
