@@ -241,10 +241,7 @@ class ParserProofs:
         return ForcedAnswer(name, wanted, ids, parsed, sampled=sampled, chunks=chunks)
 
     def _bias(self, **biases: float) -> Json:
-        """Return the request setting `logit_bias`, from biases of tags and LETTER by their names in `texts`.
-
-        A tag of more than one token gets no bias.
-        """
+        """Return `logit_bias` from biases by their names in `texts`. A tag of more than one token gets no bias."""
         texts = {"think": THINK, "letter": LETTER, "thought": END_THINK, "call": CALL, "called": END_CALL}
         tokens = {self._tags[texts[name]]: bias for name, bias in biases.items()}
         return {"logit_bias": {str(ids[0]): bias for ids, bias in tokens.items() if len(ids) == 1}}
