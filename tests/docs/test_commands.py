@@ -231,7 +231,8 @@ def test_http_examples(workspace: Workspace) -> None:
     page = "docs/guide/rollouts.md"
     (script,) = [block.text for block in of_language("sh") if block.page == page and is_script(block)]
     (python,) = [block.text for block in of_language("python") if block.page == page]
-    with workspace.server("polar serve --rollout-workers 2") as url:
+    # A database without the jobs that other commands queued.
+    with workspace.server("env POLAR_DB=http.db polar serve --rollout-workers 2") as url:
         done = workspace.shell(script.replace("http://127.0.0.1:8399", url))
         assert done.returncode == 0, done.stderr
         assert re.search(r"^event: end$", done.stdout, re.M)
