@@ -10,11 +10,13 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Generic, TypeVar, get_args
+from types import TracebackType
+from typing import Any, Generic, TypeVar, get_args
 
 import orjson
 
 from polar_proxy.engines.chat_template import MessageForm, ModelTemplate, ToolForm
+from polar_proxy.engines.openai_client import ServerEngine
 from polar_proxy.errors import RequestError
 from polar_proxy.offload import OffloadThread
 from polar_proxy.types import ChatRequest, Message, ToolCall
@@ -160,3 +162,29 @@ async def _unless_refused(rendering: Awaitable[Rendering]) -> Rendering | None:
         return await rendering
     except RequestError:
         return None
+
+
+class LocallyRenderingEngine(ServerEngine):
+    """An engine behind a server, whose conversations this process renders if that gives the server's renderings."""
+
+    _local: LocalRenderer[Any] | None = None
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._local is not None:
+            self._local.close()
+        await super().__aexit__(kind, error, trace)
+
+    async def render_texts(self, requests: Sequence[ChatRequest], *, generation: bool = True) -> list[str]:
+        if self._local is not None and await self._local.renders(requests):
+            return await self._local.texts(requests, generation=generation)
+        return await self._texts_of_server(requests, generation)
+
+    async def _texts_of_server(self, requests: Sequence[ChatRequest], generation: bool) -> list[str]:
+        return await super().render_texts(requests, generation=generation)
+
+    async def confirm_rendering(self, request: ChatRequest, end: Sequence[int]) -> bool:
+        if self._local is not None and await self._local.renders([request]):
+            return await self._local.confirm(request)
+        return await super().confirm_rendering(request, end)

@@ -121,6 +121,15 @@ class OpenAIClient:
         finally:
             response.close()
 
+    async def health(self) -> str | None:
+        """Return why `/health` of a vLLM or llama.cpp server reports no success; None if it does."""
+        try:
+            response = await self.send("GET", "/health")
+            await self.read(response)
+        except EngineError as error:
+            return str(error)
+        return None if response.status == 200 else f"{self.name} answers {response.status} to /health."
+
     async def read(self, response: HttpResponse) -> bytes:
         """Return the whole body. Cancelling the caller drops the connection, so that the server stops its work."""
         try:

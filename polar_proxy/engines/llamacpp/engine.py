@@ -20,7 +20,6 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import nan
-from types import TracebackType
 
 from polar_proxy.engines.base import CannotContinueError, ExactPrompt, uses_tools
 from polar_proxy.engines.hermes import HermesParser, reasoning_kind
@@ -33,9 +32,9 @@ from polar_proxy.engines.llamacpp.client import (
     streamed_token,
 )
 from polar_proxy.engines.llamacpp.probe import LlamaServerModel, probe_server
-from polar_proxy.engines.local_rendering import LocalRenderer
+from polar_proxy.engines.local_rendering import LocallyRenderingEngine, LocalRenderer
 from polar_proxy.engines.logprobs import ALTERNATIVES, at_temperature
-from polar_proxy.engines.openai_client import ServerEngine, not_open
+from polar_proxy.engines.openai_client import not_open
 from polar_proxy.engines.openai_stream import UNKNOWN_ID
 from polar_proxy.engines.stop_strings import StopStrings
 from polar_proxy.errors import EngineError, RequestError
@@ -65,7 +64,7 @@ class AnswerState:
     """How many times the stream was closed because of missing tokens."""
 
 
-class LlamaCppEngine(ServerEngine):
+class LlamaCppEngine(LocallyRenderingEngine):
     """An engine behind a llama-server.
 
     `async with LlamaCppEngine("http://127.0.0.1:8080") as engine:` connects to the server and verifies it. Entering
@@ -74,7 +73,6 @@ class LlamaCppEngine(ServerEngine):
 
     client: LlamaCppClient
     _model: LlamaServerModel | None = None
-    _local: LocalRenderer[str] | None = None
 
     def __init__(self, url: str, *, model: str | None = None, api_key: str | None = None) -> None:
         """`model` is the name that the server must report. `api_key` is sent as a bearer token."""
@@ -86,13 +84,6 @@ class LlamaCppEngine(ServerEngine):
         if self._model.template is not None:
             self._local = await LocalRenderer.find(self._model.template, self._render_text, str)
         return self._model.info
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._local is not None:
-            self._local.close()
-        await super().__aexit__(kind, error, trace)
 
     @property
     def model(self) -> LlamaServerModel:
@@ -114,16 +105,13 @@ class LlamaCppEngine(ServerEngine):
         return await self.client.tokenize(text, add_special=True)
 
     async def render_texts(self, requests: Sequence[ChatRequest], *, generation: bool = True) -> list[str]:
-        shown = [request if uses_tools(request) else replace(request, tools=()) for request in requests]
-        if self._local is not None and await self._local.renders(shown):
-            return await self._local.texts(shown, generation=generation)
-        return [await self._render_text(request, generation=generation) for request in shown]
+        return await super().render_texts(list(map(_with_used_tools, requests)), generation=generation)
+
+    async def _texts_of_server(self, requests: Sequence[ChatRequest], generation: bool) -> list[str]:
+        return [await self._render_text(request, generation=generation) for request in requests]
 
     async def confirm_rendering(self, request: ChatRequest, end: Sequence[int]) -> bool:
-        shown = request if uses_tools(request) else replace(request, tools=())
-        if self._local is not None and await self._local.renders([shown]):
-            return await self._local.confirm(shown)
-        return await super().confirm_rendering(request, end)
+        return await super().confirm_rendering(_with_used_tools(request), end)
 
     async def encode(self, text: str) -> list[int]:
         return await self.client.tokenize(text)
@@ -300,12 +288,12 @@ class LlamaCppEngine(ServerEngine):
         return at_temperature(entry["logprob"], known, temperature)
 
     async def health(self) -> str | None:
-        try:
-            response = await self.client.send("GET", "/health")
-            await self.client.read(response)
-        except EngineError as error:
-            return str(error)
-        return None if response.status == 200 else f"{self.client.name} answers {response.status} to /health."
+        return await self.client.health()
+
+
+def _with_used_tools(request: ChatRequest) -> ChatRequest:
+    """Return the request without its tools if the model must not use them: the template would show them."""
+    return request if uses_tools(request) else replace(request, tools=())
 
 
 async def _together(answers: Sequence[AsyncGenerator[SampleEvent, None]]) -> AsyncGenerator[SampleEvent, None]:

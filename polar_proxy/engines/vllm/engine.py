@@ -26,8 +26,8 @@ from types import TracebackType
 from polar_proxy.engines.base import CannotContinueError, EngineLoad, ExactPrompt, is_constrained, uses_tools
 from polar_proxy.engines.chat_template import ModelFiles, find_model_folder
 from polar_proxy.engines.http_client import HttpResponse
-from polar_proxy.engines.local_rendering import LocalRenderer
-from polar_proxy.engines.openai_client import ServerEngine, not_open
+from polar_proxy.engines.local_rendering import LocallyRenderingEngine, LocalRenderer
+from polar_proxy.engines.openai_client import not_open
 from polar_proxy.engines.openai_stream import ChunkDecoder
 from polar_proxy.engines.vllm.answer_parser import AnswerParser, make_answer_parser
 from polar_proxy.engines.vllm.client import (
@@ -63,7 +63,7 @@ class VllmPrompt(ExactPrompt):
         return self.parser.constrained
 
 
-class VllmEngine(ServerEngine):
+class VllmEngine(LocallyRenderingEngine):
     """An engine behind a vLLM server.
 
     `async with VllmEngine("http://127.0.0.1:8000") as engine:` connects to the server and verifies it.
@@ -73,7 +73,6 @@ class VllmEngine(ServerEngine):
 
     client: VllmClient
     _verified: VerifiedServer | None = None
-    _local: LocalRenderer[list[int]] | None = None
 
     def __init__(
         self,
@@ -107,8 +106,6 @@ class VllmEngine(ServerEngine):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._local is not None:
-            self._local.close()
         if self._verified is not None and isinstance(parsers := self._verified.parsers, ParserProofs):
             await parsers.close()
         await super().__aexit__(kind, error, trace)
@@ -250,17 +247,6 @@ class VllmEngine(ServerEngine):
         answer = await self.client.chat(chat_body(one_token, stream=False))
         return list(self.client.field(answer, "prompt_token_ids"))
 
-    async def render_texts(self, requests: Sequence[ChatRequest], *, generation: bool = True) -> list[str]:
-        """Implement `Engine.render_texts`: in this process, if that gives the server's ids (`local_rendering.py`)."""
-        if self._local is not None and await self._local.renders(requests):
-            return await self._local.texts(requests, generation=generation)
-        return await super().render_texts(requests, generation=generation)
-
-    async def confirm_rendering(self, request: ChatRequest, end: Sequence[int]) -> bool:
-        if self._local is not None and await self._local.renders([request]):
-            return await self._local.confirm(request)
-        return await super().confirm_rendering(request, end)
-
     async def encode(self, text: str) -> list[int]:
         return await (self.client if self._local is None else self._local).encode(text)
 
@@ -277,12 +263,7 @@ class VllmEngine(ServerEngine):
         return await self.client.score(ids, temperature)
 
     async def health(self) -> str | None:
-        try:
-            response = await self.client.send("GET", "/health")
-            await self.client.read(response)
-        except EngineError as error:
-            return str(error)
-        return None if response.status == 200 else f"{self.client.name} answers {response.status} to /health."
+        return await self.client.health()
 
     async def load(self) -> EngineLoad | None:
         return await self.client.load()
