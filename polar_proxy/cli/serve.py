@@ -123,11 +123,13 @@ async def _serve(settings: Settings, as_json: bool, *, with_workers: bool, ray_a
         gateway.observe(DistributionNotes(log.warning))
         if is_bundled(settings.engine):
             gateway.observe(OtherAgentWarning())
-        await stack.enter_async_context(gateway)
+        # The same holds for the key, and for the sandbox's test, which takes seconds.
+        key_file = await local_admin_key(store, settings.home)
         if service is not None:
             await service.test_sandbox(settings.run.sandbox)
+        await stack.enter_async_context(gateway)
+        if service is not None:
             await stack.enter_async_context(service)
-        key_file = await local_admin_key(store, settings.home)
         loops = await stack.enter_async_context(BackgroundLoops(context))
         gateway.metrics.registry.register(ServiceCollector(service, lambda: loops.feed_depth))
         if as_json:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import shutil
@@ -18,7 +19,9 @@ import pytest
 
 from tests.cli.process import POLAR, environment
 from tests.cli.runner import polar_json, polar_ok
+from tests.ports import free_port
 from tests.rewards.conftest import needs
+from tests.until import until
 
 pytestmark = pytest.mark.slow
 
@@ -84,6 +87,32 @@ def test_serves_until_interrupted_and_records_calls(serving: Serving, polar_home
     row = orjson.loads((tmp_path / "rows.jsonl").read_bytes())
     assert row["prompt_ids"] == call["prompt_ids"]
     assert row["response_ids"] == call["choices"][0]["token_ids"]
+
+
+def test_answers_only_when_its_key_works(polar_home: Path, tmp_path: Path) -> None:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    with (
+        subprocess.Popen(
+            [POLAR, "serve", "--engine", "scripted", "--port", str(port), "--rollout-workers", "1"],
+            env=environment(),
+            cwd=tmp_path,
+        ) as process,
+        httpx.Client(base_url=url, trust_env=False, timeout=60) as http,
+    ):
+        try:
+            asyncio.run(until(lambda: answers(http), "an answer of the server"))
+            admin = {"authorization": f"Bearer {(polar_home / 'api-key').read_text().strip()}"}
+            assert http.get("/api/v1/service", headers=admin).status_code == 200
+        finally:
+            process.terminate()
+
+
+def answers(http: httpx.Client) -> bool:
+    try:
+        return http.get("/healthz").status_code == 200
+    except httpx.ConnectError:
+        return False
 
 
 @pytest.mark.parametrize("kind", [needs("bubblewrap")])
