@@ -109,7 +109,7 @@ _ACTIONS = (
     *("screenshot", "cursor_position"),
 )
 _LATER_ACTIONS = ("left_mouse_down", "left_mouse_up", "triple_click", "scroll", "hold_key", "wait")
-"""Actions since the version 20250124."""
+"""Actions that only versions of the computer tool from 20250124 on have."""
 
 
 def _computer(version: str, tool: Json) -> tuple[str, Json]:

@@ -58,7 +58,8 @@ class ForcedAnswer:
     sampled: tuple[int, ...] = ()
     """All ids, with the one that ended the answer."""
     chunks: tuple[int, ...] = ()
-    """The number of these ids in each chunk of the server's stream. Some parsers parse other chunks otherwise."""
+    """Number of the ids of `sampled` in each chunk of the server's stream. Some parsers read the same ids
+    differently if they come in other chunks."""
     prompt: tuple[int, ...] = ()
     own: bool = False
     """It is a tool call in the template's own form."""
