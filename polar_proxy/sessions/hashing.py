@@ -144,7 +144,7 @@ class AssistantTurn:
     assistant_chain: bytes
     """Key of the turns' meaning, whatever messages are between them."""
     ids_chain: bytes
-    """Key of the ids of the turns' tool calls."""
+    """Key of the ids of the tool calls in this and all earlier turns."""
     spelling: bytes
     """Key of the turns' texts and reasoning with all white space inside them."""
     digest: bytes

@@ -31,7 +31,7 @@ _POINT: Json = {"type": "array", "items": _NUMBER, "description": "x and y in pi
 
 
 def client_tool(tool: Json) -> Json | None:
-    """Return a tool of these types as an OpenAI function, or None for a tool of another type."""
+    """Return a shell, text editor, memory or computer tool as an OpenAI function; None for any other tool."""
     found = _TYPE.fullmatch(str(tool.get("type")))
     if found is None:
         return None

@@ -98,7 +98,7 @@ class ParserProcess:
     async def distinguish(
         self, request: Json, prompts: Sequence[Sequence[int]], answers: Json, parsers: Sequence[Parsers], seed: int
     ) -> list[tuple[int, list[int]]]:
-        """Return answers that these pairs of parsers do not parse alike, each after the number of its prompt.
+        """Return answers that these pairs of parsers parse differently, each as (index in `prompts`, tokens).
 
         They are random variations of given answers; none is returned if none was found. `answers` has `start`, the
         tokens with which every answer begins, `bodies`, which are varied, and `stop`, the token that ends every answer.

@@ -31,7 +31,7 @@ NodeKind = Literal["message", "tools", "tokens"]
 MIN_SEGMENT = 32
 """Shorter turns are joined with the next one: sharing them would save fewer bytes than their own row costs."""
 _MAX_SEGMENT = 1024
-"""Longer turns are cut, so that a long system prompt without an end of turn is shared too."""
+"""Longer turns become several segments, so that a long system prompt without an end of turn is shared too."""
 _PLAIN_SEGMENT = 256
 """Length of segments if the engine's end-of-turn tokens are not known."""
 _NODE_BYTES = 300
