@@ -60,7 +60,7 @@ class OwnForm:
     ids: tuple[int, ...]
     arguments: tuple[Json, ...]
     cut: bool = False
-    """The answer ends at its last token by `max_tokens`."""
+    """True for an incomplete answer: `max_tokens` ends it after its last token."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ REPLY_SECONDS = 60.0
 _EXIT_SECONDS = 2.0
 _MAX_ANSWERS = 4096
 _MAX_LINE = 1 << 26
-"""Bytes of one reply."""
+"""Maximum size of one reply (a line) in bytes."""
 _WORKER = Path(__file__).with_name("parser_worker.py")
 _ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
 

@@ -84,7 +84,8 @@ _PIECES = 8
 _TOGETHER = 8
 """Answers that the server samples at a time."""
 _ROUNDS = 4
-"""How often in a row the server's answers, on which several fitting pairs of parsers differ, may rule out none."""
+"""In a round, the server samples answers that the remaining pairs of parsers read differently. After this many rounds
+in a row that rule out no pair, there are no further rounds."""
 
 
 class ParserProofs:
