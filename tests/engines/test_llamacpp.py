@@ -18,9 +18,10 @@ from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.types import Sampling
 from tests.engines.continuation_contract import ContinuationContract
 from tests.engines.engine_contract import PLAIN, WEATHER, Answer, EngineContract, chat, gather, run
+from tests.fakes.engine_server import Fault
 from tests.fakes.llama_server import FakeLlama, raw_logprobs, sampled_logprobs
 from tests.fakes.vllm_folder import write_model_folder
-from tests.fakes.vllm_server import END, Fault, ids
+from tests.fakes.vllm_server import END, ids
 from tests.until import until
 
 TOOLS = {"tools": (WEATHER,)}

@@ -18,7 +18,8 @@ from polar_proxy.engines.vllm.probe import read_precision
 from polar_proxy.errors import EngineDroppedError, EngineError, PolarError, RequestError
 from polar_proxy.types import SampleEvent, Sampling
 from tests.engines.engine_contract import WEATHER, chat, gather, run
-from tests.fakes.vllm_server import END, Answer, FakeVllm, Fault, ids, text_of
+from tests.fakes.engine_server import Fault
+from tests.fakes.vllm_server import END, Answer, FakeVllm, ids, text_of
 from tests.until import until
 
 TOOLS = {"tools": (WEATHER,)}
