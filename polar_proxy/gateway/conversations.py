@@ -45,7 +45,7 @@ _MOST_ADDED = 20
 _MOST_BYTES = 32 << 20
 """Size limit of a conversation, unless that of a request body is smaller."""
 _MOST_CONVERSATIONS, _CONVERSATIONS_AT_SIZE_LIMIT = 1000, 4
-"""Limits of a session: conversations, and their bytes as a multiple of the limit of one."""
+"""Limits of a session: the number of its conversations, and their total size as a multiple of the size limit of one."""
 
 T = TypeVar("T")
 
@@ -75,7 +75,7 @@ class NewItems(NamedTuple):
 
     fields: Json
     items: list[Json]
-    """The field `items`, with its references to recorded items replaced by these."""
+    """The field `items`, in which each reference to a recorded item is replaced by the item."""
     size: int
     """Bytes of the items as JSON."""
 

@@ -8,8 +8,9 @@ compared.
 These parsers are tried in this order: Polar's Hermes parser; vLLM's parsers in a side process, if its package is found;
 the server's parser at `/derender`. Polar's parser is other code than the server's, so it is used only if all of the
 given texts were sampled. The others are vLLM's own code and are compared on whatever was sampled. If tool calls in the
-template's own form were sampled, the chat route must have read at least one of them as a call. If none was sampled, it
-is unknown which of vLLM's parsers the server uses.
+template's own form were sampled, the chat route must have read at least one of them as a call. If the server samples
+under a grammar of its own parser instead, the calls that this grammar gives are compared. If no call was sampled, it is
+unknown which of vLLM's parsers the server uses.
 
 The server is made to answer both a first message and a tool's result, because some parsers look at the history. If
 several of vLLM's parsers fit, they are compared with each other on random variations of the answers. The server samples
@@ -84,7 +85,8 @@ _PIECES = 8
 _TOGETHER = 8
 """Answers that the server samples at a time."""
 _ROUNDS = 4
-"""How often in a row the server's answers, on which several fitting pairs of parsers differ, may rule out none."""
+"""In a round, the server samples answers that the remaining pairs of parsers read differently. After this many rounds
+in a row that rule out no pair, there are no further rounds."""
 
 
 class ParserProofs:
@@ -305,7 +307,7 @@ class ParserProofs:
                 answer = await unless_refused(self._chat(f"{form.name}{conversation.place}", "", body))
                 if answer is not None:
                     sampled = last_position(answer.sampled, after_reasoning(each.ids, end)) >= 0
-                    own = sampled and (form.cut or bool(form.arguments))
+                    own = sampled and (form.cut or bool(form.arguments)) or bool(answer.parsed.calls)
                     return replace(answer, prompt=conversation.prompt, own=own, cut=form.cut)
             return None
 
