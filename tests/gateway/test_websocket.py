@@ -327,16 +327,21 @@ async def test_stopping_the_server_closes_idle_websockets(store: Store, caplog: 
     assert caplog.records == []
 
 
-async def test_stopping_the_server_records_the_answer_in_flight(store: Store, caplog: pytest.LogCaptureFixture) -> None:
-    engine = endless()
+async def stopped_while_it_answers(engine: ScriptedEngine, store: Store, grace: float) -> str:
+    """Stop a gateway in the middle of an answer. Return the type of the answer's last event."""
     async with engine:
-        gateway = await Gateway(engine, store, GatewaySettings(port=0), grace=0).__aenter__()
+        gateway = await Gateway(engine, store, GatewaySettings(port=0), grace=grace).__aenter__()
         async with opened(gateway) as websocket:
             await websocket.send(request(input="hi"))
             await until(lambda: engine.sampled)
             stopping = asyncio.create_task(closed_by_stop(gateway, websocket))
-            assert (await read_answer(websocket))[-1]["type"] == "response.failed"
+            last = (await read_answer(websocket))[-1]
             assert await stopping == 1001
+    return str(last["type"])
+
+
+async def test_stopping_the_server_records_the_answer_in_flight(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    assert await stopped_while_it_answers(endless(), store, grace=0) == "response.failed"
     call = await only_call(store)
     assert (call.status, call.error) == ("client_gone", "the gateway was stopped")
     assert [record for record in caplog.records if record.exc_info] == []
@@ -344,13 +349,6 @@ async def test_stopping_the_server_records_the_answer_in_flight(store: Store, ca
 
 async def test_a_stopping_server_lets_an_answer_end(store: Store, caplog: pytest.LogCaptureFixture) -> None:
     engine = ScriptedEngine(lambda request: "x" * 50, pace=0.01, tokens_per_event=1)
-    async with engine:
-        gateway = await Gateway(engine, store, GatewaySettings(port=0), grace=60).__aenter__()
-        async with opened(gateway) as websocket:
-            await websocket.send(request(input="hi"))
-            await until(lambda: engine.sampled)
-            stopping = asyncio.create_task(closed_by_stop(gateway, websocket))
-            assert (await read_answer(websocket))[-1]["type"] == "response.completed"
-            assert await stopping == 1001
+    assert await stopped_while_it_answers(engine, store, grace=60) == "response.completed"
     assert caplog.records == []
     assert (await only_call(store)).status == "ok"
