@@ -102,7 +102,8 @@ class Answer:
 @dataclass
 class FakeVllm(FakeServer):
     """`limits`: any of no_ids, no_stream_ids, no_logprobs, no_tools, no_tokenize, no_score, no_version, logits,
-    no_choice (structured outputs are ignored), other_form (calls are `name(arguments)` between the tags, for template
+    no_choice (structured outputs are ignored), own_grammar (with tools, it samples a call by a grammar of its own
+    instead), other_form (calls are `name(arguments)` between the tags, for template
     and chat).
 
     `thinks`: it has a reasoning parser. `derenders`: as with --enable-scale-out. `reports_versions`: as vLLM 0.33.
@@ -259,7 +260,9 @@ class FakeVllm(FakeServer):
         form = body.get("structured_outputs")
         if not form or "no_choice" in self.limits:
             return answer
-        if "choice" in form:
+        if "own_grammar" in self.limits and body.get("tools"):
+            tokens = [CALL, *ids('look({"path": "a"})'), CALLED, END]
+        elif "choice" in form:
             tokens = [*tokenized(form["choice"][0]), END]
         else:
             tokens = [*map(int, re.findall(r"Token\((\d+)\)", form["grammar"])), END]
