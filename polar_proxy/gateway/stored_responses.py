@@ -35,7 +35,7 @@ from polar_proxy.gateway import asgi
 from polar_proxy.gateway.background import BackgroundCall, BackgroundCalls
 from polar_proxy.gateway.health import StoreMonitor
 from polar_proxy.gateway.listing import PageRequest, check_include, flag, integer_value, list_object, read_query
-from polar_proxy.gateway.reply import send_error, send_stream
+from polar_proxy.gateway.reply import send_error, send_stream, send_wrong_method
 from polar_proxy.sessions.state import SessionState
 from polar_proxy.store import Store
 from polar_proxy.types import ANSWERED, CallRecord, Message
@@ -148,8 +148,7 @@ class StoredResponseRoutes:
         methods = _METHODS[route.action]
         try:
             if scope["method"] not in methods:
-                error = RequestError(f"This route takes {' and '.join(methods)}, not {scope['method']}.", status=405)
-                await send_error(send, error, _DIALECT, [(b"allow", ", ".join(methods).encode())])
+                await send_wrong_method(send, _DIALECT, scope["method"], methods)
                 return
             session = await self._find_session(asgi.read_headers(scope), path_key, scope)
             running = self._background.find(session, call_id_of_response(route.response_id) or "")
