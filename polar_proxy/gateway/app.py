@@ -214,6 +214,20 @@ def create_app(
     """
     app = FastAPI(title="Polar", version=__version__, docs_url=None, redoc_url=None)
     serve_docs(app)
+    _add_models(app, engine)
+    _add_state(app, engine, metrics, record_problem, sample_problem)
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        path = request.url.path
+        described = RequestError(f"{request.method} {path}: {error.detail}", status=error.status_code)
+        headers, body = asgi.error_response(described, error_format(path))
+        return Response(body, error.status_code, {name.decode(): value.decode() for name, value in headers})
+
+    return GatewayApp(handler, app, hosts)
+
+
+def _add_models(app: FastAPI, engine: Engine) -> None:
     started_at = int(time.time())
 
     def model_card(name: str) -> dict[str, Any]:
@@ -250,6 +264,14 @@ def create_app(
         # The engine answers under any model name, so every name exists.
         return JSONResponse(model_card(model))
 
+
+def _add_state(
+    app: FastAPI,
+    engine: Engine,
+    metrics: GatewayMetrics,
+    record_problem: Callable[[], Awaitable[str | None]],
+    sample_problem: Callable[[], Awaitable[str | None]],
+) -> None:
     @app.api_route("/api/hello", methods=["GET", "HEAD"], include_in_schema=False)
     async def hello() -> Response:
         """Answer the request (HEAD) with which Claude Code checks that the server is up."""
@@ -277,15 +299,6 @@ def create_app(
     @app.get("/metrics")
     async def prometheus() -> Response:
         return Response(metrics.render(), media_type="text/plain; version=0.0.4")
-
-    @app.exception_handler(HTTPException)
-    async def http_error(request: Request, error: HTTPException) -> Response:
-        path = request.url.path
-        described = RequestError(f"{request.method} {path}: {error.detail}", status=error.status_code)
-        headers, body = asgi.error_response(described, error_format(path))
-        return Response(body, error.status_code, {name.decode(): value.decode() for name, value in headers})
-
-    return GatewayApp(handler, app, hosts)
 
 
 def _is_google_client(request: Request) -> bool:

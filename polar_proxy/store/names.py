@@ -9,7 +9,8 @@ from sqlalchemy import ColumnElement, Select, func, literal, select
 
 from polar_proxy.errors import UsageError
 from polar_proxy.store import schema
-from polar_proxy.store.database import Repository, database_location
+from polar_proxy.store.database import Repository
+from polar_proxy.store.urls import database_location
 
 RecordKind = Literal["rollout", "session", "call"]
 LAST = "last"
