@@ -119,4 +119,4 @@ async def test_real_agent_fails(installed: Installation, serve: Serve, store: St
         ran = await real_runs.run(ADAPTER, installed, gateway, store, tmp_path, base_url=gateway.url + "/nothing/v1")
     outcome, detail = ADAPTER.interpret(ran.exit_code, ran.output)
     assert (ran.exit_code, outcome) == (1, "failed"), ran.output[-3000:]
-    assert "NotFound" in detail
+    assert "Not Found" in detail
