@@ -35,7 +35,7 @@ from polar_proxy.gateway.conversations import ConversationRoute, ConversationRou
 from polar_proxy.gateway.docs_page import serve_docs
 from polar_proxy.gateway.handler import RequestHandler
 from polar_proxy.gateway.metrics import GatewayMetrics
-from polar_proxy.gateway.reply import send_error
+from polar_proxy.gateway.reply import send_error, send_wrong_method
 from polar_proxy.gateway.responses_websocket import ResponsesWebSocket
 from polar_proxy.gateway.stored_responses import StoredResponseRoute, StoredResponseRoutes
 
@@ -98,8 +98,7 @@ class GatewayApp:
         if route is not None:
             dialect, counts_tokens = route
             if scope["method"] != "POST":
-                error = RequestError(f"{path} takes POST, not {scope['method']}.", status=405)
-                await send_error(send, error, dialect, [(b"allow", b"POST")])
+                await send_wrong_method(send, dialect, scope["method"], ("POST",), route=path)
             elif counts_tokens:
                 await self._handler.count_tokens(dialect, path_key, scope, receive, send)
             else:

@@ -343,7 +343,7 @@ _REASONS = (
     ("no space left", _DISK_FULL),
     ("disk quota exceeded", _DISK_FULL),
 )
-"""What a driver's text means, by a part of it."""
+"""(part of a driver's error text in lower case, what the error means)"""
 
 
 def _describe(error: SQLAlchemyError | sqlite3.Error | OSError) -> str:

@@ -13,7 +13,7 @@ from polar_proxy.store.database import Repository, database_location
 
 RecordKind = Literal["rollout", "session", "call"]
 LAST = "last"
-"""The name of the session that was used last."""
+"""A name that means the session that was used last."""
 
 _LISTED = 5
 """Candidates that the error for an ambiguous name lists."""

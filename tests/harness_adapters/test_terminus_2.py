@@ -67,9 +67,7 @@ def test_launch_passes_mcp_servers_and_skills() -> None:
     ],
 )
 def test_interpret(code: int | None, tail: str, outcome: str, message: str) -> None:
-    found_outcome, found_message = ADAPTER.interpret(code, tail)
-    assert found_outcome == outcome
-    assert message in found_message
+    launch_plans.assert_interpreted(ADAPTER, code, tail, outcome, message)
 
 
 @pytest.fixture(scope="module")
