@@ -39,12 +39,13 @@ trap finish EXIT
 write() { tee -a "$PAGE"; }
 # Replace this machine's folders.
 plain() { sed -e "s#$POLAR_HARNESSES#/home/you/.polar/harnesses#g" -e "s#$HOME#/home/you#g" -e "s#$WORK#/tmp/work#g" -e "s#$ROOT#polar#g"; }
-# Run a command, and write it with its output and its duration.
+# Run a command, and write it with the end of its output (LINES_KEPT lines of 200 characters) and its duration.
+LINES_KEPT=40
 step() {
     STEP=$*
     local began=$SECONDS
     { echo; echo '```'; echo "\$$(printf ' %q' "$@")"; } | write
-    { timeout 600 "$@" 2>&1 | plain | tail -n 40; } | write
+    { timeout 600 "$@" 2>&1 | plain | tail -n "$LINES_KEPT" | sed -E 's/^(.{200}).*/\1/'; } | write
     { echo '```'; echo; echo "$((SECONDS - began)) s"; } | write
 }
 
@@ -52,8 +53,8 @@ step() {
 {
     echo "# The first ten minutes"
     echo
-    echo "Written by \`scripts/first_ten_minutes.sh\`: every command that a newcomer types, with the last 40 lines of its"
-    echo "output, in a new home. The times are of one machine with two shared processors, beside other work."
+    echo "Written by \`scripts/first_ten_minutes.sh\`: every command that a newcomer types, with the end of its output,"
+    echo "in a new home. The times are of one machine with two shared processors, beside other work."
 } | write
 
 step polar --version
@@ -67,7 +68,7 @@ for _ in $(seq 300); do
     kill -0 "$SERVER" || { cat "$WORK/serve.log"; exit 1; }
     sleep 1
 done
-{ echo; echo '```'; echo '$ polar serve &'; plain <"$WORK/serve.log"; echo '```'; } | write
+{ echo; echo '```'; echo "\$ polar serve${ENGINE[*]:+ ${ENGINE[*]}} &"; plain <"$WORK/serve.log"; echo '```'; } | write
 
 step polar connect
 cd "$WORK/repository"
@@ -87,9 +88,11 @@ for name in ("claude-code", "codex", "qwen-code"):
     program.chmod(0o755)
 PROGRAM
 PATH=$WORK/bin:$PATH
+LINES_KEPT=6  # of an answer
 step polar connect claude-code -- --print "Say hello."
 step polar connect codex -- exec --skip-git-repo-check "Say hello."
 step polar connect qwen-code -- --prompt "Say hello."
+LINES_KEPT=40
 
 step polar sessions
 step polar show last

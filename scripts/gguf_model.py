@@ -4,8 +4,8 @@
     scripts/gguf_model.py MODEL_FOLDER FILE.gguf
 
 llama.cpp's own converter knows tokenizers by a hash, and refuses those of test models. Weights are float32. llama.cpp
-cuts text by a fixed set of patterns, of which Qwen2's is named here: text may become other ids than with the model's
-own tokenizer. Needs the packages gguf, numpy and safetensors (`scripts/llama_server.sh install` has them).
+cuts text into words by a fixed set of patterns: of a model's pattern, the one that gives the same ids is named here.
+Needs the packages gguf, numpy and safetensors (`scripts/llama_server.sh install` has them).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import gguf
 from safetensors.numpy import load_file
@@ -31,6 +32,15 @@ _LAYER_NAMES = {
     "mlp.down_proj": "ffn_down",
 }
 _OTHER_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+
+_ESCAPE = "\\"
+_QWEN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_POLAR_TINY = r"""\\u[0-9a-fA-F]{4}|\\[ntr"\\]|\p{L}+|\p{N}{1,3}|\\|[^\p{L}\p{N}\\]+"""
+"""llama.cpp has no such pattern. But no merge of polar-tiny crosses the border of two words, so text that is only cut
+around numbers becomes the same ids if escapes are merged first: `\\n` before a letter is no part of a word. Only
+numbers of more than three digits and rare escapes (`\\u00e9` before a letter, two backslashes) may become others."""
 
 
 def write_gguf(folder: Path, target: Path) -> None:
@@ -69,13 +79,25 @@ def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, size: int) -> None:
         kind = gguf.TokenType.CONTROL if added["special"] else gguf.TokenType.USER_DEFINED
         tokens[added["id"]], types[added["id"]] = added["content"], kind
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("qwen2")
+    name, merges = words_and_merges(described)
+    writer.add_tokenizer_pre(name)
     writer.add_token_list(tokens)
     writer.add_token_types(types)
-    writer.add_token_merges([" ".join(pair) for pair in described["model"]["merges"]])
+    writer.add_token_merges([" ".join(pair) for pair in merges])
     writer.add_eos_token_id(tokens.index(config["eos_token"]))
     writer.add_add_bos_token(False)
     writer.add_chat_template(template.read_text() if template.is_file() else config["chat_template"])
+
+
+def words_and_merges(described: dict[str, Any]) -> tuple[str, list[list[str]]]:
+    """Return llama.cpp's name of the pattern that cuts text into words, and the merges in the order of their use."""
+    pattern = described["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"]
+    merges = described["model"]["merges"]
+    if pattern == _QWEN:
+        return "qwen2", merges
+    if pattern == _POLAR_TINY:
+        return "superbpe", sorted(merges, key=lambda pair: pair[0] != _ESCAPE)
+    sys.exit(f"No pattern of llama.cpp is known to give the ids of this tokenizer: {pattern}")
 
 
 def gguf_name(name: str) -> str:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A real llama-server on CPU, built from the source package of llama-cpp-python on PyPI, which contains llama.cpp.
 #
-#   scripts/llama_server.sh install DIR                         about 6 minutes on two cores, once; 0.5 GB of disk
+#   scripts/llama_server.sh install DIR                         11 minutes of processor time, once; 0.5 GB of disk
 #   scripts/llama_server.sh serve DIR MODEL PORT [flags...]     in the foreground, until it is killed
 #
 # MODEL is a GGUF file, or the folder of a small Qwen3 model, which is converted (scripts/gguf_model.py).

@@ -16,6 +16,8 @@ from polar_proxy.engines.llamacpp.engine import AnswerState
 from polar_proxy.engines.scripted import Script, ScriptedReply
 from polar_proxy.types import EngineRequest, Json, SampleEvent
 
+_OTHER_END = "<|endoftext|>"
+"""llama.cpp ends an answer at this token too, and a grammar cannot name the tokens that end an answer."""
 _BEYOND_ASCII = re.compile(r"([^\x00-\x7f]+)")
 
 
@@ -32,6 +34,7 @@ class ForcedLlamaEngine(LlamaCppEngine):
         self.script: Script = lambda request: ScriptedReply("This is a scripted answer.")
         self._forced: list[tuple[int, str]] = []
         """Token id and text; for text beyond ASCII the id is -1."""
+        self._forbidden: list[int] = []
 
     async def sample(
         self, request: EngineRequest, *, stream: bool = True, prompt: ExactPrompt | None = None
@@ -39,6 +42,7 @@ class ForcedLlamaEngine(LlamaCppEngine):
         reply = await forced_reply(self.script, request)
         forced = copy.copy(self)
         forced._forced = await self._forced_parts(qwen_text(reply))
+        forced._forbidden = await self.encode(_OTHER_END)
         async with aclosing(LlamaCppEngine.sample(forced, request, stream=stream, prompt=prompt)) as events:
             async for event in events:
                 yield event
@@ -63,4 +67,6 @@ class ForcedLlamaEngine(LlamaCppEngine):
             elements.append(f"<[{token}]>" if token >= 0 else json.dumps(text[done:], ensure_ascii=False))
             done = 0
         grammar = " ".join(elements) or '""'
-        return {**super()._body(answer), "grammar": f"root ::= {grammar}", "post_sampling_probs": False}
+        bias = [[token, -1e4] for token in self._forbidden]
+        forced = {"grammar": f"root ::= {grammar}", "logit_bias": bias, "post_sampling_probs": False}
+        return {**super()._body(answer), **forced}

@@ -68,16 +68,33 @@ async def test_conversations_are_rendered_in_this_process(engine: LlamaCppEngine
     assert await engine._local.renders([request])
 
 
+async def test_text_becomes_the_ids_of_the_models_own_tokenizer(engine: LlamaCppEngine) -> None:
+    """polar-tiny plays its task only from these ids. Numbers have at most three digits, see scripts/gguf_model.py."""
+    written = await engine.client.apply_template(chat("Fix it, please: 2 of 128 tests fail.", tools=(WEATHER,)))
+    call = '{"command": "sed -i \'12s/a/b/\' a.py\\n\\tcat \\"b.py\\""}'
+    text = f"{written}{call}\n        return 100 + x[7]  # größer\n"
+    own = AutoTokenizer.from_pretrained(POLAR_TINY)
+    assert await engine.encode(text) == own.encode(text, add_special_tokens=False)
+
+
+def _is_text(data: bytes) -> bool:
+    return "\ufffd" not in data.decode(errors="replace")
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 1.5])
 async def test_logprobs_are_those_of_the_distribution_in_torch(engine: LlamaCppEngine, temperature: float) -> None:
-    """A teacher-forced float32 pass of the same weights in Transformers."""
+    """A teacher-forced float32 pass of the same weights in Transformers. Parts of characters are not sampled."""
+    unfinished = [token for token, data in engine.model.vocabulary.data.items() if not _is_text(data)]
+    assert unfinished
+    bias = {str(token): -100.0 for token in unfinished}
     model = AutoModelForCausalLM.from_pretrained(POLAR_TINY, dtype=torch.float32).eval()
     for seed in range(4):
-        sampling = replace(PLAIN, max_tokens=100, seed=seed, temperature=temperature)
+        sampling = replace(PLAIN, max_tokens=100, seed=seed, temperature=temperature, logit_bias=bias)
         result = await run(engine, chat(sampling=sampling))
         answer = result.choices[0]
         with torch.inference_mode():
             logits = model(torch.tensor([[*result.prompt_ids, *answer.token_ids]])).logits[0]
+            logits[:, unfinished] -= 100.0
         rows = (logits[len(result.prompt_ids) - 1 : -1] / temperature).log_softmax(-1)
         fresh = rows[torch.arange(len(answer.token_ids)), torch.tensor(answer.token_ids)]
         assert (fresh - torch.tensor(answer.logprobs)).abs().max().item() < 1e-3
