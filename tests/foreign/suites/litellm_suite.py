@@ -3,14 +3,17 @@
 import json
 import os
 
-import litellm
 import pytest
+
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it downloads its list of models
+import litellm
 
 URL = os.environ["POLAR_URL"]
 ROUTES = {
     "openai": {"model": "openai/scripted-model", "api_base": URL + "/v1"},
     "anthropic": {"model": "anthropic/scripted-model", "api_base": URL, "max_tokens": 999},
-    "gemini": {"model": "gemini/scripted-model", "api_base": URL + "/v1beta/models/scripted-model"},
+    # A name that LiteLLM knows: with others it writes the schema of an object into the prompt.
+    "gemini": {"model": "gemini/gemini-2.5-pro", "api_base": URL + "/v1beta"},
 }
 TOOL = {
     "type": "function",
