@@ -21,7 +21,8 @@ import numpy as np
 from polar_proxy.store import open_store
 from polar_proxy.traces.builders import build
 from polar_proxy.traces.certificate import certify
-from polar_proxy.types import CallRecord, Choice, EngineInfo, Message, new_id
+from polar_proxy.types import CallRecord, Choice, EngineInfo, Message
+from tests.factories import call_record
 
 _END = 151_645
 _INFO = EngineInfo(
@@ -70,10 +71,10 @@ def long_session(turns: int, tokens: int, *, drift_every: int = 0, session_id: s
         choice = Choice(0, Message("assistant", f"turn {number}"), "stop", sampled, logprobs)
         parent = calls[-1].call_id if calls else None
         calls.append(
-            replace(
-                _TURN,
-                call_id=new_id("call"),
-                session_id=session_id,
+            call_record(
+                session_id,
+                engine=_INFO,
+                logprob_mode=_INFO.logprob_mode,
                 edge="continues" if calls else "root",
                 parent_call_id=parent,
                 base_call_id=parent,
@@ -87,33 +88,6 @@ def long_session(turns: int, tokens: int, *, drift_every: int = 0, session_id: s
         prompt = np.concatenate([prompt, sampled])
         texts.append(b'{"role":"assistant","content":"turn %d"}' % number)
     return calls
-
-
-_TURN = CallRecord(
-    call_id="",
-    session_id="",
-    dialect="openai_chat",
-    path="/v1/chat/completions",
-    stream=True,
-    model="m",
-    engine=_INFO,
-    weight_version="1",
-    logprob_mode="processed",
-    status="ok",
-    http_status=200,
-    error=None,
-    edge="root",
-    parent_call_id=None,
-    messages=(),
-    tools=None,
-    params={"model": "m"},
-    sampling={"temperature": 1.0},
-    prompt_ids=None,
-    choices=(),
-    started_at=0.0,
-    first_token_at=None,
-    ended_at=0.0,
-)
 
 
 async def _from_store(calls: Sequence[CallRecord]) -> tuple[list[CallRecord], float]:

@@ -36,7 +36,8 @@ from polar_proxy.training.config import BuilderName, make_config
 from polar_proxy.training.feed import StoreGroupReader
 from polar_proxy.training.model import Learner, load_model
 from polar_proxy.training.packing import Pack, pack_trees
-from polar_proxy.training.tree import Ids, PrefixTree
+from polar_proxy.training.tree import Ids
+from tests.training.tree_factories import unshared_tree
 
 LAYOUTS = ("per_call", "merged", "tree")
 CONFIG = make_config(
@@ -201,18 +202,6 @@ def pack_flat(sequences: Sequence[Ids], max_tokens: int) -> list[Pack]:
         packs[target].append(index)
         free[target] -= length
     return [Pack(unshared_tree([sequences[index] for index in members]), tuple(members)) for members in packs]
-
-
-def unshared_tree(sequences: Sequence[Ids]) -> PrefixTree:
-    """Return a tree that holds the sequences one after the other and shares nothing."""
-    lengths = [len(sequence) for sequence in sequences]
-    ends = np.cumsum(lengths)
-    return PrefixTree(
-        token_ids=np.concatenate(sequences).astype(np.int64),
-        positions=np.concatenate([np.arange(length) for length in lengths]),
-        ends=np.repeat(ends, lengths),
-        paths=tuple(np.arange(end - length, end) for end, length in zip(ends, lengths, strict=True)),
-    )
 
 
 # Groups

@@ -107,7 +107,7 @@ class Endpoint:
     """The model API for a harness, and the folder for the settings that point the harness at it."""
 
     base_url: str
-    """OpenAI base URL, ending in ``/v1``. Anthropic and Google clients add the version themselves: `root_url`."""
+    """OpenAI base URL, ending in ``/v1``. Anthropic and Google clients add a version themselves and get `root_url`."""
     api_key: str
     """Key of the session."""
     model: str

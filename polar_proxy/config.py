@@ -105,7 +105,7 @@ class GatewaySettings(_Section):
     cache_mb: int = Field(256, ge=1)
     """Memory in MiB for the last request of each session and the tokens of answers that may be continued. As much again
     is used to recognise what of each session is stored already. A call of a session that does not fit is read and
-    hashed as a whole again, which costs several times as much."""
+    hashed as a whole again, which takes the gateway several times as long."""
     heartbeat_seconds: float = Field(15.0, gt=0)
     """Send a comment line on a stream that has been silent for this long. Google's streams get none."""
     headers_after_seconds: float = Field(2.0, ge=0)

@@ -357,8 +357,8 @@ class AnswerSampling(NamedTuple):
     changes: Json
     """The other settings that changed the model's own distribution, such as top_p or a penalty; empty if none did."""
     logprob_mode: LogprobMode
-    """`processed`: the log-probabilities are of this distribution. `raw`: they are of the model's own distribution at
-    temperature 1, without `changes`."""
+    """`processed`: the log-probabilities are of the distribution that was sampled from. `raw`: of the model's own
+    distribution at temperature 1, without `changes`."""
     versions: tuple[tuple[int, str | None], ...]
     """(first position within the answer, policy version) of each run of its tokens, from position 0 on."""
 

@@ -15,15 +15,8 @@ from importlib import metadata
 from pathlib import Path
 
 from benchmarks._attacks.outcome import AttackOptions, Outcome
-from benchmarks._attacks.reward_patches import (
-    BUILT_IN,
-    HARBOR,
-    PYTEST_ROW,
-    PYTEST_TESTS,
-    ROW,
-    RewardPatch,
-    patches,
-)
+from benchmarks._attacks.reward_patches import patches
+from benchmarks._attacks.reward_patches.patch import BUILT_IN, HARBOR, PYTEST_ROW, PYTEST_TESTS, ROW, RewardPatch
 from polar_proxy.errors import PolarError
 from polar_proxy.rewards import EvaluationInput, HiddenTestsEvaluator, Score, SwebenchEvaluator
 from polar_proxy.rollouts.agent_patch import read_patch, save_base

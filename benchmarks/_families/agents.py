@@ -21,7 +21,7 @@ from harness_adapters.base import HarnessAdapter
 from polar_proxy.conformance.fidelity import MODES, FidelityJob, FidelityRow, play
 from polar_proxy.conformance.report import FIDELITY
 from polar_proxy.conformance.runner import choose_kind
-from polar_proxy.types import Json
+from polar_proxy.types import Json, PromptMode
 
 CONTEXT = 131_072
 """Tokens. The tokenizer of the small model needs twice as many for an agent's prompt as those of real models."""
@@ -30,15 +30,19 @@ _PATIENCE = 4.0
 
 
 async def run_agents(
-    served: ServedFamily, family: Family, adapters: Sequence[HarnessAdapter], cache: Path
+    served: ServedFamily,
+    family: Family,
+    adapters: Sequence[HarnessAdapter],
+    cache: Path,
+    modes: Sequence[PromptMode] = MODES,
 ) -> AsyncGenerator[tuple[FidelityRow, Json], None]:
-    """Run installed agents on a family in both prompt modes. Yield the row and the report's document of each run.
+    """Run installed agents on a family in these prompt modes. Yield the row and the report's document of each run.
 
     Raises ServerError if vLLM does not serve the family.
     """
     sandbox = await choose_kind("auto")
     renderer = TemplateEngine(family)
-    jobs = [FidelityJob(adapter, adapter.install(cache), served.name, mode) for adapter in adapters for mode in MODES]
+    jobs = [FidelityJob(adapter, adapter.install(cache), served.name, mode) for adapter in adapters for mode in modes]
     with tempfile.TemporaryDirectory(prefix="polar-family-") as folder:
         await asyncio.to_thread(save_model, Path(folder), renderer, CONTEXT)
         async with serve_vllm(Path(folder), served.name, *served.flags, context=CONTEXT) as url:

@@ -241,9 +241,13 @@ async def serve_vllm(model: Path, name: str, *flags: str, context: int = _CONTEX
     assert process.stdout is not None
     assert process.stderr is not None
     try:
-        async with asyncio.timeout(_START_SECONDS):
-            if f"serves {name}" not in (await process.stdout.readline()).decode():
-                raise ServerError((await process.stderr.read()).decode()[-2000:])
+        try:
+            async with asyncio.timeout(_START_SECONDS):
+                line = await process.stdout.readline()
+        except TimeoutError as error:
+            raise ServerError(f"vLLM did not start within {_START_SECONDS} s") from error
+        if f"serves {name}" not in line.decode():
+            raise ServerError((await process.stderr.read()).decode()[-2000:])
         yield f"http://127.0.0.1:{port}"
     finally:
         with contextlib.suppress(ProcessLookupError, TimeoutError):

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from tests.fakes.vllm_server import Answer, FakeVllm, Json, error, text_of
+from tests.fakes.engine_server import Json
+from tests.fakes.vllm_server import Answer, FakeVllm, error, text_of
 
 LONG = 1 << 18
 """Bytes of the longest request that is answered."""
@@ -65,7 +66,7 @@ async def serve(port: int, delay: float) -> None:
     # It reports a weight version, as vLLM does in development mode, because every claim of a rollout reads it.
     engine = EchoEngine(model="echo", default=answer, context_length=65536, weight_version="1", pause=delay)
     app = web.Application(middlewares=[refuse_long_requests])
-    app.router.add_route("*", "/{path:.*}", engine._serve)
+    app.router.add_route("*", "/{path:.*}", engine.serve)
     runner = web.AppRunner(app, handler_cancellation=True)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", port, reuse_address=True).start()

@@ -22,7 +22,8 @@ import uvloop
 
 from benchmarks._stacks.answers import FIXED_BEGIN, VARIED, Answers, CannedAnswer, answers
 from benchmarks._stacks.traffic import MARK, MODEL, TURNS
-from tests.fakes.vllm_server import FakeVllm, sse
+from tests.fakes.engine_server import sse
+from tests.fakes.vllm_server import FakeVllm
 
 STREAM = re.compile(rb'"stream": ?true')
 _LENGTH = re.compile(rb'"max_tokens": ?(\d+)')

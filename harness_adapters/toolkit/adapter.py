@@ -37,7 +37,7 @@ class RunLimit:
     exit_code: int
     name: str
     pattern: str = ""
-    """Regular expression to find in the output of such a run; `^` and `$` match at lines."""
+    """Regular expression that the output of a run with `exit_code` must contain; `^` and `$` match at each line."""
 
 
 class BaseHarness(HarnessAdapter):

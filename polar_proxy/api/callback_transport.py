@@ -17,7 +17,7 @@ from polar_proxy.errors import UsageError
 
 _ADVICE = "set api.private_callbacks = true if receivers of callbacks may be on this machine or its network"
 _TRANSLATED = tuple(ipaddress.IPv6Network(text) for text in ("64:ff9b::/96", "64:ff9b:1::/48"))
-"""NAT64 (RFC 6052, RFC 8215): an IPv4 address in the last 32 bits."""
+"""The networks of NAT64 (RFC 6052, RFC 8215), whose addresses have an IPv4 address in their last 32 bits."""
 
 
 class PublicTransport(httpx.AsyncHTTPTransport):

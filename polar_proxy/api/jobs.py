@@ -33,7 +33,8 @@ from polar_proxy.tasks import Task, load_tasks, tasks_from_rows
 from polar_proxy.types import Json
 
 _GRACE_SECONDS = 60.0
-"""While a request waits for idle rollouts, its pause ends this many seconds after the wait, unless undone before."""
+"""A pause whose request waits until no rollout of the job runs is set to end this many seconds after the longest wait,
+so that it also ends if the process is killed while it waits."""
 
 _HEARTBEAT_SECONDS = 15.0
 _POLL_SECONDS = 0.5
@@ -43,6 +44,13 @@ JobId = Annotated[str, Path(description="The id of a job.")]
 
 
 def add_routes(routers: Routers, context: ApiContext) -> None:
+    _add_jobs(routers, context)
+    _add_cancelling(routers, context)
+    _add_pausing(routers, context)
+    _add_events(routers, context)
+
+
+def _add_jobs(routers: Routers, context: ApiContext) -> None:
     admin, trainer, store = routers.admin, routers.trainer, context.store
 
     @admin.post("/jobs", status_code=201, tags=["jobs"])
@@ -57,16 +65,9 @@ def add_routes(routers: Routers, context: ApiContext) -> None:
 
         The status is 201 for a new job, and 200 if the idempotency key is known and the job exists already.
         """
-        spec = _job_spec(context, body)
-        code = code_of_request(context, body)
-        tasks, refused = await asyncio.to_thread(_load_tasks, context, body, code)
-        await asyncio.to_thread(check_job, context, spec, tasks)
-        if context.service is not None:
-            row, new = await context.service.submit(tasks, spec, idempotency_key=idempotency_key)
-        else:
-            row, new = await submit(store, tasks, spec, idempotency_key=idempotency_key, code=code)
-        response.status_code = 201 if new else 200
-        return convert(m.SubmittedJob, row, new=new, refused=refused)
+        submitted = await _submit(context, body, idempotency_key)
+        response.status_code = 201 if submitted.new else 200
+        return submitted
 
     @trainer.get("/jobs", tags=["jobs"])
     async def list_jobs(
@@ -78,11 +79,7 @@ def add_routes(routers: Routers, context: ApiContext) -> None:
         before: Annotated[str | None, Query(description="Only jobs submitted before the one with this id.")] = None,
     ) -> m.JobList:
         """List jobs, newest first."""
-        states = None if state is None else [one.strip() for one in state.split(",")]
-        known = get_args(JobStatus)
-        for one in states or ():
-            if one not in known:
-                raise UsageError(f"There is no job state {one!r}: choose {', '.join(known)}.")
+        states = None if state is None else _read_states(state)
         return await records.list_jobs(store, states=states, limit=limit, before=before)
 
     @trainer.get("/jobs/{job_id}", tags=["jobs"])
@@ -94,6 +91,10 @@ def add_routes(routers: Routers, context: ApiContext) -> None:
     async def job_rollouts(job_id: JobId) -> m.RolloutList:
         """Return the rollouts of a job, in the order of submission."""
         return await require("job", job_id, records.rollouts_of_job(store, job_id))
+
+
+def _add_cancelling(routers: Routers, context: ApiContext) -> None:
+    admin, store = routers.admin, context.store
 
     @admin.post("/jobs/{job_id}/cancel", tags=["jobs"])
     async def cancel_job(job_id: JobId) -> m.CancelResponse:
@@ -113,6 +114,10 @@ def add_routes(routers: Routers, context: ApiContext) -> None:
         await require("rollout", rollout_id, store.rollouts.get(rollout_id))
         return await _cancel(context, rollout_id)
 
+
+def _add_pausing(routers: Routers, context: ApiContext) -> None:
+    trainer, store = routers.trainer, context.store
+
     @trainer.post("/jobs/{job_id}/pause", tags=["jobs"])
     async def pause_job(job_id: JobId, body: m.PauseRequest = m.PauseRequest()) -> m.Job:
         """Start no more rollouts of a job; running rollouts continue.
@@ -120,10 +125,7 @@ def add_routes(routers: Routers, context: ApiContext) -> None:
         With `wait_idle`, the response comes when none of the job's rollouts runs any more. If that takes longer, the
         status is 409 `pause_timed_out` and the job is as it was before.
         """
-        before = await _require_job(context, job_id)
-        if before.status in ("done", "cancelled"):
-            raise ApiError(f"The job {job_id} is {before.status}, so it cannot be paused.", status=409, code="conflict")
-        await _pause(context, before, body)
+        await _pause(context, await _require_job(context, job_id), body)
         return convert(m.Job, await _require_job(context, job_id))
 
     @trainer.post("/jobs/{job_id}/resume", tags=["jobs"])
@@ -134,7 +136,9 @@ def add_routes(routers: Routers, context: ApiContext) -> None:
         context.wake()
         return convert(m.Job, await _require_job(context, job_id))
 
-    @trainer.get("/events", tags=["events"], response_class=StreamingResponse, responses=_STREAM)
+
+def _add_events(routers: Routers, context: ApiContext) -> None:
+    @routers.trainer.get("/events", tags=["events"], response_class=StreamingResponse, responses=_STREAM)
     async def events(
         job: Annotated[
             str | None, Query(description="Send only events of this job, and end the stream when the job has ended.")
@@ -150,12 +154,29 @@ def add_routes(routers: Routers, context: ApiContext) -> None:
         ended. Without `job`, it has the events of all jobs from now on. A stream can be continued after any event, on
         any server of the same database.
         """
-        if job is not None:
-            await _require_job(context, job)
-        position = last_event_id or after
-        start = await store.job_events.start(job) if position is None else EventCursor.parse(position)
-        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
-        return StreamingResponse(_follow(context, job, start), media_type="text/event-stream", headers=headers)
+        return await _stream_events(context, job, last_event_id or after)
+
+
+async def _submit(context: ApiContext, body: m.JobRequest, idempotency_key: str | None) -> m.SubmittedJob:
+    spec = _job_spec(context, body)
+    code = code_of_request(context, body)
+    tasks, refused = await asyncio.to_thread(_load_tasks, context, body, code)
+    await asyncio.to_thread(check_job, context, spec, tasks)
+    if context.service is not None:
+        row, new = await context.service.submit(tasks, spec, idempotency_key=idempotency_key)
+    else:
+        row, new = await submit(context.store, tasks, spec, idempotency_key=idempotency_key, code=code)
+    return convert(m.SubmittedJob, row, new=new, refused=refused)
+
+
+def _read_states(text: str) -> list[str]:
+    """Return the job states of a query. Raises UsageError if there is no such state."""
+    states = [one.strip() for one in text.split(",")]
+    known = get_args(JobStatus)
+    for one in states:
+        if one not in known:
+            raise UsageError(f"There is no job state {one!r}: choose {', '.join(known)}.")
+    return states
 
 
 async def _require_job(context: ApiContext, job_id: str) -> JobRow:
@@ -169,8 +190,13 @@ async def _cancel(context: ApiContext, target: str) -> m.CancelResponse:
 
 
 async def _pause(context: ApiContext, before: JobRow, body: m.PauseRequest) -> None:
-    """Pause a job. Raises ApiError `pause_timed_out`, and undoes the pause, if it does not become idle in time."""
+    """Pause a job. Raises ApiError `conflict` if it has ended.
+
+    Raises ApiError `pause_timed_out`, and undoes the pause, if it does not become idle in time.
+    """
     job_id, store = before.job_id, context.store
+    if before.status in ("done", "cancelled"):
+        raise ApiError(f"The job {job_id} is {before.status}, so it cannot be paused.", status=409, code="conflict")
     if body.wait_idle is not None:
         # The provisional pause has an end, in case this process is killed while it waits. Only this pause is undone.
         until = time.time() + body.wait_idle + _GRACE_SECONDS
@@ -232,6 +258,16 @@ def _check_callback_url(url: str, private: bool) -> None:
         )
     if not private:
         check_public_host(host)
+
+
+async def _stream_events(context: ApiContext, job_id: str | None, position: str | None) -> StreamingResponse:
+    """Return the events after `position`, or from the start of the job. Raises ApiError 404 if there is no such job."""
+    if job_id is not None:
+        await _require_job(context, job_id)
+    events = context.store.job_events
+    start = await events.start(job_id) if position is None else EventCursor.parse(position)
+    headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+    return StreamingResponse(_follow(context, job_id, start), media_type="text/event-stream", headers=headers)
 
 
 async def _follow(context: ApiContext, job_id: str | None, after: EventCursor) -> AsyncIterator[bytes]:

@@ -34,7 +34,14 @@ AllGrades = Annotated[bool, Query(description="Also return traces of the grades 
 
 
 def add_routes(routers: Routers, context: ApiContext) -> None:
-    admin, trainer, store = routers.admin, routers.trainer, context.store
+    _add_groups(routers, context.store)
+    _add_rollouts(routers, context.store)
+    _add_rewards(routers, context.store)
+    _add_sessions(routers, context.store)
+
+
+def _add_groups(routers: Routers, store: Store) -> None:
+    trainer = routers.trainer
 
     @trainer.get("/groups/{group_id}", tags=["groups"])
     async def get_group(group_id: GroupId) -> m.GroupDetail:
@@ -50,6 +57,10 @@ def add_routes(routers: Routers, context: ApiContext) -> None:
         await require("group", group_id, store.groups.get(group_id))
         rows = await rollouts_of_group(store, group_id)
         return StreamingResponse(_lines(store, rows, builder, all_grades), media_type=m.NDJSON)
+
+
+def _add_rollouts(routers: Routers, store: Store) -> None:
+    trainer = routers.trainer
 
     @trainer.get("/rollouts", tags=["rollouts"])
     async def list_rollouts(
@@ -82,7 +93,9 @@ def add_routes(routers: Routers, context: ApiContext) -> None:
         row = await require("rollout", rollout_id, store.rollouts.get(rollout_id))
         return StreamingResponse(_lines(store, [row], builder, all_grades), media_type=m.NDJSON)
 
-    @trainer.post("/rewards", status_code=201, tags=["rewards"])
+
+def _add_rewards(routers: Routers, store: Store) -> None:
+    @routers.trainer.post("/rewards", status_code=201, tags=["rewards"])
     async def add_reward(body: m.RewardRequest) -> m.Reward:
         """Add a reward to a rollout or a session, or to one call or trace of it.
 
@@ -101,7 +114,9 @@ def add_routes(routers: Routers, context: ApiContext) -> None:
         )
         return convert(m.Reward, await require("reward", reward_id, store.rewards.get(reward_id)))
 
-    @admin.post("/sessions", status_code=201, tags=["sessions"])
+
+def _add_sessions(routers: Routers, store: Store) -> None:
+    @routers.admin.post("/sessions", status_code=201, tags=["sessions"])
     async def new_session(body: m.SessionRequest) -> m.CreatedSession:
         """Create a session and its key, for an agent that you start yourself. The key is shown once."""
         key = new_key()

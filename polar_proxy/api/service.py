@@ -25,10 +25,10 @@ from polar_proxy.types import Json
 
 _WORKING = FleetRow(None, None)
 _GRACE_SECONDS = 60.0
-"""The provisional pause of a process that waits for idle servers ends this long after its next renewal is due, so that
-it ends if the process is killed."""
+"""While a request waits until no server runs a rollout, all servers are paused provisionally. The pause ends this many
+seconds after its next renewal is due, so that it also ends if the process is killed."""
 _RENEW_SECONDS = 30.0
-"""Seconds after which the waiting process renews its provisional pause."""
+"""Seconds after which a waiting request renews its provisional pause."""
 
 
 def add_routes(routers: Routers, context: ApiContext) -> None:

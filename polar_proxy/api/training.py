@@ -21,6 +21,11 @@ LeaseId = Annotated[str, Path(description="The id of a lease.")]
 
 
 def add_routes(routers: Routers, context: ApiContext) -> None:
+    _add_feed(routers, context)
+    _add_runs(routers, context.store)
+
+
+def _add_feed(routers: Routers, context: ApiContext) -> None:
     trainer, store = routers.trainer, context.store
 
     @trainer.post("/feed/lease", tags=["feed"])
@@ -65,6 +70,10 @@ def add_routes(routers: Routers, context: ApiContext) -> None:
     async def feed_state() -> m.FeedState:
         """Return the number of groups in each state, and why groups were dropped."""
         return m.FeedState(depth=await store.feed.depth(), dropped_reasons=await store.feed.drop_reasons())
+
+
+def _add_runs(routers: Routers, store: Store) -> None:
+    trainer = routers.trainer
 
     @trainer.put("/training/{run_id}", tags=["training"])
     async def put_run(run_id: RunId, body: m.TrainingRunRequest) -> m.TrainingRun:

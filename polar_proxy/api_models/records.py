@@ -15,7 +15,7 @@ class SessionFields(ApiResponseModel):
     session_id: str
     """The id of the session."""
     label: str | None
-    """The name given to it, or the key that opened it if that is made of plain words."""
+    """The name given to it, or the key that opened it if the key is made of plain words, such as `my-agent-2`."""
     origin: str
     """How it was created: key (`polar session new`), open (an unknown key on loopback) or rollout."""
     rollout_id: str | None
@@ -168,7 +168,8 @@ class CallDetail(ApiResponseModel):
     weight_version: str | None
     """Policy version of the weights that sampled."""
     logprob_mode: str
-    """`processed`: of the distribution that was sampled from; `raw`: of temperature 1."""
+    """What the log-probabilities refer to. `processed`: the distribution that was sampled from; `raw`: the model's own
+    distribution at temperature 1."""
     status: str
     """ok, client_gone, upstream_error or no_tokens."""
     http_status: int
@@ -285,6 +286,7 @@ class ExportSummary(ApiResponseModel):
     sessions: int
     """Number of sessions without a rollout that were selected."""
     left_out: dict[str, int]
-    """Number of calls, traces, and rows refused by a trainer's format that were left out, by reason."""
+    """Number of calls, traces and rows that were left out, by reason. A row is left out if a trainer's
+    format refuses it."""
     reasons: list[str] = Field(default_factory=list)
     """Why there are no rows, in words; empty if there are rows."""

@@ -61,7 +61,7 @@ class AgentSession:
     """The session that an agent is pointed at."""
 
     server: str
-    """URL without /v1."""
+    """URL of the Polar server, without /v1."""
     key: str
     session_id: str | None
     """None if the user gave the key."""

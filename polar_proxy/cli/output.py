@@ -75,7 +75,7 @@ _END_COLOURS = {"done": "green", "failed": "red", "timed_out": "yellow", "cancel
 _CHECK_COLOURS = {"ok": "green", "note": "cyan", "missing": "yellow", "failed": "red"}
 _MAX_LIVE_ROWS = 24
 _UNLIMITED = 1_000_000
-"""Columns."""
+"""Width, in columns, of output to a file or a pipe, so that nothing is cut there."""
 
 
 def print_result(

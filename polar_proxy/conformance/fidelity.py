@@ -43,9 +43,9 @@ MODES: tuple[PromptMode, ...] = ("continue", "render")
 TASK = "List the files of this folder with a command, read a.txt, write notes.txt about it, and say when it is done."
 SECOND_TASK = "Now run one command that counts the words of notes.txt, and say what it printed."
 DRIFT = Scenario("drift", "some turns", ("finish",), second=("finish",))
-"""Some turns with the model's own answers."""
+"""Two turns of the user, for an engine that samples its own answers: nothing but their ends is scripted."""
 SCORED_TOKENS = 200_000
-"""Longer sequences are not scored again."""
+"""Length in tokens of the longest sequence whose log-probabilities are computed again."""
 _SHOWN_TOKENS = 12
 """Tokens shown before and after a difference."""
 
@@ -67,7 +67,8 @@ class ExplainedDrift:
     rendered: tuple[str, ...]
     """Texts of the tokens from this position on, as the engine rendered them."""
     causes: tuple[DriftCause, ...]
-    """`retokenised` before other causes: the first tokens that differ have the same text, and later ones do not."""
+    """Why the prompt differs. If `retokenised` stands before other causes, only the first tokens that differ have the
+    same text on both sides, and the other causes explain the texts that differ after them."""
 
 
 @dataclass(slots=True)
@@ -87,13 +88,13 @@ class FidelityRow:
     """Why the scenario could not be run."""
     calls: int = 0
     bases: int = 0
-    """Calls whose messages extend a recorded answer, whatever their tokens."""
+    """Number of calls whose messages extend a recorded answer, even if their tokens do not."""
     continued: int = 0
     drifted: int = 0
     """Calls whose prompt unintentionally differs from the sampled tokens. Each such call splits a trace."""
     causes: dict[str, int] = field(default_factory=dict)
     reasons: dict[str, int] = field(default_factory=dict)
-    """Why calls were not continued."""
+    """Number of calls that were not continued, by reason."""
     edges: dict[str, int] = field(default_factory=dict)
     traces: int = 0
     recorded: int = 0
@@ -102,7 +103,7 @@ class FidelityRow:
     excluded: dict[str, int] = field(default_factory=dict)
     """Sampled tokens that are not trained, by reason."""
     scored: int = 0
-    """Tokens whose log-probabilities were computed again, teacher-forced, in one merged sequence."""
+    """Number of trained tokens of one trace whose log-probabilities were computed again in a teacher-forced pass."""
     largest: float | None = None
     """The largest difference between a recorded log-probability and the new one (nats)."""
     differences: list[ExplainedDrift] = field(default_factory=list)

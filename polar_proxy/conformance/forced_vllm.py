@@ -52,6 +52,15 @@ _WORD = (
 _READ_BYTES = 3_000_000
 
 
+async def forced_reply(script: Script, request: EngineRequest) -> ScriptedReply:
+    """Return the script's reply after its `wait`. Raises its error: no server can be made to fail within an answer."""
+    reply = ScriptedReply.of(script(request))
+    await asyncio.sleep(reply.wait)
+    if reply.error is not None:
+        raise reply.error
+    return reply
+
+
 class _ForcingClient(VllmClient):
     """A client that adds two fields to request bodies: a chat template, and the tokens that the server must sample."""
 
@@ -112,10 +121,7 @@ class ForcedVllmEngine(VllmEngine):
     async def sample(
         self, request: EngineRequest, *, stream: bool = True, prompt: ExactPrompt | None = None
     ) -> AsyncGenerator[SampleEvent, None]:
-        reply = ScriptedReply.of(self.script(request))
-        await asyncio.sleep(reply.wait)
-        if reply.error is not None:
-            raise reply.error
+        reply = await forced_reply(self.script, request)
         forced = copy.copy(self)
         forced.client = self._forcing_client.forcing(await self.answer_tokens(request, reply))
         async with aclosing(VllmEngine.sample(forced, request, stream=stream, prompt=prompt)) as events:

@@ -47,7 +47,8 @@ class HarnessProfile:
     compaction_steps: int = 4
     """Number of commands after which the harness has summarised."""
     filling_command: str = "true"
-    """The command of those steps. Its output must be longer than the newest tokens that the harness always keeps."""
+    """The command that is run `compaction_steps` times. If the harness always keeps its newest tokens, the output must
+    be longer than those."""
     compacts_after_turn: bool = False
     """The harness summarises at the end of a turn, so the summary appears in the next turn."""
 

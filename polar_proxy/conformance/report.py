@@ -252,7 +252,8 @@ TEMPLATE_TITLES = {
     "keeps": "A template that shows the reasoning of every turn",
     "strips": "A template that shows only the reasoning after the last message of a user",
 }
-"""The chat templates of `polar conformance` in the order of the page. Rows of model families follow."""
+"""Titles of the chat templates of `polar conformance`, in the order of the fidelity page. The templates of model
+families come after them, ordered by name."""
 
 _FIDELITY_HEAD = """# Fidelity: are the trained tokens those that were sampled?
 

@@ -31,8 +31,8 @@ _CONTEXT_FULL = "This model's maximum context length is 1000 tokens. Your messag
 
 
 Step = tuple[str, ...] | Literal["start_subagent", "wait_for_subagent", "finish"]
-"""What one answer does: run shell commands (each after a command whose output proves that it was run), start a
-sub-agent, wait for it (or run a command, if the harness has no tool for that), or report that the work is done."""
+"""What one answer does: run shell commands (each command line first prints a text that proves that it was run), start
+a sub-agent, wait for it (or run a command, if the harness has no tool for that), or report that the work is done."""
 RUN = ("true",)
 """A step that runs one command."""
 
@@ -111,7 +111,7 @@ class ScriptedModel:
     nonce: str = field(default_factory=lambda: secrets.token_hex(4))
     requests: list[ReceivedRequest] = field(default_factory=list)
     instructions: tuple[str, str] | None = None
-    """The user's texts of both turns, if they are not those of the checks."""
+    """The user's texts of the two turns; None: the texts that `instruction` makes for the checks."""
     compacted: bool = False
     _fired: set[int] = field(default_factory=set)
     _cut: set[int] = field(default_factory=set)

@@ -56,7 +56,7 @@ class AnswerChoice(AssistantDraft):
     finish_reason: str | None = None
     stop_sequence: str | None = None
     versions: list[tuple[int, str]] = field(default_factory=list)
-    """(first position, policy version) of each run of tokens."""
+    """(position of the first token, policy version) of each run of tokens that were sampled under one version."""
     reasoning_tokens: int | None = None
     """Number of tokens up to the end of the reasoning; None without reasoning, and if the engine sent its end together
     with text, so that the position is unknown."""
@@ -160,7 +160,7 @@ class Encoder(ABC):
     created: int
     """Time of creation in seconds since the epoch."""
     sampled: EngineRequest | None = field(default=None, kw_only=True)
-    """The first engine request as it is sampled: with the session's policy and all defaults."""
+    """The first engine request after the session's policy and all defaults were applied."""
 
     @abstractmethod
     def feed(self, request_index: int, event: SampleEvent) -> bytes:

@@ -37,8 +37,8 @@ class _GenerationBlock(jinja2.ext.Extension):
 
 
 ToolForm = Literal["sent", "vllm", "llamacpp"]
-"""How a tool is shown to the template. sent: unchanged. vllm: its fields come in the order of OpenAI's specification,
-and missing ones are null. llamacpp: it has these fields only, and missing ones are empty."""
+"""How a tool is shown to the template. sent: unchanged. vllm: its name, description and parameters come first, in this
+order, and are null if missing. llamacpp: it has only these three fields, and they are empty if missing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,8 @@ _CONVERSATION = (
     Message("assistant", "It is 1 2 3.", reasoning="I see."),
     Message("user", "Again."),
 )
-"""Rendered in parts at the start. A part that the template refuses must be refused by the server too."""
+"""A test conversation. At the start, its beginnings are rendered here and by the server, and the results are compared.
+A beginning that the template refuses must be refused by the server too."""
 
 Rendering = TypeVar("Rendering", list[int], str)
 Render = Callable[..., Awaitable[Rendering]]

@@ -12,7 +12,7 @@ ALTERNATIVES = 20
 """Most likely tokens that a server gives for each position of a prompt, unless it was started with another limit."""
 _LARGEST_VOCABULARY = 1 << 20
 _UNCERTAINTY = 1e-3
-"""Nats."""
+"""Greatest distance, in nats, between the bounds of a log-probability that `at_temperature` returns."""
 
 
 def logprob_mode(at_one: dict[str, float], at_two: dict[str, float]) -> LogprobMode:

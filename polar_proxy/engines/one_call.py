@@ -21,10 +21,11 @@ def wants_one_call(request: EngineRequest) -> bool:
 @dataclass(slots=True)
 class _ChoiceState:
     called: bool = False
-    """The first call has begun."""
+    """The first tool call has begun."""
     ended: bool = False
     held: list[SampleEvent] = field(default_factory=list)
-    """Events after the first call that show nothing: their tokens may begin a second call."""
+    """Events since the first tool call that have no text, reasoning or piece of a tool call. They are held back,
+    because their tokens may begin a second tool call."""
 
 
 class OneCallLimit:

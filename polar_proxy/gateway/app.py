@@ -35,7 +35,7 @@ from polar_proxy.gateway.conversations import ConversationRoute, ConversationRou
 from polar_proxy.gateway.docs_page import serve_docs
 from polar_proxy.gateway.handler import RequestHandler
 from polar_proxy.gateway.metrics import GatewayMetrics
-from polar_proxy.gateway.reply import send_error
+from polar_proxy.gateway.reply import send_error, send_wrong_method
 from polar_proxy.gateway.responses_websocket import ResponsesWebSocket
 from polar_proxy.gateway.stored_responses import StoredResponseRoute, StoredResponseRoutes
 
@@ -98,8 +98,7 @@ class GatewayApp:
         if route is not None:
             dialect, counts_tokens = route
             if scope["method"] != "POST":
-                error = RequestError(f"{path} takes POST, not {scope['method']}.", status=405)
-                await send_error(send, error, dialect, [(b"allow", b"POST")])
+                await send_wrong_method(send, dialect, scope["method"], ("POST",), route=path)
             elif counts_tokens:
                 await self._handler.count_tokens(dialect, path_key, scope, receive, send)
             else:
@@ -215,6 +214,20 @@ def create_app(
     """
     app = FastAPI(title="Polar", version=__version__, docs_url=None, redoc_url=None)
     serve_docs(app)
+    _add_models(app, engine)
+    _add_state(app, engine, metrics, record_problem, sample_problem)
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        path = request.url.path
+        described = RequestError(f"{request.method} {path}: {error.detail}", status=error.status_code)
+        headers, body = asgi.error_response(described, error_format(path))
+        return Response(body, error.status_code, {name.decode(): value.decode() for name, value in headers})
+
+    return GatewayApp(handler, app, hosts)
+
+
+def _add_models(app: FastAPI, engine: Engine) -> None:
     started_at = int(time.time())
 
     def model_card(name: str) -> dict[str, Any]:
@@ -251,6 +264,14 @@ def create_app(
         # The engine answers under any model name, so every name exists.
         return JSONResponse(model_card(model))
 
+
+def _add_state(
+    app: FastAPI,
+    engine: Engine,
+    metrics: GatewayMetrics,
+    record_problem: Callable[[], Awaitable[str | None]],
+    sample_problem: Callable[[], Awaitable[str | None]],
+) -> None:
     @app.api_route("/api/hello", methods=["GET", "HEAD"], include_in_schema=False)
     async def hello() -> Response:
         """Answer the request (HEAD) with which Claude Code checks that the server is up."""
@@ -278,15 +299,6 @@ def create_app(
     @app.get("/metrics")
     async def prometheus() -> Response:
         return Response(metrics.render(), media_type="text/plain; version=0.0.4")
-
-    @app.exception_handler(HTTPException)
-    async def http_error(request: Request, error: HTTPException) -> Response:
-        path = request.url.path
-        described = RequestError(f"{request.method} {path}: {error.detail}", status=error.status_code)
-        headers, body = asgi.error_response(described, error_format(path))
-        return Response(body, error.status_code, {name.decode(): value.decode() for name, value in headers})
-
-    return GatewayApp(handler, app, hosts)
 
 
 def _is_google_client(request: Request) -> bool:

@@ -32,7 +32,7 @@ WEBSOCKET_CLOSING = "polar.websocket.closing"
 WEBSOCKET_IDLE = "polar.websocket.idle"
 """Type of a message with which the application reports that no request of the WebSocket is in progress."""
 _PIECE = 1 << 17
-"""Bytes of a body that are searched at a time."""
+"""Bytes of a body in which JSON values are counted at a time, so that the GIL is not held for long."""
 
 
 class ClientDisconnected(Exception):

@@ -106,7 +106,7 @@ class LimitedConnection(asyncio.Protocol):
     """Bytes that waited for the client to read them when this was last checked."""
     _answer_timer: asyncio.TimerHandle | None = None
     _pace: BodyPace | None = None
-    """Set while the pace of a body is measured."""
+    """How fast the current body arrives; None while this is not measured."""
     _pace_timer: asyncio.TimerHandle | None = None
 
     @abstractmethod

@@ -32,7 +32,7 @@ from polar_proxy.errors import RequestError, StoreError
 from polar_proxy.gateway import asgi
 from polar_proxy.gateway.health import StoreMonitor
 from polar_proxy.gateway.listing import PageRequest, check_include, list_object, read_query
-from polar_proxy.gateway.reply import send_error
+from polar_proxy.gateway.reply import send_error, send_wrong_method
 from polar_proxy.gateway.stored_responses import FindSession, store_unavailable
 from polar_proxy.sessions.state import SessionState
 from polar_proxy.store import Store
@@ -45,7 +45,7 @@ _MOST_ADDED = 20
 _MOST_BYTES = 32 << 20
 """Size limit of a conversation, unless that of a request body is smaller."""
 _MOST_CONVERSATIONS, _CONVERSATIONS_AT_SIZE_LIMIT = 1000, 4
-"""Limits of a session: conversations, and their bytes as a multiple of the limit of one."""
+"""Limits of a session: the number of its conversations, and their total size as a multiple of the size limit of one."""
 
 T = TypeVar("T")
 
@@ -75,7 +75,7 @@ class NewItems(NamedTuple):
 
     fields: Json
     items: list[Json]
-    """The field `items`, with its references to recorded items replaced by these."""
+    """The field `items`, in which each reference to a recorded item is replaced by the item."""
     size: int
     """Bytes of the items as JSON."""
 
@@ -186,9 +186,7 @@ class ConversationRoutes:
         """Answer one request. `path_key`: the key of the prefix `/s/{key}`."""
         try:
             if scope["method"] not in route.methods:
-                text = f"This route takes {' and '.join(route.methods)}, not {scope['method']}."
-                allow = [(b"allow", ", ".join(route.methods).encode())]
-                await send_error(send, RequestError(text, status=405), _DIALECT, allow)
+                await send_wrong_method(send, _DIALECT, scope["method"], route.methods)
                 return
             session = await self._find_session(asgi.read_headers(scope), path_key, scope)
             with session.in_request():

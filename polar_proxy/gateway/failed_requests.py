@@ -25,7 +25,8 @@ from polar_proxy.types import ChatRequest, EngineRequest, Message, Sampling
 log = logging.getLogger(__name__)
 
 _SECONDS = 60.0
-"""Limit of each trial. A request whose answer has begun by then does not fail."""
+"""Time limit for each request that is sent to the engine again to find the fault, and for the plain request. A request
+whose answer has begun by then does not fail."""
 
 
 @dataclass(frozen=True, slots=True)

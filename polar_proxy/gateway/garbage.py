@@ -23,7 +23,8 @@ from typing import Self
 _YOUNG = 1
 """The older of the two generations that a step examines."""
 _THRESHOLDS = (20_000, 50, 1_000_000)
-"""Of the collector itself, for bursts between two steps. It never begins a whole collection by the third."""
+"""Thresholds of Python's own collector, which works in bursts of new objects between two steps. The third is so high
+that the collector never begins a whole collection itself."""
 
 
 class GarbageCollection:

@@ -26,14 +26,14 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_AGE_SECONDS = 1.0
-"""A result of a check is used for this long. The oldest result is then younger than two seconds when it is sent."""
+"""The result of a check is used again for this long. A later request for the result repeats the check."""
 _ANSWER_SECONDS = 1.5
 """A check that takes longer counts as hanging."""
 _LOOP_SECONDS = 0.1
 """A wait is counted in steps of this length, so that time in which the event loop was busy counts as one step."""
 _SLOW_SECONDS = 4.0
-"""An operation that takes longer waits on only if the store answers a probe. (A commit gives up a server that is away
-earlier, and then knows that nothing was stored.)"""
+"""If an operation takes longer, the store is probed, and waiting goes on only if it answers. (A commit waits less,
+`group_commit.PATIENCE_SECONDS`, for a server that is away, and then knows that nothing was stored.)"""
 _PROBE_PAUSE_SECONDS = 1.0
 _RETRY_AFTER = "5"
 """Seconds after which a client may send a call again that could not be recorded."""

@@ -91,7 +91,7 @@ class PendingCall:
     """The policy version when sampling began."""
     answer: Answer = field(default_factory=Answer)
     limit: OneCallLimit | None = None
-    """Set if the answer may make one tool call only."""
+    """Ends an answer after its first tool call; None unless the request allows only one tool call."""
     first_token_at: float | None = None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 
 from polar_proxy.config import GatewaySettings
 from polar_proxy.dialects.base import Answer, Dialect
@@ -28,6 +29,14 @@ async def send_error(
     own, body = asgi.error_response(error, form, request_id=call_id)
     await send({"type": "http.response.start", "status": error.status, "headers": [*headers, *own]})
     await send({"type": "http.response.body", "body": body})
+
+
+async def send_wrong_method(
+    send: asgi.Send, form: asgi.ErrorFormat, method: str, taken: Sequence[str], route: str = "This route"
+) -> None:
+    """Send error 405 with the methods that the route takes."""
+    error = RequestError(f"{route} takes {' and '.join(taken)}, not {method}.", status=405)
+    await send_error(send, error, form, [(b"allow", ", ".join(taken).encode())])
 
 
 async def send_stream(send: asgi.Send, body: bytes, dialect: Dialect, headers: asgi.Headers = ()) -> None:

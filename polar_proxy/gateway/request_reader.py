@@ -25,8 +25,8 @@ from polar_proxy.store import json_codec
 from polar_proxy.types import ChatRequest, ConversationItem, Json
 
 _LARGE_BODY, _MANY_MESSAGES = 1 << 20, 500
-"""Bytes (with `_BYTES_OF_VALUE`) and messages above which a request is `large`: what takes time that grows with it runs
-in a thread, to keep the event loop free."""
+"""A request is `large` if it has more bytes (plus `_BYTES_OF_VALUE` for each JSON value) or more messages. Work on it
+whose time grows with its size runs in a thread, to keep the event loop free."""
 _MANY_REFERENCES = 50
 """Number of recorded calls above which a request that refers to them is `large`."""
 _TAKES_TURNS = 1 << 16

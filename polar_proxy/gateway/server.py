@@ -37,7 +37,8 @@ log = logging.getLogger(__name__)
 _RECORD_SECONDS = 10.0
 """How long a gateway that stops waits until the calls that it has cancelled are recorded."""
 _SWITCH_SECONDS = 0.001
-"""How long the event loop waits, in each of its turns, for a thread that works on a large request."""
+"""The interpreter's switch interval: how long the event loop waits, in each of its turns, for the GIL if a thread holds
+it to work on a large request."""
 
 
 class _UvicornServer(uvicorn.Server):

@@ -35,7 +35,7 @@ from polar_proxy.gateway import asgi
 from polar_proxy.gateway.background import BackgroundCall, BackgroundCalls
 from polar_proxy.gateway.health import StoreMonitor
 from polar_proxy.gateway.listing import PageRequest, check_include, flag, integer_value, list_object, read_query
-from polar_proxy.gateway.reply import send_error, send_stream
+from polar_proxy.gateway.reply import send_error, send_stream, send_wrong_method
 from polar_proxy.sessions.state import SessionState
 from polar_proxy.store import Store
 from polar_proxy.types import ANSWERED, CallRecord, Message
@@ -46,7 +46,8 @@ _METHODS = {None: ("GET", "DELETE"), "input_items": ("GET",), "cancel": ("POST",
 _CANCEL_SECONDS = 10.0
 """How long to wait until a cancelled call is recorded."""
 _ENTRY_BYTES, _MESSAGE_BYTES = 512, 64
-"""Memory of an entry of the warm-ups and of each of its messages, without their texts."""
+"""Bytes of memory that a kept warm-up (a request with `generate: false`) and each of its messages take besides the
+messages' texts."""
 
 FindSession = Callable[[Mapping[str, str], str | None, asgi.Scope], Awaitable[SessionState]]
 """Returns the session of a request, from its headers, the key in its path and its scope. Raises RequestError."""
@@ -147,8 +148,7 @@ class StoredResponseRoutes:
         methods = _METHODS[route.action]
         try:
             if scope["method"] not in methods:
-                error = RequestError(f"This route takes {' and '.join(methods)}, not {scope['method']}.", status=405)
-                await send_error(send, error, _DIALECT, [(b"allow", ", ".join(methods).encode())])
+                await send_wrong_method(send, _DIALECT, scope["method"], methods)
                 return
             session = await self._find_session(asgi.read_headers(scope), path_key, scope)
             running = self._background.find(session, call_id_of_response(route.response_id) or "")

@@ -16,7 +16,8 @@ from polar_proxy.rewards.log_parsers import LogParser, Verdict
 _REPORT_LIMIT = 8 << 20
 _SETTINGS = {"pytest.ini", ".pytest.ini", "tox.ini", "setup.cfg", "pyproject.toml", "conftest.py", "sitecustomize.py"}
 _IMPORTED_FIRST = {*sys.stdlib_module_names, "pytest", "_pytest", "py", "pluggy", "iniconfig", "packaging", "pygments"}
-"""The modules that pytest imports before the plugin. Those of the workspace take their place under ``python -m``."""
+"""The modules that pytest imports before the plugin. Under ``python -m``, modules of these names in the workspace are
+imported instead."""
 _VARIABLES = """\
 export PYTHONPATH="$0${PYTHONPATH:+:$PYTHONPATH}" PYTEST_ADDOPTS="-p $1${PYTEST_ADDOPTS:+ $PYTEST_ADDOPTS}"
 export PYTHONDONTWRITEBYTECODE=1 PYTHONNOUSERSITE=1 PYTHONPYCACHEPREFIX="$0/bytecode"

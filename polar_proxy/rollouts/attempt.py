@@ -52,7 +52,8 @@ _PREPARE_SECONDS = 300.0
 _IDLE_SECONDS = 30.0
 """How long to wait for calls that were in flight when the agent ended; they are recorded a moment later."""
 _RELEASE_IDLE_SECONDS = 5.0
-"""The same if the attempt is abandoned, for calls on other gateways. Shorter, because no traces are built."""
+"""How long to wait for calls in flight on other gateways when the attempt is abandoned. Shorter than `_IDLE_SECONDS`,
+because no traces are built."""
 # OpenHands prints its complete first prompt after the event that says why it failed.
 _LOG_TAIL_BYTES = 200_000
 _FINAL_STATUS: Mapping[str, tuple[RolloutStatus, str | None]] = {

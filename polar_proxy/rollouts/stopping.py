@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 STOPPED_EARLY = "lost"
 """The recorded cause of a rollout whose agent was stopped early."""
 _COMMAND_SECONDS = 30.0
-"""Time limit of the check. A check that takes longer does not stop the agent."""
+"""Time limit of each run of the task's `stop_when` command. A run that takes longer does not stop the agent."""
 
 
 # ---------------------------------------------------------------- group policies

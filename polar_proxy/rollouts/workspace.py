@@ -41,7 +41,7 @@ _SECONDS = 60.0
 _OUTPUT_LIMIT = 32 << 20
 _PACK_LIMIT = 1 << 30
 _PACK_REPOSITORY = ".polar-base"
-"""Folder in HOME, removed before the agent starts."""
+"""Git repository with which the workspace is packed: a folder in HOME, removed before the agent starts."""
 _BRANCH = "main"
 _REPACK_SECONDS = 600.0
 """Limit of repacking the history; a large repository takes a minute."""

@@ -20,7 +20,7 @@ _FINGERPRINT_FORM = 2
 """Fingerprints of another form are ignored. Their calls are not found again, so the session's next call is a root."""
 
 _QUOTE = 160
-"""Characters of a quote that are kept."""
+"""Maximum number of characters of a `Quote`."""
 _MIN_AGENT_PROMPT, _MIN_ARGUMENT, _MIN_ANSWER, _MIN_LINE = 12, 80, 400, 40
 """Shorter texts, in characters, do not identify a conversation."""
 _MIN_TURN = 200
@@ -66,7 +66,7 @@ class CallNode:
     """How many calls have this one as parent and continue, compact or rewind it."""
     retried: bool = False
     text: str = ""
-    """The answer's text; empty for older calls."""
+    """The answer's text. Only the newest calls keep it (`_RECENT_TEXTS` in `state.py`); in others it is empty."""
 
     @property
     def failed(self) -> bool:
@@ -85,8 +85,8 @@ class CallIndex:
     assistant_chains: dict[bytes, list[tuple[CallNode, AnswerNode]]] = field(default_factory=dict)
     """Answers by the key of all assistant turns up to the answer."""
     exchanges: dict[bytes | tuple[bytes, tuple[str, ...]], list[CallNode]] = field(default_factory=dict)
-    """Calls by the digest of an answer with the message before it, and by the digest and tool call ids of an answer
-    that these alone identify."""
+    """Calls by the digest of their answer with the message before it. Calls whose answer has tool calls or is long, so
+    that it alone identifies them, also by (digest of the answer, ids of its tool calls)."""
     threads: dict[str, CallNode] = field(default_factory=dict)
     """The newest call of each of the harness's own threads."""
     newest: CallNode | None = None

@@ -80,7 +80,7 @@ PromptReason = Literal[
 PastReasoning = Literal["keep", "strip"]
 
 _CACHED_BYTES = 1 << 16
-"""Bytes of a list of tools whose digest is cached."""
+"""Maximum size, in bytes of JSON, of a list of tools whose digest is cached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class PromptPlan:
     reason: PromptReason | None = None
     """Why the prompt is not continued."""
     past_reasoning: PastReasoning | None = None
-    """The setting with which the prompt was made, if it could have an effect."""
+    """The setting `past_reasoning` with which the prompt was made; None if it could have no effect."""
     config: PromptConfig | None = None
     """None for a raw prompt."""
     under_grammar: bool = False

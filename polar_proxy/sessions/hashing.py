@@ -26,8 +26,9 @@ VERSION = b"2"
 """Part of every key, so that keys that were stored under older rules are not found."""
 
 _MERGED_SO_FAR = 16
-"""A conversation that ends within an assistant turn gets the same key as in a separate request only within this many of
-the turn's first messages, because merging the turn again for each of its messages would take quadratic time."""
+"""An assistant turn of several messages is merged again after each of its first messages, up to this number, so that a
+conversation that ends there gets the same key as in a request of its own. For all messages of a long turn, this would
+take quadratic time."""
 _LONGEST_NORMALISED = 4 << 20
 """Characters of a text that is searched for patterns. No model reads a longer one, and each search would take long."""
 _SAFE_INTEGER = 2**53
@@ -46,7 +47,7 @@ class Normaliser:
     name: str
     reason: str
     seen: str
-    """The harness and version in which it was observed."""
+    """The harnesses, with their versions, in which this difference was observed."""
     roles: frozenset[str] = frozenset()
     guard: str = ""
     """Only texts with this string are searched for the pattern, which takes longer than the search for the string."""
@@ -142,11 +143,11 @@ class AssistantTurn:
     end: int
     """Number of the conversation's messages up to the end of this turn."""
     assistant_chain: bytes
-    """Key of the turns' meaning, whatever messages are between them."""
+    """Key of the meaning of this and all earlier turns, whatever messages are between them."""
     ids_chain: bytes
-    """Key of the ids of the turns' tool calls."""
+    """Key of the ids of the tool calls in this and all earlier turns."""
     spelling: bytes
-    """Key of the turns' texts and reasoning with all white space inside them."""
+    """Key of the texts and reasoning of this and all earlier turns, with all white space inside them."""
     digest: bytes
     """Digest of this turn alone."""
     exchange: bytes

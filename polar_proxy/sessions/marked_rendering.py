@@ -54,7 +54,8 @@ IGNORED_DIFFERENCES = (
         "white_space", re.compile(r"\s+"), "Templates trim past answers, and not the opening of the next."
     ),
 )
-"""Applied in this order to the text between the last message before an answer and the answer."""
+"""When two renderings are compared, these are left out, in this order, of the text between an answer and the message
+before it."""
 
 WRITTEN_STOPS = {
     "<|return|>": ("<|end|>", "gpt-oss ends an answer with <|return|>; its template shows past answers with <|end|>."),
@@ -207,13 +208,13 @@ class MarkedRendering:
     fixed: tuple[str, ...]
     """The texts between the answers, with marks; the last one follows the last answer's stop token."""
     answers: tuple[int, ...]
-    """The messages that are answers and can be seen."""
+    """The indices of the messages that are answers and appear in the rendering."""
     stop: str
     """The stop token after the last answer; empty if there is none."""
     extents: dict[int, tuple[int, int]]
-    """The last one's position is counted in the whole text."""
+    """Message index -> (beginning of the message's first mark, end of its last mark), positions in the rendering."""
     after: int
-    """Where the last fixed text begins."""
+    """The position in the rendering at which the last fixed text begins."""
 
 
 def compare_renderings(

@@ -31,8 +31,8 @@ from polar_proxy.types import Json, new_id
 log = logging.getLogger(__name__)
 
 _IN_USE_SECONDS = 30.0
-"""Time after its last request for which a session counts as in use. So no session is read back more often than this,
-even if those in use do not fit."""
+"""For this long after its last request a session is in use and stays in memory, even if the sessions in use exceed the
+limit `calls_in_memory`. So no session is read back from the store more often than this."""
 
 
 class SessionClosedError(RequestError):

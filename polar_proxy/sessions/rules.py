@@ -34,7 +34,8 @@ class Rule:
     first: str | None = None
     """Pattern in one of the first three user messages (a summary may follow the user's own messages)."""
     last: str | None = None
-    """Pattern in the newest message, if it is a user message; in CONTINUATIONS and MASKED, in a new or changed one."""
+    """Pattern in the newest message, if it is a user message. For rules of CONTINUATIONS and MASKED: in a message
+    that is new or was changed."""
     tools: bool | None = None
     """Whether the request has tools."""
     request_kind: str | None = None

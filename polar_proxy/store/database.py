@@ -1,7 +1,4 @@
-"""Connections to one database: a writer, readers, transactions, and driver errors as StoreError.
-
-Also reads the addresses that users type: a path, `sqlite:///...` or `postgresql://...`.
-"""
+"""Connections to one database: a writer, readers, transactions, and driver errors as StoreError."""
 
 from __future__ import annotations
 
@@ -21,17 +18,16 @@ from contextlib import (
     nullcontext,
 )
 from dataclasses import fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from sqlalchemy import ColumnElement, Connection, Engine, Executable, Select, Table, create_engine
 from sqlalchemy.dialects import sqlite
-from sqlalchemy.engine import URL, make_url
-from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, SQLAlchemyError
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import DBAPIError, IntegrityError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
-from polar_proxy.errors import StoreError, UsageError
+from polar_proxy.errors import StoreError
 from polar_proxy.store import json_codec
 from polar_proxy.store.sqlite_file import (
     BUSY_MS,
@@ -44,6 +40,7 @@ from polar_proxy.store.sqlite_file import (
     probe_file,
     write_lock_holders,
 )
+from polar_proxy.store.urls import display_url, sqlite_path
 
 if TYPE_CHECKING:
     from sqlalchemy.dialects import postgresql
@@ -51,8 +48,6 @@ if TYPE_CHECKING:
 P = TypeVar("P")
 T = TypeVar("T")
 
-_SQLITE_DRIVER = "sqlite+aiosqlite"
-_POSTGRES_DRIVER = "postgresql+asyncpg"
 _RECONNECT_SECONDS = 45.0
 """How long to wait for a PostgreSQL server that was reached before and may be restarting, unless the caller has less
 patience."""
@@ -343,7 +338,7 @@ _REASONS = (
     ("no space left", _DISK_FULL),
     ("disk quota exceeded", _DISK_FULL),
 )
-"""What a driver's text means, by a part of it."""
+"""(part of a driver's error text in lower case, what the error means)"""
 
 
 def _describe(error: SQLAlchemyError | sqlite3.Error | OSError) -> str:
@@ -410,60 +405,3 @@ def create_file(database: Database) -> None:
             # Has an effect only on an empty file; `polar db vacuum` can then return space in small steps.
             connection.execute("PRAGMA auto_vacuum=INCREMENTAL")
             connection.execute("PRAGMA journal_mode=WAL")
-
-
-def default_url(home: Path) -> str:
-    """Return the URL of the SQLite file `polar.db` in Polar's home folder."""
-    return normalise_url(str(home / "polar.db"))
-
-
-def normalise_url(address: str) -> str:
-    """Return a file path or a database URL as the URL of the async driver. Raises UsageError for anything else."""
-    address = address.strip()
-    if not address:
-        raise UsageError("The database address is empty: give a file path, sqlite:///FILE or postgresql://...")
-    if "://" not in address:
-        return _sqlite_url(address)
-    try:
-        url = make_url(address)
-    except ArgumentError as error:
-        raise UsageError("This is not a database URL: give a file path or postgresql://USER@HOST/NAME") from error
-    if url.drivername in {"sqlite", _SQLITE_DRIVER}:
-        return _sqlite_url(url.database or "")
-    if url.drivername in {"postgres", "postgresql", _POSTGRES_DRIVER}:
-        return _postgres_url(url).render_as_string(hide_password=False)
-    raise UsageError(f"Polar stores in SQLite or PostgreSQL, not in {url.drivername!r}")
-
-
-def display_url(url: str) -> str:
-    """Return the address without password and driver name, as users write it."""
-    parsed = make_url(normalise_url(url))
-    return parsed.set(drivername=parsed.get_backend_name()).render_as_string(hide_password=True)
-
-
-def database_location(url: str) -> str:
-    """Return the address without user, password and options, for error messages of the server."""
-    parsed = make_url(normalise_url(url))
-    plain = URL.create(parsed.get_backend_name(), host=parsed.host, port=parsed.port, database=parsed.database)
-    return plain.render_as_string()
-
-
-def sqlite_path(url: str) -> Path | None:
-    """Return the file of a normalised URL, None for PostgreSQL."""
-    parsed = make_url(url)
-    return Path(parsed.database or "") if parsed.get_backend_name() == "sqlite" else None
-
-
-def _sqlite_url(path: str) -> str:
-    if path in {"", ":memory:"}:
-        raise UsageError("Polar needs a database file: an in-memory SQLite database is lost when the process ends")
-    file = Path(path).expanduser().absolute()
-    return URL.create(_SQLITE_DRIVER, database=str(file)).render_as_string(hide_password=False)
-
-
-def _postgres_url(url: URL) -> URL:
-    # asyncpg has another name for libpq's `sslmode`, which providers print in their addresses.
-    query = dict(url.query)
-    if "sslmode" in query:
-        query["ssl"] = query.pop("sslmode")
-    return url.set(drivername=_POSTGRES_DRIVER, query=query)

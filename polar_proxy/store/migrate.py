@@ -15,8 +15,9 @@ from sqlalchemy import Connection, inspect, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from polar_proxy.errors import StoreError
-from polar_proxy.store.database import Database, create_file, normalise_url
+from polar_proxy.store.database import Database, create_file
 from polar_proxy.store.schema import VERSION_TABLE
+from polar_proxy.store.urls import normalise_url
 
 HEAD = "0001"
 """The newest revision. Repeated here so that opening a database need not load the migrations."""

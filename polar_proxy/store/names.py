@@ -9,11 +9,12 @@ from sqlalchemy import ColumnElement, Select, func, literal, select
 
 from polar_proxy.errors import UsageError
 from polar_proxy.store import schema
-from polar_proxy.store.database import Repository, database_location
+from polar_proxy.store.database import Repository
+from polar_proxy.store.urls import database_location
 
 RecordKind = Literal["rollout", "session", "call"]
 LAST = "last"
-"""The name of the session that was used last."""
+"""A name that means the session that was used last."""
 
 _LISTED = 5
 """Candidates that the error for an ambiguous name lists."""

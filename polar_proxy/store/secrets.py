@@ -35,7 +35,7 @@ FIELDS = frozenset(
         *("clientsecret", "secret", "password", "passwd", "passphrase", "cookie", "setcookie", "credentials"),
     }
 )
-"""Field names in lower case, without `-` and `_`."""
+"""Names of the JSON fields whose strings are removed as secrets: in lower case, without `-` and `_`."""
 _MAPS = frozenset({"headers", "extraheaders", "httpheaders"})
 
 
@@ -112,10 +112,10 @@ FORMS = (
     ),
     SecretForm("session key in a path", ("/s/",), re.compile(r"^(/s/)(?!\[secret removed\])[^/?]+"), rf"\1{REMOVED}"),
 )
-"""The forms without line breaks in them. (A private key has lines.)"""
+"""The forms of all secrets except private keys, which have several lines."""
 _PIECE = 1 << 16
 _CUT = re.compile(r"(?<!earer)(?<!asic)(?<!\s)\s", re.IGNORECASE)
-"""White space that is in no match of `FORMS`."""
+"""White space before which a long text may be cut, because no match of `FORMS` contains it."""
 
 
 def without_secrets(text: str) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from polar_proxy.store import migrate
 from polar_proxy.store.artifacts import ArtifactRepository, RewardRepository
 from polar_proxy.store.conversations import ConversationRepository
-from polar_proxy.store.database import Database, database_location, display_url
+from polar_proxy.store.database import Database
 from polar_proxy.store.names import NameRepository
 from polar_proxy.store.outage_marks import OutageMarks
 from polar_proxy.store.rollouts import RolloutRepository, TaskRepository
@@ -22,6 +22,7 @@ from polar_proxy.store.service.jobs import JobRepository
 from polar_proxy.store.service.queue import FleetRepository, QueueRepository
 from polar_proxy.store.sessions import ApiKeyRepository, SessionRepository
 from polar_proxy.store.training import TrainingRepository
+from polar_proxy.store.urls import database_location, display_url
 
 if TYPE_CHECKING:
     from polar_proxy.store.calls import CallRepository, OpenCallRepository

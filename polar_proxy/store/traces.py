@@ -46,7 +46,7 @@ class SessionTraces:
     calls: Sequence[CallRecord]
     """All calls of the session, as recorded."""
     trace_calls: Sequence[CallRecord]
-    """The same calls with the tokens that the traces refer to: for the builder `rescored`, the rescored tokens."""
+    """`calls` with the tokens that the traces refer to: for the builder `rescored`, the rescored tokens."""
 
 
 class TraceRepository(Repository):

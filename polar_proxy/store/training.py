@@ -20,7 +20,7 @@ from polar_proxy.types import Json
 _r = schema.training_runs.c
 _l = schema.training_lines.c
 _OWN_COLUMNS = ("kind", "step", "at")
-"""Fields of a line that have columns; the others are in `data`."""
+"""Fields of a line of metrics.jsonl that have their own columns; the others are in the column `data`."""
 
 
 class MissingLinesError(StoreError):
@@ -41,7 +41,7 @@ class TrainingRunRow:
     """The settings, as `GrpoConfig` has them."""
     created_at: float
     updated_at: float | None
-    """The time of the last line."""
+    """The time of the newest line of its metrics.jsonl; None without lines."""
     step: int
     """Number of completed steps."""
     lines: int

@@ -26,7 +26,7 @@ from polar_proxy.types import Json
 _GIT_URL = re.compile(r"(https?|ssh|git|file)://(?!-)[^\s\0]+")
 _COMMIT = re.compile(r"[A-Za-z0-9_][\w./@{}^~+-]{0,255}", re.ASCII)
 _IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*([/:@][A-Za-z0-9][A-Za-z0-9_.-]*)*")
-"""https://pkg.go.dev/github.com/distribution/reference; no part may begin like an option or leave a path."""
+"""Image name (https://pkg.go.dev/github.com/distribution/reference). No part may look like an option or be `..`."""
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _CONTROL = re.compile(r"[\0-\x1f\x7f-\x9f]")
 _NAME_LENGTH = 512

@@ -41,7 +41,8 @@ UNKNOWN = "unknown"
 _WORST_PER_TRACE = 3
 _WORST_IN_REPORT = 10
 _INFORMATIVE = -0.1
-"""Log-probability below which a token distinguishes the modes: a certain token has the same value in both."""
+"""Tokens of lower log-probability distinguish the modes `raw` and `processed`. A certain token has the same value in
+both."""
 _INFORMATIVE_TOKENS = 16
 _FITS = 0.95
 

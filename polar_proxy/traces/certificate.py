@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from polar_proxy.traces.builders import BuildResult
 
 SCHEMA = 2
-"""Increased when a field changes its meaning; a checker refuses other certificates."""
+"""Version of the certificate format, raised when a field changes its meaning. A checker refuses every other version."""
 
 Hash = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
 Count = Annotated[int, Field(strict=True, ge=0)]
@@ -109,7 +109,7 @@ class SampledSpan(CallSpan):
     versions: Annotated[list[tuple[Count, str | None]], Field(min_length=1)]
     """(first position within the answer, policy version) of each run of tokens."""
     past_reasoning: Literal["keep", "strip"] | None
-    """The setting under which the prompt was continued; None if it had no effect."""
+    """The setting `past_reasoning` under which the prompt was continued; None if it had no effect."""
     temperature: float | None
     changes: Json
     """Settings besides the temperature that changed the distribution, such as top_p or a penalty."""

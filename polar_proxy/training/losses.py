@@ -76,7 +76,7 @@ class LossStats:
     """Mean of |log pi_prox - log mu|, nats."""
     mismatch_max: float
     approx_kl: float
-    """KL(mu || pi_theta) by the k3 estimator: mean(r - 1 - log r)."""
+    """KL(mu || pi_theta) by the k3 estimator: mean(r - 1 - log r) with r = pi_theta / mu."""
     entropy: float
 
 
@@ -312,7 +312,7 @@ class KlStats:
     """Statistics of the KL term over the trained tokens."""
 
     mean: float
-    """Mean of the estimates, each with its importance ratio as in the loss, unweighted."""
+    """Mean of the KL estimates, each multiplied by its bounded importance ratio as in the loss, unweighted."""
     ratio_max: float
     """Largest importance ratio before it is bounded."""
     bounded_share: float

@@ -90,7 +90,7 @@ class Microbatch:
     tree: PrefixTree
     targets: Targets
     sampled: Tensor
-    """bool [m]"""
+    """bool [m]: whether the target was sampled; the others are observations."""
     observations: int
     """Number of observations in the whole update."""
     old_logprobs: Tensor

@@ -33,7 +33,7 @@ class StepStats:
     """Mean of |proximal log-probability - recorded one|, nats."""
     mismatch_max: float
     kl_reference: float | None
-    """Mean of the KL estimates, as the loss has them; None without a reference."""
+    """Mean of the KL estimates, each multiplied by its bounded importance ratio; None without a reference."""
     kl_ratio_max: float | None
     """Largest importance ratio of the KL term, before it is bounded."""
     kl_bounded_share: float | None

@@ -137,7 +137,7 @@ class TemperatureScores:
     targets: Tensor
     """int64 [k]: indices of the targets."""
     scores: Tensor
-    """[r', V]: logits / temperature, at least float32, of the rows of these targets."""
+    """[r', V]: logits / temperature, at least float32, of the r' rows that these targets need."""
     row_of: Tensor
     """int64 [k]: the row in `scores` of each target."""
 

@@ -96,7 +96,7 @@ class ProbeResult:
     largest: float
     mean: float
     moved: float | None
-    """Mean change of the trainer's own values since the last sync; None at the first."""
+    """Mean absolute change of the trainer's own log-probabilities since the last sync, nats; None at the first sync."""
 
 
 def probe_ids(vocab_size: int, count: int = PROBE_TOKENS) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import pytest
 from polar_proxy.api import ApiContext, BackgroundLoops, create_router, new_api_key
 from polar_proxy.api.service import ServiceCollector
 from polar_proxy.api_models import API_PREFIX, Role
-from polar_proxy.config import AdmissionSettings, Settings
+from polar_proxy.config import Settings
 from polar_proxy.engines.base import Engine
 from polar_proxy.gateway import Gateway
 from polar_proxy.rollouts import RolloutService, ServiceLimits
@@ -23,16 +23,9 @@ from polar_proxy.sessions.identity import hash_key
 from polar_proxy.store import Store
 from tests.fakes.player import PlayerEngine
 from tests.fakes.tiny_agent import TINY_AGENTS
+from tests.rollouts.quick_limits import QUICK_LIMITS
 
-LIMITS = ServiceLimits(
-    in_flight=4,
-    running=4,
-    retry_seconds=0.01,
-    poll_seconds=0.05,
-    pool_size=1,
-    refill=False,
-    admission=AdmissionSettings(memory_mb=0),  # independent of the load of this machine
-)
+LIMITS = replace(QUICK_LIMITS, in_flight=4, pool_size=1)
 
 
 @dataclass(frozen=True)

@@ -151,7 +151,7 @@ async def test_keys_are_made_listed_and_revoked(client: AsyncClient, store: Stor
 
 
 async def test_the_location_of_a_database_has_no_credentials() -> None:
-    from polar_proxy.store.database import database_location
+    from polar_proxy.store.urls import database_location
 
     url = "postgresql://polar:s3cret@db.example.com:5433/runs?password=x&sslmode=require"
     assert database_location(url) == "postgresql://db.example.com:5433/runs"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import json
 import re
@@ -10,7 +9,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from polar_proxy.conformance.awkward_answers import qwen_text, split_randomly
-from polar_proxy.conformance.forced_vllm import CUT_EVERY
+from polar_proxy.conformance.forced_vllm import CUT_EVERY, forced_reply
 from polar_proxy.engines.base import ExactPrompt
 from polar_proxy.engines.llamacpp import LlamaCppEngine
 from polar_proxy.engines.llamacpp.engine import AnswerState
@@ -37,10 +36,7 @@ class ForcedLlamaEngine(LlamaCppEngine):
     async def sample(
         self, request: EngineRequest, *, stream: bool = True, prompt: ExactPrompt | None = None
     ) -> AsyncGenerator[SampleEvent, None]:
-        reply = ScriptedReply.of(self.script(request))
-        await asyncio.sleep(reply.wait)
-        if reply.error is not None:
-            raise reply.error
+        reply = await forced_reply(self.script, request)
         forced = copy.copy(self)
         forced._forced = await self._forced_parts(qwen_text(reply))
         async with aclosing(LlamaCppEngine.sample(forced, request, stream=stream, prompt=prompt)) as events:

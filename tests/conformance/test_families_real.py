@@ -16,8 +16,12 @@ from tests.engines.vllm_environment import vllm_python
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
 
-FAMILIES = ("Qwen3.5", "Granite-4")
-"""Several of vLLM's parsers fit each of them. The first reasons and writes calls as XML, the other writes JSON."""
+FAMILIES = (
+    *("Qwen3", "Qwen3.5", "Kimi-K2", "MiniMax-M2", "Nemotron-3", "Ministral-3", "Granite-4"),
+    *("DeepSeek-V3.1", "Gemma-4", "Llama-3.1"),
+)
+MISREAD = ("DeepSeek-V3.1", "Gemma-4", "Llama-3.1")
+"""vLLM's own chat route gives one answer of each of their sessions otherwise than the model wrote it."""
 
 
 async def test_every_call_is_continued_and_read_as_the_chat_route_reads_it() -> None:
@@ -28,7 +32,9 @@ async def test_every_call_is_continued_and_read_as_the_chat_route_reads_it() -> 
     for result in results:
         assert result.problem is None, result
         for session in result.sessions:
-            assert (session.continued, session.read, session.misread, session.splits) == (10, 11, 0, 0), result
+            assert (session.continued, session.splits) == (10, 0), result
+            assert session.misread <= (result.name in MISREAD), result
+            assert session.read >= 11 - session.misread, result
             assert session.largest is not None
             assert session.largest < 1e-3, result
 
@@ -41,11 +47,10 @@ async def test_real_agents_on_qwen35_never_drift_in_continue_mode() -> None:
     adapters = [get_adapter(name) for name in ("codex", "pi", "mini-swe-agent")]
     if not all(adapter.is_installed(cache) for adapter in adapters):
         pytest.skip("codex, pi and mini-swe-agent are not installed: `polar harness install`")
-    rows = [row async for row, _ in run_agents(served, family, adapters, cache)]
+    rows = [row async for row, _ in run_agents(served, family, adapters, cache, ["continue"])]
     assert {row.harness: row.fault for row in rows if row.fault} == {}
     assert all(row.adds_up for row in rows)
-    continued = [row for row in rows if row.mode == "continue"]
-    assert len(continued) == 3
-    assert {row.harness: row.causes for row in continued if row.drifted} == {}
-    assert all(row.continued >= 5 for row in continued)
-    assert all(row.largest is not None and row.largest < 1e-3 for row in continued)
+    assert [row.mode for row in rows] == ["continue"] * len(adapters)
+    assert {row.harness: row.causes for row in rows if row.drifted} == {}
+    assert all(row.continued >= 5 for row in rows)
+    assert all(row.largest is not None and row.largest < 1e-3 for row in rows)

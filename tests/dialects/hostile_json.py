@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import orjson
+from hypothesis import event
 from hypothesis import strategies as st
 
-from polar_proxy.dialects.base import Dialect
+from polar_proxy.dialects.base import Dialect, ParsedRequest
 from polar_proxy.errors import RequestError
 from polar_proxy.types import Json
 
@@ -40,6 +41,18 @@ def assert_refusal(dialect: Dialect, error: RequestError) -> None:
     """Assert that an error is the client's, and can be written."""
     assert 400 <= error.status < 500
     assert orjson.loads(dialect.error_body(error, "req_1"))["error"]["message"]
+
+
+def parse_or_refuse(dialect: Dialect, body: Json) -> ParsedRequest | None:
+    """Return the parsed body, or None after checking the refusal. Other exceptions are faults."""
+    try:
+        parsed = dialect.parse(body)
+    except RequestError as refused:
+        event("refused")
+        assert_refusal(dialect, refused)
+        return None
+    event("parsed")
+    return parsed
 
 
 _FIELDS = (

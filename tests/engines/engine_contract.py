@@ -4,6 +4,8 @@
 * `model_dir`: the model folder (its tokenizer knows which tokens are special).
 
 Set `tail_may_be_lost` for servers that never send text that ends in unfinished UTF-8.
+
+Engines of servers that have a fake also subclass `AbortContract`.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from transformers import AutoTokenizer
 from polar_proxy.engines.base import Engine
 from polar_proxy.errors import RequestError
 from polar_proxy.types import ChatRequest, EngineRequest, Json, Message, SampleEvent, Sampling, TextRequest, ToolCall
+from tests.fakes.engine_server import FakeServer
+from tests.until import until
 
 PLAIN = Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_tokens=24)
 """Every setting is explicit, so that raw and processed log-probabilities are the same."""
@@ -287,3 +291,24 @@ class EngineContract:
             answer = result.choices[0]
             fresh = (await engine.score([*result.prompt_ids, *answer.token_ids]))[len(result.prompt_ids) - 1 :]
             assert answer.logprobs == pytest.approx(fresh, abs=1e-3)
+
+
+class AbortContract:
+    """Subclass it with a fixture `generating`: a fake server whose next answer takes 25 seconds, and its engine."""
+
+    @pytest.mark.parametrize("how", ["close", "cancel"])
+    async def test_leaving_a_stream_aborts_the_generation(
+        self, generating: tuple[FakeServer, Engine], how: str
+    ) -> None:
+        fake, engine = generating
+        fake.bodies.clear()
+        if how == "close":
+            async with aclosing(engine.sample(chat())) as events:
+                await anext(events)
+        else:
+            task = asyncio.create_task(run(engine, chat()))
+            await until(lambda: fake.bodies)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        await until(lambda: fake.aborted)
+        assert fake.aborted == 1

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import AsyncIterator
-from contextlib import aclosing
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -17,10 +15,11 @@ from polar_proxy.engines.openai_stream import UNKNOWN_ID
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.types import Sampling
 from tests.engines.continuation_contract import ContinuationContract
-from tests.engines.engine_contract import PLAIN, WEATHER, Answer, EngineContract, chat, gather, run
+from tests.engines.engine_contract import PLAIN, WEATHER, AbortContract, Answer, EngineContract, chat, gather, run
+from tests.fakes.engine_server import Fault
 from tests.fakes.llama_server import FakeLlama, raw_logprobs, sampled_logprobs
 from tests.fakes.vllm_folder import write_model_folder
-from tests.fakes.vllm_server import END, Fault, ids
+from tests.fakes.vllm_server import END, ids
 from tests.until import until
 
 TOOLS = {"tools": (WEATHER,)}
@@ -186,22 +185,13 @@ async def test_an_invalid_byte_is_not_taken_for_the_replacement_character() -> N
         assert answer.token_ids == [UNKNOWN_ID, *broken[1:]]
 
 
-@pytest.mark.parametrize("how", ["close", "cancel"])
-async def test_leaving_a_stream_aborts_the_generation(how: str) -> None:
-    async with FakeLlama() as fake, LlamaCppEngine(fake.url) as engine:
-        fake.script("x" * 500)
-        fake.delay = 0.05
-        fake.bodies.clear()
-        if how == "close":
-            async with aclosing(engine.sample(chat())) as events:
-                await anext(events)
-        else:
-            task = asyncio.create_task(run(engine, chat()))
-            await until(lambda: fake.bodies)
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-        await until(lambda: fake.aborted)
-        assert fake.aborted == 1
+class TestAbort(AbortContract):
+    @pytest.fixture
+    async def generating(self) -> AsyncIterator[tuple[FakeLlama, LlamaCppEngine]]:
+        async with FakeLlama() as fake, LlamaCppEngine(fake.url) as engine:
+            fake.script("x" * 500)
+            fake.delay = 0.05
+            yield fake, engine
 
 
 async def test_a_stop_string_ends_the_generation_at_the_server() -> None:

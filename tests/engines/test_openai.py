@@ -22,8 +22,9 @@ from polar_proxy.traces.builders import build
 from polar_proxy.types import ChatRequest, EngineRequest, Json, Message, Sampling, TextRequest, ToolCall
 from tests.conftest import Serve
 from tests.engines.engine_contract import WEATHER, chat
+from tests.fakes.engine_server import Fault
 from tests.fakes.strict_api import StrictApi
-from tests.fakes.vllm_server import Answer, Fault
+from tests.fakes.vllm_server import Answer
 
 pytestmark = pytest.mark.slow
 

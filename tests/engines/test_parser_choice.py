@@ -37,6 +37,8 @@ TELLING = tokenized("C:\\new")
 class ScriptedParsers(ParserProcess):
     """RIGHT and ALIKE parse like the server, OTHER does not parse TELLING like it."""
 
+    pairs: tuple[Parsers, ...] = (RIGHT, ALIKE, OTHER)
+
     def __init__(self, *, telling: Sequence[int]) -> None:
         super().__init__("python", "model")
         self._telling = list(telling)
@@ -58,7 +60,7 @@ class ScriptedParsers(ParserProcess):
         self, request: Json, samples: Sequence[Json], parsers: Sequence[Parsers] | None = None
     ) -> list[Parsers]:
         told = any(list(sample["ids"]) == [*TELLING, END] for sample in samples)
-        return [pair for pair in parsers or (RIGHT, ALIKE, OTHER) if not (told and pair == OTHER)]
+        return [pair for pair in parsers or self.pairs if not (told and pair == OTHER)]
 
     async def distinguish(
         self, request: Json, prompts: Sequence[Sequence[int]], answers: Json, parsers: Sequence[Parsers], seed: int
@@ -101,7 +103,7 @@ async def test_parsers_are_named_if_the_server_never_shows_a_difference() -> Non
 class ManyParsers(ScriptedParsers):
     """The server's answers rule out one pair of parsers at a time."""
 
-    pairs: tuple[Parsers, ...] = (RIGHT, ALIKE, *((f"xml{number}", None) for number in range(2, 9)))
+    pairs = (RIGHT, ALIKE, *((f"xml{number}", None) for number in range(2, 9)))
 
     async def match(
         self, request: Json, samples: Sequence[Json], parsers: Sequence[Parsers] | None = None
@@ -129,6 +131,25 @@ async def test_no_parsers_are_chosen_if_no_call_in_the_models_form_was_sampled()
             await ParserProofs(engine.client, end=END, tools=True, process=process).prove({})
         named = ParserProofs(engine.client, end=END, tools=True, process=process, parsers=RIGHT)
         assert (await named.prove({})).parsers == RIGHT
+
+
+async def test_parsers_are_chosen_by_the_calls_of_the_servers_own_grammar() -> None:
+    """vLLM's parser for GLM 4.7 replaces a given grammar by one for tool calls."""
+    limits = frozenset({"other_form", "own_grammar"})
+    async with FakeVllm(limits=limits) as fake, VllmEngine(fake.url) as engine:
+        process = ScriptedParsers(telling=TELLING)
+        process.pairs = (RIGHT,)
+        assert (await ParserProofs(engine.client, end=END, tools=True, process=process).prove({})).parsers == RIGHT
+
+
+@pytest.mark.parametrize("limit", ["own_grammar", "no_choice"])
+async def test_answers_under_the_servers_own_grammar_count_as_constrained_if_its_parser_is_unknown(limit: str) -> None:
+    limits = frozenset({"other_form", limit})
+    async with FakeVllm(limits=limits) as fake, VllmEngine(fake.url) as engine:
+        proofs = ParserProofs(engine.client, end=END, tools=True)
+        with pytest.raises(CannotContinueError, match="vLLM's package was not found"):
+            await proofs.prove({})
+        assert await proofs.constrains(ChatRequest("", (), tools=(TOOL,))) == (limit == "own_grammar")
 
 
 async def test_given_parsers_are_not_compared_with_others() -> None:

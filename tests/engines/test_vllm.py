@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from contextlib import aclosing
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -17,8 +17,9 @@ from polar_proxy.engines.vllm.client import parse_load
 from polar_proxy.engines.vllm.probe import read_precision
 from polar_proxy.errors import EngineDroppedError, EngineError, PolarError, RequestError
 from polar_proxy.types import SampleEvent, Sampling
-from tests.engines.engine_contract import WEATHER, chat, gather, run
-from tests.fakes.vllm_server import END, Answer, FakeVllm, Fault, ids, text_of
+from tests.engines.engine_contract import WEATHER, AbortContract, chat, gather, run
+from tests.fakes.engine_server import Fault
+from tests.fakes.vllm_server import END, Answer, FakeVllm, ids, text_of
 from tests.until import until
 
 TOOLS = {"tools": (WEATHER,)}
@@ -222,21 +223,12 @@ async def test_streams_text_and_waits_for_a_slow_start() -> None:
         assert gather(events).choices[0].text == "abcdef"
 
 
-@pytest.mark.parametrize("how", ["close", "cancel"])
-async def test_leaving_a_stream_aborts_the_generation(how: str) -> None:
-    async with FakeVllm() as fake, VllmEngine(fake.url) as engine:
-        fake.script(Answer("x" * 500, delay=0.05))
-        if how == "close":
-            async with aclosing(engine.sample(chat())) as events:
-                await anext(events)
-        else:
-            fake.bodies.clear()
-            task = asyncio.create_task(run(engine, chat()))
-            await until(lambda: fake.bodies)
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-        await until(lambda: fake.aborted)
-        assert fake.aborted == 1
+class TestAbort(AbortContract):
+    @pytest.fixture
+    async def generating(self) -> AsyncIterator[tuple[FakeVllm, VllmEngine]]:
+        async with FakeVllm() as fake, VllmEngine(fake.url) as engine:
+            fake.script(Answer("x" * 500, delay=0.05))
+            yield fake, engine
 
 
 async def test_cancelling_a_whole_answer_aborts_the_generation() -> None:

@@ -13,18 +13,16 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from itertools import count
-from typing import Any, Self
 
 from aiohttp import web
 
+from tests.fakes.engine_server import FakeServer, Fault, Json, sse
 from tests.fakes.vllm_folder import TEMPLATE
-from tests.fakes.vllm_server import END, EOT, OFFSET, VOCABULARY, FakeVllm, Fault, sse, text_of, tokenized
+from tests.fakes.vllm_server import END, EOT, OFFSET, VOCABULARY, FakeVllm, text_of, tokenized
 
-Json = dict[str, Any]
 STOPS = (END, EOT)
 
 
@@ -79,7 +77,7 @@ def is_cut(data: bytes) -> bool:
 
 
 @dataclass
-class FakeLlama:
+class FakeLlama(FakeServer):
     """`limits`: any of no_ids, no_probs, no_settings (a request's samplers are ignored), raw_only
     (`post_sampling_probs` is ignored), other_form, ollama, loading, chat_differs (the chat route adds a token)."""
 
@@ -88,36 +86,15 @@ class FakeLlama:
     delay: float = 0.0
     """Seconds before each token."""
 
-    scripted: deque[str | list[int] | Fault] = field(default_factory=deque)
-    bodies: list[Json] = field(default_factory=list)
-    """Bodies of the streamed generations."""
-    aborted: int = 0
-    """Streams whose client disconnected."""
-
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._template = FakeVllm(limits=self.limits)
         self._planned: list[int] = []
         """The prompt and the answer of the latest scripted answer."""
         self._answered = 0
         """Length of this prompt."""
-        self.url = ""
 
-    def script(self, *answers: str | list[int] | Fault) -> None:
-        self.scripted.extend(answers)
-
-    async def __aenter__(self) -> Self:
-        app = web.Application(client_max_size=1 << 30)
-        app.router.add_route("*", "/{path:.*}", self._serve)
-        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        await self._runner.cleanup()
-
-    async def _serve(self, request: web.Request) -> web.StreamResponse:
+    async def serve(self, request: web.Request) -> web.StreamResponse:
         body = await request.json() if request.can_read_body else {}
         if request.path == "/completion":
             return await self._completion(request, body)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from tests.fakes.vllm_server import FakeVllm, Json, error
+from tests.fakes.engine_server import Json
+from tests.fakes.vllm_server import FakeVllm, error
 
 _BODY = {
     *("model", "messages", "prompt", "tools", "tool_choice", "parallel_tool_calls", "response_format"),
@@ -44,8 +45,8 @@ class StrictApi(FakeVllm):
                 return error("Missing `reasoning_content` field in the assistant message", 400, None)
         return super().refusal(path, body)
 
-    async def _serve(self, request: web.Request) -> web.StreamResponse:
-        answer = await super()._serve(request)
+    async def serve(self, request: web.Request) -> web.StreamResponse:
+        answer = await super().serve(request)
         if answer.status >= 400 and self.retry_after is not None:
             answer.headers["retry-after"] = self.retry_after
         return answer

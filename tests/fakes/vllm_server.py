@@ -1,4 +1,4 @@
-"""A fake vLLM server with a script: ids, log-probabilities, streams, errors. The only fake engine server.
+"""A fake vLLM server with a script: ids, log-probabilities, streams, errors.
 
     async with FakeVllm() as fake:
         fake.script(Answer("Hello"), Fault(status=429, message="slow down"), Answer("bye", drop_after=3))
@@ -16,18 +16,16 @@ import asyncio
 import json
 import math
 import re
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
-from typing import Any, Self
 
 from aiohttp import web
 
+from tests.fakes.engine_server import FakeServer, Fault, Json, sse
 from tests.fakes.vllm_parsers import derendered_chunk, parse_answer
 
-Json = dict[str, Any]
 EOT, START, END, CALL, CALLED = range(5)
 NAMES = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>")
 OFFSET = len(NAMES)
@@ -102,19 +100,10 @@ class Answer:
 
 
 @dataclass
-class Fault:
-    """An error response in vLLM's form; without a status, the connection is cut at once."""
-
-    status: int | None = 500
-    message: str = "scripted fault"
-    param: str | None = None
-    body: bytes | None = None
-
-
-@dataclass
-class FakeVllm:
+class FakeVllm(FakeServer):
     """`limits`: any of no_ids, no_stream_ids, no_logprobs, no_tools, no_tokenize, no_score, no_version, logits,
-    no_choice (structured outputs are ignored), other_form (calls are `name(arguments)` between the tags, for template
+    no_choice (structured outputs are ignored), own_grammar (with tools, it samples a call by a grammar of its own
+    instead), other_form (calls are `name(arguments)` between the tags, for template
     and chat).
 
     `thinks`: it has a reasoning parser. `derenders`: as with --enable-scale-out. `reports_versions`: as vLLM 0.33.
@@ -137,35 +126,11 @@ class FakeVllm:
     """The folder that it names as its model's; `vllm_folder.py` writes one."""
 
     def __post_init__(self) -> None:
-        self.scripted: deque[Answer | Fault] = deque()
-        self.bodies: list[Json] = []
-        """Bodies of the generation requests, in order of arrival."""
-        self.aborted = 0
-        """Generations whose client disconnected."""
+        super().__post_init__()
         self.peers: set[object] = set()
         """Addresses of the connections that were used."""
-        self.url = ""
 
-    def script(self, *answers: Answer | Fault) -> None:
-        self.scripted.extend(answers)
-
-    async def __aenter__(self) -> Self:
-        app = web.Application(client_max_size=1 << 30)
-        app.router.add_route("*", "/{path:.*}", self._serve)
-        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
-        await site.start()
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        await self.stop()
-
-    async def stop(self) -> None:
-        await self._runner.cleanup()
-
-    async def _serve(self, request: web.Request) -> web.StreamResponse:
+    async def serve(self, request: web.Request) -> web.StreamResponse:
         self.peers.add(request.get_extra_info("peername"))
         if self.api_key and request.headers.get("authorization") != f"Bearer {self.api_key}":
             return web.json_response({"error": "Unauthorized"}, status=401)
@@ -295,7 +260,9 @@ class FakeVllm:
         form = body.get("structured_outputs")
         if not form or "no_choice" in self.limits:
             return answer
-        if "choice" in form:
+        if "own_grammar" in self.limits and body.get("tools"):
+            tokens = [CALL, *ids('look({"path": "a"})'), CALLED, END]
+        elif "choice" in form:
             tokens = [*tokenized(form["choice"][0]), END]
         else:
             tokens = [*map(int, re.findall(r"Token\((\d+)\)", form["grammar"])), END]
@@ -482,10 +449,6 @@ class FakeVllm:
 
 def error(message: str, code: int, param: str | None) -> Json:
     return {"error": {"message": message, "type": "BadRequestError", "param": param, "code": code}}
-
-
-def sse(chunk: Json) -> bytes:
-    return b"data: " + json.dumps(chunk).encode() + b"\n\n"
 
 
 def tool_call(index: int, name: str, arguments: str) -> Json:

@@ -11,9 +11,10 @@ import httpx
 from openai import AsyncOpenAI
 
 from polar_proxy.engines.base import Engine
+from polar_proxy.engines.scripted import ScriptedEngine
 from polar_proxy.sessions.identity import hash_key
 from polar_proxy.store import Store
-from polar_proxy.types import CallRecord
+from polar_proxy.types import CallRecord, ChatRequest
 from tests.conftest import Serve
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -51,6 +52,13 @@ async def only_call(store: Store) -> CallRecord:
     """Return the only call of the store, once it is recorded."""
     (call,) = await recorded_calls(store, count=1)
     return call
+
+
+def chat_request(engine: ScriptedEngine, number: int = -1) -> ChatRequest:
+    """Return a conversation that reached the engine, by default the latest."""
+    request = engine.requests[number]
+    assert isinstance(request, ChatRequest)
+    return request
 
 
 def events_of(body: str) -> list[str]:

@@ -12,40 +12,21 @@ from openai import AsyncOpenAI
 from openai.types.conversations import Conversation, ConversationDeletedResource, ConversationItem, ConversationItemList
 from pydantic import TypeAdapter
 
-from polar_proxy.engines.scripted import ScriptedAnswer, ScriptedEngine, ScriptedReply
+from polar_proxy.engines.scripted import ScriptedEngine, ScriptedReply
 from polar_proxy.gateway import conversations
 from polar_proxy.store import Store
-from polar_proxy.types import ChatRequest, EngineRequest, Json, Message, ToolCall
+from polar_proxy.types import Json, Message
 from tests.conftest import Serve
 from tests.fakes.player import BrokenEngine
 from tests.fakes.store_faults import failing_writes
-from tests.gateway.agents import client, connected_sdk, new_session, recorded_calls
+from tests.gateway.agents import chat_request, client, connected_sdk, new_session, recorded_calls
+from tests.gateway.responses_agent import CALLS, OUTPUTS, TOOLS, two_step_engine
 from tests.until import until
 
 pytestmark = pytest.mark.slow
 
-TOOLS: Any = [
-    {"type": "function", "name": "bash", "parameters": {"type": "object"}},
-    {"type": "custom", "name": "apply_patch", "description": "Edit files."},
-]
-CALLS = (ToolCall("c0", "bash", '{"command":"ls"}'), ToolCall("c1", "apply_patch", '{"input": "*** Begin Patch"}'))
-OUTPUTS: Any = [
-    {"type": "function_call_output", "call_id": "c0", "output": "ok"},
-    {"type": "custom_tool_call_output", "call_id": "c1", "output": "ok"},
-]
 HELLO: Json = {"type": "message", "role": "user", "content": "hi"}
 both = pytest.mark.parametrize("stream", [False, True])
-
-
-def agent() -> ScriptedEngine:
-    """Return an engine that thinks, writes and calls both tools, then answers "done"."""
-
-    def script(request: EngineRequest) -> ScriptedAnswer:
-        first = ScriptedReply("let me see", "hm", CALLS)
-        return first if len(engine.requests) == 1 else "done"
-
-    engine = ScriptedEngine(script)
-    return engine
 
 
 def assert_published(model: Any, answer: Any) -> None:
@@ -117,7 +98,7 @@ async def test_items_are_added_listed_read_and_deleted(serve: Serve) -> None:
 @both
 async def test_calls_of_a_conversation_continue_each_other(serve: Serve, store: Store, stream: bool) -> None:
     """The second turn sends only the tools' outputs; a gateway that has just started serves it."""
-    engine = agent()
+    engine = two_step_engine()
     async with connected_sdk(serve, engine) as sdk:
         made = await sdk.conversations.create(items=[{"type": "message", "role": "developer", "content": "be exact"}])
         one = await turn(sdk, stream, conversation=made.id, input=[HELLO], instructions="now")
@@ -132,8 +113,7 @@ async def test_calls_of_a_conversation_continue_each_other(serve: Serve, store: 
     outputs = ["function_call_output", "custom_tool_call_output", "message"]
     assert [item.type for item in items] == ["message", "message", *kinds, *outputs, "message", "message"]
     assert [item.id for item in items[2:6]] == [item.id for item in one.output]
-    seen = engine.requests[1]
-    assert isinstance(seen, ChatRequest)
+    seen = chat_request(engine, 1)
     assert seen.messages[0] == Message("system", "now\n\nbe exact")
     assert seen.messages[2] == Message("assistant", "let me see", "hm", CALLS)
     first, second, third = await recorded_calls(store)

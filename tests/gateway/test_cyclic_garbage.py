@@ -13,8 +13,9 @@ import pytest
 
 from polar_proxy.engines.vllm import VllmEngine
 from tests.conftest import Serve
+from tests.fakes.engine_server import Fault
 from tests.fakes.vllm_folder import write_model_folder
-from tests.fakes.vllm_server import Answer, FakeVllm, Fault
+from tests.fakes.vllm_server import Answer, FakeVllm
 from tests.gateway.agents import client
 
 USER = [{"role": "user", "content": "list the files"}]

@@ -9,7 +9,8 @@ from polar_proxy.engines.vllm import VllmEngine
 from polar_proxy.store import Store
 from polar_proxy.traces.grades import excluded_calls
 from tests.conftest import Serve
-from tests.fakes.vllm_server import FakeVllm, Fault
+from tests.fakes.engine_server import Fault
+from tests.fakes.vllm_server import FakeVllm
 from tests.gateway.agents import CHAT, client, recorded_calls
 
 

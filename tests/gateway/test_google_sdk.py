@@ -19,7 +19,7 @@ from polar_proxy.store import Store
 from polar_proxy.types import ChatRequest, EngineRequest, ToolCall
 from tests.conftest import Serve
 from tests.fakes.player import BrokenEngine
-from tests.gateway.agents import recorded_calls
+from tests.gateway.agents import chat_request, recorded_calls
 
 pytestmark = pytest.mark.slow
 
@@ -134,8 +134,7 @@ async def test_parallel_tool_calls_round_trip(serve: Serve, store: Store, stream
         history = [user, types.Content(role="model", parts=parts), types.Content(role="user", parts=results)]
         last = await client.models.generate_content(model="m", contents=history, config=config(tools=[BASH]))
     assert last.text == "done"
-    request = engine.requests[-1]
-    assert isinstance(request, ChatRequest)
+    request = chat_request(engine)
     assert [tool["function"]["parameters"] for tool in request.tools] == [
         {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
     ]
@@ -170,8 +169,7 @@ async def test_automatic_function_calling(serve: Serve, store: Store) -> None:
         )
     assert answer.text == "done"
     assert heard == ["ls 1", "ls 2"]
-    request = engine.requests[-1]
-    assert isinstance(request, ChatRequest)
+    request = chat_request(engine)
     assert [m.content for m in request.messages if m.role == "tool"] == ["ok ls 1", "ok ls 2"]
     assert [call.edge for call in await recorded_calls(store)] == [
         "root",
@@ -199,8 +197,7 @@ async def test_reasoning_round_trip_in_a_chat(serve: Serve, store: Store, stream
         assert "".join(part.text for part in parts if part.thought) == ("why" if shown else "")
         assert "".join(part.text for part in parts if not part.thought) == "hello"
         await chat.send_message("two")
-    request = engine.requests[-1]
-    assert isinstance(request, ChatRequest)
+    request = chat_request(engine)
     assert [(m.role, m.content, m.reasoning) for m in request.messages] == [
         ("user", "one", None),
         ("assistant", "hello", "why"),
@@ -217,8 +214,7 @@ async def test_arguments_that_are_not_an_object_round_trip(serve: Serve, store: 
         chat = client.chats.create(model="m", config=config(tools=[BASH]))
         assert (await chat.send_message("one")).text == "bash([1])"
         assert (await chat.send_message("two")).text == "done"
-    request = engine.requests[-1]
-    assert isinstance(request, ChatRequest)
+    request = chat_request(engine)
     assert request.messages[1].tool_calls == (ToolCall("call_1", "bash", "[1]"),)
     assert [call.edge for call in await recorded_calls(store)] == ["root", "continues"]
 
@@ -290,8 +286,7 @@ async def test_images_reach_the_engine(serve: Serve) -> None:
     image = types.Part.from_bytes(data=b"\xfb\xff\xfe", mime_type="image/png")
     async with connected(serve, engine) as client:
         await client.models.generate_content(model="m", contents=[image, "what?"])
-    request = engine.requests[0]
-    assert isinstance(request, ChatRequest)
+    request = chat_request(engine, 0)
     (message,) = request.messages
     assert message.content == [
         {"type": "image_url", "image_url": {"url": "data:image/png;base64,+//+"}},

@@ -15,10 +15,10 @@ from openai.types.responses import CompactedResponse
 from websockets.asyncio.client import ClientConnection
 
 from polar_proxy.engines.scripted import ScriptedEngine
-from polar_proxy.types import ChatRequest, Json
+from polar_proxy.types import Json
 from tests.conftest import Serve
 from tests.foreign.obliging_engine import obliging_engine
-from tests.gateway.agents import client
+from tests.gateway.agents import chat_request, client
 from tests.gateway.published_responses import check_event, check_response, checked_events
 from tests.gateway.websocket_client import create, opened
 
@@ -41,9 +41,7 @@ def user(text: str) -> Json:
 
 def seen(engine: ScriptedEngine) -> list[tuple[str, Any]]:
     """Return role and content of each message of the last prompt."""
-    request = engine.requests[-1]
-    assert isinstance(request, ChatRequest)
-    return [(message.role, message.content) for message in request.messages]
+    return [(message.role, message.content) for message in chat_request(engine).messages]
 
 
 IMAGE: list[Json] = [

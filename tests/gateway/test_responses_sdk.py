@@ -19,10 +19,10 @@ from polar_proxy.dialects.openai_responses.dialect import OpenAIResponses
 from polar_proxy.engines.scripted import END, Script, ScriptedAnswer, ScriptedEngine, ScriptedReply, encode, logprob
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.store import Store
-from polar_proxy.types import ChatRequest, EngineRequest, Json, Message, ToolCall
+from polar_proxy.types import EngineRequest, Json, Message, ToolCall
 from tests.conftest import Serve
 from tests.fakes.player import BrokenEngine
-from tests.gateway.agents import connected_sdk, recorded_calls
+from tests.gateway.agents import chat_request, connected_sdk, recorded_calls
 
 pytestmark = pytest.mark.slow
 
@@ -41,12 +41,6 @@ CALLS = (
 def thinking(script: Script) -> ScriptedEngine:
     """Return an engine that gives the script's answers after the reasoning "hm"."""
     return ScriptedEngine(lambda request: replace(ScriptedReply.of(script(request)), reasoning="hm"))
-
-
-def chat(engine: ScriptedEngine, number: int = -1) -> ChatRequest:
-    request = engine.requests[number]
-    assert isinstance(request, ChatRequest)
-    return request
 
 
 async def ask(client: AsyncOpenAI, stream: bool, **fields: Any) -> Response:
@@ -108,8 +102,8 @@ async def test_parallel_tool_calls_round_trip_and_continue(serve: Serve, store: 
         history: Any = [question, *items, *outputs]
         last = await ask(client, stream, input=history, tools=TOOLS, store=False)
     assert last.output_text == "done"
-    assert [tool["function"]["name"] for tool in chat(engine).tools] == ["bash", "apply_patch", "ns__exec"]
-    user, assistant, *results = chat(engine).messages
+    assert [tool["function"]["name"] for tool in chat_request(engine).tools] == ["bash", "apply_patch", "ns__exec"]
+    user, assistant, *results = chat_request(engine).messages
     assert user == Message("user", "hi")
     assert assistant.reasoning == "hm"
     assert [(c.id, c.name, json.loads(c.arguments)) for c in assistant.tool_calls] == [
@@ -135,8 +129,8 @@ async def test_continues_a_previous_response(serve: Serve, store: Store, stream:
         three = await ask(client, stream, input="three", previous_response_id=two.id)
     assert (two.previous_response_id, three.previous_response_id) == (one.id, two.id)
     assert three.output_text == "third"
-    assert chat(engine, 1).messages[0] == Message("system", "second rule")
-    seen = chat(engine, 2).messages
+    assert chat_request(engine, 1).messages[0] == Message("system", "second rule")
+    seen = chat_request(engine, 2).messages
     assert [message.role for message in seen] == ["user", "assistant", "tool", "tool", "tool", "assistant", "user"]
     assert seen[1].tool_calls == CALLS
     assert [message.reasoning for message in seen if message.role == "assistant"] == ["hm", "hm"]
@@ -203,7 +197,7 @@ async def test_structured_output(serve: Serve, stream: bool) -> None:
         else:
             parsed = (await client.responses.parse(model="m", input="hi", text_format=Point)).output_parsed
     assert parsed == Point(x=3)
-    form = chat(engine).response_format
+    form = chat_request(engine).response_format
     assert form is not None
     assert form["json_schema"]["schema"]["properties"] == {"x": {"title": "X", "type": "integer"}}
 

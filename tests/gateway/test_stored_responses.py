@@ -12,40 +12,20 @@ from openai import AsyncOpenAI
 from openai.types.responses import CompactedResponse, ResponseItem
 from pydantic import TypeAdapter
 
-from polar_proxy.engines.scripted import ScriptedAnswer, ScriptedEngine, ScriptedReply
+from polar_proxy.engines.scripted import ScriptedEngine
 from polar_proxy.store import Store
-from polar_proxy.types import ChatRequest, EngineRequest, Json, Message, ToolCall
+from polar_proxy.types import Json, Message
 from tests.conftest import Serve
 from tests.fakes.player import BrokenEngine
 from tests.fakes.store_faults import failing_writes
-from tests.gateway.agents import client, connected_sdk, new_session, recorded_calls
+from tests.gateway.agents import chat_request, client, connected_sdk, new_session, recorded_calls
 from tests.gateway.published_responses import check_response, checked_events
+from tests.gateway.responses_agent import CALLS, OUTPUTS, TOOLS, two_step_engine
 
 pytestmark = pytest.mark.slow
 
-TOOLS: Any = [
-    {"type": "function", "name": "bash", "parameters": {"type": "object"}},
-    {"type": "custom", "name": "apply_patch", "description": "Edit files."},
-]
-CALLS = (ToolCall("c0", "bash", '{"command":"ls"}'), ToolCall("c1", "apply_patch", '{"input": "*** Begin Patch"}'))
 BODY: Json = {"model": "m", "input": "hi"}
 _ITEMS: TypeAdapter[Any] = TypeAdapter(ResponseItem)
-
-
-def agent() -> ScriptedEngine:
-    """Return an engine that thinks, writes and calls both tools, then answers "done"."""
-
-    def script(request: EngineRequest) -> ScriptedAnswer:
-        first = ScriptedReply("let me see", "hm", CALLS)
-        return first if len(engine.requests) == 1 else "done"
-
-    engine = ScriptedEngine(script)
-    return engine
-
-
-def outputs() -> list[Any]:
-    kinds = ("function_call_output", "custom_tool_call_output")
-    return [{"type": kind, "call_id": f"c{number}", "output": "ok"} for number, kind in enumerate(kinds)]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -53,7 +33,7 @@ async def test_second_turn_that_names_the_first_by_item_ids_continues_it(
     serve: Serve, store: Store, stream: bool
 ) -> None:
     """The AI SDK sends such bodies. The model sees the conversation, and the call continues the first one's tokens."""
-    engine = agent()
+    engine = two_step_engine()
     question: Any = {"role": "user", "content": "hi"}
     async with connected_sdk(serve, engine) as sdk:
         if stream:
@@ -64,10 +44,9 @@ async def test_second_turn_that_names_the_first_by_item_ids_continues_it(
     assert [item.type for item in one.output] == ["reasoning", "message", "function_call", "custom_tool_call"]
     references: Any = [{"type": "item_reference", "id": item.id} for item in one.output]
     async with connected_sdk(serve, engine) as sdk:  # a gateway that has just started
-        two = await sdk.responses.create(model="m", input=[question, *references, *outputs()], tools=TOOLS)
+        two = await sdk.responses.create(model="m", input=[question, *references, *OUTPUTS], tools=TOOLS)
     assert two.output_text == "done"
-    seen = engine.requests[-1]
-    assert isinstance(seen, ChatRequest)
+    seen = chat_request(engine)
     assert seen.messages[1] == Message("assistant", "let me see", "hm", CALLS)
     first, second = await recorded_calls(store)
     assert (second.edge, second.base_call_id) == ("continues", first.call_id)
@@ -75,7 +54,7 @@ async def test_second_turn_that_names_the_first_by_item_ids_continues_it(
 
 
 async def test_response_is_retrieved_as_it_was_sent(serve: Serve) -> None:
-    async with connected_sdk(serve, agent(), temperature=0.5) as sdk:
+    async with connected_sdk(serve, two_step_engine(), temperature=0.5) as sdk:
         sent = await sdk.responses.create(
             model="m", input="hi", instructions="be exact", tools=TOOLS, metadata={"a": "b"}, top_p=0.3
         )
@@ -92,7 +71,7 @@ async def test_response_is_retrieved_as_it_was_sent(serve: Serve) -> None:
 
 
 async def test_recorded_events_are_streamed_again(serve: Serve) -> None:
-    async with connected_sdk(serve, agent()) as sdk:
+    async with connected_sdk(serve, two_step_engine()) as sdk:
         sent = await sdk.responses.create(model="m", input="hi", tools=TOOLS)
         events = [event async for event in await sdk.responses.retrieve(sent.id, stream=True)]
         later = [event async for event in await sdk.responses.retrieve(sent.id, stream=True, starting_after=3)]
@@ -136,35 +115,22 @@ async def test_input_items_are_listed_in_pages(serve: Serve) -> None:
 @pytest.mark.parametrize(
     ("query", "param"),
     [
-        ("limit=0", "limit"),
-        ("limit=101", "limit"),
-        ("limit=x", "limit"),
-        ("order=up", "order"),
-        ("after=msg_x", "after"),
-        ("include=secrets", "include"),
+        ("/input_items?limit=0", "limit"),
+        ("/input_items?limit=101", "limit"),
+        ("/input_items?limit=x", "limit"),
+        ("/input_items?order=up", "order"),
+        ("/input_items?after=msg_x", "after"),
+        ("/input_items?include=secrets", "include"),
+        ("?stream=maybe", "stream"),
+        ("?starting_after=1", "starting_after"),
+        ("?stream=true&starting_after=-1", "starting_after"),
+        ("?include[]=message.output_text.logprobs", "include"),
     ],
 )
-async def test_bad_parameter_of_a_list_is_named(serve: Serve, query: str, param: str) -> None:
+async def test_bad_parameter_of_a_list_or_a_retrieval_is_named(serve: Serve, query: str, param: str) -> None:
     async with serve(ScriptedEngine()) as gateway, client(gateway.url) as http:
         identity = (await http.post("/responses", json=BODY)).json()["id"]
-        refused = await http.get(f"/responses/{identity}/input_items?{query}")
-    assert refused.status_code == 400
-    assert refused.json()["error"]["param"] == param
-
-
-@pytest.mark.parametrize(
-    ("query", "param"),
-    [
-        ("stream=maybe", "stream"),
-        ("starting_after=1", "starting_after"),
-        ("stream=true&starting_after=-1", "starting_after"),
-        ("include[]=message.output_text.logprobs", "include"),
-    ],
-)
-async def test_bad_parameter_of_a_retrieval_is_named(serve: Serve, query: str, param: str) -> None:
-    async with serve(ScriptedEngine()) as gateway, client(gateway.url) as http:
-        identity = (await http.post("/responses", json=BODY)).json()["id"]
-        refused = await http.get(f"/responses/{identity}?{query}")
+        refused = await http.get(f"/responses/{identity}{query}")
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
 
 
@@ -354,8 +320,7 @@ async def test_compacted_conversation_goes_on_from_its_summary(serve: Serve, sto
     CompactedResponse.model_validate({**compacted.to_dict(warnings=False), "output": opening[-1:]}, strict=True)
     assert [item["type"] for item in opening] == ["message", "compaction"]
     assert (compacted.object, two.output_text) == ("response.compaction", "done")
-    seen = engine.requests[-1]
-    assert isinstance(seen, ChatRequest)
+    seen = chat_request(engine)
     assert [message.role for message in seen.messages] == ["user", "user", "user"]
     assert str(seen.messages[1].content).endswith(summary)
     first, asked, last = await recorded_calls(store)
@@ -383,7 +348,7 @@ async def test_objects_and_events_are_as_published(serve: Serve) -> None:
         {**BODY, "instructions": "x", "temperature": 0.1, "include": ["message.output_text.logprobs"]},
         {**BODY, "max_output_tokens": 2, "text": {"format": schema, "verbosity": "low"}},
     ]
-    async with serve(agent()) as gateway, client(gateway.url) as http:
+    async with serve(two_step_engine()) as gateway, client(gateway.url) as http:
         for body in bodies:
             answer = (await http.post("/responses", json=body)).json()
             check_response(answer)

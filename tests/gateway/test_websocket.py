@@ -6,7 +6,6 @@ import asyncio
 import json
 import re
 import socket
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,56 +14,30 @@ from websockets.asyncio.client import ClientConnection
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from polar_proxy.config import GatewaySettings
-from polar_proxy.engines.scripted import ScriptedAnswer, ScriptedEngine, ScriptedReply
+from polar_proxy.engines.scripted import ScriptedEngine
 from polar_proxy.errors import EngineError
 from polar_proxy.gateway import Gateway
 from polar_proxy.store import Store
 from polar_proxy.traces.builders import build
-from polar_proxy.types import ChatRequest, EngineRequest, Json, Message, ToolCall
+from polar_proxy.types import Json
 from tests.conftest import Serve
-from tests.gateway.agents import client, connected_sdk, new_session, only_call, recorded_calls
+from tests.gateway.agents import chat_request, client, connected_sdk, new_session, only_call, recorded_calls
+from tests.gateway.responses_agent import OUTPUTS, TOOLS, two_step_engine
 from tests.gateway.websocket_client import create, next_event, opened, read_answer, request
 from tests.until import until
 
 pytestmark = pytest.mark.slow
-
-TOOLS: list[Json] = [
-    {"type": "function", "name": "bash", "parameters": {"type": "object"}},
-    {"type": "custom", "name": "apply_patch", "description": "Edit files."},
-]
-CALLS = (ToolCall("c0", "bash", '{"command":"ls"}'), ToolCall("c1", "apply_patch", '{"input": "*** Begin Patch"}'))
-OUTPUTS: list[Json] = [
-    {"type": "function_call_output", "call_id": "c0", "output": "a.py"},
-    {"type": "custom_tool_call_output", "call_id": "c1", "output": "ok"},
-]
-
-
-def agent() -> ScriptedEngine:
-    """Return an engine that thinks, writes and calls both tools, then answers "done"."""
-
-    def script(request: EngineRequest) -> ScriptedAnswer:
-        assert isinstance(request, ChatRequest)
-        first = ScriptedReply("let me see", "hm", CALLS)
-        return "done" if any(message.role == "tool" for message in request.messages) else first
-
-    return ScriptedEngine(script)
 
 
 def endless() -> ScriptedEngine:
     return ScriptedEngine(lambda request: "x" * 100_000, pace=0.01, tokens_per_event=1)
 
 
-def messages_of(engine: ScriptedEngine) -> Sequence[Message]:
-    seen = engine.requests[-1]
-    assert isinstance(seen, ChatRequest)
-    return seen.messages
-
-
 @pytest.mark.parametrize("store_responses", [True, False])
 async def test_turns_of_one_websocket_continue_each_other_exactly(
     serve: Serve, store: Store, store_responses: bool
 ) -> None:
-    async with serve(agent()) as gateway, opened(gateway) as websocket:
+    async with serve(two_step_engine()) as gateway, opened(gateway) as websocket:
         one = (await create(websocket, input="hi", tools=TOOLS, store=store_responses))[-1]["response"]
         fields = {"tools": TOOLS, "store": store_responses}
         two = (await create(websocket, input=OUTPUTS, previous_response_id=one["id"], **fields))[-1]["response"]
@@ -80,7 +53,7 @@ async def test_turns_of_one_websocket_continue_each_other_exactly(
 
 async def test_events_are_those_of_a_stream_over_http(serve: Serve) -> None:
     fields: Json = {"model": "m", "input": "hi", "tools": TOOLS, "instructions": "be exact"}
-    async with serve(agent()) as gateway, client(gateway.url) as http, opened(gateway) as websocket:
+    async with serve(two_step_engine()) as gateway, client(gateway.url) as http, opened(gateway) as websocket:
         stream = (await http.post("/responses", json={**fields, "stream": True})).text
         over_http = re.findall("^data: (.*)$", stream, re.MULTILINE)
         over_websocket = [json.dumps(event) for event in await create(websocket, **fields)]
@@ -119,7 +92,7 @@ async def test_warm_up_samples_nothing_and_can_be_continued(serve: Serve, store:
         assert (warm["output"], warm["usage"]["total_tokens"], engine.requests) == ([], 0, [])
         assert (await http.get(f"/responses/{warm['id']}")).status_code == 404
         await create(websocket, input="hi", previous_response_id=warm["id"], store=False)
-    assert [(message.role, message.content) for message in messages_of(engine)] == [
+    assert [(message.role, message.content) for message in chat_request(engine).messages] == [
         ("system", "be exact"),
         ("user", "hi"),
     ]
@@ -325,7 +298,7 @@ async def test_the_official_client_holds_a_conversation(serve: Serve, store: Sto
     tools: Any = TOOLS
     turns: Any = ("hi", OUTPUTS)
     responses: list[Response] = []
-    async with connected_sdk(serve, agent()) as sdk, sdk.responses.connect() as connection:
+    async with connected_sdk(serve, two_step_engine()) as sdk, sdk.responses.connect() as connection:
         for turn in turns:
             previous = {"previous_response_id": responses[-1].id} if responses else {}
             await connection.response.create(model="m", input=turn, tools=tools, **previous)  # type: ignore[arg-type]
@@ -354,16 +327,21 @@ async def test_stopping_the_server_closes_idle_websockets(store: Store, caplog: 
     assert caplog.records == []
 
 
-async def test_stopping_the_server_records_the_answer_in_flight(store: Store, caplog: pytest.LogCaptureFixture) -> None:
-    engine = endless()
+async def stopped_while_it_answers(engine: ScriptedEngine, store: Store, grace: float) -> str:
+    """Stop a gateway in the middle of an answer. Return the type of the answer's last event."""
     async with engine:
-        gateway = await Gateway(engine, store, GatewaySettings(port=0), grace=0).__aenter__()
+        gateway = await Gateway(engine, store, GatewaySettings(port=0), grace=grace).__aenter__()
         async with opened(gateway) as websocket:
             await websocket.send(request(input="hi"))
             await until(lambda: engine.sampled)
             stopping = asyncio.create_task(closed_by_stop(gateway, websocket))
-            assert (await read_answer(websocket))[-1]["type"] == "response.failed"
+            last = (await read_answer(websocket))[-1]
             assert await stopping == 1001
+    return str(last["type"])
+
+
+async def test_stopping_the_server_records_the_answer_in_flight(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    assert await stopped_while_it_answers(endless(), store, grace=0) == "response.failed"
     call = await only_call(store)
     assert (call.status, call.error) == ("client_gone", "the gateway was stopped")
     assert [record for record in caplog.records if record.exc_info] == []
@@ -371,13 +349,6 @@ async def test_stopping_the_server_records_the_answer_in_flight(store: Store, ca
 
 async def test_a_stopping_server_lets_an_answer_end(store: Store, caplog: pytest.LogCaptureFixture) -> None:
     engine = ScriptedEngine(lambda request: "x" * 50, pace=0.01, tokens_per_event=1)
-    async with engine:
-        gateway = await Gateway(engine, store, GatewaySettings(port=0), grace=60).__aenter__()
-        async with opened(gateway) as websocket:
-            await websocket.send(request(input="hi"))
-            await until(lambda: engine.sampled)
-            stopping = asyncio.create_task(closed_by_stop(gateway, websocket))
-            assert (await read_answer(websocket))[-1]["type"] == "response.completed"
-            assert await stopping == 1001
+    assert await stopped_while_it_answers(engine, store, grace=60) == "response.completed"
     assert caplog.records == []
     assert (await only_call(store)).status == "ok"

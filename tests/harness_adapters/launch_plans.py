@@ -45,6 +45,13 @@ def plan(adapter: HarnessAdapter, **changes: Any) -> LaunchPlan:
     return first
 
 
+def assert_interpreted(adapter: HarnessAdapter, code: int | None, tail: str, outcome: str, message: str) -> None:
+    """Assert the outcome of a run that ended with `code`, and that its detail contains `message`."""
+    found, detail = adapter.interpret(code, tail)
+    assert found == outcome
+    assert message in detail
+
+
 def info_is_complete(adapter: HarnessAdapter) -> None:
     info = adapter.info
     assert info.homepage.startswith("https://")

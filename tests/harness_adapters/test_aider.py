@@ -59,9 +59,7 @@ ADVICE = "\nThe API provider's servers are down or overloaded.\n"
     ],
 )
 def test_interpret(code: int | None, tail: str, outcome: str, message: str) -> None:
-    found_outcome, found_message = ADAPTER.interpret(code, tail)
-    assert found_outcome == outcome
-    assert message in found_message
+    launch_plans.assert_interpreted(ADAPTER, code, tail, outcome, message)
 
 
 def edit_then_message(request: EngineRequest) -> str:

@@ -73,9 +73,7 @@ TOO_LONG = (
     ],
 )
 def test_interpret(code: int | None, tail: str, outcome: str, message: str) -> None:
-    found_outcome, found_message = ADAPTER.interpret(code, tail)
-    assert found_outcome == outcome
-    assert message in found_message
+    launch_plans.assert_interpreted(ADAPTER, code, tail, outcome, message)
 
 
 @pytest.mark.by_command

@@ -67,9 +67,7 @@ def test_launch_passes_mcp_servers_and_skills() -> None:
     ],
 )
 def test_interpret(code: int | None, tail: str, outcome: str, message: str) -> None:
-    found_outcome, found_message = ADAPTER.interpret(code, tail)
-    assert found_outcome == outcome
-    assert message in found_message
+    launch_plans.assert_interpreted(ADAPTER, code, tail, outcome, message)
 
 
 @pytest.fixture(scope="module")
@@ -121,4 +119,4 @@ async def test_real_agent_fails(installed: Installation, serve: Serve, store: St
         ran = await real_runs.run(ADAPTER, installed, gateway, store, tmp_path, base_url=gateway.url + "/nothing/v1")
     outcome, detail = ADAPTER.interpret(ran.exit_code, ran.output)
     assert (ran.exit_code, outcome) == (1, "failed"), ran.output[-3000:]
-    assert "NotFound" in detail
+    assert "Not Found" in detail

@@ -42,6 +42,8 @@ def price(count, each):
 WRONG = "def price(count, each): return 0\n"
 NAMES = ("tests/test_shop.py::test_price[1]", "tests/test_shop.py::test_price[2]", "tests/test_shop.py::test_error")
 COMMAND = (sys.executable, "-m", "pytest", "-rA", "-p", "no:cacheprovider", "tests/test_shop.py")
+KINDS = ["tests", pytest.param("swebench", marks=pytest.mark.full)]
+"""Each run of the command `swebench` takes seconds, because Python compiles pytest: it uses no bytecode it finds."""
 WITHOUT_PLUGINS = "env PYTEST_DISABLE_PLUGIN_AUTOLOAD=1"
 """A given command loads no plugins of the developers' environment, which Python would compile for each run."""
 PRINTED = "".join(f"PASSED {name}\\n" for name in NAMES)
@@ -99,7 +101,7 @@ async def test_honest_code_gets_what_it_earns(kind: str) -> None:
     assert (wrong.reward, wrong.detail["missed"], wrong.detail.get("signs")) == (0.0, list(NAMES), None)
 
 
-@pytest.mark.parametrize("kind", ["tests", "swebench"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("code", "sign"),
     [
@@ -124,7 +126,7 @@ async def test_forged_verdicts_score_0(kind: str, code: str, sign: str | None) -
     assert sign is None or sign in forged.detail["signs"] or (kind == "tests" and "_exit" in code)
 
 
-@pytest.mark.parametrize("kind", ["tests", "swebench"])
+@pytest.mark.parametrize("kind", KINDS)
 async def test_hooks_and_settings_of_the_patch_give_nothing(kind: str) -> None:
     for hooks in (HOOK, CHOOSY + "pytest_pyfunc_call = Cheat().pytest_pyfunc_call\n"):
         hooked = await score(kind, WRONG, conftest__py=hooks)

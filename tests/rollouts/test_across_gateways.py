@@ -28,7 +28,8 @@ from tests.gateway.shared_gateways import (
     run_slow_gateway,
     until_open,
 )
-from tests.rollouts.test_service import AGENTS, LIMITS, TASKS, count_calls, job
+from tests.rollouts.quick_limits import QUICK_LIMITS
+from tests.rollouts.test_service import AGENTS, TASKS, count_calls, job
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("polar_home", "own_sandbox_register")]
 
@@ -45,7 +46,7 @@ async def waiting_agent(
     async with (
         PlayerEngine() as engine,
         local_gateway(settings, engine, store) as gateway,
-        RolloutService(store, gateway, engine, tmp_path / "harnesses", limits=LIMITS, code=AGENTS) as service,
+        RolloutService(store, gateway, engine, tmp_path / "harnesses", limits=QUICK_LIMITS, code=AGENTS) as service,
     ):
         await service.submit(TASKS, job("HeldAgent"))
         async with asyncio.timeout(240):

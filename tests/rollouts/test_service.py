@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from polar_proxy.allowed_code import AllowedCode
-from polar_proxy.config import AdmissionSettings, Settings
+from polar_proxy.config import Settings
 from polar_proxy.engines.scripted import ScriptedEngine
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.rewards import PythonEvaluator
-from polar_proxy.rollouts import JobSpec, RolloutService, ServiceLimits, attempt, local_gateway
+from polar_proxy.rollouts import JobSpec, RolloutService, attempt, local_gateway
 from polar_proxy.rollouts.infrastructure import UnsafeSandboxError
 from polar_proxy.store import RolloutRow, Store
 from polar_proxy.store.rollouts import StageRow
@@ -32,18 +32,10 @@ from sandboxes.choice import open_sandbox
 from sandboxes.orphans import default_state_dir
 from tests.fakes.player import PlayerEngine, play
 from tests.fakes.tiny_agent import TINY_AGENTS
+from tests.rollouts.quick_limits import QUICK_LIMITS
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_sandbox_register")]
 
-LIMITS = ServiceLimits(
-    in_flight=8,
-    running=4,
-    retry_seconds=0.01,
-    poll_seconds=0.05,
-    pool_size=2,
-    refill=False,
-    admission=AdmissionSettings(memory_mb=0),  # admit rollouts without checking the machine's load
-)
 Opener = Callable[[SandboxKind, SandboxSpec], Any]
 
 
@@ -56,7 +48,7 @@ async def service(
         engine,
         local_gateway(Settings(), engine, store) as gateway,
         RolloutService(
-            store, gateway, engine, tmp_path / "harnesses", limits=LIMITS, opener=opener, code=AGENTS
+            store, gateway, engine, tmp_path / "harnesses", limits=QUICK_LIMITS, opener=opener, code=AGENTS
         ) as made,
     ):
         yield made

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from polar_proxy.store import RolloutRow
-from polar_proxy.training.batch import GroupRollout, TrainingGroup
+from polar_proxy.training.batch import GroupRollout, TrainingBatch, TrainingGroup
+from polar_proxy.training.config import GrpoConfig
+from polar_proxy.training.losses import OWN_AGGREGATION
+from polar_proxy.training.packing import Microbatch, make_microbatches, pack_trees
 from polar_proxy.types import AnswerSampling, Span, Trace
 
 
@@ -86,3 +90,16 @@ def trace(
 
 def group(*members: GroupRollout, name: str = "group_0") -> TrainingGroup:
     return TrainingGroup(name, "task", members)
+
+
+def microbatch_of(batch: TrainingBatch, config: GrpoConfig) -> Microbatch:
+    """Return a small batch as one microbatch on the CPU."""
+    (microbatch,) = make_microbatches(
+        pack_trees([one.token_ids for one in batch.sequences], 10_000),
+        batch.sequences,
+        aggregation=OWN_AGGREGATION.get(config.loss, config.loss_aggregation),
+        length=config.max_rollout_tokens,
+        with_observations=False,
+        device=torch.device("cpu"),
+    )
+    return microbatch

@@ -14,10 +14,10 @@ import torch
 from polar_proxy.training.advantages import ADVANTAGES
 from polar_proxy.training.batch import GroupRollout, TrainingBatch, TrainingGroup, make_batch
 from polar_proxy.training.config import GrpoConfig
-from polar_proxy.training.losses import LOSSES, OWN_AGGREGATION, LossInputs, kl_to_reference
-from polar_proxy.training.packing import Microbatch, make_microbatches, pack_trees
+from polar_proxy.training.losses import LOSSES, LossInputs, kl_to_reference
+from polar_proxy.training.packing import Microbatch
 from tests.training import reference
-from tests.training.group_factories import group, rollout, trace
+from tests.training.group_factories import group, microbatch_of, rollout, trace
 
 LENGTH = 20
 
@@ -83,14 +83,7 @@ def random_update(seed: int, config: GrpoConfig) -> Update | None:
     assert {one.trace_id for one in batch.sequences} == set(by_trace)
     if not by_trace:
         return None
-    (microbatch,) = make_microbatches(
-        pack_trees([one.token_ids for one in batch.sequences], 10_000),
-        batch.sequences,
-        aggregation=OWN_AGGREGATION.get(config.loss, config.loss_aggregation),
-        length=config.max_rollout_tokens,
-        with_observations=False,
-        device=torch.device("cpu"),
-    )
+    microbatch = microbatch_of(batch, config)
     order = [batch.sequences[index].trace_id for index in dict.fromkeys(microbatch.sequences.tolist())]
     tokens = [token for name in order for token in by_trace[name]]
     new = [token.old + draw.uniform(-0.6, 0.6) for token in tokens]

@@ -9,9 +9,8 @@ import torch
 
 from polar_proxy.training.batch import GroupRollout, TrainingBatch, make_batch
 from polar_proxy.training.config import GrpoConfig
-from polar_proxy.training.losses import OWN_AGGREGATION, LossAggregation, token_weights
-from polar_proxy.training.packing import make_microbatches, pack_trees
-from tests.training.group_factories import group, rollout, trace
+from polar_proxy.training.losses import LossAggregation, token_weights
+from tests.training.group_factories import group, microbatch_of, rollout, trace
 
 # Rollout 0 has the sequences 0 (2 tokens) and 1 (4 tokens); rollout 1 has sequence 2 (2 tokens).
 SEQUENCES = torch.tensor([0, 0, 1, 1, 1, 1, 2, 2])
@@ -54,14 +53,7 @@ def weight_of_rollouts(pieces: int, **settings: Any) -> list[float]:
     """Return the total weight of the two rollouts' tokens in the loss."""
     config = GrpoConfig(**settings)
     batch = run_cut_into(pieces)
-    (microbatch,) = make_microbatches(
-        pack_trees([one.token_ids for one in batch.sequences], 1000),
-        batch.sequences,
-        aggregation=OWN_AGGREGATION.get(config.loss, config.loss_aggregation),
-        length=config.max_rollout_tokens,
-        with_observations=False,
-        device=torch.device("cpu"),
-    )
+    microbatch = microbatch_of(batch, config)
     owners = torch.tensor([one.rollout for one in batch.sequences])[microbatch.sequences]
     return [float(microbatch.weights[owners == number].sum()) for number in (0, 1)]
 

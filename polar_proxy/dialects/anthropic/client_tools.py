@@ -31,7 +31,7 @@ _POINT: Json = {"type": "array", "items": _NUMBER, "description": "x and y in pi
 
 
 def client_tool(tool: Json) -> Json | None:
-    """Return a tool of these types as an OpenAI function, or None for a tool of another type."""
+    """Return a shell, text editor, memory or computer tool as an OpenAI function; None for any other tool."""
     found = _TYPE.fullmatch(str(tool.get("type")))
     if found is None:
         return None
@@ -109,7 +109,7 @@ _ACTIONS = (
     *("screenshot", "cursor_position"),
 )
 _LATER_ACTIONS = ("left_mouse_down", "left_mouse_up", "triple_click", "scroll", "hold_key", "wait")
-"""Actions since the version 20250124."""
+"""Actions that only versions of the computer tool from 20250124 on have."""
 
 
 def _computer(version: str, tool: Json) -> tuple[str, Json]:

@@ -53,7 +53,7 @@ class _PartWriter:
     thoughts: bool
     reasoning: str = ""
     signed: int = 0
-    """Number of characters of the reasoning that a signature holds."""
+    """Number of characters, from the start of the reasoning, that the signatures so far hold."""
     called: bool = False
 
     def thought(self, text: str) -> list[Json]:

@@ -44,7 +44,7 @@ class ChatEncoder(OpenAIEncoder):
     _started: set[int] = field(default_factory=set, init=False)
     """Indexes of the choices whose first chunk was written."""
     _custom_calls: dict[tuple[int, int], _CustomCall] = field(default_factory=dict, init=False)
-    """By choice and number of the tool call."""
+    """The calls of custom tools, by index of the choice and number of the tool call in it."""
 
     def feed(self, request_index: int, event: SampleEvent) -> bytes:
         out = b"" if event.index in self._started else self._first_chunk(event)

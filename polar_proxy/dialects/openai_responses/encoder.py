@@ -97,7 +97,7 @@ class ResponsesEncoder(Encoder):
     _waiting_texts: list[tuple[str, str]] = field(default_factory=list, init=False)
     """(kind, text) that arrived while a tool call was open."""
     _received: AnswerChoice = field(default_factory=AnswerChoice, init=False)
-    """Reasoning and tokens so far, for the log-probabilities of a message."""
+    """The reasoning and the tokens so far, in which the log-probabilities of a message are found."""
 
     # The stream.
 

@@ -30,7 +30,8 @@ _RESPONSE_ID = re.compile(r"resp_([0-9A-Za-z]{1,64})")
 _ITEM_ID = re.compile(r"([a-z]{1,9})_([0-9A-Za-z]{1,64})_([0-9]{1,6})")
 _INPUT = "in"
 AnswerPart = tuple[str, str, int]
-"""A place in the record: call id, kind, number."""
+"""The part of a recorded call that an item id names: (call id, kind, number). The kind is `call` for a tool call,
+otherwise the prefix of the item id. The number is 0 except for tool calls and input items."""
 _CALL_PREFIXES = ("fc", "ctc", "ctcraw", "bt")
 
 

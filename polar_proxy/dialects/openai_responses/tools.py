@@ -45,7 +45,7 @@ class BuiltInTool:
     item: str
     arguments_field: str
     constants: Json = field(default_factory=dict)
-    """Members of that field that the model does not write."""
+    """Members of the field `arguments_field` that the model does not write, with their values."""
 
 
 BUILT_IN_TOOLS: dict[str, BuiltInTool] = {
@@ -84,7 +84,7 @@ BUILT_IN_TOOLS: dict[str, BuiltInTool] = {
         arguments_field="operation",
     ),
 }
-"""Sources: the `local_shell`, `shell` and `apply_patch` tools of the API reference."""
+"""The built-in tools by type, as OpenAI's API reference describes them."""
 
 
 @dataclass(frozen=True, slots=True)

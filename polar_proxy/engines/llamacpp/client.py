@@ -20,7 +20,7 @@ from polar_proxy.types import ChatRequest, Json, Sampling, TopLogprob
 COMPLETION = "/completion"
 GREEDY_BELOW = 1e-5
 _SEEDS = 2**32 - 1
-"""The seed 2**32 - 1 means a random one."""
+"""Seeds are sent modulo this number, because llama-server takes the number itself to mean a random seed."""
 _FORCED = 1e4
 """Bias of a token that must be sampled."""
 _EVERY_TOKEN = 1 << 20

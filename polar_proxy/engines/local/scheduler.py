@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PREFILL_TOKENS = 256
-"""Prompt tokens per step."""
+"""Number of prompt tokens, of all sequences together, that one step reads at most."""
 CACHE_BYTES = 1 << 29
 """Limit for the keys and values kept of finished sequences. Those of running sequences are not counted."""
 SMALL_MODEL = 20_000_000
@@ -49,7 +49,7 @@ class Generation:
     max_tokens: int
     stop: tuple[str, ...]
     results: asyncio.Queue[SampleEvent | EngineError] = field(default_factory=asyncio.Queue)
-    """Filled and read on the event loop: the raw text of the answer, one event per token."""
+    """The answer as raw text, one event per token, or an error. Filled and read on the event loop only."""
     cancelled: bool = False
     announced: bool = False
     """The first event, with the prompt's ids, was delivered."""

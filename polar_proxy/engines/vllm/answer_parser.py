@@ -57,12 +57,13 @@ class ParserConfig:
     """The server parses tool calls."""
     special_without_tools: bool
     special_with_tools: bool
-    """Whether chats of the server show special tokens, for requests without and with tools."""
+    """Whether special tokens appear in the server's chat answers: the first field is for requests without tools, the
+    second for requests with tools."""
     tail: PromptTail
     """The tail of the prompts with which this configuration was verified. Used by the Hermes parser only: the others
     see the prompt."""
     parsers: Parsers = (None, None)
-    """Used by the side process only."""
+    """Names of the server's tool parser and reasoning parser. Used by the side process only."""
 
     def shows_special(self, request: ChatRequest) -> bool:
         return self.special_with_tools if uses_tools(request) else self.special_without_tools

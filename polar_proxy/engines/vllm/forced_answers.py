@@ -58,10 +58,11 @@ class ForcedAnswer:
     sampled: tuple[int, ...] = ()
     """All ids, with the one that ended the answer."""
     chunks: tuple[int, ...] = ()
-    """The number of these ids in each chunk of the server's stream. Some parsers parse other chunks otherwise."""
+    """Number of the ids of `sampled` in each chunk of the server's stream. Some parsers read the same ids
+    differently if they come in other chunks."""
     prompt: tuple[int, ...] = ()
     own: bool = False
-    """It is a tool call in the template's own form."""
+    """It is a tool call in the template's own form, or one that the server's grammar for tool calls gave instead."""
     cut: bool = False
     """`max_tokens` cut a tool call. The chat route reads it in one way in a stream and in another in a whole answer."""
 

@@ -46,7 +46,7 @@ TYPED_ARGUMENTS: Json = {"path": "a", "lines": 3, "share": 0.5, "all": True, "na
 
 UNWANTED = "~"
 _TO_STOP = 8
-"""Tokens beyond a forced answer, in which the server can end it."""
+"""Number of tokens that `max_tokens` leaves after a forced answer, so that the server can end it by itself."""
 
 Render = Callable[[list[Json], bool], Awaitable[list[int]]]
 """Return the ids of a conversation; the flag adds the tokens that open an answer."""
@@ -60,7 +60,7 @@ class OwnForm:
     ids: tuple[int, ...]
     arguments: tuple[Json, ...]
     cut: bool = False
-    """The answer ends at its last token by `max_tokens`."""
+    """True for an incomplete answer: `max_tokens` ends it after its last token."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ REPLY_SECONDS = 60.0
 _EXIT_SECONDS = 2.0
 _MAX_ANSWERS = 4096
 _MAX_LINE = 1 << 26
-"""Bytes of one reply."""
+"""Maximum size of one reply (a line) in bytes."""
 _WORKER = Path(__file__).with_name("parser_worker.py")
 _ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
 
@@ -98,7 +98,7 @@ class ParserProcess:
     async def distinguish(
         self, request: Json, prompts: Sequence[Sequence[int]], answers: Json, parsers: Sequence[Parsers], seed: int
     ) -> list[tuple[int, list[int]]]:
-        """Return answers that these pairs of parsers do not parse alike, each after the number of its prompt.
+        """Return answers that these pairs of parsers parse differently, each as (index in `prompts`, tokens).
 
         They are random variations of given answers; none is returned if none was found. `answers` has `start`, the
         tokens with which every answer begins, `bodies`, which are varied, and `stop`, the token that ends every answer.

@@ -8,22 +8,15 @@ compared.
 These parsers are tried in this order: Polar's Hermes parser; vLLM's parsers in a side process, if its package is found;
 the server's parser at `/derender`. Polar's parser is other code than the server's, so it is used only if all of the
 given texts were sampled. The others are vLLM's own code and are compared on whatever was sampled. If tool calls in the
-template's own form were sampled, the chat route must have read at least one of them as a call. If none was sampled, it
-is unknown which of vLLM's parsers the server uses.
+template's own form were sampled, the chat route must have read at least one of them as a call. If the server samples
+under a grammar of its own parser instead, the calls that this grammar gives are compared. If no call was sampled, it is
+unknown which of vLLM's parsers the server uses.
 
 The server is made to answer both a first message and a tool's result, because some parsers look at the history. If
 several of vLLM's parsers fit, they are compared with each other on random variations of the answers. The server samples
 variations on which they differ, until the parsers that are left parse alike.
 
-How a text is forced:
-
-* An answer in the template's own form by a grammar of its token ids (`own_forms.forcing`).
-* Text and tool calls by `structured_outputs: {"choice": [text]}`. With a reasoning parser, vLLM applies this grammar
-  only after the reasoning; a bias for the `</think>` token ends the reasoning at once.
-* Reasoning by descending biases for `<think>`, a letter and `</think>`. A repetition penalty excludes each token once
-  it was sampled, so that each comes once and in this order.
-
-The ids show whether a text was really sampled. A text that was not sampled proves nothing about the Hermes parser.
+`forced_sampling.py` makes the server sample a text. A text that was not sampled proves nothing about the Hermes parser.
 """
 
 from __future__ import annotations
@@ -39,35 +32,28 @@ import numpy as np
 import orjson
 
 from polar_proxy.engines.base import CannotContinueError
-from polar_proxy.engines.hermes import CALL, END_CALL, END_THINK, THINK, HermesParser, Reasoning
+from polar_proxy.engines.hermes import END_THINK, THINK, HermesParser, Reasoning
 from polar_proxy.engines.vllm.answer_parser import DerenderAnswerParser, ParserConfig, PromptTail, parser_request
-from polar_proxy.engines.vllm.client import CHAT, COMPLETIONS, DERENDER, VllmClient, unless_refused
+from polar_proxy.engines.vllm.client import DERENDER, VllmClient, unless_refused
 from polar_proxy.engines.vllm.forced_answers import (
-    CALL_TEXTS,
-    EMPTY_CALL,
     IN_REASONING,
-    LETTER,
     PLAIN,
     TAGGED,
-    TEXTS,
     ForcedAnswer,
     ParsedAnswer,
-    ids_without,
     last_position,
     matching_reasoning_mode,
     unforced,
 )
+from polar_proxy.engines.vllm.forced_sampling import ForcedSampling
 from polar_proxy.engines.vllm.own_forms import (
     TOOL,
-    UNWANTED,
     USER,
     Conversation,
     OwnForm,
     after_call,
     after_reasoning,
     call_turn,
-    forcing,
-    own_forms,
     reasoning_end,
 )
 from polar_proxy.engines.vllm.parser_process import ParserProcess, Parsers
@@ -81,10 +67,9 @@ _REMEDY = (
     "--enable-scale-out, so that its own parser can be called."
 )
 _PIECES = 8
-_TOGETHER = 8
-"""Answers that the server samples at a time."""
 _ROUNDS = 4
-"""How often in a row the server's answers, on which several fitting pairs of parsers differ, may rule out none."""
+"""In a round, the server samples answers that the remaining pairs of parsers read differently. After this many rounds
+in a row that rule out no pair, there are no further rounds."""
 
 
 class ParserProofs:
@@ -107,10 +92,11 @@ class ParserProofs:
         self._parsers = parsers
         self._end = end
         self._tools = tools
-        self._tags: dict[str, tuple[int, ...]] = {}
+        self._sampling = ForcedSampling(client, end=end, tools=tools)
         self._proved: dict[bytes, ParserConfig | CannotContinueError] = {}
+        self._adds_grammar = False
+        """The server sampled a tool call although a grammar allowed only a text, so it adds a grammar for its calls."""
         self._lock = asyncio.Lock()
-        self._slots = asyncio.Semaphore(_TOGETHER)
 
     async def config_for(self, options: Mapping[str, Any], prompt: TokenIds) -> ParserConfig:
         """Return how an answer to `prompt` under these template options is parsed. Raises CannotContinueError."""
@@ -127,12 +113,13 @@ class ParserProofs:
     async def constrains(self, request: ChatRequest) -> bool:
         """Return whether the chat route samples the answer to this request under a grammar of the server's parser.
 
-        Known only if vLLM's parsers run in the side process, else False.
+        Known exactly if vLLM's parsers run in the side process. Else it is assumed of all requests with tools if the
+        server was seen to add such a grammar.
         """
         config = self._proved.get(_key(request.template_kwargs))
-        if self.process is None or not isinstance(config, ParserConfig) or config.kind != "process":
-            return False
-        return await self._has_grammar(config.parsers, parser_request(self._client.model, request))
+        if isinstance(config, ParserConfig) and config.kind == "process":
+            return await self._has_grammar(config.parsers, parser_request(self._client.model, request))
+        return config is not None and self._adds_grammar
 
     async def close(self) -> None:
         if self.process is not None:
@@ -163,28 +150,28 @@ class ParserProofs:
             return CannotContinueError(f"its verification failed: {error}")
 
     async def _prove(self, options: Json) -> ParserConfig:
-        if not self._tags:
-            texts = (THINK, END_THINK, CALL, END_CALL, LETTER, UNWANTED)
-            ids = await asyncio.gather(*map(self._client.encode, texts))
-            self._tags = dict(zip(texts, map(tuple, ids), strict=True))
+        await self._sampling.encode_tags()
         frame = options | ({"tools": [TOOL]} if self._tools else {})
-        opened, bare = await asyncio.gather(self._render(USER, True, frame), self._render(USER, False, frame))
+        render = partial(self._sampling.render, frame=frame)
+        opened, bare = await asyncio.gather(render(USER, True), render(USER, False))
         if opened[: len(bare)] != bare:
             raise CannotContinueError("its template does not open an answer by appending tokens to the conversation.")
         settings = [options, frame] if self._tools else [options]
         conversations = [Conversation(USER, tuple(opened))]
         later = after_call(USER)
-        if self._tools and (prompt := await unless_refused(self._render(later, True, frame))) is not None:
+        if self._tools and (prompt := await unless_refused(render(later, True))) is not None:
             conversations.append(Conversation(later, tuple(prompt), " after a tool call"))
         call_problem, short, shown = await asyncio.gather(
             self._call_form_problem(bare, frame),
-            asyncio.gather(*(self._short_answer(frame, conversation) for conversation in conversations)),
-            asyncio.gather(*map(self._special_answer, settings)),
+            asyncio.gather(*(self._sampling.short_answer(frame, conversation) for conversation in conversations)),
+            asyncio.gather(*map(self._sampling.special_answer, settings)),
         )
         reasons = bool(short[0].parsed.reasoning) and not short[0].parsed.text
-        forced = [replace(answer, prompt=tuple(opened)) for answer in await self._force_answers(frame, reasons)]
-        forced += [*short, *await self._force_own_forms(frame, conversations)]
-        answers, tags_show = await self._read_back(forced, opened)
+        texts = await self._sampling.force_answers(frame, reasons)
+        self._adds_grammar |= any(answer.parsed.calls for answer in texts if answer.wanted == PLAIN)
+        forced = [replace(answer, prompt=tuple(opened)) for answer in texts]
+        forced += [*short, *await self._sampling.force_own_forms(frame, conversations)]
+        answers, tags_show = await self._sampling.read_back(forced, opened)
         # A parser needs to see the tags; apart from that, completions hide the same tokens as a chat.
         special = [bool(answer.parsed.text or answer.parsed.reasoning) for answer in shown]
         without_tools, with_tools = special[0] or not tags_show, special[-1] or not tags_show
@@ -218,139 +205,10 @@ class ParserProofs:
         """Return `open` or `closed` if the tokens after a prompt's last turn open or close reasoning, else `none`."""
         near = tuple(int(token) for token in prompt[-_TAIL_TOKENS:])
         near = near[last_position(near, (self._end,)) + 1 :]
-        places = {tag: last_position(near, self._tags[tag]) for tag in (THINK, END_THINK)}
+        places = {tag: last_position(near, self._sampling.tags[tag]) for tag in (THINK, END_THINK)}
         if max(places.values()) < 0:
             return "none"
         return "open" if places[THINK] > places[END_THINK] else "closed"
-
-    # Requests to the server
-
-    async def _render(self, messages: list[Json], generation: bool, frame: Json) -> list[int]:
-        return await self._client.tokenize({"messages": messages, "add_generation_prompt": generation, **frame})
-
-    async def _sample(self, path: str, body: Json) -> list[SampleEvent]:
-        async with self._slots:
-            return await self._client.sampled(path, {"temperature": 0, "return_token_ids": True, **body})
-
-    async def _chat(self, name: str, wanted: str, body: Json) -> ForcedAnswer:
-        events = await self._sample(CHAT, {"messages": USER, "max_tokens": 200, **body})
-        parsed = ParsedAnswer.of(events)
-        sampled = tuple(token for event in events for token in event.token_ids)
-        ids = sampled if parsed.finish == "length" else sampled[:-1]
-        chunks = tuple(len(event.token_ids) for event in events)
-        return ForcedAnswer(name, wanted, ids, parsed, sampled=sampled, chunks=chunks)
-
-    def _bias(self, **biases: float) -> Json:
-        """Return `logit_bias` from biases by their names in `texts`. A tag of more than one token gets no bias."""
-        texts = {"think": THINK, "letter": LETTER, "thought": END_THINK, "call": CALL, "called": END_CALL}
-        tokens = {self._tags[texts[name]]: bias for name, bias in biases.items()}
-        return {"logit_bias": {str(ids[0]): bias for ids, bias in tokens.items() if len(ids) == 1}}
-
-    def _forcing(self, form: OwnForm, end_of_reasoning: int | None) -> Json:
-        return forcing(form, end_of_reasoning, self._tags[UNWANTED])
-
-    async def _short_answer(self, frame: Json, conversation: Conversation) -> ForcedAnswer:
-        """Make the server answer with two letters. They are parsed as reasoning if answers begin inside reasoning."""
-        body = frame | self._bias(letter=100) | {"max_tokens": 2, "messages": conversation.messages}
-        answer = await self._chat(f"two letters{conversation.place}", LETTER, body)
-        return replace(answer, prompt=conversation.prompt, cut=True)
-
-    async def _special_answer(self, frame: Json) -> ForcedAnswer:
-        """Make the server answer with special tokens only. It has a text if chats with these settings show them."""
-        body = {"logit_bias": {str(self._end): 100}, "max_tokens": 2, "ignore_eos": True}
-        return replace(await self._chat("special tokens", "", frame | body), cut=True)
-
-    async def _force_answers(self, frame: Json, reasons: bool) -> list[ForcedAnswer]:
-        frame = frame | {"repetition_penalty": 1.0}
-
-        async def force(name: str, text: str, bias: Json, before: str = "") -> ForcedAnswer | None:
-            # `before`, the text before the grammar's, is sampled by descending biases under a penalty.
-            penalty = {"repetition_penalty": 4.0, "max_tokens": 60} if before else {}
-            body = frame | bias | penalty | {"structured_outputs": {"choice": [text]}}
-            try:
-                return await self._chat(name, before + text, body)
-            except EngineError:
-                if name != IN_REASONING:
-                    raise
-                return None  # a model that samples other tokens there breaks vLLM's grammar, which ends the request
-
-        # Reasoning must end before a call, whose tag has the smaller bias: some parsers end it at the call's tag too.
-        plain = self._bias(think=25, thought=100, call=50, called=50)
-        texts = TEXTS | (CALL_TEXTS if self._tools else {})
-        requests = [force(name, text, plain) for name, text in texts.items()]
-        thought = f"{THINK}{LETTER}{END_THINK}"
-        if reasons:
-            requests.append(force("reasoning", PLAIN, self._bias(letter=100, thought=50), f"{LETTER}{END_THINK}"))
-            requests.append(force(TAGGED, PLAIN, self._bias(think=100, letter=75, thought=50), thought))
-            if self._tools:
-                # If a tool call ends the reasoning, its tag is the first token that the grammar sees.
-                requests.append(force(IN_REASONING, EMPTY_CALL, self._bias(letter=70, call=100), LETTER))
-        else:
-            requests.append(force(TAGGED, f"{thought}{PLAIN}", plain))
-        return [answer for answer in await asyncio.gather(*requests) if answer is not None]
-
-    async def _force_own_forms(self, frame: Json, conversations: Sequence[Conversation]) -> list[ForcedAnswer]:
-        """Sample answers with and without tool calls in the template's own form, in each of these conversations."""
-        if not self._tools:
-            return []
-        render = partial(self._render, frame=frame)
-        forms, end, plain = await asyncio.gather(
-            own_forms(render, USER, self._end), reasoning_end(self._client, render, USER), self._client.encode(PLAIN)
-        )
-
-        async def force(form: OwnForm, conversation: Conversation) -> ForcedAnswer | None:
-            # The last token may be one at which the server stops, and such a token cannot be forced.
-            for each in (form, replace(form, ids=form.ids[:-1])):
-                body = frame | self._forcing(each, end) | {"messages": conversation.messages}
-                answer = await unless_refused(self._chat(f"{form.name}{conversation.place}", "", body))
-                if answer is not None:
-                    sampled = last_position(answer.sampled, after_reasoning(each.ids, end)) >= 0
-                    own = sampled and (form.cut or bool(form.arguments))
-                    return replace(answer, prompt=conversation.prompt, own=own, cut=form.cut)
-            return None
-
-        forms.append(OwnForm("plain text in its template's form", tuple(plain), ()))
-        forced = await asyncio.gather(*(force(form, each) for each in conversations for form in forms))
-        return [answer for answer in forced if answer is not None]
-
-    async def _force_tags(self, tags: Sequence[tuple[str, str]], frame: Json) -> list[ForcedAnswer]:
-        """Sample one answer for each of these pairs of tags, with a letter as the reasoning between the tags.
-
-        Returns only the answers in which the server really sampled this.
-        """
-
-        async def force(start: str, end: str) -> ForcedAnswer | None:
-            ids = tuple(await self._client.encode(f"{start}{LETTER}{end}{PLAIN}"))
-            form = OwnForm(f"a letter between {start} and {end}", ids, ())
-            answer = await unless_refused(self._chat(form.name, "", frame | self._forcing(form, None)))
-            return answer if answer is not None and last_position(answer.sampled, ids) >= 0 else None
-
-        forced = await asyncio.gather(*(force(start, end) for start, end in tags))
-        return [answer for answer in forced if answer is not None]
-
-    async def _read_back(self, answers: list[ForcedAnswer], opened: list[int]) -> tuple[list[ForcedAnswer], bool]:
-        """Return the answers with their decoded texts, and whether completions show special tokens by default.
-
-        The latter matters because the tags of reasoning and tool calls are special tokens in some models. All ids are
-        decoded in one request, separated by end-of-turn tokens. Raises CannotContinueError if the texts cannot be
-        separated, or if the text of a completion is not the decoding of its ids.
-        """
-        biases = self._bias(call=100, thought=75, think=50)
-        body = {"prompt": opened, "max_tokens": 3, "repetition_penalty": 4.0, **biases}
-        shown, plain = await asyncio.gather(
-            self._sample(COMPLETIONS, body | {"skip_special_tokens": False}),
-            self._sample(COMPLETIONS, body),
-        )
-        rows = [ids_without(shown, self._end), ids_without(plain, self._end), *(answer.ids for answer in answers)]
-        joined = [token for row in rows for token in (self._end, *row)]
-        mark = await self._client.decode([self._end])
-        before, *texts = (await self._client.decode(joined)).split(mark)
-        if before or len(texts) != len(rows):
-            raise CannotContinueError("its end-of-turn token cannot be recognised in decoded text.")
-        if texts[0] != "".join(event.text for event in shown):
-            raise CannotContinueError("the text of its completions differs from the decoded text of their token ids.")
-        read = [replace(answer, text=text) for answer, text in zip(answers, texts[2:], strict=True)]
-        return read, texts[1] == "".join(event.text for event in plain)
 
     async def _call_form_problem(self, bare: list[int], frame: Json) -> str | None:
         """Return why the Hermes parser cannot read tool calls in the form of the chat template, or None if it can.
@@ -360,7 +218,7 @@ class ParserProofs:
         """
         if not self._tools:
             return None
-        whole = await self._render([*USER, call_turn([{"path": "a"}])], False, frame)
+        whole = await self._sampling.render([*USER, call_turn([{"path": "a"}])], False, frame)
         written = await self._client.decode(whole[len(bare) :])
         parsed = HermesParser(tools=True).parse(SampleEvent(text=written))
         found = [(call.name, _parse_json(call.arguments)) for call in parsed.tool_calls]
@@ -385,7 +243,7 @@ class ParserProofs:
         request = parser_request(self._client.model, _request(frame))
         try:
             await self.process.ensure_started()
-            tagged = await self._force_tags(self.process.reasoning_tags, frame)
+            tagged = await self._sampling.force_tags(self.process.reasoning_tags, frame)
             answers = [*answers, *(replace(answer, prompt=conversations[0].prompt) for answer in tagged)]
             given = None if self._parsers is None else [self._parsers]
             found = await self.process.match(request, [answer.to_sample() for answer in answers], given)
@@ -414,7 +272,7 @@ class ParserProofs:
         """
         assert self.process is not None
         request = parser_request(self._client.model, _request(frame))
-        end = await reasoning_end(self._client, partial(self._render, frame=frame), USER)
+        end = await reasoning_end(self._client, partial(self._sampling.render, frame=frame), USER)
         bodies = [after_reasoning(answer.ids, end) for answer in answers if self._end not in answer.ids]
         plain = next(answer.ids for answer in answers if answer.wanted == PLAIN)
         start = plain[: len(plain) - len(after_reasoning(plain, end))]
@@ -423,8 +281,8 @@ class ParserProofs:
 
         async def force(number: int, body: list[int]) -> ForcedAnswer | None:
             form = OwnForm("an answer that parsers do not parse alike", tuple(body), ())
-            asked = frame | self._forcing(form, end) | {"messages": conversations[number].messages}
-            answer = await unless_refused(self._chat(form.name, "", asked))
+            asked = frame | self._sampling.forcing(form, end) | {"messages": conversations[number].messages}
+            answer = await unless_refused(self._sampling.chat(form.name, "", asked))
             return None if answer is None else replace(answer, prompt=prompts[number])
 
         seed = in_vain = 0

@@ -36,14 +36,14 @@ from typing import Any
 Json = dict[str, Any]
 del sys.path[0]  # this folder, whose modules are not vLLM's
 _TEXT_TAIL = 64
-"""Last tokens of a prompt on which the text of an answer's first token may depend."""
+"""Number of tokens at the end of a prompt on which the text of an answer's first token may depend."""
 
 _COMPARISONS = 600
-"""Answers that are parsed to find a difference between pairs of parsers: each of them by each pair."""
+"""Maximum number of parses to find differences between pairs of parsers; each pair parses each answer."""
 _FEWEST = 20
-"""Answers that are compared even if there are many pairs."""
+"""Number of answers that each pair may parse even if `_COMPARISONS` is exceeded."""
 _DIFFERENCES = 6
-"""Answers that are returned if the pairs parse them differently."""
+"""Maximum number of answers that are returned because the pairs parse them differently."""
 
 from vllm import __version__  # noqa: E402
 from vllm.config import ModelConfig  # noqa: E402

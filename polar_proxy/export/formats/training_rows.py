@@ -49,7 +49,7 @@ class TrainingRow:
     temperature: float
     """Temperature of the log-probabilities, the same for all answers of the row. A trainer divides its logits by it."""
     changes: Json
-    """Settings that changed the distribution of some answers in another way; only approximate traces have such."""
+    """Settings besides the temperature that changed the distribution of an answer, such as top_p; empty if none did."""
 
     @property
     def token_ids(self) -> tuple[int, ...]:

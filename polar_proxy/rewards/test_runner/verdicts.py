@@ -44,7 +44,7 @@ class TextFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 class VerdictRecorder(unittest.TestResult):
     """Reports one verdict for each test at the test's end; the worst if the test has several.
 
-    The names in `quiet` are not logged."""
+    Tests whose method name is in `quiet` are reported too, but not logged."""
 
     ORDER = ("passed", "skipped", "failed", "error")
 

@@ -169,7 +169,8 @@ _LOW_BYTES = {
     width: np.dtype({"names": ["low"], "formats": [f"V{width}"], "offsets": [0], "itemsize": 4})
     for width in (1, 2, 3, 4)
 }
-"""The `width` lowest bytes of a 4-byte number as one item, so that numpy copies them together."""
+"""width -> the numpy type that holds the `width` lowest bytes of a 4-byte number as one item, so that they are copied
+together."""
 
 
 def low_bytes(ids: TokenIds, width: int) -> bytes:

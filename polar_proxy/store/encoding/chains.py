@@ -29,11 +29,11 @@ from polar_proxy.types import TokenIds
 NodeKind = Literal["message", "tools", "tokens"]
 
 MIN_SEGMENT = 32
-"""Shorter turns are joined with the next one: sharing them would save fewer bytes than their own row costs."""
+"""Turns of fewer tokens are joined with the next one: sharing them would save fewer bytes than their own row costs."""
 _MAX_SEGMENT = 1024
-"""Longer turns are cut, so that a long system prompt without an end of turn is shared too."""
+"""Turns of more tokens become several segments, so that a long system prompt without an end of turn is shared too."""
 _PLAIN_SEGMENT = 256
-"""Length of segments if the engine's end-of-turn tokens are not known."""
+"""Number of tokens in a segment if the engine's end-of-turn tokens are not known."""
 _NODE_BYTES = 300
 """Memory of a message's node and of the message itself, besides its bytes."""
 _ROOT = bytes(16)
@@ -141,7 +141,7 @@ class RequestChains:
     message_nodes: tuple[ChainNode, ...]
     end_of_turn: tuple[int, ...]
     prompt: TokenIds
-    """The prompt up to the last cut that a longer prompt would have as well."""
+    """The prompt without its last segment, because a longer prompt would not be cut at this prompt's end."""
     prompt_node: ChainNode | None
     """The node at the end of `prompt`; None if `prompt` is empty."""
 

@@ -49,7 +49,7 @@ class GroupLease:
     staleness: int | None
     """Policy versions between the group's oldest rollout and the trainer; None if versions are not numbers."""
     policy_version: str | None = None
-    """The policy version that started the oldest rollout; None if versions are not numbers."""
+    """The policy version with which the group's oldest rollout started; None if versions are not numbers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ from polar_proxy.types import Json, new_id
 CallbackKind = Literal["group.finished", "group.cancelled", "job.ended"]
 
 _GAP_SECONDS = 10.0
-"""A number that is missing for longer belongs to a transaction that was rolled back."""
+"""An event number that is missing for longer belongs to a transaction that was rolled back."""
 
 _e, _r, _je = schema.rollout_events.c, schema.rollouts.c, schema.job_events.c
 _b, _j = schema.callbacks.c, schema.jobs.c

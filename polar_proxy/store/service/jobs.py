@@ -77,7 +77,7 @@ class JobRow:
     created_at: float
     ended_at: float | None
     paused_until: float | None
-    """End of a pause (seconds since the epoch); None: paused until it is resumed."""
+    """End of the pause, in seconds since the epoch. None: the job is not paused, or is paused until it is resumed."""
     callback_url: str | None
     groups: int
     rollouts: dict[str, int]

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from polar_proxy.allowed_code import AllowedCode
-from polar_proxy.config import AdmissionSettings, Settings
+from polar_proxy.config import Settings
 from polar_proxy.rewards import CommandEvaluator, EvaluationInput, Score
-from polar_proxy.rollouts import JobSpec, RolloutService, ServiceLimits, local_gateway
+from polar_proxy.rollouts import JobSpec, RolloutService, local_gateway
 from polar_proxy.rollouts.infrastructure import InfrastructureError
 from polar_proxy.rollouts.scoring import score_work
 from polar_proxy.rollouts.task_sandboxes import TaskSandboxes
@@ -21,20 +21,11 @@ from polar_proxy.tasks import Task, get_source
 from sandboxes.base import SandboxKind
 from tests.fakes.player import PlayerEngine
 from tests.fakes.tiny_agent import TINY_AGENTS
+from tests.rollouts.quick_limits import QUICK_LIMITS
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_sandbox_register")]
 
-LIMITS = ServiceLimits(
-    in_flight=8,
-    preparing=3,
-    running=3,
-    scoring=1,
-    retry_seconds=0.01,
-    poll_seconds=0.05,
-    pool_size=0,
-    refill=False,
-    admission=AdmissionSettings(memory_mb=0),  # no check of the machine's load, so that all three run at the same time
-)
+LIMITS = replace(QUICK_LIMITS, preparing=3, running=3, scoring=1, pool_size=0)
 
 
 class OtherMachine:

@@ -1,0 +1,195 @@
+"""Make a server sample given answers by its chat route. How a text is forced:
+
+* An answer in the template's own form by a grammar of its token ids (`own_forms.forcing`).
+* Text and tool calls by `structured_outputs: {"choice": [text]}`. With a reasoning parser, vLLM applies this grammar
+  only after the reasoning; a bias for the `</think>` token ends the reasoning at once.
+* Reasoning by descending biases for `<think>`, a letter and `</think>`. A repetition penalty excludes each token once
+  it was sampled, so that each comes once and in this order.
+
+The ids show whether a text was really sampled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+from polar_proxy.engines.base import CannotContinueError
+from polar_proxy.engines.hermes import CALL, END_CALL, END_THINK, THINK
+from polar_proxy.engines.vllm.client import CHAT, COMPLETIONS, VllmClient, unless_refused
+from polar_proxy.engines.vllm.forced_answers import (
+    CALL_TEXTS,
+    EMPTY_CALL,
+    IN_REASONING,
+    LETTER,
+    PLAIN,
+    TAGGED,
+    TEXTS,
+    ForcedAnswer,
+    ParsedAnswer,
+    ids_without,
+    last_position,
+)
+from polar_proxy.engines.vllm.own_forms import (
+    UNWANTED,
+    USER,
+    Conversation,
+    OwnForm,
+    after_reasoning,
+    forcing,
+    own_forms,
+    reasoning_end,
+)
+from polar_proxy.errors import EngineError
+from polar_proxy.types import Json, SampleEvent
+
+_TOGETHER = 8
+"""Answers that the server samples at a time."""
+
+
+class ForcedSampling:
+    """Requests to one server that make it sample given answers."""
+
+    def __init__(self, client: VllmClient, *, end: int, tools: bool) -> None:
+        """`end` is the end-of-turn token; `tools` says that the server accepts `tool_choice: auto`."""
+        self._client = client
+        self._end = end
+        self._tools = tools
+        self._slots = asyncio.Semaphore(_TOGETHER)
+        self.tags: dict[str, tuple[int, ...]] = {}
+        """The tokens of the tags of reasoning and calls and of the texts that biases refer to, after `encode_tags`."""
+
+    async def encode_tags(self) -> None:
+        if not self.tags:
+            texts = (THINK, END_THINK, CALL, END_CALL, LETTER, UNWANTED)
+            ids = await asyncio.gather(*map(self._client.encode, texts))
+            self.tags = dict(zip(texts, map(tuple, ids), strict=True))
+
+    async def render(self, messages: list[Json], generation: bool, frame: Json) -> list[int]:
+        return await self._client.tokenize({"messages": messages, "add_generation_prompt": generation, **frame})
+
+    async def _sample(self, path: str, body: Json) -> list[SampleEvent]:
+        async with self._slots:
+            return await self._client.sampled(path, {"temperature": 0, "return_token_ids": True, **body})
+
+    async def chat(self, name: str, wanted: str, body: Json) -> ForcedAnswer:
+        events = await self._sample(CHAT, {"messages": USER, "max_tokens": 200, **body})
+        parsed = ParsedAnswer.of(events)
+        sampled = tuple(token for event in events for token in event.token_ids)
+        ids = sampled if parsed.finish == "length" else sampled[:-1]
+        chunks = tuple(len(event.token_ids) for event in events)
+        return ForcedAnswer(name, wanted, ids, parsed, sampled=sampled, chunks=chunks)
+
+    def _bias(self, **biases: float) -> Json:
+        """Return `logit_bias` from biases by their names in `texts`. A tag of more than one token gets no bias."""
+        texts = {"think": THINK, "letter": LETTER, "thought": END_THINK, "call": CALL, "called": END_CALL}
+        tokens = {self.tags[texts[name]]: bias for name, bias in biases.items()}
+        return {"logit_bias": {str(ids[0]): bias for ids, bias in tokens.items() if len(ids) == 1}}
+
+    def forcing(self, form: OwnForm, end_of_reasoning: int | None) -> Json:
+        return forcing(form, end_of_reasoning, self.tags[UNWANTED])
+
+    async def short_answer(self, frame: Json, conversation: Conversation) -> ForcedAnswer:
+        """Make the server answer with two letters. They are parsed as reasoning if answers begin inside reasoning."""
+        body = frame | self._bias(letter=100) | {"max_tokens": 2, "messages": conversation.messages}
+        answer = await self.chat(f"two letters{conversation.place}", LETTER, body)
+        return replace(answer, prompt=conversation.prompt, cut=True)
+
+    async def special_answer(self, frame: Json) -> ForcedAnswer:
+        """Make the server answer with special tokens only. It has a text if chats with these settings show them."""
+        body = {"logit_bias": {str(self._end): 100}, "max_tokens": 2, "ignore_eos": True}
+        return replace(await self.chat("special tokens", "", frame | body), cut=True)
+
+    async def force_answers(self, frame: Json, reasons: bool) -> list[ForcedAnswer]:
+        frame = frame | {"repetition_penalty": 1.0}
+
+        async def force(name: str, text: str, bias: Json, before: str = "") -> ForcedAnswer | None:
+            # `before`, the text before the grammar's, is sampled by descending biases under a penalty.
+            penalty = {"repetition_penalty": 4.0, "max_tokens": 60} if before else {}
+            body = frame | bias | penalty | {"structured_outputs": {"choice": [text]}}
+            try:
+                return await self.chat(name, before + text, body)
+            except EngineError:
+                if name != IN_REASONING:
+                    raise
+                return None  # a model that samples other tokens there breaks vLLM's grammar, which ends the request
+
+        # Reasoning must end before a call, whose tag has the smaller bias: some parsers end it at the call's tag too.
+        plain = self._bias(think=25, thought=100, call=50, called=50)
+        texts = TEXTS | (CALL_TEXTS if self._tools else {})
+        requests = [force(name, text, plain) for name, text in texts.items()]
+        thought = f"{THINK}{LETTER}{END_THINK}"
+        if reasons:
+            requests.append(force("reasoning", PLAIN, self._bias(letter=100, thought=50), f"{LETTER}{END_THINK}"))
+            requests.append(force(TAGGED, PLAIN, self._bias(think=100, letter=75, thought=50), thought))
+            if self._tools:
+                # If a tool call ends the reasoning, its tag is the first token that the grammar sees.
+                requests.append(force(IN_REASONING, EMPTY_CALL, self._bias(letter=70, call=100), LETTER))
+        else:
+            requests.append(force(TAGGED, f"{thought}{PLAIN}", plain))
+        return [answer for answer in await asyncio.gather(*requests) if answer is not None]
+
+    async def force_own_forms(self, frame: Json, conversations: Sequence[Conversation]) -> list[ForcedAnswer]:
+        """Sample answers with and without tool calls in the template's own form, in each of these conversations."""
+        if not self._tools:
+            return []
+        render = partial(self.render, frame=frame)
+        forms, end, plain = await asyncio.gather(
+            own_forms(render, USER, self._end), reasoning_end(self._client, render, USER), self._client.encode(PLAIN)
+        )
+
+        async def force(form: OwnForm, conversation: Conversation) -> ForcedAnswer | None:
+            # The last token may be one at which the server stops, and such a token cannot be forced.
+            for each in (form, replace(form, ids=form.ids[:-1])):
+                body = frame | self.forcing(each, end) | {"messages": conversation.messages}
+                answer = await unless_refused(self.chat(f"{form.name}{conversation.place}", "", body))
+                if answer is not None:
+                    sampled = last_position(answer.sampled, after_reasoning(each.ids, end)) >= 0
+                    own = (sampled and (form.cut or bool(form.arguments))) or bool(answer.parsed.calls)
+                    return replace(answer, prompt=conversation.prompt, own=own, cut=form.cut)
+            return None
+
+        forms.append(OwnForm("plain text in its template's form", tuple(plain), ()))
+        forced = await asyncio.gather(*(force(form, each) for each in conversations for form in forms))
+        return [answer for answer in forced if answer is not None]
+
+    async def force_tags(self, tags: Sequence[tuple[str, str]], frame: Json) -> list[ForcedAnswer]:
+        """Sample one answer for each of these pairs of tags, with a letter as the reasoning between the tags.
+
+        Returns only the answers in which the server really sampled this.
+        """
+
+        async def force(start: str, end: str) -> ForcedAnswer | None:
+            ids = tuple(await self._client.encode(f"{start}{LETTER}{end}{PLAIN}"))
+            form = OwnForm(f"a letter between {start} and {end}", ids, ())
+            answer = await unless_refused(self.chat(form.name, "", frame | self.forcing(form, None)))
+            return answer if answer is not None and last_position(answer.sampled, ids) >= 0 else None
+
+        forced = await asyncio.gather(*(force(start, end) for start, end in tags))
+        return [answer for answer in forced if answer is not None]
+
+    async def read_back(self, answers: list[ForcedAnswer], opened: list[int]) -> tuple[list[ForcedAnswer], bool]:
+        """Return the answers with their decoded texts, and whether completions show special tokens by default.
+
+        The latter matters because the tags of reasoning and tool calls are special tokens in some models. All ids are
+        decoded in one request, separated by end-of-turn tokens. Raises CannotContinueError if the texts cannot be
+        separated, or if the text of a completion is not the decoding of its ids.
+        """
+        biases = self._bias(call=100, thought=75, think=50)
+        body = {"prompt": opened, "max_tokens": 3, "repetition_penalty": 4.0, **biases}
+        shown, plain = await asyncio.gather(
+            self._sample(COMPLETIONS, body | {"skip_special_tokens": False}),
+            self._sample(COMPLETIONS, body),
+        )
+        rows = [ids_without(shown, self._end), ids_without(plain, self._end), *(answer.ids for answer in answers)]
+        joined = [token for row in rows for token in (self._end, *row)]
+        mark = await self._client.decode([self._end])
+        before, *texts = (await self._client.decode(joined)).split(mark)
+        if before or len(texts) != len(rows):
+            raise CannotContinueError("its end-of-turn token cannot be recognised in decoded text.")
+        if texts[0] != "".join(event.text for event in shown):
+            raise CannotContinueError("the text of its completions differs from the decoded text of their token ids.")
+        read = [replace(answer, text=text) for answer, text in zip(answers, texts[2:], strict=True)]
+        return read, texts[1] == "".join(event.text for event in plain)

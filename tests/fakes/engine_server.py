@@ -1,0 +1,61 @@
+"""The base of the fake engine servers: scripted answers, and a port while they run."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, Self
+
+from aiohttp import web
+
+Json = dict[str, Any]
+
+
+@dataclass
+class Fault:
+    """An error response in the server's form; without a status, vLLM cuts the connection at once."""
+
+    status: int | None = 500
+    message: str = "scripted fault"
+    param: str | None = None
+    body: bytes | None = None
+
+
+class FakeServer:
+    """A server at `url` while it is entered. Subclasses answer all requests in `serve`."""
+
+    url = ""
+
+    def __post_init__(self) -> None:
+        self.scripted: deque[Any] = deque()
+        self.bodies: list[Json] = []
+        """Bodies of the generations, in order of arrival; of llama-server's those that are streamed."""
+        self.aborted = 0
+        """Generations whose client disconnected."""
+
+    def script(self, *answers: Any) -> None:
+        """Give the next generations these answers or faults."""
+        self.scripted.extend(answers)
+
+    async def __aenter__(self) -> Self:
+        app = web.Application(client_max_size=1 << 30)
+        app.router.add_route("*", "/{path:.*}", self.serve)
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.stop()
+
+    async def stop(self) -> None:
+        await self._runner.cleanup()
+
+    async def serve(self, request: web.Request) -> web.StreamResponse:
+        raise NotImplementedError
+
+
+def sse(chunk: Json) -> bytes:
+    return b"data: " + json.dumps(chunk).encode() + b"\n\n"
