@@ -10,7 +10,8 @@ Promises:
   retries, recording, and what happens when the client disconnects.
 * A refused request leaves the WebSocket open. The server closes it if a message breaks the protocol or a limit, if it
   is idle, or when the server stops.
-* The latest response of the WebSocket can be continued on it, even if it was made with `store: false`.
+* The latest response of the WebSocket can be continued on it, even if it was made with `store: false`, until a request
+  that continues it fails. (The API defines it so: after a failure the client sends its conversation again.)
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 
 import orjson
 
+from polar_proxy.dialects.openai_responses.items import response_id
 from polar_proxy.dialects.openai_responses.websocket import ResponsesWebSocketDialect
 from polar_proxy.errors import RequestError
 from polar_proxy.gateway import asgi
@@ -57,7 +59,7 @@ class ResponsesWebSocket:
         self.answering = False
         """True from the arrival of a request until the last event of its answer is being sent."""
         self.latest_call: str | None = None
-        """The call id of the latest complete answer."""
+        """The call id of the latest complete answer, unless a request that continues it failed."""
 
     async def serve(self, receive: asgi.Receive) -> None:
         try:
@@ -84,6 +86,8 @@ class ResponsesWebSocket:
         while (body := await self._requests.get()) is not None:
             request = _WebSocketRequest(self, body)
             resumable = () if self.latest_call is None else (self.latest_call,)
+            if any(response_id(call).encode() in body for call in resumable):
+                self.latest_call = None  # until the end of the answer sets it again
             await self._handler.handle(
                 _DIALECT, self._path, self._path_key, self._scope, request.receive, request.send, resumable=resumable
             )

@@ -137,3 +137,25 @@ def test_a_broken_previous_response_is_refused_with_its_reason() -> None:
     with pytest.raises(RequestError, match="ended early \\(the engine broke\\)") as caught:
         conversation(USER, previous_response_id="resp_1", calls=BROKEN)
     assert caught.value.code == "previous_response_not_found"
+
+
+@pytest.mark.parametrize(
+    ("output", "known"),
+    [
+        ({"type": "function_call_output", "call_id": "c0"}, True),
+        ({"type": "custom_tool_call_output", "call_id": "c1"}, True),
+        ({"type": "local_shell_call_output", "id": "c2"}, True),
+        ({"type": "function_call_output", "call_id": "c3"}, False),
+        ({"type": "local_shell_call_output", "id": "c3"}, False),
+    ],
+)
+def test_tool_output_must_answer_a_call_of_the_continued_response(output: Json, known: bool) -> None:
+    """A body that continues nothing may have such outputs: agents that shorten their history send them."""
+    item = {**output, "output": "ok"}
+    if known:
+        assert conversation(item, previous_response_id="resp_1")[-1].role == "tool"
+    else:
+        with pytest.raises(RequestError) as caught:
+            conversation(item, previous_response_id="resp_1")
+        assert (caught.value.param, caught.value.code) == ("input[0]", "tool_call_not_found")
+    assert conversation(USER, item)[-1].role == "tool"

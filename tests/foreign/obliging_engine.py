@@ -79,7 +79,7 @@ def _value(schema: Json, root: Json, asked: str) -> Any:
     kind = schema.get("type", "object" if "properties" in schema else "string")
     kind = kind[0] if isinstance(kind, list) else kind
     if kind == "object":
-        required = schema.get("required", list(schema.get("properties", {})))
+        required = schema.get("required") or list(schema.get("properties", {}))
         return {name: _value(schema["properties"][name], root, asked) for name in required}
     if kind == "array":
         return [_value(schema.get("items", {}), root, asked) for _ in range(max(1, schema.get("minItems", 1)))]

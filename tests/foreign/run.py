@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tomllib
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -49,7 +50,8 @@ class SuiteResult:
     packages: str
     passed: int = 0
     total: int = 0
-    skipped: int = 0
+    skipped: Counter[str] = field(default_factory=Counter)
+    """Number of skipped cases by reason."""
     failures: list[tuple[str, str]] = field(default_factory=list)
     """(test, first line of its error)"""
 
@@ -100,8 +102,8 @@ def run(suite: Suite) -> SuiteResult:
 def read_report(result: SuiteResult, report: Path) -> SuiteResult:
     """Add the cases of a JUnit report to a result. An expected failure (xfail) counts as skipped, with its reason."""
     for case in ElementTree.parse(report).iter("testcase"):
-        if case.find("skipped") is not None:
-            result.skipped += 1
+        if (skipped := case.find("skipped")) is not None:
+            result.skipped[_first_line(skipped.get("message") or "no reason given")] += 1
             continue
         result.total += 1
         problem = case.find("failure")
@@ -110,12 +112,19 @@ def read_report(result: SuiteResult, report: Path) -> SuiteResult:
             result.passed += 1
         else:
             text = problem.get("message") or problem.text or ""
-            result.failures.append((case.get("name") or "?", text.strip().split("\n")[0][:200]))
+            result.failures.append((case.get("name") or "?", _first_line(text)))
     return result
 
 
+def _first_line(text: str) -> str:
+    return text.strip().split("\n")[0][:200]
+
+
 def run_compliance(checkout: Path) -> SuiteResult:
-    """Run Open Responses' compliance test from a checkout in which its packages are installed (`bun install`)."""
+    """Run Open Responses' compliance test from a checkout.
+
+    With Bun (`bun install` in the checkout), else with Node.js 22 or newer (`npm install zod@3 tsx` in the checkout).
+    """
     script = ["bun", "bin/compliance-test.ts"] if shutil.which("bun") else ["npx", "tsx", "bin/compliance-test.ts"]
     options = "--base-url $POLAR_URL/v1 --api-key open-responses --model scripted-model --json"
     command = ["sh", "-c", f"cd '{checkout}' && {' '.join(script)} {options}"]
@@ -123,21 +132,29 @@ def run_compliance(checkout: Path) -> SuiteResult:
     found = re.search(r"\{.*\}", done.stdout, re.DOTALL)
     if found is None:
         raise SystemExit(f"The compliance test in {checkout} printed no results:\n{done.stdout[-2000:]}")
-    result = SuiteResult(_COMPLIANCE, "a checkout")
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=checkout, capture_output=True, text=True)
+    result = SuiteResult(_COMPLIANCE, f"a checkout, commit {commit.stdout.strip() or 'unknown'}")
     for case in json.loads(found[0])["results"]:
         result.total += case["status"] != "skipped"
         result.passed += case["status"] == "passed"
-        result.skipped += case["status"] == "skipped"
-        if case["status"] == "failed":
-            result.failures.append((case["name"], "; ".join(case.get("errors") or ["no reason given"])[:200]))
+        reason = "; ".join(case.get("errors") or ["no reason given"])[:200]
+        if case["status"] == "skipped":
+            result.skipped[reason] += 1
+        elif case["status"] == "failed":
+            result.failures.append((case["name"], reason))
     return result
 
 
 def table(results: list[SuiteResult]) -> str:
     lines = ["| suite | passed | of | skipped | packages |", "|---|---|---|---|---|"]
-    lines += [f"| {one.name} | {one.passed} | {one.total} | {one.skipped} | {one.packages} |" for one in results]
+    lines += [
+        f"| {one.name} | {one.passed} | {one.total} | {one.skipped.total()} | {one.packages} |" for one in results
+    ]
     failures = [f"* {one.name}, `{name}`: {reason}" for one in results for name, reason in one.failures]
-    return "\n".join([*lines, "", "Remaining failures:" if failures else "No failures.", "", *failures]).rstrip() + "\n"
+    lines += ["", "Remaining failures:", "", *failures] if failures else ["", "No failures."]
+    skipped = [f"* {one.name}, {number}: {reason}" for one in results for reason, number in one.skipped.items()]
+    lines += ["", "Skipped, with the suite's reason:", "", *skipped] if skipped else []
+    return "\n".join(lines) + "\n"
 
 
 def main() -> int:

@@ -12,7 +12,7 @@ from tests.foreign.obliging_engine import oblige
 from tests.foreign.run import SuiteResult, read_report, read_suites, table
 
 REPORT = """<testsuites><testsuite>
-<testcase name="good"/><testcase name="left out"><skipped/></testcase>
+<testcase name="good"/><testcase name="left out"><skipped message="no model"/></testcase>
 <testcase name="bad"><failure message="first line\nsecond line"/></testcase>
 <testcase name="worse"><error>broken</error></testcase>
 </testsuite></testsuites>"""
@@ -33,11 +33,12 @@ def test_report_becomes_a_table_with_the_failures(tmp_path: Path) -> None:
     report = tmp_path / "report.xml"
     report.write_text(REPORT)
     result = read_report(SuiteResult("suite", "a@1.0.0"), report)
-    assert (result.passed, result.total, result.skipped) == (1, 3, 1)
+    assert (result.passed, result.total, result.skipped) == (1, 3, {"no model": 1})
     found = table([result])
     assert "| suite | 1 | 3 | 1 | a@1.0.0 |" in found
     assert "* suite, `bad`: first line" in found
     assert "* suite, `worse`: broken" in found
+    assert "* suite, 1: no model" in found
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 from openai import AsyncOpenAI
-from openai.types.responses import CompactedResponse, Response, ResponseItem, ResponseStreamEvent
+from openai.types.responses import CompactedResponse, ResponseItem
 from pydantic import TypeAdapter
 
 from polar_proxy.engines.scripted import ScriptedEngine
@@ -19,12 +19,12 @@ from tests.conftest import Serve
 from tests.fakes.player import BrokenEngine
 from tests.fakes.store_faults import failing_writes
 from tests.gateway.agents import chat_request, client, connected_sdk, new_session, recorded_calls
+from tests.gateway.published_responses import check_response, checked_events
 from tests.gateway.responses_agent import CALLS, OUTPUTS, TOOLS, two_step_engine
 
 pytestmark = pytest.mark.slow
 
 BODY: Json = {"model": "m", "input": "hi"}
-_EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 _ITEMS: TypeAdapter[Any] = TypeAdapter(ResponseItem)
 
 
@@ -351,39 +351,11 @@ async def test_objects_and_events_are_as_published(serve: Serve) -> None:
     async with serve(two_step_engine()) as gateway, client(gateway.url) as http:
         for body in bodies:
             answer = (await http.post("/responses", json=body)).json()
-            _check_response(answer)
+            check_response(answer)
             streams = [
                 await http.post("/responses", json={**body, "stream": True}),
                 await http.get(f"/responses/{answer['id']}?stream=true"),
             ]
             for stream in streams:
                 assert stream.headers["content-type"] == "text/event-stream; charset=utf-8"
-                events = [httpx.Response(200, content=line[6:]).json() for line in _data_lines(stream.text)]
-                for event in events:
-                    _EVENTS.validate_python(event, strict=True)
-                    if "response" in event:
-                        _check_response(event["response"])
-
-
-def _data_lines(body: str) -> list[str]:
-    return [line for line in body.splitlines() if line.startswith("data: ")]
-
-
-def _check_response(value: Json) -> None:
-    """Assert that a response object has all fields of the Open Responses schema, with values that the SDK allows."""
-    Response.model_validate(value, strict=True)
-    assert value.keys() >= _REQUIRED
-    never_null = {"temperature", "top_p", "presence_penalty", "frequency_penalty", "top_logprobs", "model", "metadata"}
-    assert all(value[name] is not None for name in never_null)
-    for tool in value["tools"]:
-        assert tool["type"] != "function" or {"name", "description", "parameters", "strict"} <= tool.keys()
-
-
-_REQUIRED = {
-    *("id", "object", "created_at", "completed_at", "status", "incomplete_details", "model", "previous_response_id"),
-    *("instructions", "output", "error", "tools", "tool_choice", "truncation", "parallel_tool_calls", "text", "top_p"),
-    *("presence_penalty", "frequency_penalty", "top_logprobs", "temperature", "reasoning", "user", "usage", "store"),
-    *("max_output_tokens", "max_tool_calls", "background", "service_tier", "metadata", "safety_identifier"),
-    "prompt_cache_key",
-}
-"""https://github.com/openresponses/openresponses/blob/main/schema/components/schemas/ResponseResource.json"""
+                assert checked_events(stream.text)[-1]["response"]["status"] in ("completed", "incomplete")

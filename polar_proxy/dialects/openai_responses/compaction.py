@@ -15,7 +15,7 @@ from functools import partial
 import orjson
 
 from polar_proxy.dialects.base import Answer, Encoder, ParsedRequest
-from polar_proxy.dialects.fields import unsupported
+from polar_proxy.dialects.fields import missing, unsupported
 from polar_proxy.dialects.openai_responses.dialect import OpenAIResponses
 from polar_proxy.dialects.openai_responses.encoder import usage_object
 from polar_proxy.dialects.openai_responses.input import input_items
@@ -40,6 +40,8 @@ class ResponsesCompaction(OpenAIResponses):
                 raise unsupported(name, "a compaction is sent in one piece, when it is finished")
         if body.get("conversation") is not None:
             raise unsupported("conversation", "send its items in 'input'")
+        if not body.get("model"):
+            raise missing("model")
         items = input_items(body.get("input"))
         instruction = {"type": "message", "role": "user", "content": INSTRUCTION}
         parsed = super().parse({**body, "input": [*items, instruction] if items else None, "store": False})

@@ -7,7 +7,9 @@ replaced by that item. Such ids are those of an answer's items and of the listed
 
 Promises: an item that the input already has, in full or by an earlier reference, is not repeated. A reference to one
 text of an answer gives the answer's whole text, because the record does not have its parts; so for reasoning. The model
-reads a referenced item as it reads the item itself.
+reads a referenced item as it reads the item itself. A body that continues a response or a conversation with the output
+of a call that is not there is refused, because it continues the wrong one. (A body without a reference may have such
+outputs: agents that shorten their history send them.)
 """
 
 from __future__ import annotations
@@ -103,7 +105,25 @@ def write_out_references(body: Json, calls: _ReferencedCalls, conversation: Sequ
             raise item_not_found(identity)
         parts.add(named.part)
         whole.append({**found, "id": identity})
+    if previous is not None or body.get("conversation") is not None:
+        _check_outputs(input_items(body.get("input")), whole)
     return {**body, "input": whole}
+
+
+def _check_outputs(own: list[Json], whole: list[Json]) -> None:
+    """Raise RequestError if a tool output among the body's own items belongs to no call of the whole input."""
+    calls = [item for item in whole if not _is_output(item)]
+    known = {call[key] for call in calls for key in ("call_id", "id") if isinstance(call.get(key), str)}
+    for position, item in enumerate(own):
+        if _is_output(item):
+            identity = item.get("call_id", item.get("id") if item["type"] == "local_shell_call_output" else None)
+            if isinstance(identity, str) and identity not in known:
+                problem = f"the conversation that is continued has no tool call {identity!r:.80}"
+                raise invalid(f"input[{position}]", problem, code="tool_call_not_found")
+
+
+def _is_output(item: Json) -> bool:
+    return str(item.get("type")).endswith("_output")
 
 
 def _given(items: list[Json], stored: set[str]) -> tuple[set[str], set[AnswerPart]]:

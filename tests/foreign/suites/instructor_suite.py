@@ -9,6 +9,8 @@ import pytest
 from pydantic import BaseModel
 
 URL = os.environ["POLAR_URL"]
+ADA = {"name": "Ada", "age": 36}
+"""Compared as a dictionary, because Instructor returns a subclass of the class that it is given."""
 ASKED = [{"role": "user", "content": "'Ada' is 36"}]
 
 
@@ -25,7 +27,7 @@ def _openai(mode):
 @pytest.mark.parametrize("mode", [instructor.Mode.TOOLS, instructor.Mode.TOOLS_STRICT, instructor.Mode.JSON_SCHEMA])
 def test_openai(mode):
     found = _openai(mode).chat.completions.create(model="m", messages=ASKED, response_model=Person)
-    assert found == Person(name="Ada", age=36)
+    assert found.model_dump() == ADA
 
 
 def test_openai_partial():
@@ -39,17 +41,17 @@ def test_openai_iterable():
     found = _openai(instructor.Mode.TOOLS).chat.completions.create_iterable(
         model="m", messages=ASKED, response_model=Person
     )
-    assert list(found) == [Person(name="Ada", age=36)]
+    assert [person.model_dump() for person in found] == [ADA]
 
 
 def test_openai_responses():
     found = _openai(instructor.Mode.RESPONSES_TOOLS).chat.completions.create(
         model="m", messages=ASKED, response_model=Person
     )
-    assert found == Person(name="Ada", age=36)
+    assert found.model_dump() == ADA
 
 
 def test_anthropic():
     client = instructor.from_anthropic(anthropic.Anthropic(base_url=URL, api_key="instructor"))
     found = client.messages.create(model="m", max_tokens=99, messages=ASKED, response_model=Person)
-    assert found == Person(name="Ada", age=36)
+    assert found.model_dump() == ADA

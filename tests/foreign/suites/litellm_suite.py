@@ -3,13 +3,17 @@
 import json
 import os
 
-import litellm
 import pytest
+
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it downloads its list of models
+import litellm
 
 URL = os.environ["POLAR_URL"]
 ROUTES = {
     "openai": {"model": "openai/scripted-model", "api_base": URL + "/v1"},
     "anthropic": {"model": "anthropic/scripted-model", "api_base": URL, "max_tokens": 999},
+    # A name that LiteLLM knows: with others it writes the schema of an object into the prompt.
+    "gemini": {"model": "gemini/gemini-2.5-pro", "api_base": URL + "/v1beta"},
 }
 TOOL = {
     "type": "function",
@@ -66,3 +70,20 @@ def test_streamed_tool_call(route):
 def test_responses():
     found = litellm.responses(input="hi", api_key="litellm", **ROUTES["openai"])
     assert found.output[0].content[0].text == "You said: hi"
+
+
+def test_token_limit(route):
+    found = litellm.completion(messages=_user("a long text"), **{**route, "max_tokens": 2})
+    assert found.choices[0].finish_reason == "length"
+
+
+def test_object(route):
+    schema = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema}}
+    found = litellm.completion(messages=_user("'Ada' is 36"), response_format=form, **route)
+    assert json.loads(found.choices[0].message.content) == {"name": "Ada"}
+
+
+def test_error(route):
+    with pytest.raises(litellm.BadRequestError):
+        litellm.completion(messages=_user("hi"), temperature=9, num_retries=0, **route)
