@@ -22,7 +22,8 @@ FAMILIES = (
 )
 MISREAD = ("DeepSeek-V3.1", "Gemma-4", "Llama-3.1")
 """vLLM's own chat route gives some of their answers otherwise than the model wrote them. How many depends on how vLLM
-batches tokens, because its parser for DeepSeek loses a call that comes in one piece."""
+batches tokens: its parser for DeepSeek loses a call that comes in one piece, and the one for Llama gives empty arguments
+as `{}` only if they come in one piece. So Polar may read one answer otherwise, too."""
 
 
 async def test_every_call_is_continued_and_read_as_the_chat_route_reads_it() -> None:
@@ -35,7 +36,7 @@ async def test_every_call_is_continued_and_read_as_the_chat_route_reads_it() -> 
         for session in result.sessions:
             assert (session.continued, session.splits) == (10, 0), result
             assert session.misread == 0 or result.name in MISREAD, result
-            assert session.read >= 11 - session.misread, result
+            assert session.read >= 11 - max(session.misread, result.name in MISREAD), result
             assert session.largest is not None
             assert session.largest < 1e-3, result
 
