@@ -22,8 +22,8 @@ FAMILIES = (
 )
 MISREAD = ("DeepSeek-V3.1", "Gemma-4", "Llama-3.1")
 """vLLM's own chat route gives some of their answers otherwise than the model wrote them. How many depends on how vLLM
-batches tokens: its parser for DeepSeek loses a call that comes in one piece, and the one for Llama gives empty arguments
-as `{}` only if they come in one piece. So Polar may read one answer otherwise, too."""
+batches tokens: its parser for DeepSeek loses a call that comes in one piece, and the one for Llama gives empty
+arguments as `{}` only if they come in one piece. So Polar may read one answer otherwise, too."""
 
 
 async def test_every_call_is_continued_and_read_as_the_chat_route_reads_it() -> None:
