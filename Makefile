@@ -55,7 +55,7 @@ test-full: setup
 test-harnesses: setup
 	$(BIN)/pytest -m by_command --ignore-glob='*llama*'
 
-# On a real llama-server, which is built once (11 minutes of processor time). Three harnesses play if they are installed.
+# On a real llama-server, which is built once (11 minutes of processor time). Four harnesses play if installed.
 test-llama: setup
 	test -x $(LLAMA)/bin/llama-server || PYTHON=$(BIN)/python scripts/llama_server.sh install $(LLAMA)
 	POLAR_LLAMA=$(LLAMA) $(BIN)/pytest -m by_command tests/engines/test_llamacpp_real.py tests/conformance/test_llama_real.py

@@ -67,8 +67,8 @@ class ExplainedDrift:
     rendered: tuple[str, ...]
     """Texts of the tokens from this position on, as the engine rendered them."""
     causes: tuple[DriftCause, ...]
-    """Why the prompt differs. If `retokenised` stands before other causes, only the first tokens that differ have the
-    same text on both sides, and the other causes explain the texts that differ after them."""
+    """Why the prompt differs. Other causes after `retokenised` explain a difference of texts that follows the first
+    difference, which is one of tokens only."""
 
 
 @dataclass(slots=True)

@@ -166,7 +166,8 @@ async def _unless_refused(rendering: Awaitable[Rendering]) -> Rendering | None:
 
 
 class LocallyRenderingEngine(ServerEngine):
-    """An engine behind a server, whose conversations this process renders if that gives the server's renderings."""
+    """An engine behind a server. This process renders conversations if it was proved to render them as the server does;
+    otherwise the server renders them."""
 
     _local: LocalRenderer[Any] | None = None
 

@@ -54,6 +54,7 @@ class FakeServer:
         await self._runner.cleanup()
 
     async def serve(self, request: web.Request) -> web.StreamResponse:
+        """Answer one request to any route."""
         raise NotImplementedError
 
 

@@ -74,7 +74,7 @@ class ForcedSampling:
         async with self._slots:
             return await self._client.sampled(path, {"temperature": 0, "return_token_ids": True, **body})
 
-    async def chat(self, name: str, wanted: str, body: Json) -> ForcedAnswer:
+    async def _chat(self, name: str, wanted: str, body: Json) -> ForcedAnswer:
         events = await self._sample(CHAT, {"messages": USER, "max_tokens": 200, **body})
         parsed = ParsedAnswer.of(events)
         sampled = tuple(token for event in events for token in event.token_ids)
@@ -88,19 +88,29 @@ class ForcedSampling:
         tokens = {self.tags[texts[name]]: bias for name, bias in biases.items()}
         return {"logit_bias": {str(ids[0]): bias for ids, bias in tokens.items() if len(ids) == 1}}
 
-    def forcing(self, form: OwnForm, end_of_reasoning: int | None) -> Json:
-        return forcing(form, end_of_reasoning, self.tags[UNWANTED])
+    async def force_form(
+        self, form: OwnForm, end_of_reasoning: int | None, frame: Json, conversation: Conversation | None = None
+    ) -> ForcedAnswer | None:
+        """Return the server's answer when it is made to sample `form`; None if it refuses the request.
+
+        It answers `conversation`, or else USER.
+        """
+        name = form.name if conversation is None else form.name + conversation.place
+        messages = {} if conversation is None else {"messages": conversation.messages}
+        body = frame | forcing(form, end_of_reasoning, self.tags[UNWANTED]) | messages
+        answer = await unless_refused(self._chat(name, "", body))
+        return answer if answer is None or conversation is None else replace(answer, prompt=conversation.prompt)
 
     async def short_answer(self, frame: Json, conversation: Conversation) -> ForcedAnswer:
         """Make the server answer with two letters. They are parsed as reasoning if answers begin inside reasoning."""
         body = frame | self._bias(letter=100) | {"max_tokens": 2, "messages": conversation.messages}
-        answer = await self.chat(f"two letters{conversation.place}", LETTER, body)
+        answer = await self._chat(f"two letters{conversation.place}", LETTER, body)
         return replace(answer, prompt=conversation.prompt, cut=True)
 
     async def special_answer(self, frame: Json) -> ForcedAnswer:
         """Make the server answer with special tokens only. It has a text if chats with these settings show them."""
         body = {"logit_bias": {str(self._end): 100}, "max_tokens": 2, "ignore_eos": True}
-        return replace(await self.chat("special tokens", "", frame | body), cut=True)
+        return replace(await self._chat("special tokens", "", frame | body), cut=True)
 
     async def force_answers(self, frame: Json, reasons: bool) -> list[ForcedAnswer]:
         frame = frame | {"repetition_penalty": 1.0}
@@ -110,7 +120,7 @@ class ForcedSampling:
             penalty = {"repetition_penalty": 4.0, "max_tokens": 60} if before else {}
             body = frame | bias | penalty | {"structured_outputs": {"choice": [text]}}
             try:
-                return await self.chat(name, before + text, body)
+                return await self._chat(name, before + text, body)
             except EngineError:
                 if name != IN_REASONING:
                     raise
@@ -143,12 +153,11 @@ class ForcedSampling:
         async def force(form: OwnForm, conversation: Conversation) -> ForcedAnswer | None:
             # The last token may be one at which the server stops, and such a token cannot be forced.
             for each in (form, replace(form, ids=form.ids[:-1])):
-                body = frame | self.forcing(each, end) | {"messages": conversation.messages}
-                answer = await unless_refused(self.chat(f"{form.name}{conversation.place}", "", body))
+                answer = await self.force_form(each, end, frame, conversation)
                 if answer is not None:
                     sampled = last_position(answer.sampled, after_reasoning(each.ids, end)) >= 0
                     own = (sampled and (form.cut or bool(form.arguments))) or bool(answer.parsed.calls)
-                    return replace(answer, prompt=conversation.prompt, own=own, cut=form.cut)
+                    return replace(answer, own=own, cut=form.cut)
             return None
 
         forms.append(OwnForm("plain text in its template's form", tuple(plain), ()))
@@ -164,7 +173,7 @@ class ForcedSampling:
         async def force(start: str, end: str) -> ForcedAnswer | None:
             ids = tuple(await self._client.encode(f"{start}{LETTER}{end}{PLAIN}"))
             form = OwnForm(f"a letter between {start} and {end}", ids, ())
-            answer = await unless_refused(self.chat(form.name, "", frame | self.forcing(form, None)))
+            answer = await self.force_form(form, None, frame)
             return answer if answer is not None and last_position(answer.sampled, ids) >= 0 else None
 
         forced = await asyncio.gather(*(force(start, end) for start, end in tags))

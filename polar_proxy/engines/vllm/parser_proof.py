@@ -8,9 +8,9 @@ compared.
 These parsers are tried in this order: Polar's Hermes parser; vLLM's parsers in a side process, if its package is found;
 the server's parser at `/derender`. Polar's parser is other code than the server's, so it is used only if all of the
 given texts were sampled. The others are vLLM's own code and are compared on whatever was sampled. If tool calls in the
-template's own form were sampled, the chat route must have read at least one of them as a call. If the server samples
-under a grammar of its own parser instead, the calls that this grammar gives are compared. If no call was sampled, it is
-unknown which of vLLM's parsers the server uses.
+template's own form were sampled, the chat route must have read at least one of them as a call. Some of the server's
+parsers replace Polar's grammar by their own; then the calls that were sampled under theirs are compared. If no call was
+sampled, it is unknown which of vLLM's parsers the server uses.
 
 The server is made to answer both a first message and a tool's result, because some parsers look at the history. If
 several of vLLM's parsers fit, they are compared with each other on random variations of the answers. The server samples
@@ -281,9 +281,7 @@ class ParserProofs:
 
         async def force(number: int, body: list[int]) -> ForcedAnswer | None:
             form = OwnForm("an answer that parsers do not parse alike", tuple(body), ())
-            asked = frame | self._sampling.forcing(form, end) | {"messages": conversations[number].messages}
-            answer = await unless_refused(self._sampling.chat(form.name, "", asked))
-            return None if answer is None else replace(answer, prompt=prompts[number])
+            return await self._sampling.force_form(form, end, frame, conversations[number])
 
         seed = in_vain = 0
         while len(found) > 1 and in_vain < _ROUNDS:
