@@ -216,7 +216,7 @@ def by_api_key(store: Store) -> Authenticate:
 
 
 async def allow_all(request: Request) -> Role:
-    """Treat every request as an admin's: for a client in this process, which has the database anyway."""
+    """Give every request the role admin: for clients in this process, which can open the database themselves anyway."""
     return "admin"
 
 

@@ -278,7 +278,10 @@ class PromptBuilder:
 
 
 def prompt_config(request: ChatRequest) -> PromptConfig:
-    """Return digests of the tools and template options. Cache marks and the order of tools and keys are ignored."""
+    """Return digests of the tools and template options, whatever the order of tools and keys.
+
+    The field `cache_control` of a tool is ignored.
+    """
     tools = orjson.dumps(() if request.tool_choice == "none" else request.tools)
     digest_tools = _tools_digest if len(tools) <= _CACHED_BYTES else _tools_digest.__wrapped__
     return PromptConfig(digest_tools(tools), _digest(_canonical_json(dict(request.template_kwargs))))

@@ -6,7 +6,8 @@
 2. A rule recognises it as a side call.
 3. Its messages extend an earlier call's messages and answer (`continues`), or its messages without the answer
    (`rewinds`).
-4. Its assistant turns extend an earlier call's, but messages between them were changed.
+4. Its assistant turns extend an earlier call's, but messages between them were changed: `continues`, or `compacts`
+   if old tool outputs were replaced by a short text.
 5. It extends nothing: a sub-agent, a compaction, or a `root`.
 
 A decision with an alternative is `ambiguous`. The rule that decided is recorded: one of `rules.py`, or
@@ -163,9 +164,9 @@ def decide(index: CallIndex, query: PlacementQuery, window: float) -> Decision:
 
 
 def find_base(index: CallIndex, query: PlacementQuery) -> Base | None:
-    """Return the last message of the request that is the complete answer of an earlier call, or None.
+    """Return the earlier call whose complete answer the request contains, or None. The last such answer counts.
 
-    All messages before it mean the same as the messages of that call.
+    All messages before that answer mean the same as the messages of that call.
     """
     keys = query.chain.keys
     for end in range(len(keys) - 1, 0, -1):

@@ -315,7 +315,7 @@ class SessionState:
     def remember_request(
         self, dialect: str, parsed: ParsedRequest, conversation: HashedConversation, size: int
     ) -> None:
-        """Keep a request, with whose messages the next one usually begins. `size`: bytes of the request's messages."""
+        """Keep a request, because the next one usually begins with its messages. `size`: bytes of these messages."""
         self._cache.put(self.session_id, LastRequest(dialect, parsed, conversation, size))
 
     def drop_cached(self) -> None:
