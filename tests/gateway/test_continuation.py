@@ -333,12 +333,12 @@ async def test_records_how_an_answer_ended_that_is_not_continued(
     serve: Serve, store: Store, text: str, stop: list[str], reason: str
 ) -> None:
     """The engine ends answers with a token that is not among its `eos_token_ids`, as llama.cpp may."""
-    async with serve(ScriptedEngine(script, info=replace(INFO, eos_token_ids=(250,)))) as gateway:
-        async with client(gateway.url) as http:
-            conversation = Conversation(http, tools=[TOOL], stop=stop)
-            answered = (await conversation.say(user(text)))["message"]
-            conversation.echo(answered)
-            await conversation.say(*(results(answered) if "tool_calls" in answered else [user("more")]))
+    engine = ScriptedEngine(script, info=replace(INFO, eos_token_ids=(250,)))
+    async with serve(engine) as gateway, client(gateway.url) as http:
+        conversation = Conversation(http, tools=[TOOL], stop=stop)
+        answered = (await conversation.say(user(text)))["message"]
+        conversation.echo(answered)
+        await conversation.say(*(results(answered) if "tool_calls" in answered else [user("more")]))
     _, second = await recorded_calls(store)
     assert (second.prompt_mode, second.prompt_reason) == ("render", reason)
 
