@@ -61,7 +61,7 @@ PromptReason = Literal[
     "constrained",  # the request asks for a certain tool call or form of the answer (`is_constrained`)
     "base_without_tokens",  # the base was recorded without token ids (engine `openai`), or with those of a hidden call
     "stop_sequence",  # the base's answer ended at a stop sequence
-    "aborted",  # the base's answer ended neither with its own end of turn nor at the token limit
+    "aborted",  # the base's answer ended neither by itself nor at a stop sequence or the token limit
     "no_end_of_turn",  # the template writes nothing that shows where the base's answer ends
     "other_end_of_turn",  # the base's answer ended with another token than the template writes after it
     "template_refuses",  # the template cannot render the request
@@ -174,7 +174,7 @@ class PromptBuilder:
             raise _NotContinued("engine_cannot")
         ends_turn = int(answered.ids[-1]) in self._engine.info.eos_token_ids
         if not ends_turn and answered.finish_reason != "length":
-            raise _NotContinued("stop_sequence" if answered.finish_reason == "stop" else "aborted")
+            raise _NotContinued(await self._other_end(answered))
 
         rendered, ids = await self._suffix(request, base, int(answered.ids[-1]) if ends_turn else None)
         past_reasoning: PastReasoning = session.policy.get("past_reasoning", self._settings.past_reasoning)
@@ -189,6 +189,13 @@ class PromptBuilder:
             log.info("a call is not continued: %s", error)
             raise _NotContinued("engine_cannot") from error
         return PromptPlan(accepted, past_reasoning=past_reasoning)
+
+    async def _other_end(self, answered: AnsweredCall) -> PromptReason:
+        """Return what ended an answer that ended neither with a token of `eos_token_ids` nor at the token limit."""
+        if answered.finish_reason not in ("stop", "tool_calls"):
+            return "aborted"
+        text = await self._engine.decode(answered.ids[answered.prompt_size :].tolist()) if answered.stop else ""
+        return "stop_sequence" if any(stop in text for stop in answered.stop) else "other_end_of_turn"
 
     async def _load(self, session: SessionState, base: Base) -> AnsweredCall | None:
         """Read the base (the call that is extended) from the store; None if it has no tokens there.
@@ -211,7 +218,8 @@ class PromptBuilder:
         if not isinstance(request, ChatRequest):
             return None
         reasoning = tuple(text for message in request.messages for text in reasoning_prefix(message))
-        return session.remember_answer(call.call_id, call.prompt_ids, choice, prompt_config(request), reasoning)
+        config, stop = prompt_config(request), tuple(call.sampling.get("stop", ()))
+        return session.remember_answer(call.call_id, call.prompt_ids, choice, stop, config, reasoning)
 
     async def _suffix(self, request: ChatRequest, base: Base, sampled_stop: int | None) -> tuple[str, list[int]]:
         """Return the rendering of the request and the ids after the base's answer.

@@ -56,7 +56,7 @@ from polar_proxy.sessions.call_index import CallIndex, CallNode, QuoteKind
 from polar_proxy.sessions.hashing import AnswerNode, AssistantTurn, HashChain, HashedConversation, call_ids, text_of
 from polar_proxy.sessions.identity import ClientMetadata
 from polar_proxy.sessions.rules import RequestTexts
-from polar_proxy.types import ANSWERED, Edge, Message
+from polar_proxy.types import Edge, Message
 
 _MIN_EVIDENCE = 40
 """Characters below which an assistant turn alone may occur in two unrelated conversations."""
@@ -280,7 +280,7 @@ def _extended(index: CallIndex, query: PlacementQuery) -> Decision | None:
         if turn.assistant_chain in index.assistant_chains:
             return _rewritten(index.assistant_chains[turn.assistant_chain], query, turn, max(end, asked))
     parent, sure = choose_parent(index.ends[keys[end]], query, end) if end else (None, True)
-    partial = parent is not None and parent.state not in {*ANSWERED, "running"}
+    partial = parent is not None and parent.failed
     # A request may end with a part of a failed answer: then both end at the same message.
     if asked_before and (asked > end or partial) and not _summary_follows(query, asked):
         return _rewound(asked_before, query, asked)
