@@ -61,6 +61,8 @@ class ApiContext:
     """The requests come from a command of this process, which may use all of this machine."""
     closing: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the server stops, so that streams end."""
+    export_turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held by an export while a whole session is in memory for it."""
 
     def wake(self) -> None:
         """Let the rollout service look at the queue now."""
