@@ -22,6 +22,7 @@ from polar_proxy.sequences import answer_sampling, begins_with, common_prefix_le
 from polar_proxy.traces.certificate import ScorerIdentity
 from polar_proxy.traces.drift import DriftEvent, DriftPolicy, drift_events, find_context_start
 from polar_proxy.traces.grades import excluded_calls, grade_of, grade_reasons, in_start_order
+from polar_proxy.traces.prefixes import PrefixTable
 from polar_proxy.traces.validation import validate
 from polar_proxy.types import AnswerSampling, CallRecord, Choice, Span, TokenIds, Trace, new_id
 
@@ -113,6 +114,9 @@ class CallMerger:
         self._joins_drift = joins_drift
         self._calls = {call.call_id: call for call in calls}
         self._by_last_answer: dict[tuple[str, int], TraceBuilder] = {}
+        self._prefixes = PrefixTable()
+        self._numbers: dict[TraceBuilder, int] = {}
+        """The place of each trace in `traces`, which is its number in `_prefixes`."""
 
     def add(self, call: CallRecord) -> None:
         trace, start, joins_drift = None, 0, False
@@ -124,20 +128,23 @@ class CallMerger:
                 start = 0 if trace is None else trace.end
         for position, choice in enumerate(call.choices):
             if trace is None or position > 0:
-                target = TraceBuilder.of_answer(call, choice)
+                target, size = TraceBuilder.of_answer(call, choice), 0
+                self._numbers[target] = len(self.traces)
                 self.traces.append(target)
             else:
-                target = trace
+                target, size = trace, trace.end
                 del self._by_last_answer[target.last]  # type: ignore[arg-type]
                 target.add(call, choice, start, joins_drift=joins_drift)
+            self._prefixes.extend(self._numbers[target], target.token_ids[size:])
             self._by_last_answer[(call.call_id, choice.index)] = target
 
     def _continued_trace(self, call: CallRecord) -> TraceBuilder | None:
         """Return the trace whose tokens are the longest beginning of the call's prompt, or None."""
         assert call.prompt_ids is not None
         base = (call.base_call_id, call.base_choice or 0)
+        candidates = (self.traces[number] for number in self._prefixes.candidates(call.prompt_ids))
         return max(
-            (trace for trace in self.traces if trace.is_start_of(call.prompt_ids)),
+            (trace for trace in candidates if trace.is_start_of(call.prompt_ids)),
             key=lambda trace: (trace.end, trace.last == base, call.parent_call_id in trace.calls),
             default=None,
         )
