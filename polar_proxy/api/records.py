@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Annotated
 
 import orjson
@@ -16,6 +16,7 @@ from polar_proxy.export.exporter import ExportReport, export_lines
 from polar_proxy.records import convert, find_record, list_sessions
 from polar_proxy.types import Json
 
+_PIECE = 1 << 20
 _EXPORT: dict[int | str, Json] = {
     200: {
         "content": {m.NDJSON: {}},
@@ -76,9 +77,16 @@ def add_routes(routers: Routers, context: ApiContext) -> None:
         return StreamingResponse(_with_report(first, lines, report), media_type=m.NDJSON)
 
 
+def _pieces(line: bytes) -> Iterator[bytes]:
+    """Yield a line in pieces, because the event loop stands still while a piece is written."""
+    for start in range(0, len(line), _PIECE):
+        yield line[start : start + _PIECE]
+
+
 async def _with_report(first: bytes | None, lines: AsyncIterator[bytes], report: ExportReport) -> AsyncIterator[bytes]:
-    if first is not None:
-        yield first
+    for piece in _pieces(first or b""):
+        yield piece
     async for line in lines:
-        yield line
+        for piece in _pieces(line):
+            yield piece
     yield orjson.dumps({m.EXPORT_REPORT: convert(m.ExportSummary, report).model_dump()}) + b"\n"

@@ -38,11 +38,12 @@ class SessionExport:
 
 
 def jsonl(session: SessionExport) -> Iterator[Json]:
+    """Yield one row. Its `calls` are an iterator, because those of a long session would take much memory as a list."""
     reader = ConversationReader()
     yield {
         "schema": SCHEMA,
         **session.rollout,
-        "calls": [
+        "calls": (
             {
                 "call_id": call.call_id,
                 "status": call.status,
@@ -62,7 +63,7 @@ def jsonl(session: SessionExport) -> Iterator[Json]:
                 "completion_tokens": sum(len(choice.token_ids) for choice in call.choices),
             }
             for call in session.calls
-        ],
+        ),
         "traces": len(session.traces),
         "excluded": dict(session.excluded),
     }

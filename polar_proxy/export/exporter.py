@@ -271,4 +271,4 @@ def _counted_lines(
 
 def _lines(session: SessionExport, form: str, all_grades: bool, report: ExportReport, convert: Convert) -> list[bytes]:
     chosen = replace(session, traces=_trainable(session.traces, all_grades, report))
-    return [json_codec.dumps(row) + b"\n" for row in convert(list(DATASET_FORMATS[form](chosen)))]
+    return [json_codec.dumps_object(row) + b"\n" for row in convert(list(DATASET_FORMATS[form](chosen)))]

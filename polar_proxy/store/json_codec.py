@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import orjson
@@ -14,6 +15,20 @@ def dumps(value: Any) -> bytes:
         return orjson.dumps(value)
     except TypeError:
         return json.dumps(value, separators=(",", ":")).encode()
+
+
+def dumps_object(fields: Mapping[str, Any]) -> bytes:
+    """Return compact JSON of an object. A value may be an iterator: it is written as a list.
+
+    Its items are encoded one at a time. So a long list is never in memory as a whole, and other threads of this process
+    run between two items.
+    """
+    pairs = (dumps(name) + b":" + _dumps_value(value) for name, value in fields.items())
+    return b"{" + b",".join(pairs) + b"}"
+
+
+def _dumps_value(value: Any) -> bytes:
+    return b"[" + b",".join(map(dumps, value)) + b"]" if isinstance(value, Iterator) else dumps(value)
 
 
 def dumps_text(value: Any) -> str:
