@@ -33,7 +33,7 @@ from polar_proxy.conformance.fidelity import FidelityRow, count_tokens
 from polar_proxy.conformance.forced_vllm import LOGITS_PROCESSOR, PLUGIN, ForcedVllmEngine, save_random_model
 from polar_proxy.conformance.runner import temporary_store
 from polar_proxy.engines.base import CannotContinueError
-from polar_proxy.engines.scripted import ScriptedReply
+from polar_proxy.engines.scripted import Script, ScriptedReply
 from polar_proxy.errors import PolarError
 from polar_proxy.gateway import Gateway
 from polar_proxy.sessions.identity import hash_key, new_key
@@ -85,11 +85,11 @@ class ServedResult:
 
 
 class FamilyEngine(ForcedVllmEngine):
-    """A vLLM server whose model gives planned answers as its family writes them."""
+    """A vLLM server whose model gives the answers of `script` as its family writes them."""
 
-    def __init__(self, url: str, served: ServedFamily, renderer: TemplateEngine) -> None:
+    def __init__(self, url: str, served: ServedFamily, renderer: TemplateEngine, script: Script) -> None:
         python = str(ENVIRONMENT / "bin" / "python")
-        super().__init__(url, script=_planned, vllm_python=python)
+        super().__init__(url, script=script, vllm_python=python)
         self._writer = AnswerWriter(renderer, left_out=served.left_out, always_reasons=served.always_reasons)
         self.replies: dict[int, ScriptedReply] = {}
         """The answers as the template shows them, by their number in the session."""
@@ -112,7 +112,7 @@ class FamilyEngine(ForcedVllmEngine):
         return f"{config.kind} ({names})" if any(config.parsers) else config.kind
 
 
-def _planned(request: EngineRequest) -> ScriptedReply:
+def planned(request: EngineRequest) -> ScriptedReply:
     assert isinstance(request, ChatRequest)
     return planned_reply(request.messages)
 
@@ -155,7 +155,7 @@ async def run_family(served: ServedFamily, family: Family) -> ServedResult:
 
 async def play_both(out: ServedResult, served: ServedFamily, renderer: TemplateEngine, url: str) -> None:
     """Play a streamed and a whole session at the same time, and write their results into `out`."""
-    async with FamilyEngine(url, served, renderer) as engine, temporary_store() as store:
+    async with FamilyEngine(url, served, renderer, planned) as engine, temporary_store() as store:
         try:
             out.found = await engine.parsing(served.options)
         except CannotContinueError as error:
