@@ -188,8 +188,8 @@ what its second call does, which is sampled from exact ids (unless `rendered` is
 * **WRONG**: an answer that was recorded otherwise than it was sampled.
 
 All requests have tools. "one call": `parallel_tool_calls: false`, which Polar does not send: it bounds the calls
-itself, so that answers stay free. "strict": tools with `strict: true`. "required" and "named" are values of
-`tool_choice`; Polar records their answers as constrained without asking the engine.
+itself, so that answers stay free. "strict": tools with `strict: true`. "required" and "named": values of
+`tool_choice`, which some of vLLM's parsers do not enforce.
 
 {table}
 """

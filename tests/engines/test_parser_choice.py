@@ -173,6 +173,19 @@ async def test_knows_whether_the_chat_route_samples_under_a_grammar_of_the_parse
         assert await proofs.constrains(replace(asked, template_kwargs={"enable_thinking": False}))
 
 
+@pytest.mark.parametrize(("with_grammar", "enforced"), [(RIGHT, True), (None, False)])
+async def test_knows_whether_a_demanded_call_is_enforced(with_grammar: Parsers | None, enforced: bool) -> None:
+    """vLLM's parser for Gemma 4 has no grammar, so the model may answer without the call that was demanded."""
+    async with FakeVllm(limits=frozenset({"other_form"})) as fake, VllmEngine(fake.url) as engine:
+        process = ScriptedParsers(telling=TELLING)
+        process.with_grammar = with_grammar
+        process.pairs = (RIGHT,)
+        proofs = ParserProofs(engine.client, end=END, tools=True, process=process)
+        assert await proofs.enforces_calls(), "the parser is not known yet"
+        await proofs.prove({})
+        assert await proofs.enforces_calls() == enforced
+
+
 @pytest.mark.full
 @pytest.mark.timeout(300)
 async def test_real_parsers_are_matched_in_the_chunks_of_the_servers_stream(tmp_path: Path) -> None:

@@ -129,6 +129,14 @@ class ParserProofs:
                 return await self._has_grammar(config.parsers, parser_request(self._client.model, request))
         return uses_tools(request) and (self.adds_grammar or has_strict_tool(request))
 
+    async def enforces_calls(self) -> bool:
+        """Return whether a demanded tool call is enforced by a grammar. True if vLLM's parsers are not known."""
+        config = self._proved.get(_key({}))
+        if not isinstance(config, ParserConfig) or config.kind != "process":
+            return True
+        demanding = ChatRequest("", (), tools=(TOOL,), tool_choice="required")
+        return await self._has_grammar(config.parsers, parser_request(self._client.model, demanding))
+
     async def close(self) -> None:
         if self.process is not None:
             await self.process.stop()

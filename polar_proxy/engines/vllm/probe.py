@@ -113,6 +113,8 @@ class ServerProbe:
             tokenize = await self._tokenize_renders(_WITH_REASONING)
         end = await self._end_of_turn() if tokenize else ()
         parsers = await self._prove_parsers(tokenize, token_prompt, end, tools=tools)
+        if tools and isinstance(parsers, ParserProofs):
+            required = required and await parsers.enforces_calls()
         capabilities = {
             "token_ids": True,
             "logprobs": True,
