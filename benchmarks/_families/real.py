@@ -24,6 +24,7 @@ import httpx
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks._families.families import Family, load_families
+from benchmarks._families.harmony import HarmonyWriter, fetch_vocabulary, harmony_tokenizer, save_gpt_oss
 from benchmarks._families.own_answers import AnswerWriter
 from benchmarks._families.planned_session import PLAN, Agent, ReceivedAnswer, ask, planned_reply
 from benchmarks._families.served_families import ServedFamily
@@ -90,7 +91,8 @@ class FamilyEngine(ForcedVllmEngine):
     def __init__(self, url: str, served: ServedFamily, renderer: TemplateEngine, script: Script) -> None:
         python = str(ENVIRONMENT / "bin" / "python")
         super().__init__(url, script=script, vllm_python=python)
-        self._writer = AnswerWriter(renderer, left_out=served.left_out, always_reasons=served.always_reasons)
+        writer = HarmonyWriter if served.harmony else AnswerWriter
+        self._writer = writer(renderer, left_out=served.left_out, always_reasons=served.always_reasons)
         self.replies: dict[int, ScriptedReply] = {}
         """The answers as the template shows them, by their number in the session."""
         self.ids: dict[int, tuple[int, ...]] = {}
@@ -140,9 +142,11 @@ async def run_family(served: ServedFamily, family: Family) -> ServedResult:
     """Serve one family and play its sessions. Never fails: `problem` of the result says what went wrong."""
     out = ServedResult(served.name, served.template, served.parsers)
     began = time.monotonic()
-    renderer = TemplateEngine(family)
+    if served.harmony:
+        os.environ["TIKTOKEN_ENCODINGS_BASE"] = str(fetch_vocabulary())
+    renderer = TemplateEngine(family, harmony_tokenizer() if served.harmony else None)
     with tempfile.TemporaryDirectory(prefix="polar-family-") as folder:
-        await asyncio.to_thread(save_model, Path(folder), renderer)
+        await asyncio.to_thread(save_model, Path(folder), renderer, harmony=served.harmony)
         try:
             async with serve_vllm(Path(folder), served.name, *served.flags) as url:
                 out.start_seconds = round(time.monotonic() - began, 1)
@@ -207,8 +211,11 @@ async def _given_by_chat(direct: httpx.AsyncClient, body: Json) -> ReceivedAnswe
         return str(error)
 
 
-def save_model(folder: Path, renderer: TemplateEngine, context: int = _CONTEXT) -> None:
-    """Write a small random model with the family's template, control tokens and stop tokens into `folder`."""
+def save_model(folder: Path, renderer: TemplateEngine, context: int = _CONTEXT, *, harmony: bool = False) -> None:
+    """Write a small random model with the family's template, control tokens and stop tokens into `folder`.
+
+    `harmony`: it has the architecture of gpt-oss.
+    """
     family = renderer.family
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=renderer.tokenizer,
@@ -217,7 +224,10 @@ def save_model(folder: Path, renderer: TemplateEngine, context: int = _CONTEXT) 
         bos_token=family.bos or None,
     )
     tokenizer.chat_template = family.template
-    save_random_model(folder, tokenizer, family.stops, context_length=context)
+    if harmony:
+        save_gpt_oss(folder, tokenizer, list(renderer.stop_ids), context)
+    else:
+        save_random_model(folder, tokenizer, family.stops, context_length=context)
 
 
 class ServerError(Exception):
