@@ -1,4 +1,7 @@
-"""Mistral Vibe (https://github.com/mistralai/mistral-vibe), headless, with a `generic` provider."""
+"""Mistral Vibe (https://github.com/mistralai/mistral-vibe), headless: it speaks Chat Completions.
+
+Its endpoint is a provider of its own in `config.toml`, with the backend `generic`.
+"""
 
 from __future__ import annotations
 

@@ -53,7 +53,8 @@ class OpenHands(VenvHarness):
         if is_responses_name != (wire_api == "openai_responses") and wire_api != "anthropic_messages":
             raise HarnessError(
                 f"openhands chooses its wire API by the model's name, and {endpoint.model!r} does not make it speak "
-                f"{wire_api}: Responses needs a name that contains gpt-5, Chat one that does not"
+                f"{wire_api}: Responses needs a name that contains gpt-5 or codex-mini-latest, and Chat one that does "
+                "not contain either"
             )
         anthropic = wire_api == "anthropic_messages"
         return Connection(

@@ -33,7 +33,7 @@ class AllowedCode:
             )
 
     def load(self, name: str) -> Any:
-        """Import the object called ``module:object``. Raises `BadTaskError`."""
+        """Return the object called ``module:object``. Raises `BadTaskError` if it is not allowed or fails to load."""
         self.check(name)
         module, _, attribute = name.partition(":")
         try:

@@ -56,8 +56,8 @@ def run_clean_git(
 ) -> bytes:
     """Run git on a repository of Polar's own, or outside of any; return stdout. Blocking.
 
-    Raises `CleanGitError` for an exit status that is not in `exit_codes`, and `GitOutputTooLargeError` for more than
-    `output_limit` bytes, of which no more are read.
+    Raises `CleanGitError` if git is missing, too slow, or exits with a status that is not in `exit_codes`. Raises
+    `GitOutputTooLargeError` if git prints more than `output_limit` bytes; the rest is not read.
     """
     with temporary_folder() as empty, tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as errors:
         given.write(stdin)

@@ -27,7 +27,7 @@ MAX_INTEGER = 2**31 - 1
 
 
 def whole_distribution(temperature: float) -> dict[str, float | int]:
-    """Return the policy with which a session's calls are sampled from the model's own distribution at a temperature."""
+    """Return sampling parameters: the model's whole distribution at this temperature, without cuts and penalties."""
     penalties = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
     return {"temperature": temperature, "top_p": 1.0, "top_k": 0, "min_p": 0.0, **penalties}
 
@@ -68,7 +68,8 @@ class RolloutSpec(DocumentedModel):
     def sampling_policy(self) -> dict[str, float | int]:
         """Return the sampling parameters that the gateway enforces in the rollout's session.
 
-        Sampling is from the complete distribution, so that the recorded log-probabilities are those of the policy."""
+        Sampling is from the model's complete distribution, so that the recorded log-probabilities are those of the
+        policy that is trained."""
         return {"temperature": self.temperature, "top_p": 1.0, "top_k": 0, "max_tokens": self.max_tokens}
 
 

@@ -25,6 +25,8 @@ Edge = Literal["root", "continues", "retries", "rewinds", "compacts", "subagent"
 CallStatus = Literal["ok", "client_gone", "upstream_error", "no_tokens"]
 ANSWERED: frozenset[CallStatus] = frozenset({"ok", "no_tokens"})
 """Statuses of a call with a complete answer."""
+FAILED: frozenset[CallStatus] = frozenset({"client_gone", "upstream_error"})
+"""Statuses of a call without a complete answer."""
 LogprobMode = Literal["raw", "processed"]
 PromptMode = Literal["render", "continue"]
 """render: the engine rendered the messages. continue: the prompt is the exact tokens of the base (the call that this

@@ -46,7 +46,7 @@ numbers of more than three digits and rare escapes (`\\u00e9` before a letter, t
 def write_gguf(folder: Path, target: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     writer = gguf.GGUFWriter(target, "qwen3")
-    writer.add_name("polar-tiny")
+    writer.add_name(folder.resolve().name)
     writer.add_file_type(gguf.LlamaFileType.ALL_F32)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])

@@ -4,7 +4,8 @@
 #   scripts/llama_server.sh install DIR                         11 minutes of processor time, once; 0.5 GB of disk
 #   scripts/llama_server.sh serve DIR MODEL PORT [flags...]     in the foreground, until it is killed
 #
-# MODEL is a GGUF file, or the folder of a small Qwen3 model, which is converted (scripts/gguf_model.py).
+# MODEL is a GGUF file, or the folder of a small Qwen3 model, which is converted (scripts/gguf_model.py). The server names
+# the model as the file or folder; the flag --alias NAME gives another name.
 # `install` needs a C++ compiler; cmake and ninja come from PyPI. It uses pip's settings unchanged, and JOBS processes (2).
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -35,8 +36,9 @@ install() {
 }
 
 serve() {
-    local dir=$1 model=$2 port=$3
+    local dir=$1 model=$2 port=$3 name
     shift 3
+    name=$(basename "$model" .gguf)
     [ -x "$dir/bin/llama-server" ] || { echo "No llama-server in $dir: run $0 install $dir" >&2; exit 2; }
     if [ -d "$model" ]; then
         local converted
@@ -47,7 +49,7 @@ serve() {
         model=$converted
     fi
     # A float32 cache without flash attention: log-probabilities equal those of PyTorch to 1e-5.
-    "$dir/bin/llama-server" -m "$model" --alias polar-tiny --host 127.0.0.1 --port "$port" \
+    "$dir/bin/llama-server" -m "$model" --alias "$name" --host 127.0.0.1 --port "$port" \
         -ctk f32 -ctv f32 -fa off --no-webui "$@" &
     local server=$!
     # shellcheck disable=SC2064

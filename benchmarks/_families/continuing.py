@@ -229,7 +229,7 @@ class FamilyRun:
             config = prompt_config(self._request(messages[:place]))
             ids = np.array(prompt, dtype=np.int32)
             choice = Choice(0, messages[place], "stop", np.array(answer, dtype=np.int32), np.zeros(len(answer)))
-            session.remember_answer(call_id, ids, choice, config, ())
+            session.remember_answer(call_id, ids, choice, (), config, ())
             plan = await self._builder.build(request, Base(call_id, 0, place + 1), session)
             if plan.prompt is None:
                 out.append(TurnResult("refused", str(plan.reason)))

@@ -25,7 +25,10 @@ STEP_SECONDS = 1800.0
 
 
 def folder_of(cache_root: Path, name: str, version: str, recipe: object) -> Path:
-    """Return the path of the folder made from `recipe`, which must be serialisable as JSON. Raises `HarnessError`."""
+    """Return the path of the folder made from `recipe`, which must be serialisable as JSON.
+
+    Raises `HarnessError` if `version` is not a version.
+    """
     check_version(version)
     digest = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:8]
     return cache_root / name / f"{version}-{digest}"
@@ -66,8 +69,8 @@ def run_step(
 ) -> None:
     """Run one command of an installation. `what` completes the sentence "could not ...".
 
-    Raises `InstallError` with the command's last output and `advice` if it cannot be started, runs for longer than
-    `seconds` (it is then killed) or, with `strict`, fails.
+    Raises `InstallError` with `advice` if the command cannot be started, or runs for longer than `seconds` (it is then
+    killed). With `strict`, also raises it, with the command's last output, if the exit code is not 0.
     """
     try:
         done = subprocess.run(

@@ -1,7 +1,7 @@
-"""Background work of an API server: send callbacks, end pauses, count groups for the metrics.
+"""Background work of an API server: send callbacks, end pauses whose time is over, count groups for the metrics.
 
-Callbacks are signed and sent again until the receiver accepts them, each by one server at a time. The body is built at
-the first attempt and is the same at every later one.
+Callbacks are signed. One server at a time tries to send a callback. After a failure it is tried again, unless the
+receiver answers 410 or there were `api.callback_attempts` attempts. All attempts have the body of the first one.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ log = logging.getLogger(__name__)
 
 
 class BackgroundLoops:
-    """`async with BackgroundLoops(context)` runs the loops until the block ends, and then ends the API's streams.
+    """`async with BackgroundLoops(context)` runs the loops until the block ends.
+
+    At its end, open streams of events end, and so do requests that wait for a group to lease.
 
     Several servers may do this on one database: each callback is sent, and each job's pause is ended,
     by one of them.

@@ -61,6 +61,8 @@ class ApiContext:
     """The requests come from a command of this process, which may use all of this machine."""
     closing: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the server stops, so that streams end."""
+    export_turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held by an export while a whole session is in memory for it."""
 
     def wake(self) -> None:
         """Let the rollout service look at the queue now."""
@@ -216,7 +218,7 @@ def by_api_key(store: Store) -> Authenticate:
 
 
 async def allow_all(request: Request) -> Role:
-    """Treat every request as an admin's: for a client in this process, which has the database anyway."""
+    """Give every request the role admin: for clients in this process, which can open the database themselves anyway."""
     return "admin"
 
 

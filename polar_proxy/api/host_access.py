@@ -24,7 +24,7 @@ from polar_proxy.tasks import Task, is_family
 def code_of_request(context: ApiContext, body: JobRequest) -> AllowedCode:
     """Return the Python code (`MODULE:NAME`) to which a job request and its tasks may refer.
 
-    A request of this process may also refer to the code that it names as its own task source and harness.
+    If this process itself makes the request, they may also refer to the code that is its task source or its harness.
     """
     named = (body.task or "", body.harness) if context.from_this_process else ()
     return context.settings.code(*named)

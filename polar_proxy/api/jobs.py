@@ -122,8 +122,8 @@ def _add_pausing(routers: Routers, context: ApiContext) -> None:
     async def pause_job(job_id: JobId, body: m.PauseRequest = m.PauseRequest()) -> m.Job:
         """Start no more rollouts of a job; running rollouts continue.
 
-        With `wait_idle`, the response comes when none of the job's rollouts runs any more. If that takes longer, the
-        status is 409 `pause_timed_out` and the job is as it was before.
+        With `wait_idle`, the response comes when none of the job's rollouts runs any more. If some still run after
+        that many seconds, the status is 409 `pause_timed_out` and the job is as it was before.
         """
         await _pause(context, await _require_job(context, job_id), body)
         return convert(m.Job, await _require_job(context, job_id))
@@ -192,7 +192,7 @@ async def _cancel(context: ApiContext, target: str) -> m.CancelResponse:
 async def _pause(context: ApiContext, before: JobRow, body: m.PauseRequest) -> None:
     """Pause a job. Raises ApiError `conflict` if it has ended.
 
-    Raises ApiError `pause_timed_out`, and undoes the pause, if it does not become idle in time.
+    If rollouts of the job still run after `wait_idle` seconds, undoes the pause and raises ApiError `pause_timed_out`.
     """
     job_id, store = before.job_id, context.store
     if before.status in ("done", "cancelled"):

@@ -70,6 +70,7 @@ def add_routes(routers: Routers, context: ApiContext) -> None:
             builder=builder,
             all_grades=all_grades,
             advantage=advantage,
+            turn=context.export_turn,
         )
         first = await anext(lines, None)  # an invalid request is refused before the response begins
         return StreamingResponse(_with_report(first, lines, report), media_type=m.NDJSON)

@@ -43,8 +43,8 @@ def add_routes(routers: Routers, context: ApiContext) -> None:
     async def pause_service(body: m.ServicePauseRequest = m.ServicePauseRequest()) -> m.ServiceState:
         """Start no more rollouts of any job; running rollouts continue.
 
-        With `wait_idle`, the response comes when no rollout runs any more. If that takes longer, the response is 409
-        `pause_timed_out` and this pause is undone.
+        With `wait_idle`, the response comes when no rollout runs any more. If some still run after that many seconds,
+        the response is 409 `pause_timed_out` and this pause is undone.
         """
         if body.scope == "all":
             await _pause_all(context.store, body.seconds, body.wait_idle)
@@ -114,7 +114,10 @@ async def _pause_one(worker: Worker, seconds: float | None, wait_idle: float | N
 
 
 async def _pause_all(store: Store, seconds: float | None, wait_idle: float | None) -> None:
-    """Pause all servers. Raises ApiError `pause_timed_out`, and undoes the pause, if work still runs at the end."""
+    """Pause all servers; with `wait_idle`, wait up to that many seconds until no rollout runs.
+
+    If some still run then, undo the pause and raise ApiError `pause_timed_out`.
+    """
     if wait_idle is not None and (left := await _pause_until_idle(store, wait_idle)):
         raise pause_timed_out(wait_idle, len(left))
     now = time.time()
@@ -122,8 +125,11 @@ async def _pause_all(store: Store, seconds: float | None, wait_idle: float | Non
 
 
 async def _pause_until_idle(store: Store, seconds: float | None) -> list[str]:
-    """Pause all servers and wait until no rollout runs. If some rollouts still run in the end, return them and undo the
-    pause, unless someone else changed it meanwhile."""
+    """Pause all servers and wait up to `seconds` (None: without limit) until no rollout runs.
+
+    If some still run then, undo the pause and return their ids. If someone else pauses or resumes all servers
+    during the wait, their change is kept; once it is noticed, ApiError `conflict` is raised.
+    """
     before = await store.fleet.get()
     deadline = math.inf if seconds is None else time.monotonic() + seconds
     pause = before

@@ -27,7 +27,7 @@ class SessionFields(ApiResponseModel):
     incomplete: str | None
     """Why it must not be trained on; null if all calls are recorded."""
     failed_calls: int
-    """Number of calls whose status is not `ok`."""
+    """Number of calls that failed: their status is `client_gone` or `upstream_error`."""
     prompt_tokens: int
     """Sum of prompt tokens over all calls."""
     completion_tokens: int

@@ -20,8 +20,8 @@ class ApiRequestModel(DocumentedModel):
 
 
 class JobRequest(JobSpec):
-    """Rollouts of one or more tasks. A field that is omitted or null has its value in [run] of the server's settings,
-    or its default if [run] has no such field."""
+    """Rollouts of one or more tasks. For a field that is omitted or null, the value in [run] of the server's settings
+    is used, or the field's default if [run] has no such field."""
 
     task: str | None = None
     """A task family, a file or folder on the server's machine, or module:Class, as for `polar run`."""

@@ -214,7 +214,7 @@ def read_store_or_server(
 ) -> T:
     """Return what `from_server` reads from the server of --url or POLAR_URL, or `from_store` from the database.
 
-    Commands that only read open the database themselves, because the API in this process takes a second to import.
+    A read-only command opens the database itself, because importing the API into this process takes a second.
     """
     settings = load_client_settings(url, db)
     if settings.url is not None:

@@ -58,8 +58,8 @@ def conformance(
     template: Annotated[
         list[str] | None,
         typer.Option(
-            help="With --fidelity: keeps or strips, the chat template that keeps or strips past reasoning. Repeatable. "
-            "Default: both."
+            help="With --fidelity: the chat template that keeps past reasoning (keeps) or strips it (strips). "
+            "Repeatable. Default: both."
         ),
     ] = None,
     concurrency: Annotated[int, typer.Option(min=1, help="With --fidelity: agents at a time.")] = 1,

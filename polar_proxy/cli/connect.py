@@ -239,7 +239,7 @@ def _printable(what: str, name: str) -> str:
 
 
 def _print_connection(harness: ConnectableHarness, session: AgentSession, folder: Path, as_json: bool) -> None:
-    """Print the connection. Its settings files are for a folder below `folder`, one for each server and agent."""
+    """Print the connection. Its settings files are for a folder of this server and this agent, below `folder`."""
     home = folder / re.sub(r"[^\w.-]+", "-", urlsplit(session.server).netloc) / harness.name
     connection = harness.connect(session.endpoint(home))
     files = {str(home / name): text for name, text in settings_files(connection.settings).items()}

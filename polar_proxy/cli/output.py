@@ -81,7 +81,7 @@ _UNLIMITED = 1_000_000
 def print_result(
     result: object, shown: str | Text | Table | Callable[[], object], as_json: bool, *, good: bool = True
 ) -> None:
-    """End a command: print its result as one JSON document, or print `shown`. The exit code is 0 if `good`, else 1.
+    """End a command: with `as_json` print `result` as one JSON document, else `shown`. Exit code: 0 if `good`, else 1.
 
     `shown` is text, a table, or a function that prints.
     """

@@ -63,7 +63,7 @@ def next_steps(rows: Sequence[RolloutRow], task: str) -> Iterator[tuple[str, str
 
 
 def _is_bundled(row: RolloutRow) -> bool:
-    """Return whether the rollout ran with the bundled policy and mini-swe-agent, the only harness it can play."""
+    """Return whether the rollout ran the bundled policy in mini-swe-agent, the only harness that the policy can use."""
     from polar_proxy.engines.bundled import POLAR_TINY_NAME
 
     return row.engine.startswith("local ") and (row.model, row.harness) == (POLAR_TINY_NAME, "mini-swe-agent")

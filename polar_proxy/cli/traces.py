@@ -98,7 +98,7 @@ def build(
 
 
 async def _note_no_match(store: Store, where: str | None, targets: Sequence[SessionTarget]) -> None:
-    """If no rollout matches, print how many match each condition, or which values its field has if none does."""
+    """If no rollout matches, print for each condition of `where` how many match it or, if none, its field's values."""
     if where is not None and not targets:
         print_note(await store.rollouts.explain_no_match(where))
 

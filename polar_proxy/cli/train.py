@@ -49,7 +49,10 @@ def grpo(
     engine_url: options.EngineUrl = None,
     model: options.Model = None,
     weights: Annotated[
-        str | None, typer.Option(help="Folder of the weights to start from. Required for vllm; local has its own.")
+        str | None,
+        typer.Option(
+            help="Folder of the weights to start from. Required for vllm. Default for local: those that it serves."
+        ),
     ] = None,
     rollout_options: Json,
     concurrency: options.Concurrency = None,

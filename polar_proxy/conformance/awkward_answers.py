@@ -144,7 +144,7 @@ def _restyle(reply: ScriptedReply, style: StyledStep, tool: str, request: ChatRe
 
 
 def _restyle_object(text: str, style: JsonStyle) -> str:
-    """Return a text that is one JSON object in another style, and other text unchanged.
+    """Return `text` rewritten in a JSON style if it is one JSON object, else unchanged.
 
     A harness without tool calls gets its commands as such an object.
     """

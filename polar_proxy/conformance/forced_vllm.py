@@ -53,7 +53,10 @@ _READ_BYTES = 3_000_000
 
 
 async def forced_reply(script: Script, request: EngineRequest) -> ScriptedReply:
-    """Return the script's reply after its `wait`. Raises its error: no server can be made to fail within an answer."""
+    """Return the script's reply after its `wait` seconds, or raise the reply's `error`.
+
+    The error comes before any answer, because a real server cannot be made to fail in the middle of one.
+    """
     reply = ScriptedReply.of(script(request))
     await asyncio.sleep(reply.wait)
     if reply.error is not None:
@@ -176,7 +179,7 @@ def prescribed_engine(settings: EngineSettings, template: str = "keeps") -> Engi
 
 
 def make_model(folder: Path) -> Path:
-    """Write a model for tests into `folder`: only its tokenizer and its template matter (4 MB, ten seconds).
+    """Write a model for tests into `folder` (4 MB; takes ten seconds). Only its tokenizer and its template matter.
 
     It is small enough that a CPU reads prompts of 50,000 tokens in seconds. It has random weights, a byte-level
     tokenizer that splits text like those in common use (the bundled polar-tiny needs twice as many tokens for an

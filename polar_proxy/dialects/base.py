@@ -255,7 +255,7 @@ class Dialect(ABC):
     ) -> tuple[ConversationItem, ...]:
         """Return what an answered call adds to its conversation: its own input and its answer.
 
-        `known`: the number of items that the conversation had, with which the input of `parsed` begins.
+        `known`: the number of items that the conversation already had. The input of `parsed` begins with them.
         """
         raise NotImplementedError(f"the dialect {self.name} does not support conversations")
 

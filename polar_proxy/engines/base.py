@@ -171,7 +171,8 @@ def enforced_format(request: ChatRequest) -> Json | None:
 def is_constrained(request: EngineRequest, info: EngineInfo) -> bool | None:
     """Return whether this engine constrains the answer by a grammar, so that it is no free sample of the policy.
 
-    False if the request asks for a form that the engine does not enforce; None if it asks for none.
+    None if the request asks for no response format and demands no tool call; False if it does, but the engine enforces
+    nothing of it.
     """
     if not isinstance(request, ChatRequest) or not (_demands_call(request) or request.response_format is not None):
         return None

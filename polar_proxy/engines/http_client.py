@@ -172,7 +172,10 @@ class _ClientConnection(asyncio.Protocol):
         del self._parser  # it refers to this connection
 
     def _broken(self, kind: type[ConnectionError], message: str) -> None:
-        """End the open request, if there is one. Before the headers the request fails with `kind`."""
+        """End the open request, if there is one.
+
+        If the headers of its response have not arrived, it fails with `kind`; otherwise reading the body fails.
+        """
         response, self._response = self._response, None
         head, self._head = self._head, None
         if head is not None and not head.done():

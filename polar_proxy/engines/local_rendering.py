@@ -64,7 +64,7 @@ class LocalRenderer(Generic[Rendering]):
         render: Render[Rendering],
         encode: Callable[[str], Rendering],
     ) -> None:
-        """`render` is the server's own rendering, ids or text; `encode` turns a text rendered here into the same."""
+        """`render` returns the server's rendering, ids or text; `encode` converts a text rendered here to that form."""
         self._template = template
         self._encode: Callable[[str], Rendering] = encode
         self._form = form

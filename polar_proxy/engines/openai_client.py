@@ -200,10 +200,10 @@ def sampling_fields(sampling: Sampling, names: Sequence[str], *, stream: bool) -
 def server_message(message: Message) -> Json:
     """Return a message in the form that servers with a chat template accept.
 
-    They refuse a conversation in which the arguments of a tool call are not JSON, although a model wrote them. They
-    accept them as a JSON string, which templates print unchanged. Reasoning is sent under both of its names: the
-    chat route of vLLM accepts `reasoning_content` for `reasoning`, while its `/tokenize` (0.32) drops it; older and
-    other servers accept only the long name.
+    Servers refuse a conversation in which the arguments of a tool call are not JSON, even if their own model wrote
+    them so. Such arguments are sent as a JSON string, which servers accept and templates print unchanged. Reasoning
+    is sent under both of its names, `reasoning` and `reasoning_content`: the chat route of vLLM accepts either, but
+    its `/tokenize` (0.32) drops the second; older and other servers accept only the second.
     """
     out = message.to_openai()
     if message.reasoning is not None:

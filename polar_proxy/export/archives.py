@@ -1,4 +1,7 @@
-"""Imports archives, and checks their tasks and certificates, whose models the store itself cannot import."""
+"""Import archives, and check the tasks and certificates in them.
+
+The package `store` cannot check these, because their pydantic models are in packages that it must not import.
+"""
 
 from __future__ import annotations
 

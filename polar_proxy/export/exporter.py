@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -80,6 +81,7 @@ async def export_lines(
     builder: str = "merged",
     all_grades: bool = False,
     advantage: str = "grpo",
+    turn: AbstractAsyncContextManager[object] | None = None,
 ) -> AsyncIterator[bytes]:
     """Yield rows of the format `form`, one line at a time, and count in `report`, which is complete at the end.
 
@@ -87,6 +89,9 @@ async def export_lines(
     and every session without a rollout. Records of other trainers are made from the rows of tokens-jsonl; those of trl
     and tinker have an advantage. Raises UsageError before the first row if the format, builder or advantage is unknown
     or the conditions are invalid. An unknown session raises it too, but after the rows of the sessions before it.
+
+    A session is read and converted inside `turn`. Exports that share a lock as `turn` have one session in memory at a
+    time.
     """
     _require_known(form, builder, (*DATASET_FORMATS, *TRAINER_FORMATS))
     convert: Convert = list
@@ -100,13 +105,10 @@ async def export_lines(
     async for session_id, rollout in _selected(store, where, session_ids, builder):
         report.rollouts += rollout is not None
         report.sessions += rollout is None
-        session = await _read_session(store, session_id, rollout, form, builder)
-        report.left_out.update(session.excluded.values())
-        placed = {call_id for trace in session.traces for call_id in trace.call_ids} | set(session.excluded)
-        # The traces of a rollout are built when it ends.
-        if unplaced := sum(call.call_id not in placed for call in session.calls):
-            report.left_out["not_built_yet"] += unplaced
-        lines = await asyncio.to_thread(_lines, session, form, all_grades, report, convert)
+        async with turn or nullcontext():
+            session = await _read_session(store, session_id, rollout, form, builder)
+            lines = await asyncio.to_thread(_counted_lines, session, form, all_grades, report, convert)
+            del session
         for line in lines:
             yield line
         report.rows += len(lines)
@@ -253,6 +255,18 @@ def _trainable(traces: Sequence[Trace], all_grades: bool, report: ExportReport) 
         else:
             kept[trace.trace_id] = trace
     return list(kept.values())
+
+
+def _counted_lines(
+    session: SessionExport, form: str, all_grades: bool, report: ExportReport, convert: Convert
+) -> list[bytes]:
+    """Return a session's rows, and count in `report` the calls that are in none of its traces."""
+    report.left_out.update(session.excluded.values())
+    placed = {call_id for trace in session.traces for call_id in trace.call_ids} | set(session.excluded)
+    # The traces of a rollout are built when it ends.
+    if unplaced := sum(call.call_id not in placed for call in session.calls):
+        report.left_out["not_built_yet"] += unplaced
+    return _lines(session, form, all_grades, report, convert)
 
 
 def _lines(session: SessionExport, form: str, all_grades: bool, report: ExportReport, convert: Convert) -> list[bytes]:

@@ -30,7 +30,7 @@ class Connections:
     """Connections without a request in progress, longest-waiting first."""
 
     def add(self, connection: LimitedConnection) -> bool:
-        """Add a connection. At the limit, close the connection that has waited longest for a request to make room.
+        """Add a connection. At the limit, make room: close the connection that has waited longest for a request.
 
         Return False if there is no room, because every connection has a request.
         """

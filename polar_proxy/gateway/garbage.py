@@ -6,8 +6,9 @@ with full caches, whose old entries make room for new ones, it examines nothing 
 
 * Once a second, the objects that were made since the last step are examined. Those in use are not examined again
   until a whole collection.
-* A whole collection runs when no request is being answered, and at the latest after an hour. It only finds cycles that
-  came to an end after a step had examined them; a call leaves none (`tests/gateway/test_cyclic_garbage.py`).
+* A whole collection runs when no request is being answered, and at the latest after an hour. It is needed only for
+  reference cycles that were still in use when a step examined them; a call leaves none
+  (`tests/gateway/test_cyclic_garbage.py`).
 * Nothing is collected while the process has disabled the collector (`gc.disable`).
 * The objects made at start-up are never examined: they live as long as the process.
 """
@@ -35,8 +36,8 @@ class GarbageCollection:
     ) -> None:
         """`idle` returns whether no request is being answered.
 
-        `step`, `pause` and `longest` are in seconds: between two steps, and at least and at most between two whole
-        collections.
+        `step` is the time between two steps, in seconds. `pause` is the shortest time between two whole collections,
+        and `longest` the longest.
         """
         self._idle = idle
         self._step = step

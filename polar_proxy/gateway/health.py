@@ -3,7 +3,8 @@
 `StoreMonitor` is a circuit breaker. Promises:
 
 * While the store is known to fail, no request waits for it: `run` raises at once, and the store is probed every second.
-* An operation that is slow waits as long as the store answers probes. If the store hangs, it fails after seconds.
+* A slow operation is awaited as long as the store answers probes. If the store hangs, the caller gets an error within
+  seconds.
 * An outage is one line in the log when it begins and one when it ends.
 * Once the store can be written again, `on_writable` is called before calls are recorded.
 """

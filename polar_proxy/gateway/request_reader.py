@@ -159,9 +159,10 @@ class RequestReader:
 
 @contextlib.asynccontextmanager
 async def _turn(session: SessionState, size: int) -> AsyncIterator[None]:
-    """Wait for the turn to parse a body. The bodies of one session are parsed in different turns of the event loop.
+    """Wait until the session may parse this body: one at a time, the next in a later turn of the event loop.
 
-    Before a body of more than `_TAKES_TURNS` bytes is parsed, the event loop serves other sessions.
+    Bodies of more than `_TAKES_TURNS` bytes wait only for each other, and so do smaller ones. Before one of the large
+    bodies is parsed, the event loop serves other sessions.
     """
     lock = session.parsing_large if size > _TAKES_TURNS else session.parsing
     await lock.acquire()

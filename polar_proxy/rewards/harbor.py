@@ -5,8 +5,8 @@ https://www.harborframework.com/docs/tasks: tests appear as /tests, and the scri
 script runs in a fresh sandbox to which the agent's changes below the workspace were applied, not in the agent's own
 container; and if there are both files, there is no reward.
 
-The script runs the agent's code as the same user, so that code can still write the reward file, after the script or
-instead of it.
+The script runs the agent's code as the same user. Therefore the agent's code can still write the reward file, after the
+script has written it or in place of the script.
 """
 
 from __future__ import annotations

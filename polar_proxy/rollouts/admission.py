@@ -122,7 +122,7 @@ class WaitingRequest:
 
 
 class StageLimiter:
-    """The limit of one stage. All methods belong to one event loop."""
+    """The limit of one stage. Call all its methods in the same event loop."""
 
     def __init__(
         self,

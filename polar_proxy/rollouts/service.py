@@ -128,10 +128,10 @@ class RolloutService:
         await self._stack.aclose()
 
     async def test_sandbox(self, wanted: SandboxKind | Literal["auto"]) -> None:
-        """Test the kind of sandbox that rollouts get if they do not name another. Call this before the block.
+        """Test the kind of sandbox that rollouts get if they do not name another. Call this before `async with`.
 
-        If it lets something out, this service claims no rollouts. A kind that does not open now is tested before its
-        first use, as every other kind is."""
+        If this kind does not keep programs inside, this service claims no rollouts. If it cannot be opened now, it is
+        tested before its first use, as every other kind is."""
         try:
             kind = (await asyncio.to_thread(choose, wanted)).kind
             await self.self_tests.require(kind)

@@ -148,7 +148,7 @@ def early_stop_check(metadata: Mapping[str, Any]) -> EarlyStopCheck | None:
 async def stop_early(sandbox: Sandbox, check: EarlyStopCheck | None) -> AsyncIterator[EarlyStop]:
     """While the block runs an agent, run `check` again and again; once it succeeds, kill everything in the sandbox.
 
-    Yields the `EarlyStop`, which has a reason after that. Without a check, do nothing.
+    Yields the `EarlyStop`, which has a reason as soon as the check has succeeded. Without a check, do nothing.
     """
     early = EarlyStop()
     watching = None if check is None else asyncio.create_task(_watch(sandbox, check, early))

@@ -58,7 +58,7 @@ class TaskSandboxes:
     ) -> SandboxSpec:
         """Return the specification of the task's sandbox, making its image and bundle first if necessary.
 
-        `memory_mb` is the limit for tasks that do not specify their memory; None: the setting. Raises
+        `memory_mb` is the limit for tasks that do not specify their memory, by default that of the settings. Raises
         `TaskNotPossibleError` if this kind of sandbox cannot hold the task, `WorkspaceError` if image or bundle cannot
         be made.
         """

@@ -60,9 +60,10 @@ class Worker:
         on_settled: Callable[[str], None] = lambda group_id: None,
         job_id: str | None = None,
     ) -> None:
-        """`policy_version` is read at every claim. `on_release` is called with each rollout whose attempt has ended,
-        `on_settled` with each group that has ended. With `job_id` the worker claims only rollouts of that job ("": of
-        none until `work_on`); without it, the rollouts of all jobs except those that one process runs for itself."""
+        """`policy_version` is called before every claim, `on_release` with each rollout whose attempt has ended, and
+        `on_settled` with each group that has ended. With `job_id` the worker claims only rollouts of that job; with ""
+        it claims nothing until `work_on` names a job. Without `job_id` it claims the rollouts of all jobs, except those
+        that one process runs for itself."""
         self.name = f"{socket.gethostname()}:{os.getpid()}:{new_id('w')[-8:]}"
         """The name under which this worker claims rollouts: host, process id and a random part."""
         self._store = store

@@ -14,7 +14,7 @@ import orjson
 
 from polar_proxy.sessions.hashing import AnswerNode, AssistantTurn, text_of
 from polar_proxy.sessions.rules import AGENT_TOOLS
-from polar_proxy.types import CallStatus, Edge, Json, Message, StoredLineage
+from polar_proxy.types import FAILED, CallStatus, Edge, Json, Message, StoredLineage
 
 _FINGERPRINT_FORM = 2
 """Fingerprints of another form are ignored. Their calls are not found again, so the session's next call is a root."""
@@ -70,7 +70,7 @@ class CallNode:
 
     @property
     def failed(self) -> bool:
-        return self.state in ("client_gone", "upstream_error")
+        return self.state in FAILED
 
 
 @dataclass(slots=True)

@@ -62,7 +62,7 @@ PromptReason = Literal[
     # adds a grammar of its own, which it does not offer for exact prompts
     "base_without_tokens",  # the base was recorded without token ids (engine `openai`), or with those of a hidden call
     "stop_sequence",  # the base's answer ended at a stop sequence
-    "aborted",  # the base's answer ended neither with its own end of turn nor at the token limit
+    "aborted",  # the base's answer ended neither by itself nor at a stop sequence or the token limit
     "no_end_of_turn",  # the template writes nothing that shows where the base's answer ends
     "other_end_of_turn",  # the base's answer ended with another token than the template writes after it
     "template_refuses",  # the template cannot render the request
@@ -175,7 +175,7 @@ class PromptBuilder:
             raise _NotContinued("engine_cannot")
         ends_turn = int(answered.ids[-1]) in self._engine.info.eos_token_ids
         if not ends_turn and answered.finish_reason != "length":
-            raise _NotContinued("stop_sequence" if answered.finish_reason == "stop" else "aborted")
+            raise _NotContinued(await self._other_end(answered))
 
         rendered, ids = await self._suffix(request, base, int(answered.ids[-1]) if ends_turn else None)
         past_reasoning: PastReasoning = session.policy.get("past_reasoning", self._settings.past_reasoning)
@@ -191,6 +191,13 @@ class PromptBuilder:
             under_grammar = await self._engine.constrains(request)
             raise _NotContinued("constrained" if under_grammar else "engine_cannot") from error
         return PromptPlan(accepted, past_reasoning=past_reasoning)
+
+    async def _other_end(self, answered: AnsweredCall) -> PromptReason:
+        """Return what ended an answer that ended neither with a token of `eos_token_ids` nor at the token limit."""
+        if answered.finish_reason not in ("stop", "tool_calls"):
+            return "aborted"
+        text = await self._engine.decode(answered.ids[answered.prompt_size :].tolist()) if answered.stop else ""
+        return "stop_sequence" if any(stop in text for stop in answered.stop) else "other_end_of_turn"
 
     async def _load(self, session: SessionState, base: Base) -> AnsweredCall | None:
         """Read the base (the call that is extended) from the store; None if it has no tokens there.
@@ -213,7 +220,8 @@ class PromptBuilder:
         if not isinstance(request, ChatRequest):
             return None
         reasoning = tuple(text for message in request.messages for text in reasoning_prefix(message))
-        return session.remember_answer(call.call_id, call.prompt_ids, choice, prompt_config(request), reasoning)
+        config, stop = prompt_config(request), tuple(call.sampling.get("stop", ()))
+        return session.remember_answer(call.call_id, call.prompt_ids, choice, stop, config, reasoning)
 
     async def _suffix(self, request: ChatRequest, base: Base, sampled_stop: int | None) -> tuple[str, list[int]]:
         """Return the rendering of the request and the ids after the base's answer.
@@ -280,7 +288,10 @@ class PromptBuilder:
 
 
 def prompt_config(request: ChatRequest) -> PromptConfig:
-    """Return digests of the tools and template options. Cache marks and the order of tools and keys are ignored."""
+    """Return digests of the tools and template options, whatever the order of tools and keys.
+
+    The field `cache_control` of a tool is ignored.
+    """
     tools = orjson.dumps(() if request.tool_choice == "none" else request.tools)
     digest_tools = _tools_digest if len(tools) <= _CACHED_BYTES else _tools_digest.__wrapped__
     return PromptConfig(digest_tools(tools), _digest(_canonical_json(dict(request.template_kwargs))))

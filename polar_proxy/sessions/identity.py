@@ -114,7 +114,7 @@ def is_issued_key(key: str) -> bool:
 def typed_label(key: str) -> str | None:
     """Return a key as a label if it is made of plain words and small numbers, such as `my-agent-2`; otherwise None.
 
-    Such a key is a name that a person typed for an open gateway. Any other key may be a secret.
+    Such a key is a name that a person typed for a gateway that accepts any key. Any other key may be a secret.
     """
     words = _SEPARATORS.split(key)
     plain = len(words) <= _MAX_WORDS and all(_PLAIN_WORD.fullmatch(word) for word in words)

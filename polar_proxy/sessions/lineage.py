@@ -6,7 +6,8 @@
 2. A rule recognises it as a side call.
 3. Its messages extend an earlier call's messages and answer (`continues`), or its messages without the answer
    (`rewinds`).
-4. Its assistant turns extend an earlier call's, but messages between them were changed.
+4. Its assistant turns extend an earlier call's, but messages between them were changed: `continues`, or `compacts`
+   if old tool outputs were replaced by a short text.
 5. It extends nothing: a sub-agent, a compaction, or a `root`.
 
 A decision with an alternative is `ambiguous`. The rule that decided is recorded: one of `rules.py`, or
@@ -55,7 +56,7 @@ from polar_proxy.sessions.call_index import CallIndex, CallNode, QuoteKind
 from polar_proxy.sessions.hashing import AnswerNode, AssistantTurn, HashChain, HashedConversation, call_ids, text_of
 from polar_proxy.sessions.identity import ClientMetadata
 from polar_proxy.sessions.rules import RequestTexts
-from polar_proxy.types import ANSWERED, Edge, Message
+from polar_proxy.types import Edge, Message
 
 _MIN_EVIDENCE = 40
 """Characters below which an assistant turn alone may occur in two unrelated conversations."""
@@ -163,9 +164,9 @@ def decide(index: CallIndex, query: PlacementQuery, window: float) -> Decision:
 
 
 def find_base(index: CallIndex, query: PlacementQuery) -> Base | None:
-    """Return the last message of the request that is the complete answer of an earlier call, or None.
+    """Return the earlier call whose complete answer the request contains, or None. The last such answer counts.
 
-    All messages before it mean the same as the messages of that call.
+    All messages before that answer mean the same as the messages of that call.
     """
     keys = query.chain.keys
     for end in range(len(keys) - 1, 0, -1):
@@ -279,7 +280,7 @@ def _extended(index: CallIndex, query: PlacementQuery) -> Decision | None:
         if turn.assistant_chain in index.assistant_chains:
             return _rewritten(index.assistant_chains[turn.assistant_chain], query, turn, max(end, asked))
     parent, sure = choose_parent(index.ends[keys[end]], query, end) if end else (None, True)
-    partial = parent is not None and parent.state not in {*ANSWERED, "running"}
+    partial = parent is not None and parent.failed
     # A request may end with a part of a failed answer: then both end at the same message.
     if asked_before and (asked > end or partial) and not _summary_follows(query, asked):
         return _rewound(asked_before, query, asked)

@@ -272,7 +272,8 @@ def compare_fronts(base: MarkedRendering, whole: MarkedRendering, marker: Marker
 
     `base`: the marked rendering from which the base's answer was sampled; `whole`: the marked rendering of the new
     request. The fixed texts before the base's answer must be equal in both, apart from IGNORED_DIFFERENCES. One of
-    two texts may be longer by the beginning of the answer after it, if that is before the answer's first mark.
+    the two texts before an answer may be longer: it then goes on with the beginning of that answer, up to the answer's
+    first mark. Before the base's own answer, only the text in `whole` may be longer.
     `opening` is the text with which the template opened the base's answer: if given, `whole` need not contain it.
     Raises RenderingError.
     """

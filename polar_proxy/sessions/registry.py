@@ -247,7 +247,9 @@ class SessionRegistry:
         return session.lost if session else 0
 
     def refusal(self, session_id: str) -> str | None:
-        """Return why the last call of this session could not be recorded; None if it was, or if it need not be."""
+        """Return why the session's last call could not be recorded, or None.
+
+        None also if the session answers calls even if they cannot be recorded (`record_required` is False)."""
         session = self._by_id.get(session_id)
         return session.refusal if session else None
 

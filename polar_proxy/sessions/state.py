@@ -83,7 +83,11 @@ class AnsweredCall:
 
     ids: TokenIds
     """Prompt and answer, int32 [n]."""
+    prompt_size: int
+    """Number of `ids` that are the prompt."""
     finish_reason: str | None
+    stop: tuple[str, ...]
+    """The stop strings of its request."""
     config: PromptConfig
     reasoning: tuple[str, ...]
     """The beginnings of the reasoning in this answer and in earlier ones."""
@@ -315,7 +319,7 @@ class SessionState:
     def remember_request(
         self, dialect: str, parsed: ParsedRequest, conversation: HashedConversation, size: int
     ) -> None:
-        """Keep a request, with whose messages the next one usually begins. `size`: bytes of the request's messages."""
+        """Keep a request, because the next one usually begins with its messages. `size`: bytes of these messages."""
         self._cache.put(self.session_id, LastRequest(dialect, parsed, conversation, size))
 
     def drop_cached(self) -> None:
@@ -344,14 +348,22 @@ class SessionState:
             # would take memory that grows with the square of its length.
             self._cache.pop((base.call_id, base.choice), None)
         for choice in record.choices:
-            self.remember_answer(record.call_id, record.prompt_ids, choice, config, reasoning)
+            stop = tuple(record.sampling.get("stop", ()))
+            self.remember_answer(record.call_id, record.prompt_ids, choice, stop, config, reasoning)
 
     def remember_answer(
-        self, call_id: str, prompt: TokenIds, choice: Choice, config: PromptConfig, earlier_reasoning: tuple[str, ...]
+        self,
+        call_id: str,
+        prompt: TokenIds,
+        choice: Choice,
+        stop: tuple[str, ...],
+        config: PromptConfig,
+        earlier_reasoning: tuple[str, ...],
     ) -> AnsweredCall:
+        """Keep the tokens of one choice of a call in memory. `stop`: the stop strings of the call's request."""
         ids = np.concatenate([prompt, choice.token_ids])
         reasoning = (*earlier_reasoning, *reasoning_prefix(choice.message))
-        answered = AnsweredCall(ids, choice.finish_reason, config, reasoning)
+        answered = AnsweredCall(ids, prompt.size, choice.finish_reason, stop, config, reasoning)
         self._cache.put((call_id, choice.index), answered)
         return answered
 

@@ -34,7 +34,7 @@ class BatchWriter(Generic[ItemT, ResultT]):
         return future
 
     def take_waiting(self) -> Sequence[tuple[ItemT, asyncio.Future[ResultT]]]:
-        """Return the items that wait, which the caller must resolve."""
+        """Remove the waiting items and return them with their futures, which the caller must resolve."""
         waiting, self._waiting = self._waiting, []
         return waiting
 
@@ -51,7 +51,7 @@ class BatchWriter(Generic[ItemT, ResultT]):
 
 
 def concerns_any_record(error: Exception) -> bool:
-    """Return whether any other record would fail in the same way: database locked, full or unreachable."""
+    """Return whether every other record would fail in the same way: database locked, full or unreachable."""
     cause = error.__cause__
     return isinstance(cause, OperationalError | PoolTimeout | OSError) or (
         isinstance(cause, DBAPIError) and cause.connection_invalidated

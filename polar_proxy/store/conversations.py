@@ -1,7 +1,7 @@
 """Conversations of the Responses API: items that a client keeps at the server and adds to call by call.
 
-What a call adds is written in the transaction that commits the
-call, so that a conversation never lacks an answer that its client has, nor has one that is not recorded.
+What a call adds is written in the transaction that commits the call, so that a conversation never lacks an answer that
+its client has, nor has one that is not recorded.
 
 Promises:
 

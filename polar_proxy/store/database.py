@@ -153,7 +153,7 @@ class Database:
     async def writing(self, patience: float | None = None) -> AsyncIterator[AsyncConnection]:
         """Open a transaction that is committed when the block ends without an error.
 
-        `patience`: seconds to wait for a server that is away. Raises StoreUnreachableError after it.
+        `patience`: seconds to wait for a server that is away. Then StoreUnreachableError is raised.
         """
         with self.translated():
             async with (

@@ -30,8 +30,8 @@ _RESERVED_BYTES = 1 << 18
 class OutageMark:
     """A session that lost a call.
 
-    `key_hash`: the hash of the session's key, if the session itself is not known to be stored. It is then stored
-    together with the mark.
+    `key_hash`: the hash of the session's key, if it is unknown whether the session itself is stored. Such a session is
+    stored together with its mark.
     """
 
     session_id: str

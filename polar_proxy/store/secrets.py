@@ -40,7 +40,7 @@ _MAPS = frozenset({"headers", "extraheaders", "httpheaders"})
 
 
 def _if_it_has_a_digit(found: re.Match[str]) -> str:
-    """Remove a key only if it contains a digit. Otherwise many hyphenated words would be removed."""
+    """Remove a key only if it contains a digit. Without this condition, many hyphenated words would be removed."""
     return REMOVED if _DIGIT.search(found[0]) else found[0]
 
 
@@ -50,8 +50,8 @@ _DIGIT = re.compile(r"\d")
 class SecretForm(NamedTuple):
     """A form of secrets that is recognised in text.
 
-    Searching takes time linear in any text. To this end a pattern also matches text that only begins like a secret,
-    if it would otherwise be scanned again; such a match is replaced by itself.
+    Searching takes time linear in any text. To this end, some patterns also match text that only begins like a secret,
+    so that it is not scanned a second time; such a match is replaced by itself.
     """
 
     name: str

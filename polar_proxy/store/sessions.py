@@ -56,7 +56,7 @@ class SessionSummary:
     incomplete: IncompleteReason | None
     calls: int
     failed_calls: int
-    """Calls whose status is not `ok`."""
+    """Calls without a complete answer (`FAILED`)."""
     prompt_tokens: int
     completion_tokens: int
     last_call_at: float | None

@@ -1,7 +1,7 @@
 """Training runs: a copy of each run's metrics.jsonl that other processes can read.
 
-The file in the run's folder is the original. A trainer that starts stores all its lines, so that lines of steps that a
-crash undid disappear here as well; afterwards it adds each line that it writes.
+The file in the run's folder is the original. When a trainer starts, it replaces the copy by all lines of the file, so
+that lines of steps that a crash undid disappear here as well; afterwards it adds each line that it writes.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import subprocess
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from itertools import pairwise
@@ -21,6 +22,8 @@ from tests.fakes.llama_server import FakeLlama, raw_logprobs, sampled_logprobs
 from tests.fakes.vllm_folder import write_model_folder
 from tests.fakes.vllm_server import END, ids
 from tests.until import until
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "llama_server.sh"
 
 TOOLS = {"tools": (WEATHER,)}
 
@@ -232,3 +235,15 @@ async def test_score_knows_tokens_within_a_character(engine: LlamaCppEngine) -> 
     sequence = ids("abé")
     found = await engine.score(sequence)
     assert found == pytest.approx([raw_logprobs(a)[b] for a, b in pairwise(sequence)])
+
+
+@pytest.mark.parametrize(("flags", "alias"), [((), "Small-Q4"), (("--alias", "mine"), "mine")])
+def test_the_script_serves_a_file_under_its_own_name(tmp_path: Path, flags: tuple[str, ...], alias: str) -> None:
+    program = tmp_path / "bin" / "llama-server"
+    program.parent.mkdir()
+    program.write_text('#!/bin/sh\necho "$@"\n')
+    program.chmod(0o755)
+    command = [SCRIPT, "serve", tmp_path, tmp_path / "Small-Q4.gguf", "8080", *flags]
+    words = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    names = [value for name, value in pairwise(words) if name == "--alias"]
+    assert names[-1] == alias, "llama-server uses the last one"

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.by_command, pytest.mark.asyncio(loop_scope="module"), 
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    yield from serve_llama(POLAR_TINY, "-c", "32768", "-np", "4", "-t", "1")
+    yield from serve_llama(POLAR_TINY, "--alias", "polar-tiny", "-c", "32768", "-np", "4", "-t", "1")
 
 
 @pytest.fixture(scope="module")

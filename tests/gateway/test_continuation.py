@@ -325,7 +325,7 @@ async def test_rejects_a_suffix_that_the_engine_does_not_render(serve: Serve, st
     ("info", "reason"),
     [
         ({"capabilities": INFO.capabilities - {"continue"}}, "engine_cannot"),
-        ({"eos_token_ids": (250,)}, "stop_sequence"),
+        ({"eos_token_ids": (250,)}, "other_end_of_turn"),
         ({"context_length": 40}, "context_full"),
     ],
 )
@@ -334,6 +334,30 @@ async def test_records_why_the_engine_cannot_continue(serve: Serve, store: Store
         conversation = Conversation(http)
         conversation.echo((await conversation.say(user("hi")))["message"])
         await conversation.say(user("more"))
+    _, second = await recorded_calls(store)
+    assert (second.prompt_mode, second.prompt_reason) == ("render", reason)
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "reason"),
+    [
+        ("hi", [], "other_end_of_turn"),
+        ("hi", ["never said"], "other_end_of_turn"),
+        ("hi", ["user:", "after 1"], "stop_sequence"),
+        ("look", [], "other_end_of_turn"),
+    ],
+    ids=["another end token", "another end token before the stop string", "the stop string", "after a tool call"],
+)
+async def test_records_how_an_answer_ended_that_is_not_continued(
+    serve: Serve, store: Store, text: str, stop: list[str], reason: str
+) -> None:
+    """The engine ends answers with a token that is not among its `eos_token_ids`, as llama.cpp may."""
+    engine = ScriptedEngine(script, info=replace(INFO, eos_token_ids=(250,)))
+    async with serve(engine) as gateway, client(gateway.url) as http:
+        conversation = Conversation(http, tools=[TOOL], stop=stop)
+        answered = (await conversation.say(user(text)))["message"]
+        conversation.echo(answered)
+        await conversation.say(*(results(answered) if "tool_calls" in answered else [user("more")]))
     _, second = await recorded_calls(store)
     assert (second.prompt_mode, second.prompt_reason) == ("render", reason)
 

@@ -19,7 +19,7 @@ ANSWER = Base("call", 0, 2)
 def remember(session: SessionState, tokens: int) -> None:
     """Remember the answer ANSWER with this many tokens, including those of its prompt."""
     choice = Choice(0, Message("assistant", "."), "stop", np.zeros(2, np.int32), np.zeros(2, np.float32))
-    session.remember_answer(ANSWER.call_id, np.zeros(tokens - 2, np.int32), choice, PromptConfig(b"", b""), ())
+    session.remember_answer(ANSWER.call_id, np.zeros(tokens - 2, np.int32), choice, (), PromptConfig(b"", b""), ())
 
 
 def test_returns_the_last_request_only_to_its_session_and_dialect() -> None:

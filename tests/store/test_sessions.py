@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from typing import get_args
 
 import pytest
 
 from polar_proxy.errors import UsageError
 from polar_proxy.store import Store
+from polar_proxy.types import ANSWERED, FAILED, CallStatus
 from tests.factories import call_record, new_session
 
 KEY = hashlib.sha256(b"sk-polar-1").digest()
@@ -60,3 +62,14 @@ async def test_listing_in_pages_with_counters(store: Store) -> None:
     assert counted.last_call_at == call_record("").ended_at  # the latest end, whatever the order of the commits
     assert page[0].last_call_at is None
     assert await store.sessions.summary(made[0]) == counted
+
+
+async def test_counts_as_failed_the_calls_without_a_complete_answer(store: Store) -> None:
+    session_id = await new_session(store)
+    for status in get_args(CallStatus):
+        await store.calls.commit(call_record(session_id, status=status))
+    counted = await store.sessions.summary(session_id)
+    assert counted is not None
+    assert (counted.calls, counted.failed_calls) == (4, 2)
+    assert frozenset(get_args(CallStatus)) - ANSWERED == FAILED
+    assert await store.maintenance.verify() == []

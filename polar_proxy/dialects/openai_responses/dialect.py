@@ -139,7 +139,11 @@ class OpenAIResponses(OpenAIDialect):
 
 
 def _answered_item(shown: Json, exact: Mapping[AnswerPart, Json]) -> ConversationItem:
-    """Return an item of an answer for its conversation. `exact`: the answer's items with the exact arguments."""
+    """Return one item of an answer in the form in which a conversation stores it.
+
+    `shown`: the item as the client gets it. `exact`: the answer's items with the arguments as sampled, by their places
+    in the record.
+    """
     identity = ItemId.read(shown["id"])
     assert identity is not None
     item = exact[identity.part]

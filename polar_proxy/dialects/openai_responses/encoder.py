@@ -5,9 +5,10 @@ can read the stream, as can those that use indexes. An item is closed when the n
 when the engine ends is closed in `end`, after the commit, with `response.completed` or `response.incomplete`.
 
 To keep this order, a tool call waits until an earlier one is complete, and text after a tool call is sent when that
-tool call is closed (white space alone: at the end). Calls of built-in tools, and of custom tools if the arguments do
-not begin as expected, are sent in one piece when they are complete. A custom tool's text is decoded as it arrives; if
-the rest breaks the form, the `done` event and the item hold the argument string instead.
+tool call is closed (white space alone: at the end). Calls of built-in tools are sent in one piece when they are
+complete, and so are calls of custom tools whose arguments do not begin with `{"input": "`. The text of other custom
+calls is decoded as it arrives; if the complete arguments turn out not to have the form `{"input": text}`, the `done`
+event and the item hold the argument string instead.
 
 The log-probabilities in a delta are those of the engine's event that brought the text; those in `done` belong to the
 whole text.

@@ -4,7 +4,7 @@ Every id contains the id of the recorded call: `resp_<t>` and `msg_<t>_<n>`, `rs
 `call_<t>`. So responses and items are found by their ids alone, and items that a client sends back are recognised as
 parts of one answer. n counts the answer's items of that kind, from 0: the record has no order of text and tool calls,
 so a position among all items could not be found again. The ids of input items are `in_<t>_<n>`, for message n of the
-call's request; a client that gave an item an id of its own finds that one.
+call's request; an item to which the client gave an id keeps that id.
 
 The item of a custom tool's call holds the text of the arguments `{"input": text}`. If the arguments are not of this
 form, it holds the whole argument string, which is read back unchanged. There are two signs of such a string: it begins

@@ -1,15 +1,15 @@
 """References of a body to recorded calls, written out before the body is parsed.
 
 `previous_response_id` names a response: its conversation and its answer come before the body's own input.
-`conversation` names a conversation: its items come before it, and the two cannot be combined. An item of
-the input may name another item by its id (`{"type": "item_reference", "id": ...}`, the type is optional): it is
-replaced by that item. Such ids are those of an answer's items and of the listed input items (`items`).
+`conversation` names a conversation: its items come before the body's own input. A body cannot have both fields. An
+item of the input may name another item by its id (`{"type": "item_reference", "id": ...}`, the type is optional): it
+is replaced by that item. Such ids are those of an answer's items and of the listed input items (`items`).
 
 Promises: an item that the input already has, in full or by an earlier reference, is not repeated. A reference to one
-text of an answer gives the answer's whole text, because the record does not have its parts; so for reasoning. The model
-reads a referenced item as it reads the item itself. A body that continues a response or a conversation with the output
-of a call that is not there is refused, because it continues the wrong one. (A body without a reference may have such
-outputs: agents that shorten their history send them.)
+text of an answer gives the answer's whole text, because the record does not have its parts; the same holds for
+reasoning. The model reads a referenced item as it reads the item itself. A body that continues a response or a
+conversation is refused if it has the output of a tool call that the whole input lacks, because it continues the wrong
+one. (A body that continues neither may have such outputs: agents that shorten their history send them.)
 """
 
 from __future__ import annotations
@@ -127,8 +127,10 @@ def _is_output(item: Json) -> bool:
 
 
 def _given(items: list[Json], stored: set[str]) -> tuple[set[str], set[AnswerPart]]:
-    """Return the ids of the items that the input or the conversation has in full (those of the conversation: `stored`),
-    and the places in the record that these ids name."""
+    """Return the ids of the items that are present in full, and the places in the record that these ids name.
+
+    These are the items of `items` that are not references, and those of the conversation, whose ids are `stored`.
+    """
     ids = _ids_given_in_full(items) | stored
     return ids, {named.part for identity in ids if (named := ItemId.read(identity)) is not None}
 

@@ -87,13 +87,13 @@ class LlamaCppClient(OpenAIClient):
     async def next_tokens(self, prompt: Sequence[int], end: int, slot: int = -1) -> list[Json]:
         """Return the distribution of the token after this prompt at temperature 1, a row for each token.
 
-        `end`: a token that ends an answer, which the server samples for this.
+        `end`: a token that ends an answer; the server is made to sample it, so that it reports the distribution.
         """
         answer = await self.forced(prompt, end, n_probs=_EVERY_TOKEN, id_slot=slot)
         return list(self.field(answer, "completion_probabilities")[0]["top_logprobs"])
 
     async def chunks(self, body: Json) -> AsyncGenerator[Json, None]:
-        """Yield the chunks of a streamed answer. Closing it makes the server stop generating.
+        """Yield the chunks of a streamed answer. Closing the iterator makes the server stop generating.
 
         Raises EngineError if the answer is not complete.
         """
@@ -125,7 +125,8 @@ class LlamaCppClient(OpenAIClient):
 def sampled_logprob(rows: Sequence[Json], token: int, sampling: Sampling) -> float:
     """Return the log-probability of a token under these settings, from its distribution at temperature 1.
 
-    NaN if the settings cut or bend the distribution otherwise than by temperature.
+    At temperature 0 it is the one of temperature 1. At any other temperature it is NaN if another setting changes the
+    distribution.
     """
     own = next((float(row["logprob"]) for row in rows if row["id"] == token), nan)
     temperature = 1.0 if sampling.temperature is None else sampling.temperature
@@ -152,7 +153,8 @@ def sampling_body(sampling: Sampling, seed: int, context: int, room: int) -> Jso
     temperature, min_p, top_k, top_p. The answer ends after at most `room` of the `context` tokens.
 
     Log-probabilities are of the distribution sampled from (`post_sampling_probs`). At temperature 0 it has only one
-    token, so they are those of temperature 1. Raises RequestError for what llama.cpp does otherwise.
+    token, so they are those of temperature 1. Raises RequestError for an invalid setting, and for penalties that
+    llama.cpp would compute otherwise than this API.
     """
     for name in _COUNTED_IN_PROMPT:
         if getattr(sampling, name):
@@ -221,7 +223,7 @@ class StreamedToken:
 def streamed_token(chunk: Json, count: int, name: str) -> StreamedToken | None:
     """Return the token of a chunk, with `count` alternatives; None if the chunk has none.
 
-    Raises EngineError, with the server's `name`, if its ids differ.
+    Raises EngineError, with the server's `name`, if the chunk names two different ids for the token.
     """
     if not chunk.get("tokens"):
         return None

@@ -5,10 +5,11 @@ server renders a conversation (`/apply-template`), or this process does if that 
 in the Hermes format; `probe.py` finds out whether the model's template writes calls in it.
 
 The stream of a llama-server leaves out tokens that end within a character (llama.cpp's `process_token`). Each chunk
-says how many tokens were sampled, which shows the gap. The chunk after it has the bytes of the whole character, so the
-missing tokens are those with these bytes. If only one sequence of tokens has them, the stream is closed, their
-log-probabilities are asked for, and the answer is sampled on from there, which changes no distribution. Otherwise, and
-if `max_tokens` ends the answer within a character, the tokens are recorded as unknown, so that the call is not trained.
+says how many tokens were sampled, which shows such a gap. The chunk after a gap has the bytes of the whole character,
+and the missing tokens must spell them. If only one sequence of tokens does, the stream is closed, the log-probabilities
+of the missing tokens are requested, and a new request samples the rest of the answer; this changes no distribution. If
+the sequence is not certain, or `max_tokens` ends the answer within a character, the missing tokens are recorded as
+unknown, so that the call is not trained.
 """
 
 from __future__ import annotations
@@ -171,7 +172,7 @@ class LlamaCppEngine(LocallyRenderingEngine):
             raise RequestError(text, param=param, code="context_length_exceeded")
 
     async def _answer(self, answer: AnswerState) -> AsyncGenerator[SampleEvent, None]:
-        """Yield one choice, whose sampling begins again after each gap in the server's stream."""
+        """Yield one choice. Its sampling continues in a new request after each gap whose tokens were recovered."""
         while not answer.finished:
             async with aclosing(self._stream(answer)) as events:
                 async for event in events:
@@ -187,7 +188,7 @@ class LlamaCppEngine(LocallyRenderingEngine):
         return {**stream_fields(prompt), **sampling_body(sampling, seed, context, context - len(prompt))}
 
     async def _stream(self, answer: AnswerState) -> AsyncGenerator[SampleEvent, None]:
-        """Yield what the server samples up to the end of the answer, or up to the character after a gap."""
+        """Yield the events of one request, which ends with the answer, or at a gap whose tokens are recovered."""
         body, before = self._body(answer), len(answer.ids)
         async with aclosing(self.client.chunks(body)) as chunks:
             async for chunk in chunks:
@@ -204,7 +205,7 @@ class LlamaCppEngine(LocallyRenderingEngine):
                 else:
                     break
             else:
-                raise AssertionError("the last chunk finishes the answer")
+                raise AssertionError("unreachable: the last chunk finishes the answer")
         tokens = [*await self._recovered(answer, spelling, chunk), token]
         room = self.info.context_length - len(answer.prompt)
         full = len(answer.ids) + len(tokens) >= min(room, answer.sampling.max_tokens or room)
@@ -219,7 +220,10 @@ class LlamaCppEngine(LocallyRenderingEngine):
         return spellings[0] if len(spellings) == 1 else None
 
     async def _recovered(self, answer: AnswerState, spelling: list[int], chunk: Json) -> list[StreamedToken]:
-        """Return the missing tokens with their log-probabilities. The slot that sampled them has the prompt cached."""
+        """Return the missing tokens with their log-probabilities.
+
+        The log-probabilities are requested from the slot that sampled the tokens: it has the prompt cached.
+        """
         answer.gaps += 1
         prompt, out = [*answer.prompt, *answer.ids], []
         for token_id in spelling:
@@ -233,7 +237,7 @@ class LlamaCppEngine(LocallyRenderingEngine):
     ) -> SampleEvent:
         """Return the event of a chunk with these tokens, and add them to `answer`.
 
-        With `full` the answer ends with this event; its finish reason is `length` if there is no other.
+        `full`: there is no room for more tokens. The answer ends here, by default with the finish reason `length`.
         """
         answer.ids += [token.token_id for token in tokens]
         answer.text += chunk["content"]

@@ -2,7 +2,8 @@
 
 A `response_format` is enforced only while the model may not call tools, see `base.enforced_format`. A required tool
 call is sampled in the model's own Hermes form, so that it is parsed and rendered like any other. Log-probabilities are
-those of the distribution without the forbidden tokens. So tokens sampled under a grammar are not free samples.
+those of the distribution without the forbidden tokens. This is not the policy's own distribution, so calls sampled
+under a grammar are not trained.
 """
 
 from __future__ import annotations

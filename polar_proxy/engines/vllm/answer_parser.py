@@ -10,8 +10,8 @@ server when the engine was entered (`parser_proof.py`): on a set of answers it a
 * `DerenderAnswerParser`: the server's own parser at `/v1/chat/completions/derender` (vLLM with `--enable-scale-out`).
   A whole answer is parsed in one request. For a stream, the server parses the answer from its beginning at each
   request, so the requests are sent at growing intervals: all of them together parse an answer about eight times, and
-  the text lags behind by an eighth. Some of vLLM's parsers lose a call that arrives in one piece; a stream of such a
-  server is parsed as a whole at its end.
+  up to the last eighth of the answer so far is not passed on yet. Some of vLLM's parsers lose a call that arrives in
+  one piece; a stream of such a server is parsed as a whole at its end.
 
 Invariant: ids, log-probabilities and their order are those of the events given; only text, reasoning, tool calls and
 the finish reason change.
@@ -105,7 +105,7 @@ def make_answer_parser(
         return ProcessAnswerParser(process, config.parsers, parser_request(client.model, request), prompt)
     if request.sampling.stop:
         raise CannotContinueError(
-            "the server's parser reads whole tokens, so the text might continue after a stop string."
+            "the server's parser reads whole tokens, so the text might go beyond the request's stop strings."
         )
     return DerenderAnswerParser(client, request, prompt, config)
 

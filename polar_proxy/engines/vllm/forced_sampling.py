@@ -93,7 +93,7 @@ class ForcedSampling:
     ) -> ForcedAnswer | None:
         """Return the server's answer when it is made to sample `form`; None if it refuses the request.
 
-        It answers `conversation`, or else USER.
+        The server answers `conversation`, by default the conversation USER.
         """
         name = form.name if conversation is None else form.name + conversation.place
         messages = {} if conversation is None else {"messages": conversation.messages}
@@ -108,7 +108,7 @@ class ForcedSampling:
         return replace(answer, prompt=conversation.prompt, cut=True)
 
     async def special_answer(self, frame: Json) -> ForcedAnswer:
-        """Make the server answer with special tokens only. It has a text if chats with these settings show them."""
+        """Make the server answer with special tokens only. Its text is empty unless `frame` makes chats show them."""
         body = {"logit_bias": {str(self._end): 100}, "max_tokens": 2, "ignore_eos": True}
         return replace(await self._chat("special tokens", "", frame | body), cut=True)
 

@@ -87,9 +87,9 @@ class ParserProcess:
     ) -> list[Parsers]:
         """Return the pairs of parsers that parse all samples of a server's answers as the server did.
 
-        Only the pairs `parsers` are tried if they are given, otherwise every pair that vLLM has. Pairs without a
-        reasoning parser come first; then, the more its names resemble the model type and each other, the earlier a pair
-        comes.
+        Only the pairs `parsers` are tried, in their order. If there are none given, every pair that vLLM has is tried:
+        first those without a reasoning parser, then the others; in each part, pairs whose names resemble the model
+        type and each other more come earlier.
         """
         await self.ensure_started()
         line = {"op": "match", "request": request, "samples": list(samples), "parsers": parsers}

@@ -248,11 +248,10 @@ class ParserWorker:
     ) -> list[list[str | None]]:
         """Return the pairs (tool parser, reasoning parser) that parse every sample as the server did.
 
-        Only the pairs `given` are tried, or every pair if it is None. If several pairs of names denote the same
-        classes, one of them is returned. Pairs without a reasoning parser come first, if they fit; then, the more its
-        names resemble the model type and each other, the earlier a pair comes.
-
-        To save time, tool parsers are first tried alone on the samples in the template's own form (`own`).
+        Only the pairs `given` are tried, in their order. If it is None, every pair is tried: first those without a
+        reasoning parser, then the others; in each part, pairs whose names resemble the model type and each other more
+        come earlier. If several of these pairs denote the same classes, only the first is returned. To save time, tool
+        parsers are tried alone before, on the samples in the template's own form (`own`).
         """
         if given is not None:
             return [pair for pair in given if self._agrees(pair, request, samples, "all")]

@@ -52,7 +52,7 @@ def datum_spec(rows: list[TrainingRow], idx: int = 0) -> Json:
 
 
 def load(record: Json, *, temperature: float) -> Json:
-    """Return the record with tensors: `token_ids` int64 [k], `generation_logprobs` float32 [k].
+    """Return the record with tensors in each message of k tokens: `token_ids` int64, `generation_logprobs` float32 [k].
 
     `temperature`: that of the trainer (`policy.generation.temperature`). Raise RowError if the record has another.
     """

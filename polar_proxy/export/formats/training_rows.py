@@ -156,7 +156,8 @@ def require_same_temperature(name: str, sampled_at: float, temperature: float) -
 def group_advantages(rewards: Mapping[str, float | None], name: str = "grpo") -> dict[str, float | None]:
     """Return the advantages of one group's rollouts, by rollout id. `name`: the advantage function in `ADVANTAGES`.
 
-    A rollout without a reward has the advantage None, and so has the pivot of `mc_grpo`.
+    A rollout without a reward has the advantage None, and so has the pivot of `mc_grpo`: the rollout with the median
+    reward that `mc_grpo` leaves out of training.
     """
     values = ADVANTAGES[name](list(rewards.values()))
     return {key: None if math.isnan(value) else value for key, value in zip(rewards, values.tolist(), strict=True)}

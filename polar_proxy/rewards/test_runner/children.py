@@ -40,7 +40,7 @@ def run_children(job: dict[str, Any], link: Link) -> None:
 
 
 def _collect(child: int, reading: int) -> tuple[bytes, int]:
-    """Return what the child reported, and its exit status; end what it left running in its session.
+    """Return what the child reported, and its exit status. Kill what it left running in its process group.
 
     A child that never ends keeps the runner waiting until the time limit of the tests is over.
     """
@@ -129,7 +129,7 @@ def _prepare_path(tests: list[str]) -> None:
 
 
 def _run_unittest(group: dict[str, Any], report: Callable[..., None]) -> list[unittest.TestCase]:
-    """Run canaries, the group's tests and more canaries, report their verdicts, and return the tests."""
+    """Run canaries, the group's tests and more canaries, and report their verdicts. Return the group's tests."""
     recorder = VerdictRecorder(
         lambda test, verdict: report("test", test, verdict), {canary["name"] for canary in group["canaries"]}
     )

@@ -6,8 +6,8 @@ ended. It changes neither what pytest prints nor its exit status.
 
 `PytestRecorder` is for Polar's own runner (`children.py`): it reports verdicts and canaries to the judge.
 
-A test that is skipped, or expected to fail, by code of the patch has failed. A plugin in a file of the patch could
-decide the outcome of single tests, which canaries do not see, so it discredits all verdicts.
+A test that code of the patch skips, or declares as expected to fail, counts as failed. A plugin in a file of the patch
+could decide the outcome of single tests and leave the canaries alone, so one such plugin discredits all verdicts.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class PatchWatcher:
 
     @pytest.hookimpl
     def pytest_plugin_registered(self, plugin: Any, manager: Any) -> None:
-        """Remember a plugin with a hook that is in a file of the patch, or in no file.
+        """Remember a plugin if one of its hooks is defined in a file of the patch, or in no file.
 
         pytest also calls this for the plugins that were registered earlier."""
         callers = manager.get_hookcallers(plugin) or ()
@@ -164,7 +164,7 @@ def _in_workspace(package: Any) -> bool:
 
 
 def run_canary(session: Any, canary: dict[str, str], number: int) -> tuple[str, str]:
-    """Run a canary by the same hooks as the tests. Return its id, which names a file of tests, and its verdict."""
+    """Run a canary by the same hooks as the tests. Return its id, which begins with a test file, and its verdict."""
     files = [item.nodeid.partition("::")[0] for item in getattr(session, "items", ())] or ["test_all.py"]
     make: Any = getattr(CanaryItem, "from_parent", None)  # before pytest 5.4 there is only the constructor
     item: Any = make(session, name=canary["name"]) if make else CanaryItem(canary["name"], session)

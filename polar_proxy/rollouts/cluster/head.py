@@ -104,7 +104,7 @@ class Cluster:
             )
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise UsageError(
-                f"There is no Ray cluster at {self._address} that this machine belongs to ({error}). "
+                f"This machine belongs to no Ray cluster with the address {self._address} ({error}). "
                 "Start one with `ray start --head`, or join it with `polar node --ray-address HOST:PORT`."
             ) from error
 

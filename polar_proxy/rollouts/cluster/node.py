@@ -205,7 +205,7 @@ class NodeActor:
     """The Ray actor of a node: works from its creation until `stop`. Ray restarts it if its process dies."""
 
     def __init__(self, config: NodeConfig, scoring_resources: dict[str, float]) -> None:
-        """`scoring_resources` is as for `RayScorer`."""
+        """`scoring_resources`: what a scoring task needs (see the function of this name)."""
         configure_logging(config.settings.log.level or "info", config.settings.log.format)
         self._config = config
         self._scorer = RayScorer(scoring_resources)

@@ -26,7 +26,7 @@ from polar_proxy.store.encoding.chains import (
 )
 from polar_proxy.store.schema import calls
 from polar_proxy.store.secrets import bytes_without_secrets, json_without_secrets, without_secrets
-from polar_proxy.types import CallRecord, Choice, EngineInfo, Json, TokenIds
+from polar_proxy.types import FAILED, CallRecord, Choice, EngineInfo, Json, TokenIds
 
 TableRow = dict[str, object]
 
@@ -67,7 +67,7 @@ class RowBatch:
         """Add a call to the counters of its session."""
         counters = self.sessions.setdefault(record.session_id, SessionCounters())
         counters.calls += 1
-        counters.failed_calls += record.status != "ok"
+        counters.failed_calls += record.status in FAILED
         counters.prompt_tokens += 0 if record.prompt_ids is None else int(record.prompt_ids.size)
         counters.completion_tokens += sum(int(choice.token_ids.size) for choice in record.choices)
         counters.last_call_at = max(counters.last_call_at, record.ended_at)

@@ -17,6 +17,7 @@ from polar_proxy.store.artifacts import artifact_path
 from polar_proxy.store.database import Database
 from polar_proxy.store.encoding.chains import NodeKind, content_hash, node_id
 from polar_proxy.store.encoding.loader import CallLoader, fetch, fetch_nodes
+from polar_proxy.types import FAILED
 
 ProgressCallback = Callable[[str, int, int], None]
 """Called with (kind of row, number done, total number)."""
@@ -188,7 +189,7 @@ async def _check_counters(connection: AsyncConnection) -> Faults:
     s, c = schema.sessions.c, schema.calls.c
     counts = {
         s.calls: func.count(c.call_id),
-        s.failed_calls: func.coalesce(func.sum(case((c.status != "ok", 1), else_=0)), 0),
+        s.failed_calls: func.coalesce(func.sum(case((c.status.in_(FAILED), 1), else_=0)), 0),
         s.prompt_tokens: func.coalesce(func.sum(c.prompt_tokens), 0),
         s.completion_tokens: func.coalesce(func.sum(c.completion_tokens), 0),
     }

@@ -7,8 +7,8 @@ Promises, for any number of consumers and processes on one database:
 * A group whose staleness exceeds the consumer's limit or the group's own limit is dropped, never delivered.
 * An unfinished group that is already too stale is dropped: `drop_stale` runs before rollouts are claimed.
 
-The staleness of a group is the number of policy versions between the one that started its oldest rollout and the
-trainer's.
+The staleness of a group is the trainer's policy version minus the lowest policy version at which a rollout of the group
+was started.
 """
 
 from __future__ import annotations
