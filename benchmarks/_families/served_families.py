@@ -87,8 +87,8 @@ SERVED = (
         "openai",
         "openai_gptoss",
         harmony=True,
-        note="vLLM renders chats with the library openai-harmony, but `/tokenize` with the template. Polar sees that they "
-        "differ, so the engine renders each prompt, and each turn begins a new training sequence. The template itself is "
-        "continued on all turns (see the templates above).",
+        note="vLLM renders chats with the library openai-harmony, but `/tokenize` with the template. Polar sees that "
+        "they differ, so the engine renders each prompt, and each turn begins a new training sequence. The template "
+        "itself is continued on all turns (see the templates above).",
     ),
 )
