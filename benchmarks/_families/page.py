@@ -9,7 +9,7 @@ from benchmarks._families.continuing import FamilyResult
 from benchmarks._families.families import PACKAGE, VERSION
 from benchmarks._families.planned_session import PLAN
 from benchmarks._families.real import ServedResult
-from benchmarks._families.served_families import NOT_SERVED, SERVED
+from benchmarks._families.served_families import SERVED
 
 GRADES = {
     "all": "all turns right",
@@ -66,7 +66,6 @@ def _both(texts: Iterable[str]) -> str:
 def page(templates: Sequence[FamilyResult], served: Sequence[ServedResult]) -> str:
     """Return docs/families.md."""
     notes = "\n".join(f"* {family.name}: {family.note}" for family in SERVED if family.note)
-    left_out = "\n".join(f"* {name}: {reason}" for name, reason in NOT_SERVED.items())
     grades = "\n".join(f"* {line}" for line in grade_lines(templates))
     return f"""\
 # Model families
@@ -97,8 +96,4 @@ Two values are those of the streamed and of the whole session.
 {served_table(served)}
 
 {notes}
-
-Not run:
-
-{left_out}
 """

@@ -24,6 +24,7 @@ import httpx
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks._families.families import Family, load_families
+from benchmarks._families.harmony import HarmonyWriter, fetch_vocabulary, harmony_tokenizer, save_gpt_oss
 from benchmarks._families.own_answers import AnswerWriter
 from benchmarks._families.planned_session import PLAN, Agent, ReceivedAnswer, ask, planned_reply
 from benchmarks._families.served_families import ServedFamily
@@ -33,7 +34,7 @@ from polar_proxy.conformance.fidelity import FidelityRow, count_tokens
 from polar_proxy.conformance.forced_vllm import LOGITS_PROCESSOR, PLUGIN, ForcedVllmEngine, save_random_model
 from polar_proxy.conformance.runner import temporary_store
 from polar_proxy.engines.base import CannotContinueError
-from polar_proxy.engines.scripted import ScriptedReply
+from polar_proxy.engines.scripted import Script, ScriptedReply
 from polar_proxy.errors import PolarError
 from polar_proxy.gateway import Gateway
 from polar_proxy.sessions.identity import hash_key, new_key
@@ -85,12 +86,13 @@ class ServedResult:
 
 
 class FamilyEngine(ForcedVllmEngine):
-    """A vLLM server whose model gives planned answers as its family writes them."""
+    """A vLLM server whose model gives the answers of `script` as its family writes them."""
 
-    def __init__(self, url: str, served: ServedFamily, renderer: TemplateEngine) -> None:
+    def __init__(self, url: str, served: ServedFamily, renderer: TemplateEngine, script: Script) -> None:
         python = str(ENVIRONMENT / "bin" / "python")
-        super().__init__(url, script=_planned, vllm_python=python)
-        self._writer = AnswerWriter(renderer, left_out=served.left_out, always_reasons=served.always_reasons)
+        super().__init__(url, script=script, vllm_python=python)
+        writer = HarmonyWriter if served.harmony else AnswerWriter
+        self._writer = writer(renderer, left_out=served.left_out, always_reasons=served.always_reasons)
         self.replies: dict[int, ScriptedReply] = {}
         """The answers as the template shows them, by their number in the session."""
         self.ids: dict[int, tuple[int, ...]] = {}
@@ -112,7 +114,7 @@ class FamilyEngine(ForcedVllmEngine):
         return f"{config.kind} ({names})" if any(config.parsers) else config.kind
 
 
-def _planned(request: EngineRequest) -> ScriptedReply:
+def planned(request: EngineRequest) -> ScriptedReply:
     assert isinstance(request, ChatRequest)
     return planned_reply(request.messages)
 
@@ -140,9 +142,11 @@ async def run_family(served: ServedFamily, family: Family) -> ServedResult:
     """Serve one family and play its sessions. Never fails: `problem` of the result says what went wrong."""
     out = ServedResult(served.name, served.template, served.parsers)
     began = time.monotonic()
-    renderer = TemplateEngine(family)
+    if served.harmony:
+        os.environ["TIKTOKEN_ENCODINGS_BASE"] = str(fetch_vocabulary())
+    renderer = TemplateEngine(family, harmony_tokenizer() if served.harmony else None)
     with tempfile.TemporaryDirectory(prefix="polar-family-") as folder:
-        await asyncio.to_thread(save_model, Path(folder), renderer)
+        await asyncio.to_thread(save_model, Path(folder), renderer, harmony=served.harmony)
         try:
             async with serve_vllm(Path(folder), served.name, *served.flags) as url:
                 out.start_seconds = round(time.monotonic() - began, 1)
@@ -155,7 +159,7 @@ async def run_family(served: ServedFamily, family: Family) -> ServedResult:
 
 async def play_both(out: ServedResult, served: ServedFamily, renderer: TemplateEngine, url: str) -> None:
     """Play a streamed and a whole session at the same time, and write their results into `out`."""
-    async with FamilyEngine(url, served, renderer) as engine, temporary_store() as store:
+    async with FamilyEngine(url, served, renderer, planned) as engine, temporary_store() as store:
         try:
             out.found = await engine.parsing(served.options)
         except CannotContinueError as error:
@@ -207,8 +211,11 @@ async def _given_by_chat(direct: httpx.AsyncClient, body: Json) -> ReceivedAnswe
         return str(error)
 
 
-def save_model(folder: Path, renderer: TemplateEngine, context: int = _CONTEXT) -> None:
-    """Write a small random model with the family's template, control tokens and stop tokens into `folder`."""
+def save_model(folder: Path, renderer: TemplateEngine, context: int = _CONTEXT, *, harmony: bool = False) -> None:
+    """Write a small random model with the family's template, control tokens and stop tokens into `folder`.
+
+    `harmony`: it has the architecture of gpt-oss.
+    """
     family = renderer.family
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=renderer.tokenizer,
@@ -217,7 +224,10 @@ def save_model(folder: Path, renderer: TemplateEngine, context: int = _CONTEXT) 
         bos_token=family.bos or None,
     )
     tokenizer.chat_template = family.template
-    save_random_model(folder, tokenizer, family.stops, context_length=context)
+    if harmony:
+        save_gpt_oss(folder, tokenizer, list(renderer.stop_ids), context)
+    else:
+        save_random_model(folder, tokenizer, family.stops, context_length=context)
 
 
 class ServerError(Exception):

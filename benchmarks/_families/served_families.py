@@ -21,6 +21,8 @@ class ServedFamily:
     """Pattern of text that the template writes in an answer and that the grammar of the server's parser forbids."""
     always_reasons: bool = False
     """The server's parser takes text for reasoning until reasoning ends, as this model always reasons."""
+    harmony: bool = False
+    """The server renders and parses with the library openai-harmony (gpt-oss)."""
     note: str = ""
     """What differs from other families in its sessions, and why."""
 
@@ -79,10 +81,14 @@ SERVED = (
         "new user message is another one (`history_changed`). vLLM's parser takes the call id that the template writes "
         "after the name (`[CALL_ID]`) as a part of the tool's name.",
     ),
+    ServedFamily(
+        "gpt-oss",
+        "openai-gpt-oss-120b",
+        "openai",
+        "openai_gptoss",
+        harmony=True,
+        note="vLLM renders chats with the library openai-harmony, but `/tokenize` with the template. Polar sees that "
+        "they differ, so the engine renders each prompt, and each turn begins a new training sequence. The template "
+        "itself is continued on all turns (see the templates above).",
+    ),
 )
-NOT_SERVED = {
-    "gpt-oss": "vLLM parses its answers only for a model of its architecture, with a vocabulary that it downloads. Its "
-    "template is continued on all turns (see the templates above): an answer that ended in `<|return|>` is followed by "
-    "what the template writes after `<|end|>`.",
-}
-"""Families that cannot be run with a small random model, and why."""

@@ -29,9 +29,10 @@ def make_tokenizer(family: Family) -> Tokenizer:
 class TemplateEngine(Engine):
     """It renders and encodes; it samples nothing."""
 
-    def __init__(self, family: Family) -> None:
+    def __init__(self, family: Family, tokenizer: Tokenizer | None = None) -> None:
+        """`tokenizer`: by default that of `make_tokenizer`."""
         self.family = family
-        self.tokenizer = make_tokenizer(family)
+        self.tokenizer = tokenizer or make_tokenizer(family)
         self.stop_ids = tuple(self.tokenizer.token_to_id(stop) for stop in family.stops)
 
     @property

@@ -136,7 +136,11 @@ class ForcedVllmEngine(VllmEngine):
         return await self.tokens(qwen_text(reply))
 
     async def tokens(self, text: str) -> tuple[int, ...]:
-        """Return the token ids of an answer, with its end-of-turn token.
+        """Return the token ids of an answer, with its end-of-turn token. Raises EngineError as `_split` does."""
+        return (*await self._split(text), self.info.eos_token_ids[0])
+
+    async def _split(self, text: str) -> tuple[int, ...]:
+        """Return token ids of a text, cut into other tokens than the tokenizer's.
 
         Raises EngineError if they do not decode to the text.
         """
@@ -147,11 +151,11 @@ class ForcedVllmEngine(VllmEngine):
             ids += self._piece_ids[piece]
         if (decoded := await self.decode(ids)) != text:
             raise EngineError(f"The tokenizer does not allow this split: {text!r} decodes as {decoded!r}.")
-        return (*ids, self.info.eos_token_ids[0])
+        return tuple(ids)
 
     async def _verify_plugin(self) -> None:
         """Make the server sample tokens that no model would choose. Raises EngineError if it samples others."""
-        ids = (await self.tokens("~}~"))[:-1]
+        ids = await self._split("~}~")
         body = {"prompt": "a", "max_tokens": len(ids), "return_token_ids": True}
         answer = await self._forcing_client.forcing(ids).json("POST", COMPLETIONS, body)
         if tuple(answer["choices"][0]["token_ids"]) != ids:

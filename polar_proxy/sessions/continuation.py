@@ -58,7 +58,8 @@ PromptReason = Literal[
     "raw_prompt",  # Completions: the client gives the whole prompt
     "tools_changed",  # the prompt's beginning changes with the tools
     "template_options_changed",  # the prompt's beginning changes with the template's options
-    "constrained",  # the request asks for a certain tool call or form of the answer (`is_constrained`)
+    "constrained",  # the request asks for a certain tool call or form of the answer (`is_constrained`), or the engine
+    # adds a grammar of its own, which it does not offer for exact prompts
     "base_without_tokens",  # the base was recorded without token ids (engine `openai`), or with those of a hidden call
     "stop_sequence",  # the base's answer ended at a stop sequence
     "aborted",  # the base's answer ended neither by itself nor at a stop sequence or the token limit
@@ -187,7 +188,8 @@ class PromptBuilder:
             accepted = await self._engine.accept_prompt(request, prompt)
         except CannotContinueError as error:
             log.info("a call is not continued: %s", error)
-            raise _NotContinued("engine_cannot") from error
+            under_grammar = await self._engine.constrains(request)
+            raise _NotContinued("constrained" if under_grammar else "engine_cannot") from error
         return PromptPlan(accepted, past_reasoning=past_reasoning)
 
     async def _other_end(self, answered: AnsweredCall) -> PromptReason:

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks._families.agents import run_agents
 from benchmarks._families.families import load_families
+from benchmarks._families.grammars import REQUESTS, run_grammars
 from benchmarks._families.real import run_families
 from benchmarks._families.served_families import SERVED
 from harness_adapters.base import get_adapter
@@ -39,6 +40,21 @@ async def test_every_call_is_continued_and_read_as_the_chat_route_reads_it() -> 
             assert session.read >= 11 - max(session.misread, result.name in MISREAD), result
             assert session.largest is not None
             assert session.largest < 1e-3, result
+
+
+async def test_answers_are_recorded_as_constrained_exactly_if_they_were_sampled_under_a_grammar() -> None:
+    """One family of Polar's own parser, one of vLLM's parsers."""
+    vllm_python()
+    wanted = [family for family in SERVED if family.name in ("Qwen3", "Llama-3.1")]
+    results = [result async for result in run_grammars(wanted)]
+    assert {result.family: result.problem for result in results} == {"Qwen3": None, "Llama-3.1": None}
+    for result in results:
+        assert [row.request for row in result.rows if not row.right] == []
+        found = {row.request: (row.chat_route, *(sampled for _, sampled, _ in row.calls)) for row in result.rows}
+        assert list(found) == list(REQUESTS)
+        assert found["tools"] == ("free", "free", "free")
+        assert found["one call"] == ("grammar", "free", "free"), "Polar bounds the calls itself"
+        assert found["strict"] == ("grammar", "grammar", "grammar")
 
 
 async def test_real_agents_on_qwen35_never_drift_in_continue_mode() -> None:

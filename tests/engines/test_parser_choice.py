@@ -149,7 +149,10 @@ async def test_answers_under_the_servers_own_grammar_count_as_constrained_if_its
         proofs = ParserProofs(engine.client, end=END, tools=True)
         with pytest.raises(CannotContinueError, match="vLLM's package was not found"):
             await proofs.prove({})
-        assert await proofs.constrains(ChatRequest("", (), tools=(TOOL,))) == (limit == "own_grammar")
+        asked = ChatRequest("", (), tools=(TOOL,))
+        assert engine.continue_problem is not None
+        assert await proofs.constrains(asked) == await engine.constrains(asked) == (limit == "own_grammar")
+        assert not await engine.constrains(replace(asked, tools=()))
 
 
 async def test_given_parsers_are_not_compared_with_others() -> None:
@@ -166,7 +169,21 @@ async def test_knows_whether_the_chat_route_samples_under_a_grammar_of_the_parse
         await proofs.prove({})
         assert await proofs.constrains(asked)
         assert not await proofs.constrains(replace(asked, tools=()))
-        assert not await proofs.constrains(replace(asked, template_kwargs={"enable_thinking": False}))
+        # The server's parsers are the same under all template options.
+        assert await proofs.constrains(replace(asked, template_kwargs={"enable_thinking": False}))
+
+
+@pytest.mark.parametrize(("with_grammar", "enforced"), [(RIGHT, True), (None, False)])
+async def test_knows_whether_a_demanded_call_is_enforced(with_grammar: Parsers | None, enforced: bool) -> None:
+    """vLLM's parser for Gemma 4 has no grammar, so the model may answer without the call that was demanded."""
+    async with FakeVllm(limits=frozenset({"other_form"})) as fake, VllmEngine(fake.url) as engine:
+        process = ScriptedParsers(telling=TELLING)
+        process.with_grammar = with_grammar
+        process.pairs = (RIGHT,)
+        proofs = ParserProofs(engine.client, end=END, tools=True, process=process)
+        assert await proofs.enforces_calls(), "the parser is not known yet"
+        await proofs.prove({})
+        assert await proofs.enforces_calls() == enforced
 
 
 @pytest.mark.full

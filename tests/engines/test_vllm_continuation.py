@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from polar_proxy.dialects.base import Answer as EncodedAnswer
-from polar_proxy.engines.base import ExactPrompt
+from polar_proxy.engines.base import CannotContinueError, ExactPrompt
 from polar_proxy.engines.factory import POLAR_TINY
 from polar_proxy.engines.openai_stream import version_runs
 from polar_proxy.engines.vllm import VllmEngine
@@ -234,6 +234,21 @@ async def test_rejects_exact_prompt_under_a_grammar(more: dict[str, Any]) -> Non
     async with FakeVllm() as fake, VllmEngine(fake.url) as engine:
         with pytest.raises(RequestError, match="a grammar constrains"):
             await run(engine, chat(**more), prompt=PROMPT)
+
+
+@pytest.mark.parametrize("limits", [frozenset(), frozenset({"no_tokenize"})], ids=["continues", "cannot continue"])
+async def test_answers_with_a_strict_tool_count_as_constrained(limits: frozenset[str]) -> None:
+    """vLLM samples them under a grammar, which only its own parsers know."""
+    (tool,) = TOOLS["tools"]
+    strict = {**tool, "function": {**tool["function"], "strict": True}}
+    async with FakeVllm(limits=limits) as fake, VllmEngine(fake.url) as engine:
+        assert (engine.continue_problem is None) == (not limits)
+        assert not await engine.constrains(chat(**TOOLS))
+        assert await engine.constrains(chat(tools=(tool, strict)))
+        assert not await engine.constrains(chat(tools=(strict,), tool_choice="none"))
+        if not limits:
+            with pytest.raises(CannotContinueError, match="a tool is strict"):
+                await engine.accept_prompt(chat(tools=(strict,)), np.array(PROMPT, dtype=np.int32))
 
 
 async def test_rejects_prompt_that_ends_in_unproved_open_reasoning() -> None:

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from anthropic import AsyncAnthropic
 
+from polar_proxy.engines.base import CannotContinueError, ExactPrompt
 from polar_proxy.engines.scripted import END, INFO, ScriptedEngine, ScriptedReply, decode, encode
 from polar_proxy.errors import EngineError
 from polar_proxy.store import Store
 from polar_proxy.traces.builders import build
-from polar_proxy.types import CallRecord, ChatRequest, EngineRequest, ToolCall
+from polar_proxy.types import CallRecord, ChatRequest, EngineRequest, TokenIds, ToolCall
 from tests.conftest import Serve
 from tests.gateway.agents import client, new_session, recorded_calls
 
@@ -240,6 +241,24 @@ async def test_a_rendered_answer_under_a_grammar_of_the_engines_own_is_recorded_
     assert [call.prompt_mode for call in calls] == ["render", "render", "continue", "continue"]
     assert [call.sampling.get("constrained") for call in calls] == [None, True, None, None]
     assert len(build(calls[:2]).excluded) == 1, "the constrained answer is not trained"
+
+
+async def test_a_grammar_that_exact_prompts_cannot_have_is_the_reason_of_a_rendered_prompt(
+    serve: Serve, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def constrains(engine: ScriptedEngine, request: ChatRequest) -> bool:
+        return bool(request.tools)
+
+    async def refuse(engine: ScriptedEngine, request: ChatRequest, token_ids: TokenIds) -> ExactPrompt:
+        raise CannotContinueError("its grammar is not known.")
+
+    monkeypatch.setattr(ScriptedEngine, "constrains", constrains)
+    monkeypatch.setattr(ScriptedEngine, "accept_prompt", refuse)
+    async with serve(ScriptedEngine(script)) as gateway, client(gateway.url) as http:
+        await two_rounds(http)
+    first, second, third = await recorded_calls(store)
+    assert [call.prompt_reason for call in (first, second, third)] == ["no_base", "constrained", "constrained"]
+    assert [call.sampling.get("constrained") for call in (first, second, third)] == [True, True, True]
 
 
 async def test_rewinding_to_an_earlier_turn_continues_that_turn(serve: Serve, store: Store) -> None:

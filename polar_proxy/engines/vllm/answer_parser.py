@@ -93,6 +93,11 @@ def make_answer_parser(
     """Return the parser of one call's answer. Raises CannotContinueError if the answer cannot be parsed."""
     if uses_tools(request) and not config.tools:
         raise CannotContinueError("the server parses no tool calls. Start vLLM with --enable-auto-tool-choice.")
+    if has_strict_tool(request) and config.kind != "process":
+        raise CannotContinueError(
+            "a tool is strict, so the server's chat route samples under a grammar, which only vLLM's parsers in a side "
+            "process know."
+        )
     if config.kind == "hermes":
         return HermesAnswerParser(request, config)
     if config.kind == "process":
@@ -103,6 +108,11 @@ def make_answer_parser(
             "the server's parser reads whole tokens, so the text might go beyond the request's stop strings."
         )
     return DerenderAnswerParser(client, request, prompt, config)
+
+
+def has_strict_tool(request: ChatRequest) -> bool:
+    """Return whether the model may call tools, and one of them is strict (its arguments must fit its schema)."""
+    return uses_tools(request) and any(tool.get("function", {}).get("strict") is True for tool in request.tools)
 
 
 def parser_request(model: str, request: ChatRequest) -> Json:

@@ -29,7 +29,7 @@ from polar_proxy.engines.http_client import HttpResponse
 from polar_proxy.engines.local_rendering import LocallyRenderingEngine, LocalRenderer
 from polar_proxy.engines.openai_client import not_open
 from polar_proxy.engines.openai_stream import ChunkDecoder
-from polar_proxy.engines.vllm.answer_parser import AnswerParser, make_answer_parser
+from polar_proxy.engines.vllm.answer_parser import AnswerParser, has_strict_tool, make_answer_parser
 from polar_proxy.engines.vllm.client import (
     CHAT,
     COMPLETIONS,
@@ -160,13 +160,12 @@ class VllmEngine(LocallyRenderingEngine):
         return VllmPrompt(token_ids, parser)
 
     async def constrains(self, request: EngineRequest) -> bool:
+        if not isinstance(request, ChatRequest) or not uses_tools(request):
+            return False
         parsers = self._server.parsers
-        return (
-            isinstance(request, ChatRequest)
-            and uses_tools(request)
-            and isinstance(parsers, ParserProofs)
-            and await parsers.constrains(request)
-        )
+        if isinstance(parsers, ParserProofs):
+            return await parsers.constrains(request)
+        return self._server.adds_grammar or has_strict_tool(request)
 
     async def sample(
         self, request: EngineRequest, *, stream: bool = True, prompt: ExactPrompt | None = None

@@ -31,9 +31,15 @@ from typing import Any
 import numpy as np
 import orjson
 
-from polar_proxy.engines.base import CannotContinueError
+from polar_proxy.engines.base import CannotContinueError, uses_tools
 from polar_proxy.engines.hermes import END_THINK, THINK, HermesParser, Reasoning
-from polar_proxy.engines.vllm.answer_parser import DerenderAnswerParser, ParserConfig, PromptTail, parser_request
+from polar_proxy.engines.vllm.answer_parser import (
+    DerenderAnswerParser,
+    ParserConfig,
+    PromptTail,
+    has_strict_tool,
+    parser_request,
+)
 from polar_proxy.engines.vllm.client import DERENDER, VllmClient, unless_refused
 from polar_proxy.engines.vllm.forced_answers import (
     IN_REASONING,
@@ -94,7 +100,7 @@ class ParserProofs:
         self._tools = tools
         self._sampling = ForcedSampling(client, end=end, tools=tools)
         self._proved: dict[bytes, ParserConfig | CannotContinueError] = {}
-        self._adds_grammar = False
+        self.adds_grammar = False
         """The server sampled a tool call although a grammar allowed only a text, so it adds a grammar for its calls."""
         self._lock = asyncio.Lock()
 
@@ -113,13 +119,23 @@ class ParserProofs:
     async def constrains(self, request: ChatRequest) -> bool:
         """Return whether the chat route samples the answer to this request under a grammar of the server's parser.
 
-        Known exactly if vLLM's parsers run in the side process. Else it is assumed of all requests with tools if the
-        server was seen to add such a grammar.
+        Known exactly if vLLM's parsers run in the side process: they are the same under all template options. Else it
+        is assumed of requests with a strict tool, and of all requests with tools if the server was seen to add such a
+        grammar.
         """
-        config = self._proved.get(_key(request.template_kwargs))
-        if isinstance(config, ParserConfig) and config.kind == "process":
-            return await self._has_grammar(config.parsers, parser_request(self._client.model, request))
-        return config is not None and self._adds_grammar
+        for options in (request.template_kwargs, {}):
+            config = self._proved.get(_key(options))
+            if isinstance(config, ParserConfig) and config.kind == "process":
+                return await self._has_grammar(config.parsers, parser_request(self._client.model, request))
+        return uses_tools(request) and (self.adds_grammar or has_strict_tool(request))
+
+    async def enforces_calls(self) -> bool:
+        """Return whether a demanded tool call is enforced by a grammar. True if vLLM's parsers are not known."""
+        config = self._proved.get(_key({}))
+        if not isinstance(config, ParserConfig) or config.kind != "process":
+            return True
+        demanding = ChatRequest("", (), tools=(TOOL,), tool_choice="required")
+        return await self._has_grammar(config.parsers, parser_request(self._client.model, demanding))
 
     async def close(self) -> None:
         if self.process is not None:
@@ -168,7 +184,7 @@ class ParserProofs:
         )
         reasons = bool(short[0].parsed.reasoning) and not short[0].parsed.text
         texts = await self._sampling.force_answers(frame, reasons)
-        self._adds_grammar |= any(answer.parsed.calls for answer in texts if answer.wanted == PLAIN)
+        self.adds_grammar |= any(answer.parsed.calls for answer in texts if answer.wanted == PLAIN)
         forced = [replace(answer, prompt=tuple(opened)) for answer in texts]
         forced += [*short, *await self._sampling.force_own_forms(frame, conversations)]
         answers, tags_show = await self._sampling.read_back(forced, opened)

@@ -57,6 +57,8 @@ class VerifiedServer:
     """The policy version; None if the server does not report it."""
     parsers: ParserProofs | CannotContinueError
     """How answers that are sampled from exact ids are parsed, or why this is impossible."""
+    adds_grammar: bool
+    """The chat route was seen to sample answers with tools under a grammar that the request did not ask for."""
     model_path: str
     """The folder of the model: the one that was given, or the folder or Hub name that the server reports."""
 
@@ -79,6 +81,7 @@ class ServerProbe:
         self._client = client
         self._vllm_python = vllm_python
         self._model_path = client.model
+        self._adds_grammar = False
         self._any_token = 0
         """Some ordinary token of the vocabulary: the first that was sampled."""
 
@@ -110,6 +113,8 @@ class ServerProbe:
             tokenize = await self._tokenize_renders(_WITH_REASONING)
         end = await self._end_of_turn() if tokenize else ()
         parsers = await self._prove_parsers(tokenize, token_prompt, end, tools=tools)
+        if tools and isinstance(parsers, ParserProofs):
+            required = required and await parsers.enforces_calls()
         capabilities = {
             "token_ids": True,
             "logprobs": True,
@@ -132,7 +137,7 @@ class ServerProbe:
             eos_token_ids=end,
             precision=precision,
         )
-        return VerifiedServer(info, tokenize, weight_version, parsers, self._model_path)
+        return VerifiedServer(info, tokenize, weight_version, parsers, self._adds_grammar, self._model_path)
 
     async def _prove_parsers(
         self, tokenize: bool, token_prompt: bool, end: tuple[int, ...], *, tools: bool
@@ -149,6 +154,7 @@ class ServerProbe:
             await proofs.prove({})
         except BaseException as error:
             await proofs.close()
+            self._adds_grammar = proofs.adds_grammar
             if isinstance(error, CannotContinueError):
                 return error
             raise
