@@ -105,6 +105,14 @@ async def test_an_export_over_http_is_the_export_of_the_database(client: AsyncCl
     assert (summary.rollouts, summary.sessions) == (0, 1)
 
 
+async def test_a_row_of_several_megabytes_arrives_whole(client: AsyncClient, store: Store) -> None:
+    long = orjson.dumps({"role": "user", "content": "x" * 2_500_000})
+    session_id = await new_session(store)
+    await store.calls.commit(call_record(session_id, messages=(long,)))
+    (line,), _ = await exported(client, "jsonl")
+    assert orjson.loads(line)["calls"][0]["messages"] == [orjson.loads(long)]
+
+
 @pytest.mark.parametrize(
     "options",
     [{"form": "nope"}, {"where": "colour=1"}, {"sessions": ["sess_0"]}, {"advantage": "x", "form": "trl"}],

@@ -8,6 +8,7 @@ import pytest
 from polar_proxy.dialects import OpenAIChat, recorded_request
 from polar_proxy.export import DATASET_FORMATS, SessionExport, conversation
 from polar_proxy.export.datasets import ConversationReader
+from polar_proxy.store import json_codec
 from polar_proxy.traces.builders import build
 from polar_proxy.types import CallRecord, ChatRequest, Json
 from tests.export.dialect_requests import BODIES, recorded
@@ -18,7 +19,7 @@ CHAT = BODIES["openai_chat"]
 def row(form: str, call: CallRecord) -> Json:
     built = build([call])
     (made,) = DATASET_FORMATS[form](SessionExport({}, [call], built.traces, built.excluded))
-    read: Json = orjson.loads(orjson.dumps(made))
+    read: Json = orjson.loads(json_codec.dumps_object(made))
     return read
 
 
