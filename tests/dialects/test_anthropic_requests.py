@@ -191,6 +191,11 @@ def test_offers_the_clients_tools() -> None:
     )
 
 
+def test_refuses_two_tools_of_one_name() -> None:
+    with pytest.raises(RequestError, match="Tool names must be unique"):
+        parse(tools=[BASH, {**FETCH, "name": BASH["name"]}])
+
+
 REFERENCE: Json = {
     "type": "tool_result",
     "tool_use_id": "t",

@@ -43,6 +43,8 @@ def parse_tools(raw: list[Any], tool_choice: Json | None) -> AnthropicTools:
         if function is None:
             continue
         name = function["function"]["name"]
+        if name in by_name:
+            raise invalid("tools", "Tool names must be unique")
         by_name[name] = function
         if not tool.get("defer_loading") or name == forced:
             offered.append(function)
