@@ -51,6 +51,8 @@ TOGETHER = 16
 HANG_SECONDS = 5.0
 P99_SECONDS = 0.25
 WINDOW_SECONDS = 10.0
+LARGE = 1 << 20
+"""Bytes of an answer that takes long to check."""
 MEMORY_MB = 400
 """The memory of the last requests may be larger by this than that after a fifth of them, or by half."""
 ENGINE_CODES = ("engine_error", "not_recorded", "unavailable")
@@ -198,7 +200,7 @@ async def read_chunks(reader: asyncio.StreamReader, patience: Patience) -> bytes
             return b"".join(parts)
 
 
-def judge(case: FuzzCase, answer: httpx.Response | None, seconds: float, report: FuzzReport) -> str | None:
+async def judge(case: FuzzCase, answer: httpx.Response | None, seconds: float, report: FuzzReport) -> str | None:
     """Count an answer, and return what is wrong with it."""
     status = 0 if answer is None else answer.status_code
     if problem := report.count(case.name, status, seconds):
@@ -210,7 +212,11 @@ def judge(case: FuzzCase, answer: httpx.Response | None, seconds: float, report:
             report.refused_5xx += 1
             return None
         return f"status {status}: {answer.text[:300]}"
-    return None if case.route is None else find_fault(case.route, answer)
+    if case.route is None:
+        return None
+    if len(answer.content) < LARGE:
+        return find_fault(case.route, answer)
+    return await asyncio.to_thread(find_fault, case.route, answer)  # the other clients must not wait for it
 
 
 def code_of(answer: httpx.Response) -> str | None:
@@ -226,7 +232,7 @@ async def attempt(case: FuzzCase | WebSocketCase, connection: FuzzConnection, re
     """Send a case, count its answer, and return what is wrong with it."""
     if isinstance(case, FuzzCase):
         answer = await connection.exchange(case)
-        return judge(case, answer, connection.patience.longest, report)
+        return await judge(case, answer, connection.patience.longest, report)
     started = time.monotonic()
     result = WebSocketResult(0, "no answer")
     with contextlib.suppress(TimeoutError):
@@ -309,7 +315,7 @@ async def run(
             if isinstance(case, FuzzCase):
                 answer = await FuzzConnection(gateway.port).exchange(case)
                 print("\n\n->", answer, answer and answer.text)
-                problem = judge(case, answer, 0.0, report)
+                problem = await judge(case, answer, 0.0, report)
             else:
                 result = await run_websocket(gateway.port, case, ENGINE_CODES)
                 print("\n\n->", result)

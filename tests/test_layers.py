@@ -16,7 +16,7 @@ PACKAGES = ("polar_proxy", "harness_adapters", "sandboxes")
 SOURCES = sorted(path for name in PACKAGES for path in (ROOT / name).rglob("*.py"))
 
 LAYERS = [
-    {"types", "errors", "terminal", "temporary", "offload", "documented"},
+    {"types", "errors", "terminal", "temporary", "offload", "memory", "documented"},
     {"rollout_spec", "sequences", "allowed_code", "clean_git"},
     {"config", "api_models"},
     {"webhooks"},

@@ -13,6 +13,7 @@ from fastapi.responses import StreamingResponse
 from polar_proxy import api_models as m
 from polar_proxy.api.context import ApiContext, Routers
 from polar_proxy.export.exporter import ExportReport, export_lines
+from polar_proxy.memory import release_free_memory
 from polar_proxy.records import convert, find_record, list_sessions
 from polar_proxy.types import Json
 
@@ -84,9 +85,12 @@ def _pieces(line: bytes) -> Iterator[bytes]:
 
 
 async def _with_report(first: bytes | None, lines: AsyncIterator[bytes], report: ExportReport) -> AsyncIterator[bytes]:
-    for piece in _pieces(first or b""):
-        yield piece
-    async for line in lines:
-        for piece in _pieces(line):
+    try:
+        for piece in _pieces(first or b""):
             yield piece
-    yield orjson.dumps({m.EXPORT_REPORT: convert(m.ExportSummary, report).model_dump()}) + b"\n"
+        async for line in lines:
+            for piece in _pieces(line):
+                yield piece
+        yield orjson.dumps({m.EXPORT_REPORT: convert(m.ExportSummary, report).model_dump()}) + b"\n"
+    finally:
+        await asyncio.to_thread(release_free_memory)
