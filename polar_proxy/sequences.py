@@ -269,11 +269,7 @@ def begins_with(whole: TokenIds, start: TokenIds) -> bool:
 
 def share_buffer(one: TokenIds, other: TokenIds) -> bool:
     """Return whether both begin at the same address of one buffer, so that the shorter is a prefix of the longer."""
-    owner, other_owner = one.base, other.base
-    if (one if owner is None else owner) is not (other if other_owner is None else other_owner):
-        return False
-    same = one.__array_interface__["data"][0] == other.__array_interface__["data"][0]
-    return bool(same and one.strides == other.strides)
+    return one.strides == other.strides and np.may_share_memory(one[:1], other[:1])
 
 
 def shared_length(ids: TokenIds, known: TokenIds | None) -> int:

@@ -115,7 +115,7 @@ class ChunkDecoder:
                 logprobs = choice.get("logprobs")
                 if plain and ids and logprobs and len(ids) == len(entries := logprobs.get("content") or []) == 1:
                     # Most chunks carry one token. The same as `_add_evidence`, in a third of the time.
-                    self._check_id(ids[0], entries[0].get("token", ""))
+                    self._check_ids(ids, _token_texts(logprobs))
                     pending.ids.append(ids[0])
                     pending.logprobs.append(_real(entries[0]["logprob"]))
                 elif ids or logprobs:
@@ -185,8 +185,7 @@ class ChunkDecoder:
             values = [entry["logprob"] for entry in logprobs.get("content") or ()] if reported is None else reported
         aligned = len(values) == len(ids)
         if ids and aligned and logprobs:
-            for token_id, entry in zip(ids, _chat_entries(logprobs), strict=True):
-                self._check_id(token_id, entry.get("token", ""))
+            self._check_ids(ids, _token_texts(logprobs))
         if not ids and not aligned:
             if not self._expect_ids:
                 return
@@ -199,10 +198,11 @@ class ChunkDecoder:
             if self._tops:
                 pending.top.extend(map(_top, entries))
 
-    def _check_id(self, token_id: int, name: str) -> None:
-        """Raise EngineError if `name`, the text beside the token's log-probability, is the id of another token."""
-        if name.startswith(_ID_NAME) and name[len(_ID_NAME) :] != str(token_id):
-            raise EngineError(f"{self._name} sent two ids for one token, {token_id} and {name!r}.")
+    def _check_ids(self, ids: Sequence[int], texts: Sequence[str]) -> None:
+        """Raise EngineError if one of `texts`, those beside the log-probabilities, is the id of another token."""
+        for token_id, text in zip(ids, texts, strict=True):
+            if text.startswith(_ID_NAME) and text[len(_ID_NAME) :] != str(token_id):
+                raise EngineError(f"{self._name} sent two ids for one token, {token_id} and {text!r}.")
 
     def _emit(self, index: int, pending: _PendingEvent, out: list[SampleEvent], *, last: bool = False) -> None:
         first = not self._started
@@ -246,6 +246,13 @@ def version_runs(spans: Sequence[Json]) -> tuple[tuple[int, str], ...]:
             out.append((end, str(span["version"])))
         end = span["end"]
     return tuple(out)
+
+
+def _token_texts(logprobs: Json) -> Sequence[str]:
+    """Return the text beside each of a chunk's log-probabilities."""
+    if "token_logprobs" not in logprobs:
+        return [entry.get("token", "") for entry in logprobs.get("content") or ()]
+    return logprobs.get("tokens") or [""] * len(logprobs["token_logprobs"] or ())
 
 
 def _chat_entries(logprobs: Json) -> Sequence[Json]:
