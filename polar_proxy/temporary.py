@@ -1,4 +1,4 @@
-"""Temporary folders that name their process, so that the next start finds those of a process that was killed."""
+"""Temporary folders whose names contain a process id, by which a later process finds those of a killed one."""
 
 from __future__ import annotations
 

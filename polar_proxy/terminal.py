@@ -91,8 +91,8 @@ class JsonLogFormatter(logging.Formatter):
 class LogHandler(logging.Handler):
     """Writes Polar's log records, and the warnings and errors of libraries, to standard error.
 
-    Each record goes to what `sys.stderr` is at that time. While a live table is shown, the table has replaced it, and
-    prints the lines of the log above itself.
+    Each record goes to what `sys.stderr` is at that time. While a live table is shown, the table takes the place of
+    `sys.stderr` and prints the lines of the log above itself.
     """
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -53,7 +53,7 @@ def read_dockerfile(context: Path, workdir: str | None = None) -> DockerfileWork
     root = current if current != "/" else workdir
     if root is None:
         raise BadTaskError(
-            "environment/Dockerfile: has no WORKDIR line to name the workspace; add one (not /) or remove without_image"
+            "environment/Dockerfile: has no WORKDIR line that names a folder below /; add one or remove without_image"
         )
     files: dict[str, str] = {}
     executable: list[str] = []

@@ -170,7 +170,9 @@ def _variables(config: dict[str, Any], section: str) -> dict[str, str]:
         if not isinstance(value, str):
             raise BadTaskError(f"task.toml: {section}.env.{name}: must be text")
         if "${" in value:
-            raise BadTaskError(f"task.toml: {section}.env.{name}: variables of the host are not passed on")
+            raise BadTaskError(
+                f"task.toml: {section}.env.{name}: must not contain ${{: variables of the host are not passed on"
+            )
     return dict(variables)
 
 

@@ -75,8 +75,8 @@ def load_tasks(
     """Return the tasks that a user asked for, and refusals of the listed tasks that cannot be used.
 
     Files, folders and functions give lists of tasks. A family or a class makes a task from any seed: it has no list, so
-    the refusals are None. The result has `instances` tasks, from number `seed` on; refused tasks of a list are
-    skipped. Default of `seed`: 0. Default of `instances`: 1, or all tasks of a list if `seed` is not given either.
+    the refusals are None. The result has up to `instances` tasks, from number `seed` on; refused tasks of a list
+    are skipped. Without `seed`, it begins at 0. Without `instances`, it has one task; without both, a list gives all.
     Raises UsageError if there is no such source, or the source has no such seed.
     """
     source = get_source(name, code)

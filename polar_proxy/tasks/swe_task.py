@@ -36,7 +36,7 @@ _REPORTS = (
 
 @dataclass(frozen=True)
 class Formula:
-    """``first op1 second op2 value`` over the two parameters of a function, in either order."""
+    """``first op1 second op2 value`` over the two parameters of a function; if `swapped`, ``second op1 first ...``."""
 
     op1: str
     op2: str
@@ -213,6 +213,6 @@ class SweTaskSource:
         )
 
     def solution(self, seed: int) -> dict[str, str]:
-        """Return the files that a correct fix changes, text by path; for tests and as an upper bound."""
+        """Return the files that a correct fix changes, as they are after the fix: text by path."""
         instance = _build(seed)
         return {instance.path: instance.module_source(instance.module, solved=True)}

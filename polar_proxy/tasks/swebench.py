@@ -77,7 +77,7 @@ def is_swebench_row(row: Mapping[str, Any]) -> bool:
 
 
 def swebench_task(row: Row, position: int, folder: Path) -> Task:
-    """Make a task from a row of a file in `folder`. The row's own path in `repository` is relative to this folder.
+    """Make a task from a row of a file in `folder`. A path in the row's field `repository` is relative to this folder.
 
     `position`: the task's seed. Raises `BadTaskError`.
     """

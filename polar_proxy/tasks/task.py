@@ -37,7 +37,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class GitRepository:
-    """A git repository on this machine, or one that it can fetch."""
+    """A git repository on this machine, or one that git can fetch from elsewhere."""
 
     source: str
     """Path of a repository or of a bundle, or a URL for git."""
@@ -126,7 +126,7 @@ class Task:
 
     @property
     def code_names(self) -> tuple[str, ...]:
-        """The functions of this machine, as ``module:function``, that its evaluators call."""
+        """The Python functions on this machine, as ``module:function``, that the task's evaluators call."""
         return tuple(name for evaluator in self.evaluators for name in evaluator.code_names)
 
     @property
@@ -167,7 +167,7 @@ def task_from_json(value: Json) -> Task:
 def check_task(task: Task, code: AllowedCode = NO_CODE) -> None:
     """Raise `BadTaskError`, naming the field, for a task that would fail later or be judged wrongly.
 
-    Also refuses a task whose evaluators call functions that `code` does not allow. Imports nothing.
+    Also refuses a task whose evaluators call functions that `code` does not allow. Does not import them.
     """
     if not task.task_id or any(letter.isspace() for letter in task.task_id):
         raise BadTaskError("task_id: must be text without spaces")
@@ -201,7 +201,7 @@ def _check_environment(environment: Environment, task: Task) -> None:
     paths = (*environment.folders, *environment.hide, *([environment.workdir] if environment.workdir else []))
     for path in paths:
         if not posixpath.isabs(path) or posixpath.normpath(path) == "/" or ".." in path.split("/") or "\0" in path:
-            raise BadTaskError(f"environment: {path!r} must be absolute, without .. and not /")
+            raise BadTaskError(f"environment: {path!r} must be absolute, without .. in it, and not be /")
     if environment.image is not None and not _IMAGE.fullmatch(environment.image):
         raise BadTaskError(f"environment.image: {environment.image!r} is not the name of an image")
     if environment.base_commit is not None:

@@ -13,7 +13,7 @@ _TEXT_LIMIT = 16 << 20
 
 
 def check_inside(folder: Path, path: Path) -> None:
-    """Raise `BadTaskError` if links lead from `path`, which is below `folder`, to another place of this machine."""
+    """Raise `BadTaskError` if `path`, which is below `folder`, leads out of `folder` through links."""
     try:
         inside = path.resolve().is_relative_to(folder.resolve())
     except (OSError, RuntimeError):  # a circle of links

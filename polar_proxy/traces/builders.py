@@ -152,8 +152,8 @@ class CallMerger:
     def _join_drifted(self, call: CallRecord) -> tuple[TraceBuilder, int] | None:
         """Return the trace that a call is joined to despite drift, and where the context begins in the call's prompt.
 
-        The drift may be the call's own, or that of an earlier call that was joined to the trace, so that the trace has
-        other tokens than the call's prompt. Return None if there is no drift, or no clean join. Sets the outcome of
+        Either this call drifted, or an earlier drifted call was joined to the trace, which therefore has other tokens
+        than this call's prompt. Return None if there is no drift, or no clean join. Sets the outcome of
         the call's drift event.
         """
         event = self._events.get(call.call_id)
@@ -175,7 +175,7 @@ def _tree(calls: Sequence[CallRecord]) -> list[TraceBuilder]:
 
     Siblings, rewinds, parallel answers and sub-agents share their common prefix. A call whose prompt begins with a
     whole path continues the trace at the end of that path, unless it is the call of a sub-agent or of a compacted
-    conversation. A call's choices after the first branch off. An answer that several paths continue is trained once.
+    conversation. Each further choice of a call begins a branch. An answer that several paths continue is trained once.
     """
     traces: list[TraceBuilder] = []
     for call in calls:

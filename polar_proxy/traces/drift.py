@@ -1,8 +1,8 @@
 """Drift: a prompt that should continue an earlier call's tokens but does not begin with them.
 
 A call drifts when it continues the answer of a trained call (its base), the base's tokens are known, its own prompt
-does not begin with them, and nothing was changed on purpose. This shows what a harness serialised differently,
-reordered or dropped, with the position at which the tokens differ.
+does not begin with them, and its `prompt_reason` is not one of `INTENTIONAL_REASONS`. This shows what a harness
+serialised differently, reordered or dropped, with the position at which the tokens differ.
 
 With `on_drift = canonical` a drifted call is joined to the trace of its base anyway: the sampled tokens so far
 are kept, and the context between them and the new answer is taken from the drifted call's own prompt

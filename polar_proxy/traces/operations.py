@@ -38,7 +38,7 @@ _PAGE = 500
 
 @dataclass(frozen=True, slots=True)
 class SessionTarget:
-    """A session, with the reward of its rollout if it has one, else its own."""
+    """A session, with the reward of its rollout; with its own reward if it belongs to no rollout."""
 
     session_id: str
     rollout_id: str | None = None
@@ -51,7 +51,7 @@ async def find_targets(
 ) -> list[SessionTarget]:
     """Return the named sessions, or the sessions of the rollouts that match `where`.
 
-    Without both arguments, return the session of every rollout, then the sessions with calls that have no rollout, each
+    Without both arguments, return the session of every rollout, then the sessions that have calls but no rollout, each
     part newest first. `limit` bounds the total. Raise UsageError for an invalid condition, an unknown session, and for
     both arguments at once.
     """

@@ -3,8 +3,8 @@
 Promises (tests/training/test_fsdp.py):
 
 * A step gives the same result as with one process, up to rounding: token weights are decided over all processes.
-* All processes get the same batch. Each computes its own packs, and runs empty passes if it has fewer than another,
-  because a sharded model computes only when all processes take part.
+* All processes get the same batch. Each computes its own packs (microbatches, see `packing.py`), and runs empty
+  passes if it has fewer than another, because a sharded model computes only when all processes take part.
 * Checkpoints and engines get whole weights under their usual names. A run may be resumed with another number of
   processes.
 * No process outlives the main process. If one of the others ends, the run ends and reports the reason.
@@ -224,7 +224,7 @@ class ShardedCoordinator(ShardedLearner):
 
 @contextlib.contextmanager
 def launch_sharded(model: Path, reference: Path | None, config: GrpoConfig) -> Iterator[ShardedCoordinator]:
-    """Start the other processes, which load `model` and `reference` from the same folders, and end them at the exit.
+    """Start the other processes, which load `model` and `reference` from the same folders; end them with the block.
 
     Raises TrainingError if there are fewer GPUs than processes, or one of the processes does not start.
     """
@@ -293,8 +293,8 @@ def _destroy_process_group() -> None:
 
 
 def _shard_model(model: Any, mesh: Any) -> Any:
-    """Shard every block of the model by itself, so that it is gathered only while it computes; embeddings, norm and
-    head belong to the root."""
+    """Shard every block of the model by itself, so that it is gathered only while it computes. Embeddings, norm and
+    head are sharded together, as the root module."""
     from torch.distributed.fsdp import fully_shard
 
     blocks = set(getattr(model, "_no_split_modules", None) or ())

@@ -173,7 +173,8 @@ class GrpoTrainer:
         """Return the groups of the next step and the number of groups dropped as too stale.
 
         These are `config.groups` groups, or fewer if no more can come because rollouts were dropped or cancelled. With
-        `dynamic_sampling`, groups without a signal are returned too but not counted, and further rounds are limited.
+        `dynamic_sampling`, groups without a signal are returned too but not counted. At most
+        `MAX_EMPTY_ROUNDS` rounds are started in addition.
         """
         config = self._config
         while self.state.rounds <= self.state.step + config.max_async_steps and self.state.rounds < config.steps:
