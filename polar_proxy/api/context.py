@@ -22,6 +22,7 @@ from polar_proxy.api_models import ErrorResponse, Role
 from polar_proxy.config import Settings
 from polar_proxy.engines.base import Engine
 from polar_proxy.errors import ApiError, PolarError, UsageError
+from polar_proxy.export.processes import ExportProcesses
 from polar_proxy.rollouts import RolloutService
 from polar_proxy.sessions.identity import hash_key
 from polar_proxy.store import Store
@@ -61,8 +62,8 @@ class ApiContext:
     """The requests come from a command of this process, which may use all of this machine."""
     closing: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the server stops, so that streams end."""
-    export_turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held by an export while a whole session is in memory for it."""
+    exports: ExportProcesses | None = None
+    """Processes for exports. Without them, an export is made in this process."""
 
     def wake(self) -> None:
         """Let the rollout service look at the queue now."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from typing import Annotated
 
 import orjson
@@ -13,11 +14,9 @@ from fastapi.responses import StreamingResponse
 from polar_proxy import api_models as m
 from polar_proxy.api.context import ApiContext, Routers
 from polar_proxy.export.exporter import ExportReport, export_lines
-from polar_proxy.memory import release_free_memory
 from polar_proxy.records import convert, find_record, list_sessions
 from polar_proxy.types import Json
 
-_PIECE = 1 << 20
 _EXPORT: dict[int | str, Json] = {
     200: {
         "content": {m.NDJSON: {}},
@@ -63,34 +62,24 @@ def add_routes(routers: Routers, context: ApiContext) -> None:
     ) -> StreamingResponse:
         """Return the rows that `polar export` writes."""
         report = ExportReport()
-        lines = export_lines(
-            store,
-            form,
-            report,
-            where=where,
-            session_ids=session or (),
-            builder=builder,
-            all_grades=all_grades,
-            advantage=advantage,
-            turn=context.export_turn,
-        )
-        first = await anext(lines, None)  # an invalid request is refused before the response begins
-        return StreamingResponse(_with_report(first, lines, report), media_type=m.NDJSON)
+        options: Json = {
+            "where": where,
+            "session_ids": session or (),
+            "builder": builder,
+            "all_grades": all_grades,
+            "advantage": advantage,
+        }
+        if context.exports is not None:
+            rows = context.exports.export(form, report, **options)
+        else:
+            rows = export_lines(store, form, report, **options)
+        first = await anext(rows, b"")  # an invalid request is refused before the response begins
+        return StreamingResponse(_with_report(first, rows, report), media_type=m.NDJSON)
 
 
-def _pieces(line: bytes) -> Iterator[bytes]:
-    """Yield a line in pieces, because the event loop stands still while a piece is written."""
-    for start in range(0, len(line), _PIECE):
-        yield line[start : start + _PIECE]
-
-
-async def _with_report(first: bytes | None, lines: AsyncIterator[bytes], report: ExportReport) -> AsyncIterator[bytes]:
-    try:
-        for piece in _pieces(first or b""):
+async def _with_report(first: bytes, rows: AsyncGenerator[bytes], report: ExportReport) -> AsyncIterator[bytes]:
+    async with aclosing(rows):
+        yield first
+        async for piece in rows:
             yield piece
-        async for line in lines:
-            for piece in _pieces(line):
-                yield piece
         yield orjson.dumps({m.EXPORT_REPORT: convert(m.ExportSummary, report).model_dump()}) + b"\n"
-    finally:
-        await asyncio.to_thread(release_free_memory)

@@ -102,6 +102,7 @@ async def _serve(settings: Settings, as_json: bool, *, with_workers: bool, ray_a
     from polar_proxy.api.service import ServiceCollector
     from polar_proxy.engines.bundled import OtherAgentWarning, is_bundled
     from polar_proxy.engines.factory import make_engine
+    from polar_proxy.export.processes import ExportProcesses
     from polar_proxy.gateway import Gateway
     from polar_proxy.rollouts import RolloutService, ServiceLimits, recover
     from polar_proxy.traces.grades import DistributionNotes
@@ -118,7 +119,8 @@ async def _serve(settings: Settings, as_json: bool, *, with_workers: bool, ray_a
                 store, gateway, engine, settings.harness_cache, limits=limits, note=log.info, code=settings.code()
             )
         # The API is added before the gateway listens, so that a client that waits for this server never gets a 404.
-        context = ApiContext(store, settings, service, engine)
+        exports = await stack.enter_async_context(ExportProcesses(store.database.url))
+        context = ApiContext(store, settings, service, engine, exports=exports)
         gateway.include(create_router(context))
         gateway.observe(DistributionNotes(log.warning))
         if is_bundled(settings.engine):

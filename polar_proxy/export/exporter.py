@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -82,7 +82,7 @@ async def export_lines(
     all_grades: bool = False,
     advantage: str = "grpo",
     turn: AbstractAsyncContextManager[object] | None = None,
-) -> AsyncIterator[bytes]:
+) -> AsyncGenerator[bytes]:
     """Yield rows of the format `form`, one line at a time, and count in `report`, which is complete at the end.
 
     Rows are made of the rollouts that match `where`, or of the sessions `session_ids`, or by default of every rollout
@@ -90,8 +90,8 @@ async def export_lines(
     and tinker have an advantage. Raises UsageError before the first row if the format, builder or advantage is unknown
     or the conditions are invalid. An unknown session raises it too, but after the rows of the sessions before it.
 
-    A session is read and converted inside `turn`. Exports that share a lock as `turn` have one session in memory at a
-    time.
+    A session is read and converted inside `turn`, so that several exports have one session in memory at a time. It
+    must be a context manager that can be entered again.
     """
     _require_known(form, builder, (*DATASET_FORMATS, *TRAINER_FORMATS))
     convert: Convert = list

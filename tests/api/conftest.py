@@ -17,6 +17,7 @@ from polar_proxy.api.service import ServiceCollector
 from polar_proxy.api_models import API_PREFIX, Role
 from polar_proxy.config import Settings
 from polar_proxy.engines.base import Engine
+from polar_proxy.export.processes import ExportProcesses
 from polar_proxy.gateway import Gateway
 from polar_proxy.rollouts import RolloutService, ServiceLimits
 from polar_proxy.sessions.identity import hash_key
@@ -97,7 +98,8 @@ def serve_api(store: Store, tmp_path: Path) -> ServeApi:
                     store, gateway, opened, tmp_path / "harnesses", limits=limits, code=settings.code()
                 )
                 service = await stack.enter_async_context(made)
-            parts = ApiContext(store, settings, service, opened)
+            exports = await stack.enter_async_context(ExportProcesses(store.database.url))
+            parts = ApiContext(store, settings, service, opened, exports=exports)
             keeping = await stack.enter_async_context(BackgroundLoops(parts))
             gateway.include(create_router(parts))
             gateway.metrics.registry.register(ServiceCollector(service, lambda: keeping.feed_depth))
