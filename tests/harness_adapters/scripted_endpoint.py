@@ -54,7 +54,7 @@ def serve(script: Script) -> Iterator[ScriptedEndpoint]:
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            state.requests.append((dict(self.headers), body))
+            state.requests.append(({name.lower(): value for name, value in self.headers.items()}, body))
             status, answer = script(body)
             data = json.dumps(answer).encode()
             self.send_response(status)

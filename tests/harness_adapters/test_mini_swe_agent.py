@@ -62,7 +62,7 @@ def test_run_works_in_the_workspace_and_submits(installed: Installation, tmp_pat
     expected = f"{tmp_path / 'work'}\n{tmp_path / 'home'}\n"
     assert (tmp_path / "work" / "where.txt").read_text() == expected
     headers, body = server.requests[-1]
-    assert headers["Authorization"] == "Bearer sk-test"
+    assert headers["authorization"] == "Bearer sk-test"
     assert set(body) == {"messages", "model", "tools"}
     assert body["model"] == "polar-tiny"
     assert 'Say `hello`; it\'s "broken".' in body["messages"][1]["content"]
@@ -80,7 +80,7 @@ def test_quick_client_sends_the_same_requests(installed: Installation, tmp_path:
             done = launch(installed, server, folder, adapter)
         assert adapter.interpret(done.returncode, done.stdout) == ("ok", "submitted")
         headers, body = server.requests[-1]
-        assert headers["Authorization"] == "Bearer sk-test"
+        assert headers["authorization"] == "Bearer sk-test"
         sent.append((body["model"], body["tools"], len(server.requests), [plain(one) for one in body["messages"]]))
     assert sent[0][:3] == sent[1][:3]
     for real, quick in zip(sent[0][3], sent[1][3], strict=True):
