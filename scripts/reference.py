@@ -344,8 +344,9 @@ def _schema_name(schema: dict[str, Any]) -> str:
 def schema_page() -> Iterator[str]:
     from polar_proxy.store import schema
 
-    source = inspect.getsource(schema)
-    comments = _schema_comments(source)
+    comments: dict[tuple[str, str], str] = {}
+    for file in sorted(Path(schema.__file__).parent.glob("*.py")):
+        comments |= _schema_comments(file.read_text())
     yield from _heading("Database schema")
     yield inspect.cleandoc(schema.__doc__ or "")
     yield ""

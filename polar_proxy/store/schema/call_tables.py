@@ -1,0 +1,165 @@
+"""Sessions, their calls, and what a call is stored as: nodes, engines, settings, completions."""
+
+from __future__ import annotations
+
+from sqlalchemy import BigInteger, Boolean, Column, Double, ForeignKey, Index, Integer, LargeBinary, Table, Text
+
+from polar_proxy.store.schema.base import PackedJson, counter_column, json_column, metadata, serial
+
+sessions = Table(
+    "sessions",
+    metadata,
+    Column("session_id", Text, primary_key=True),
+    Column("key_hash", LargeBinary, unique=True),  # SHA-256 of the key, which is never stored
+    Column("label", Text),
+    Column("origin", Text, nullable=False),  # key, open, rollout
+    # No foreign key: rollouts.session_id refers to this table, and a circle of keys could not be inserted.
+    Column("rollout_id", Text, index=True),
+    json_column("policy", nullable=True),
+    Column("created_at", Double, nullable=False),
+    Column("closed_at", Double),
+    Column("incomplete", Text),  # machine-readable reason why it must not be trained on; null: all calls are recorded
+    # Updated in the transaction that adds the calls, so that listings need not count calls.
+    counter_column("calls"),
+    counter_column("failed_calls"),
+    counter_column("prompt_tokens"),
+    counter_column("completion_tokens"),
+    Column("last_call_at", Double),
+    Column("reward", Double),  # the newest reward of a session without a rollout; all rewards are in `rewards`
+)
+
+open_calls = Table(
+    "open_calls",  # announced calls, if several gateways share the database; the commit of a call deletes its row
+    metadata,
+    Column("call_id", Text, primary_key=True),
+    # No foreign key: a row may outlive its session for a moment and must not prevent pruning.
+    Column("session_id", Text, nullable=False, index=True),
+    Column("gateway", Text, nullable=False, index=True),  # HOST:PID:..., renews `lease_expires_at` while it runs
+    Column("started_at", Double, nullable=False),
+    Column("lease_expires_at", Double, nullable=False),  # after this time the call counts as lost
+)
+
+nodes = Table(
+    "nodes",  # messages, lists of tools and parts of prompts, each stored once; `parent_id`: the one before it
+    metadata,
+    Column("node_id", LargeBinary, primary_key=True),
+    Column("parent_id", LargeBinary, ForeignKey("nodes.node_id")),
+    Column("kind", Text, nullable=False),  # message, tools, tokens
+    Column("length", Integer, nullable=False),  # tokens (kind tokens) or bytes of this node
+    Column("chain_length", BigInteger, nullable=False),  # length of this node and all its ancestors
+    Column("data", LargeBinary, nullable=False),
+)
+
+engines = Table(
+    "engines",
+    metadata,
+    Column("engine_hash", LargeBinary, primary_key=True),
+    Column("engine", Text, nullable=False),
+    Column("version", Text, nullable=False),
+    Column("model", Text, nullable=False),
+    json_column("info"),
+)
+
+settings = Table(
+    "settings",
+    metadata,
+    Column("settings_hash", LargeBinary, primary_key=True),
+    json_column("value"),
+)
+
+calls = Table(
+    "calls",
+    metadata,
+    Column("call_id", Text, primary_key=True),
+    Column("session_id", Text, ForeignKey("sessions.session_id"), nullable=False),
+    Column("dialect", Text, nullable=False),
+    Column("path", Text, nullable=False),
+    Column("stream", Boolean, nullable=False),
+    Column("model", Text, nullable=False),
+    Column("engine_hash", LargeBinary, ForeignKey("engines.engine_hash")),
+    Column("weight_version", Text),
+    Column("logprob_mode", Text, nullable=False),
+    Column("status", Text, nullable=False),
+    Column("http_status", Integer, nullable=False),
+    Column("error", Text),
+    Column("edge", Text, nullable=False),
+    # No foreign key: a call may be committed before the one it continues.
+    Column("parent_call_id", Text),
+    Column("rule", Text),  # the lineage rule that decided the edge
+    Column("ambiguous", Boolean, nullable=False),
+    Column("thread", Text),
+    Column("fingerprint", PackedJson),  # for recognising the conversation after a restart
+    Column("prompt_mode", Text, nullable=False),  # render (by the engine), continue (tokens of the base)
+    Column("prompt_reason", Text),  # why it does not continue the tokens of the base
+    Column("base_call_id", Text),  # the base: the answered call whose conversation this call extends
+    Column("base_choice", Integer),
+    Column("message_count", Integer, nullable=False),
+    Column("messages_node", LargeBinary, ForeignKey("nodes.node_id")),
+    Column("tools_node", LargeBinary, ForeignKey("nodes.node_id")),
+    Column("params_hash", LargeBinary, ForeignKey("settings.settings_hash"), nullable=False),
+    Column("sampling_hash", LargeBinary, ForeignKey("settings.settings_hash"), nullable=False),
+    Column("prompt_node", LargeBinary, ForeignKey("nodes.node_id")),
+    Column("prompt_tail", LargeBinary),  # packed ids after the chain of `prompt_node`
+    Column("prompt_tokens", Integer),  # null: the engine returned no ids
+    Column("completion_tokens", Integer, nullable=False),
+    Column("cached_tokens", Integer),
+    Column("started_at", Double, nullable=False),
+    Column("first_token_at", Double),
+    Column("ended_at", Double, nullable=False),
+    Column("deleted_at", Double),  # when its client deleted the response; the call stays, and is trained on
+    Index(None, "session_id", "started_at", "call_id"),
+)
+
+completions = Table(
+    "completions",
+    metadata,
+    Column("call_id", Text, ForeignKey("calls.call_id"), primary_key=True),
+    Column("choice_index", Integer, primary_key=True, autoincrement=False),
+    Column("finish_reason", Text),
+    Column("tokens", Integer, nullable=False),
+    Column("message", LargeBinary, nullable=False),
+    Column("token_ids", LargeBinary, nullable=False),
+    Column("logprobs", LargeBinary, nullable=False),
+    Column("reasoning_tokens", Integer),  # tokens up to the end of the reasoning; null: none, or not known
+    json_column("versions", nullable=True),  # [[first position, policy version], ...] if the version changed
+)
+
+conversations = Table(
+    "conversations",  # of the Responses API: a client keeps the items there and adds to them call by call
+    metadata,
+    Column("conversation_id", Text, primary_key=True),
+    Column("session_id", Text, ForeignKey("sessions.session_id"), nullable=False, index=True),
+    json_column("metadata"),
+    Column("created_at", Double, nullable=False),
+)
+
+conversation_items = Table(
+    "conversation_items",
+    metadata,
+    Column("position", serial, primary_key=True, autoincrement=True),  # in the order in which items were added
+    Column(
+        "conversation_id",
+        Text,
+        ForeignKey("conversations.conversation_id", ondelete="CASCADE"),
+        nullable=False,
+        index=True,
+    ),
+    Column("item_id", Text, nullable=False),
+    Column("length", Integer, nullable=False),  # bytes of `item` and `shown` as JSON
+    Column("item", LargeBinary, nullable=False),  # packed JSON, as the model reads it
+    Column("shown", LargeBinary),  # packed JSON, as the client got it; null: equal to `item`
+)
+
+rescores = Table(
+    "rescores",  # tokens of answers recorded as text, encoded and scored later
+    metadata,
+    Column("call_id", Text, ForeignKey("calls.call_id"), primary_key=True),
+    Column("choice_index", Integer, primary_key=True, autoincrement=False),
+    Column("engine_hash", LargeBinary, ForeignKey("engines.engine_hash"), nullable=False),
+    Column("weight_version", Text),
+    Column("prompt_node", LargeBinary, ForeignKey("nodes.node_id")),
+    Column("prompt_tokens", Integer, nullable=False),
+    Column("token_ids", LargeBinary, nullable=False),
+    Column("logprobs", LargeBinary, nullable=False),
+    Column("created_at", Double, nullable=False),
+)
