@@ -134,6 +134,9 @@ class GatewaySettings(_Section):
     past_reasoning: Literal["keep", "strip"] = "keep"
     """Reasoning of earlier turns in continued prompts. `keep`: leave it as it was sampled. `strip`: if the model's chat
     template drops reasoning of earlier turns, let the engine render that request."""
+    prices: Path | None = None
+    """A file with the prices of hosted models, used in place of the one that Polar ships
+    (polar_proxy/assets/prices.toml)."""
     normalisers_off: frozenset[str] = frozenset()
     """Names of the normalisers (rules in polar_proxy/sessions/hashing.py for differences between messages that are
     ignored) to switch off."""

@@ -184,6 +184,30 @@ class TopLogprob:
 
 
 @dataclass(frozen=True, slots=True)
+class Usage:
+    """The tokens of one call as the provider counts them. None: the provider does not report this count."""
+
+    input_tokens: int
+    """All tokens of the prompt, including those read from the provider's cache or written to it."""
+    output_tokens: int
+    """All sampled tokens, including those of the reasoning."""
+    cached_tokens: int | None = None
+    """The part of `input_tokens` that was read from the provider's cache."""
+    cache_write_tokens: int | None = None
+    """The part of `input_tokens` that was written to the provider's cache."""
+    cache_write_1h_tokens: int | None = None
+    """The part of `cache_write_tokens` that is kept for an hour, which costs more."""
+    reasoning_tokens: int | None = None
+    """The part of `output_tokens` that is reasoning."""
+    model: str | None = None
+    """The model that answered, as the provider names it: its price counts."""
+    service_tier: str | None = None
+    """The provider's service tier; None for the standard one. Other tiers have other prices."""
+    estimated: bool = False
+    """Polar counted the tokens, because the provider did not report them."""
+
+
+@dataclass(frozen=True, slots=True)
 class SampleEvent:
     """One step of an engine's answer.
 
@@ -211,8 +235,8 @@ class SampleEvent:
     """The policy version that sampled these ids, if the engine reports it with every event."""
     versions: tuple[tuple[int, str], ...] = ()
     """The value for `Choice.versions`, from engines that report versions only at the end, with the `finish_reason`."""
-    usage: tuple[int, int] | None = None
-    """(prompt tokens, completion tokens); comes with the last event, from engines that report no token ids."""
+    usage: Usage | None = None
+    """Comes from engines that report no token ids. The last one of an answer counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,6 +325,10 @@ class CallRecord:
     ended_at: float
     """Seconds since the epoch."""
     cached_tokens: int | None = None
+    usage: Usage | None = None
+    """The provider's own count; None if the engine reports token ids."""
+    price_usd: float | None = None
+    """What the provider charges for the call, in US dollars, by the price file (`prices.py`); None if that is unknown."""
     rule: str | None = None
     """Name of the rule that decided the edge; None for a root to which no rule applies."""
     ambiguous: bool = False
@@ -320,6 +348,20 @@ class CallRecord:
     """When its client deleted the response, in seconds since the epoch. The call stays, and is trained on."""
     conversation: ConversationTurn | None = None
     """What its commit adds to a conversation; None in a record that is read back."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Number of prompt tokens; by the provider's count if there are no ids."""
+        if self.usage is not None:
+            return self.usage.input_tokens
+        return 0 if self.prompt_ids is None else int(self.prompt_ids.size)
+
+    @property
+    def completion_tokens(self) -> int:
+        """Number of sampled tokens; by the provider's count if there are no ids."""
+        if self.usage is not None:
+            return self.usage.output_tokens
+        return sum(int(choice.token_ids.size) for choice in self.choices)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from polar_proxy.types import (
     SampleEvent,
     ToolCall,
     TopLogprob,
+    Usage,
 )
 
 
@@ -102,8 +103,8 @@ class Answer:
     cached_tokens: int | None = None
     choices: dict[int, AnswerChoice] = field(default_factory=dict)
     """The choices by their index."""
-    usage: tuple[int, int] | None = None
-    """(prompt tokens, completion tokens); used only if the engine reports no token ids."""
+    usage: Usage | None = None
+    """The provider's own count; used only if the engine reports no token ids."""
     ended_at: float | None = None
     """When it ended, in seconds since the epoch."""
 
@@ -114,6 +115,7 @@ class Answer:
             self.cached_tokens = event.cached_tokens
         if event.usage is not None:
             self.usage = event.usage
+            self.cached_tokens = event.usage.cached_tokens
         choice = self.choices.get(event.index)
         if choice is None:
             choice = self.choices[event.index] = AnswerChoice()
@@ -135,18 +137,24 @@ class Answer:
     @property
     def prompt_tokens(self) -> int:
         if self.prompt_ids is None and self.usage is not None:
-            return self.usage[0]
+            return self.usage.input_tokens
         return len(self.prompt_ids or ())
+
+    @property
+    def cache_write_tokens(self) -> int | None:
+        return None if self.usage is None else self.usage.cache_write_tokens
 
     @property
     def reasoning_tokens(self) -> int:
         """Number of reasoning tokens; a choice counts as 0 if the end of its reasoning is unknown."""
+        if self.usage is not None and self.usage.reasoning_tokens is not None:
+            return self.usage.reasoning_tokens
         return sum(choice.reasoning_tokens or 0 for choice in self.choices.values())
 
     @property
     def completion_tokens(self) -> int:
         sampled = sum(len(choice.token_ids) for choice in self.choices.values())
-        return self.usage[1] if self.usage is not None and not sampled else sampled
+        return self.usage.output_tokens if self.usage is not None and not sampled else sampled
 
 
 @dataclass

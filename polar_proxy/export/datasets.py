@@ -11,7 +11,7 @@ cannot be converted is written raw, with the reason in `unparsed`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import orjson
@@ -59,8 +59,10 @@ def jsonl(session: SessionExport) -> Iterator[Json]:
                     {"message": choice.message.to_openai(), "finish_reason": choice.finish_reason}
                     for choice in call.choices
                 ],
-                "prompt_tokens": 0 if call.prompt_ids is None else len(call.prompt_ids),
-                "completion_tokens": sum(len(choice.token_ids) for choice in call.choices),
+                "prompt_tokens": call.prompt_tokens,
+                "completion_tokens": call.completion_tokens,
+                "usage": None if call.usage is None else asdict(call.usage),
+                "price_usd": call.price_usd,
             }
             for call in session.calls
         ),

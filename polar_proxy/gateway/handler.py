@@ -44,6 +44,7 @@ from polar_proxy.gateway.request_reader import RequestReader
 from polar_proxy.gateway.retries import ResponseBuffer, RetryCache
 from polar_proxy.gateway.stored_responses import StoredCalls
 from polar_proxy.offload import OffloadThread
+from polar_proxy.prices import PriceTable
 from polar_proxy.sessions.continuation import PromptBuilder
 from polar_proxy.sessions.identity import key_of_request, key_without_api_key, read_client_metadata
 from polar_proxy.sessions.registry import SessionClosedError, SessionRegistry
@@ -82,7 +83,7 @@ class RequestHandler:
         self.bodies = BodyBudget(settings.limits.bodies_mb << 20)
         self._thread = OffloadThread("polar-large-requests")
         self._prompts = PromptBuilder(engine, self._read_call, settings, self._thread)
-        self.recorder = CallRecorder(engine, store, monitor, sessions, metrics, in_flight)
+        self.recorder = CallRecorder(engine, store, monitor, sessions, metrics, in_flight, PriceTable(settings.prices))
         self.retries = RetryCache(settings)
         self.failed_requests = FailedRequests(engine, self._prompts)
         self.background = BackgroundCalls()

@@ -20,6 +20,7 @@ from polar_proxy.errors import EngineError, RequestError, StoreError
 from polar_proxy.gateway.health import StoreMonitor
 from polar_proxy.gateway.in_flight import InFlightCalls
 from polar_proxy.gateway.metrics import GatewayMetrics
+from polar_proxy.prices import PriceTable
 from polar_proxy.sessions.continuation import PromptPlan
 from polar_proxy.sessions.identity import ClientMetadata
 from polar_proxy.sessions.lineage import Lineage
@@ -124,6 +125,7 @@ class CallRecorder:
         sessions: SessionRegistry,
         metrics: GatewayMetrics,
         in_flight: InFlightCalls | None,
+        prices: PriceTable,
     ) -> None:
         self._engine = engine
         self._store = store
@@ -131,6 +133,7 @@ class CallRecorder:
         self._sessions = sessions
         self._metrics = metrics
         self._in_flight = in_flight
+        self._prices = prices
         self.observers: list[CallObserver] = []
 
     async def commit(
@@ -151,7 +154,8 @@ class CallRecorder:
             fingerprint = session.record_answer(call.lineage, answers, outcome.status, now=ended_at)
             version_range = weight_version_of(call.answer, call.version, version or call.version)
             call.answer.ended_at = ended_at
-            record = make_record(request, call, outcome, ended_at, self._engine.info, version_range, fingerprint)
+            price = self._prices.price(call.answer.usage)
+            record = make_record(request, call, outcome, ended_at, self._engine.info, version_range, fingerprint, price)
             session.remember_tokens(record, call.plan.config, call.lineage.base)
             self._metrics.count(record)
             _log_call(record)
@@ -229,6 +233,7 @@ def make_record(
     engine: EngineInfo,
     weight_version: str | None,
     fingerprint: Json,
+    price_usd: float | None = None,
 ) -> CallRecord:
     """Return the record of a call. Status `ok` becomes `no_tokens` if token ids or log-probabilities are missing."""
     answer, lineage, plan = call.answer, call.lineage, call.plan
@@ -275,6 +280,8 @@ def make_record(
         first_token_at=call.first_token_at,
         ended_at=ended_at,
         cached_tokens=answer.cached_tokens,
+        usage=answer.usage,
+        price_usd=price_usd,
         rule=lineage.rule,
         ambiguous=lineage.ambiguous,
         thread=lineage.thread,

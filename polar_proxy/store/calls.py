@@ -65,6 +65,10 @@ class CallSummary:
     prompt_tokens: int | None
     completion_tokens: int
     cached_tokens: int | None
+    input_tokens: int | None
+    output_tokens: int | None
+    """The provider's counts of a hosted call (`Usage`)."""
+    price_usd: float | None
     weight_version: str | None
     started_at: float
     first_token_at: float | None

@@ -211,11 +211,12 @@ def _is_complete(arguments: str) -> bool:
 
 
 def _usage(answer: Answer) -> Json:
-    """Return the token counts. Anthropic's `input_tokens` does not count tokens that were read from a cache."""
+    """Return the token counts. Anthropic's `input_tokens` counts no tokens that were read from a cache or written to it."""
     cached = min(answer.cached_tokens or 0, answer.prompt_tokens)
+    written = min(answer.cache_write_tokens or 0, answer.prompt_tokens - cached)
     return {
-        "input_tokens": answer.prompt_tokens - cached,
-        "cache_creation_input_tokens": 0,
+        "input_tokens": answer.prompt_tokens - cached - written,
+        "cache_creation_input_tokens": written,
         "cache_read_input_tokens": cached,
         "output_tokens": answer.completion_tokens,
     }
