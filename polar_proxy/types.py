@@ -328,7 +328,7 @@ class CallRecord:
     usage: Usage | None = None
     """The provider's own count; None if the engine reports token ids."""
     price_usd: float | None = None
-    """What the provider charges for the call, in US dollars, by the price file (`prices.py`); None if that is unknown."""
+    """What the provider charges for the call, in US dollars, by the price file (`prices.py`); None if unknown."""
     rule: str | None = None
     """Name of the rule that decided the edge; None for a root to which no rule applies."""
     ambiguous: bool = False

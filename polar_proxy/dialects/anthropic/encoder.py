@@ -211,7 +211,7 @@ def _is_complete(arguments: str) -> bool:
 
 
 def _usage(answer: Answer) -> Json:
-    """Return the token counts. Anthropic's `input_tokens` counts no tokens that were read from a cache or written to it."""
+    """Return the token counts. Anthropic's `input_tokens` leaves out what was read from a cache or written to it."""
     cached = min(answer.cached_tokens or 0, answer.prompt_tokens)
     written = min(answer.cache_write_tokens or 0, answer.prompt_tokens - cached)
     return {
