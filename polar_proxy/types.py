@@ -64,6 +64,16 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True)
+class ProviderTurn:
+    """An answer with its signatures in the provider's own form, in which the provider wants it back."""
+
+    provider: str
+    """anthropic or google."""
+    content: tuple[Json, ...]
+    """Content blocks (Anthropic) or parts (Google)."""
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
     """One message of a conversation.
 
@@ -76,6 +86,11 @@ class Message:
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
     name: str | None = None
+    cache_control: tuple[tuple[int, Json], ...] = field(default=(), compare=False, repr=False)
+    """(index of a content part, the client's mark to cache the prompt up to it). Only Anthropic's API reads such marks.
+    """
+    provider_turn: ProviderTurn | None = field(default=None, compare=False, repr=False)
+    """This answer as a hosted model wrote it. Not part of `to_openai`."""
 
     @property
     def has_images(self) -> bool:
@@ -137,6 +152,21 @@ SAMPLING_FIELDS = tuple(one.name for one in fields(Sampling))
 
 
 @dataclass(frozen=True, slots=True)
+class ClientOptions:
+    """What a client asked for beyond the conversation and its sampling. Only hosted models know such options."""
+
+    dialect: str
+    effort: str | None = None
+    """How much to reason: none, minimal, low, medium, high, xhigh or max."""
+    thinking_tokens: int | None = None
+    """Limit of reasoning tokens; 0 turns reasoning off, -1 leaves it to the model."""
+    show_reasoning: bool = False
+    """The client wants to read the reasoning."""
+    fields: Json = field(default_factory=dict)
+    """The other fields of the body that have no effect on open models, by name (`a.b` for a field of an object)."""
+
+
+@dataclass(frozen=True, slots=True)
 class ChatRequest:
     """A conversation to answer, in the form that is the same for all dialects."""
 
@@ -148,6 +178,9 @@ class ChatRequest:
     parallel_tool_calls: bool | None = None
     response_format: Json | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    tools_cache_control: Json | None = field(default=None, compare=False)
+    """The client's mark to cache the prompt up to the end of the tools (see `Message.cache_control`)."""
+    options: ClientOptions | None = field(default=None, compare=False)
     large: bool = field(default=False, compare=False)
     """True if the request is so large that work on the whole of it runs in an `OffloadThread`."""
 
@@ -237,6 +270,8 @@ class SampleEvent:
     """The value for `Choice.versions`, from engines that report versions only at the end, with the `finish_reason`."""
     usage: Usage | None = None
     """Comes from engines that report no token ids. The last one of an answer counts."""
+    provider_turn: ProviderTurn | None = None
+    """The choice as the provider wrote it, if it holds signatures. Comes with the `finish_reason`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +286,8 @@ class EngineInfo:
     logprob_mode: LogprobMode
     capabilities: frozenset[str]
     """Any of: token_ids, logprobs, tools, json_schema, tool_choice_required, token_prompt, score, images, continue (a
-    chat request is sampled from exact ids and its answer parsed as usual), weight_versions (reported per event)."""
+    chat request is sampled from exact ids and its answer parsed as usual), weight_versions (reported per event), hosted
+    (a provider's model, whose own sampling defaults hold), signed_answers (the provider wants its signatures back)."""
     eos_token_ids: tuple[int, ...] = ()
     precision: str | None = None
     """Number format of its computations, such as float32 or "bfloat16, fp8 weights"; None if it does not report it."""
@@ -271,6 +307,8 @@ class Choice:
     call's `weight_version` holds for all tokens."""
     reasoning_tokens: int | None = None
     """Number of tokens up to the end of the reasoning, if that is known."""
+    provider_turn: ProviderTurn | None = None
+    """The answer in the form in which its provider wants it back, if it holds signatures."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,12 @@ import orjson
 from polar_proxy.errors import RequestError
 from polar_proxy.types import (
     ChatRequest,
+    ClientOptions,
     ConversationItem,
     EngineRequest,
     Json,
     Message,
+    ProviderTurn,
     SampleEvent,
     ToolCall,
     TopLogprob,
@@ -56,6 +58,7 @@ class AnswerChoice(AssistantDraft):
     top: list[tuple[TopLogprob, ...]] = field(default_factory=list)
     finish_reason: str | None = None
     stop_sequence: str | None = None
+    provider_turn: ProviderTurn | None = None
     versions: list[tuple[int, str]] = field(default_factory=list)
     """(position of the first token, policy version) of each run of tokens that were sampled under one version."""
     reasoning_tokens: int | None = None
@@ -91,6 +94,7 @@ class AnswerChoice(AssistantDraft):
         if event.finish_reason is not None:
             self.finish_reason = event.finish_reason
             self.stop_sequence = event.stop_sequence
+            self.provider_turn = event.provider_turn
         if event.versions:
             self.versions = list(event.versions)
 
@@ -280,6 +284,10 @@ class Dialect(ABC):
     @abstractmethod
     def message_fields(self, stored: list[Json]) -> Json:
         """Return the fields of a body that hold these stored messages."""
+
+    @abstractmethod
+    def client_options(self, params: Json) -> ClientOptions:
+        """Return what a body asks for that only hosted models know. `params`: its fields as stored."""
 
     @abstractmethod
     def error_body(self, error: RequestError, request_id: str) -> bytes:

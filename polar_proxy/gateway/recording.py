@@ -94,6 +94,8 @@ class PendingCall:
     limit: OneCallLimit | None = None
     """Ends an answer after its first tool call; None unless the request allows only one tool call."""
     first_token_at: float | None = None
+    not_carried: tuple[str, ...] = ()
+    """What the request asks for and the engine's provider cannot be given (`Engine.not_carried`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +248,7 @@ def make_record(
             logprobs=np.array(choice.logprobs, dtype=np.float32),
             versions=_version_runs(choice, weight_version),
             reasoning_tokens=choice.reasoning_tokens,
+            provider_turn=choice.provider_turn,
         )
         for index, choice in answer.in_order
     )
@@ -273,7 +276,8 @@ def make_record(
         params=request.parsed.params,
         sampling=recorded_sampling(call.request, engine, plan.past_reasoning)
         | ({"constrained": True} if plan.constrained else {})
-        | ({"hidden_call": True} if call.limit is not None and call.limit.hides_tokens else {}),
+        | ({"hidden_call": True} if call.limit is not None and call.limit.hides_tokens else {})
+        | ({"not_carried": list(call.not_carried)} if call.not_carried else {}),
         prompt_ids=None if answer.prompt_ids is None else to_token_ids(answer.prompt_ids),
         choices=choices,
         started_at=request.started_at,
@@ -347,14 +351,16 @@ _REPLACED = (
 )
 
 
-def apply_policy(request: EngineRequest, policy: Json) -> EngineRequest:
-    """Return the request with the session's sampling policy applied and every default written out.
+def apply_policy(request: EngineRequest, policy: Json, *, hosted: bool = False) -> EngineRequest:
+    """Return the request with the session's sampling policy applied and, unless the model is hosted, every default
+    written out.
 
     `policy` may hold the parameters in `_REPLACED`; each replaces the client's value. It may also hold max_tokens,
     which limits the client's value, and replaces it if the client gave none.
     """
     sampling = request.sampling
-    changes: Json = {name: value for name, value in _DEFAULTS.items() if getattr(sampling, name) is None}
+    defaults = {} if hosted else _DEFAULTS
+    changes: Json = {name: value for name, value in defaults.items() if getattr(sampling, name) is None}
     changes |= {name: policy[name] for name in _REPLACED if name in policy}
     limit = policy.get("max_tokens")
     if limit is not None:

@@ -13,7 +13,8 @@ import pytest
 from polar_proxy.config import EngineSettings
 from polar_proxy.dialects.base import Answer as Gathered
 from polar_proxy.engines.factory import make_engine
-from polar_proxy.engines.openai import CONTEXT_LENGTH, OpenAIEngine
+from polar_proxy.engines.hosted.base import CONTEXT_LENGTH
+from polar_proxy.engines.hosted.openai import OpenAIEngine
 from polar_proxy.engines.openai_client import ServerEngine
 from polar_proxy.engines.vllm.engine import VllmEngine
 from polar_proxy.errors import EngineError, RequestError, UsageError

@@ -292,6 +292,8 @@ def error_object(message: str, status: int, request_id: str, code: str | None = 
 
 def _context_message(message: str) -> str:
     """Return an engine's context-length error in the words that Anthropic's clients recognise."""
+    if message.startswith(("prompt is too long", "input length and `max_tokens` exceed")):
+        return message  # Anthropic's own
     limit, prompt, output = (_number(pattern, message) for pattern in (_CONTEXT, _INPUT, _OUTPUT))
     if limit is not None and prompt is not None:
         if output and prompt < limit:

@@ -17,7 +17,7 @@ from polar_proxy.store.encoding.cells import CONTEXT, CellCodec, TokenPrefix, by
 from polar_proxy.store.encoding.chains import NodeKind
 from polar_proxy.store.encoding.serializer import SAME_COLUMNS, USAGE_COLUMNS
 from polar_proxy.store.schema import calls, completions, engines, nodes, settings
-from polar_proxy.types import CallRecord, Choice, EngineInfo, Json, Message, TokenIds, Usage
+from polar_proxy.types import CallRecord, Choice, EngineInfo, Json, Message, ProviderTurn, TokenIds, Usage
 
 _c = calls.c
 _UNPACKED = ("engine_hash", "params_hash", "sampling_hash", "prompt_node", "prompt_tail", "prompt_tokens")
@@ -36,7 +36,7 @@ async def fetch(connection: AsyncConnection, where: ColumnElement[bool], *, text
     call_rows = (await connection.execute(query)).all()
     if not call_rows:
         return CallLoader(())
-    answer_columns = [column for column in completions.c if text or column.name != "message"]
+    answer_columns = [column for column in completions.c if text or column.name not in ("message", "provider_turn")]
     answer_query = (
         select(*answer_columns)
         .join(calls, _c.call_id == completions.c.call_id)
@@ -141,9 +141,11 @@ class CallLoader:
         )
 
     def _choice(self, answer: Any, prompt: TokenPrefix, before: bytes) -> Choice:
+        message = self._codec.unpack_bytes(answer.message, before) if self._text else None
         return Choice(
             index=answer.choice_index,
-            message=self._message(answer.message, before) if self._text else Message("assistant"),
+            message=Message("assistant") if message is None else Message.from_openai(json_codec.loads(message)),
+            provider_turn=None if message is None else self._provider_turn(answer.provider_turn, message),
             finish_reason=answer.finish_reason,
             token_ids=self._codec.unpack_ids(answer.token_ids, prompt),
             logprobs=self._codec.unpack_logprobs(answer.logprobs),
@@ -151,8 +153,11 @@ class CallLoader:
             reasoning_tokens=answer.reasoning_tokens,
         )
 
-    def _message(self, cell: bytes, before: bytes) -> Message:
-        return Message.from_openai(json_codec.loads(self._codec.unpack_bytes(cell, before)))
+    def _provider_turn(self, cell: bytes | None, message: bytes) -> ProviderTurn | None:
+        if cell is None:
+            return None
+        turn = json_codec.loads(self._codec.unpack_bytes(cell, message))
+        return ProviderTurn(turn["provider"], tuple(turn["content"]))
 
     def _engine(self, key: bytes) -> EngineInfo:
         if key not in self._engines:

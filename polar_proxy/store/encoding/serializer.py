@@ -236,12 +236,15 @@ class CallSerializer:
                 f"choice {choice.index} has {choice.token_ids.size} tokens and {choice.logprobs.size} log-probabilities"
             )
         prompt = NO_IDS if record.prompt_ids is None else record.prompt_ids
+        message = json_codec.dumps(choice.message.to_openai())
+        turn = None if choice.provider_turn is None else json_codec.dumps(asdict(choice.provider_turn))
         return {
             "call_id": record.call_id,
             "choice_index": choice.index,
             "finish_reason": choice.finish_reason,
             "tokens": int(choice.token_ids.size),
-            "message": self._codec.pack_bytes(json_codec.dumps(choice.message.to_openai()), before),
+            "message": self._codec.pack_bytes(message, before),
+            "provider_turn": None if turn is None else self._codec.pack_bytes(turn, message),
             "token_ids": self._codec.pack_ids(choice.token_ids, prompt),
             "logprobs": self._codec.pack_logprobs(choice.logprobs),
             "reasoning_tokens": choice.reasoning_tokens,

@@ -132,6 +132,7 @@ completions = Table(
     Column("token_ids", LargeBinary, nullable=False),
     Column("logprobs", LargeBinary, nullable=False),
     Column("reasoning_tokens", Integer),  # tokens up to the end of the reasoning; null: none, or not known
+    Column("provider_turn", LargeBinary),  # packed JSON: the answer with the signatures that its provider wants back
     json_column("versions", nullable=True),  # [[first position, policy version], ...] if the version changed
 )
 
