@@ -140,9 +140,7 @@ async def generate_agent(url: str, stream: bool) -> Exchange:
                 return answer.candidates[0].content.parts, answer.usage_metadata
             parts: list[Any] = []
             usage = None
-            async for chunk in await client.models.generate_content_stream(
-                model="m", contents=contents, config=config
-            ):
+            async for chunk in await client.models.generate_content_stream(model="m", contents=contents, config=config):
                 parts += chunk.candidates[0].content.parts
                 usage = chunk.usage_metadata or usage
             return parts, usage
