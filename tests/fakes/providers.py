@@ -497,7 +497,8 @@ class GoogleProvider(Provider):
         for content in body["contents"]:
             for part in content["parts"]:
                 call = part.get("functionCall")
-                if call and part.get("thoughtSignature") != _signature(call.get("id", "")):
+                made_here = call is not None and call.get("id", "").startswith("fc_")
+                if made_here and part.get("thoughtSignature") != _signature(call["id"]):
                     raise Malformed(f"Function call {call['name']} is missing a thought_signature")
 
     def _parts(self, answer: Scripted, number: int) -> list[Json]:
