@@ -8,7 +8,7 @@ request that has the result of their tool call, as the real APIs demand.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args, get_type_hints
 
@@ -94,6 +94,8 @@ class Provider(FakeServer):
     def __init__(self) -> None:
         self.__post_init__()
         self.headers: list[Mapping[str, str]] = []
+        self.model_of: Callable[[Json], Scripted] = lambda body: Scripted("Hello.")
+        """Answers requests for which nothing is scripted."""
 
     async def serve(self, request: web.Request) -> web.StreamResponse:
         self.headers.append(dict(request.headers))
@@ -109,7 +111,7 @@ class Provider(FakeServer):
         if self.counts(request.path):
             return web.json_response(self.count())
         self.bodies.append(body)
-        answer = self.scripted.popleft() if self.scripted else Scripted("Hello.")
+        answer = self.scripted.popleft() if self.scripted else self.model_of(body)
         if isinstance(answer, Refused):
             return self.refusal(answer)
         if not self.streams(request, body):
