@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Annotated, Any
 
 import orjson
@@ -195,7 +196,15 @@ def _usage_line(usage: CallUsage, price: float | None) -> str:
 
 
 def _token_lines(choice: CallChoice) -> str:
-    """Return each token's id and log-probability, and its text in JSON's form, which shows spaces and line breaks."""
+    """Return each token's id and log-probability, and its text in JSON's form, which shows spaces and line breaks.
+
+    The tokens of a hosted answer have only their texts and the position of the character at which each begins.
+    """
+    if choice.token_texts is not None and not choice.token_ids:
+        starts = accumulate(map(len, choice.token_texts), initial=0)
+        return "\n".join(
+            f"{start} {orjson.dumps(text).decode()}" for start, text in zip(starts, choice.token_texts, strict=False)
+        )
     pairs = zip(choice.token_ids, choice.logprobs, strict=True)
     shown = [f"{token}:{format_number(logprob, '.3f')}" for token, logprob in pairs]
     if choice.token_texts is None:
