@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import orjson
@@ -17,8 +13,9 @@ from polar_proxy.traces.check import check_row
 from polar_proxy.types import ChatRequest, Json
 from tests.cli.runner import polar_json, polar_ok
 from tests.fakes.player import play
-from tests.fakes.providers import KEY, AnthropicProvider, Provider, Scripted
+from tests.fakes.providers import KEY, AnthropicProvider, Scripted
 from tests.fakes.tiny_agent import TINY_AGENTS
+from tests.hosted.stand_ins import running
 
 pytestmark = pytest.mark.slow
 
@@ -32,21 +29,6 @@ def strong_model(body: Json) -> Scripted:
     assert isinstance(request, ChatRequest)
     call = play(request)
     return Scripted("Next.", reasoning="I go on.", calls=(("bash", orjson.loads(call.arguments)),))  # type: ignore[union-attr]
-
-
-@contextlib.contextmanager
-def running(api: Provider) -> Iterator[None]:
-    """Run the stand-in in a thread with a loop of its own, for commands that run their own."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
-    asyncio.run_coroutine_threadsafe(api.__aenter__(), loop).result(30)
-    try:
-        yield
-    finally:
-        asyncio.run_coroutine_threadsafe(api.__aexit__(), loop).result(30)
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(30)
 
 
 def rows(path: Path) -> list[Json]:
