@@ -34,6 +34,7 @@ def test_warns_once_of_an_agent_other_than_mini_swe_agent(
     for _ in range(2):
         observer(call_record("sess_1", **{"dialect": "openai_chat", **changes}))
     assert ["can only play `polar run swe-task`" in line for line in caplog.messages] == [True] * warned
+    assert ['"output token maximum"' in line for line in caplog.messages] == [True] * warned
 
 
 @pytest.mark.slow
