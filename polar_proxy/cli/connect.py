@@ -288,9 +288,9 @@ def _notes(session: AgentSession, connection: Connection) -> list[str]:
     notes = [connection.note] if connection.note else []
     if session.model.max_answer is not None:
         notes.append(
-            f"The server's model ends each answer after {session.model.max_answer} tokens. Most agents need longer ones "
-            "and stop with an error about their output limit (Claude Code: \"output token maximum\"). Serve another "
-            "model: polar serve --engine llamacpp --engine-url URL, or --engine vllm."
+            f"The server's model ends each answer after {session.model.max_answer} tokens. Most agents need longer "
+            "ones: Claude Code stops with an error about max_tokens, others get cut answers. Serve another model: "
+            "polar serve --engine llamacpp --engine-url URL, or --engine vllm."
         )
     return notes
 

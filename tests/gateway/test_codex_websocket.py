@@ -48,7 +48,11 @@ async def test_turns_go_over_the_websocket_and_are_sampled_once(
     engine = ScriptedEngine(real_runs.play(shell, "All done.", "Still done."))
     async with serve(engine) as gateway:
         settings = [f"openai_base_url={json.dumps(gateway.url + '/v1')}", *QUIET]
-        options = ["--dangerously-bypass-approvals-and-sandbox", "--skip-git-repo-check", *(word for setting in settings for word in ("--config", setting))]
+        options = [
+            "--dangerously-bypass-approvals-and-sandbox",
+            "--skip-git-repo-check",
+            *(word for setting in settings for word in ("--config", setting)),
+        ]
         env = {"CODEX_HOME": str(tmp_path), "CODEX_API_KEY": real_runs.KEY}
         for words in (["Reverse the file a.txt."], ["resume", "--last", "And now?"]):
             code, output = await real_runs.run_program([*program, "exec", *options, *words], work, env, 300)

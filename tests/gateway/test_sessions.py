@@ -9,6 +9,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from anthropic.types import ModelInfo
 
 from polar_proxy.config import GatewaySettings, is_loopback
 from polar_proxy.engines.scripted import INFO, ScriptedEngine
