@@ -26,6 +26,13 @@ def test_reports_invalid_options(tmp_path: Path) -> None:
         assert message in polar_error("train", "grpo", *options), options
 
 
+def test_help_shows_the_sections_of_the_file() -> None:
+    """Rich would take a name in brackets for markup, and leave it out."""
+    words = " ".join(polar_ok("train", "grpo", "--help").replace("│", " ").split())
+    assert "TOML file with [grpo], and with [engine], [run], [gateway] as in polar.toml." in words
+    assert "any setting of [grpo]" in words
+
+
 def test_there_is_no_summary_without_a_run(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no run"):
         run_summary(tmp_path / "nothing")
