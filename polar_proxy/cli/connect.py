@@ -133,7 +133,7 @@ def _connectable() -> list[ConnectableHarness]:
 def _list_agents(as_json: bool) -> None:
     rows = [_describe(harness) for harness in _connectable()]
     table = make_table(
-        ("agent", "program", "here", "what it is"),
+        ("agent", "program", "on PATH", "what it is"),
         ((row["agent"], row["program"], Text("yes", "green") if row["path"] else "no", row["summary"]) for row in rows),
         wrap=("what it is",),
     )
