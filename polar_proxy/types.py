@@ -22,8 +22,9 @@ TokenIds: TypeAlias = "npt.NDArray[np.int32]"
 Logprobs: TypeAlias = "npt.NDArray[np.float32]"
 
 Edge = Literal["root", "continues", "retries", "rewinds", "compacts", "subagent", "side_call"]
-CallStatus = Literal["ok", "client_gone", "upstream_error", "no_tokens"]
-ANSWERED: frozenset[CallStatus] = frozenset({"ok", "no_tokens"})
+CallStatus = Literal["ok", "client_gone", "upstream_error", "no_tokens", "budget"]
+"""budget: Polar itself gave the answer, because the session's budget was spent."""
+ANSWERED: frozenset[CallStatus] = frozenset({"ok", "no_tokens", "budget"})
 """Statuses of a call with a complete answer."""
 FAILED: frozenset[CallStatus] = frozenset({"client_gone", "upstream_error"})
 """Statuses of a call without a complete answer."""

@@ -26,6 +26,8 @@ class SessionFields(ApiResponseModel):
     """When it was closed."""
     incomplete: str | None
     """Why it must not be trained on; null if all calls are recorded."""
+    spent: str | None
+    """The limit of its budget that was reached, such as max_calls; its further calls are refused."""
     failed_calls: int
     """Number of calls that failed: their status is `client_gone` or `upstream_error`."""
     prompt_tokens: int
@@ -64,7 +66,7 @@ class SessionCall(ApiResponseModel):
     model: str
     """The model that the agent named."""
     status: str
-    """ok, client_gone, upstream_error or no_tokens."""
+    """ok, client_gone, upstream_error, no_tokens or budget."""
     http_status: int
     """HTTP status of the answer."""
     error: str | None

@@ -111,6 +111,8 @@ def _print_rollout(rollout: RolloutRecord) -> None:
 def _print_session(session: SessionDetail) -> None:
     reward = "" if session.reward is None else f"  reward {session.reward:g}"
     out.print(styled("session {}{}{}", session.session_id, f"  {session.label}" if session.label else "", reward))
+    if session.spent is not None:
+        out.print(styled("[yellow]its budget is spent ({}): further calls are refused[/]", session.spent))
     rows = (
         (
             call.call_id,

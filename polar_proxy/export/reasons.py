@@ -8,6 +8,7 @@ CALLS: Mapping[str, str] = {
     "client_gone": "calls whose agent disconnected before the answer ended",
     "upstream_error": "calls that the engine failed to answer",
     "no_tokens": "calls whose engine returned no token ids; `polar rescore` gives them tokens of another engine",
+    "budget": "calls that Polar answered itself, because the session's budget was spent",
     "no_logprobs": "calls with tokens whose log-probabilities the engine did not report",
     "images": "calls with images, which their token ids do not contain",
     "constrained": "calls whose answer a grammar limited, so that it is no free sample of the model",

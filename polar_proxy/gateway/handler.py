@@ -1,7 +1,7 @@
 """One model request, from its HTTP body to the last byte of its answer.
 
-    find session -> read -> parse -> (join a retry) -> place: find the relation to earlier calls -> build prompt
-    -> sample and stream -> commit -> finish
+    find session -> read -> parse -> (join a retry) -> reserve in the budget -> place: find the relation to earlier
+    calls -> build prompt -> sample and stream -> commit -> finish
 
 Promises:
 
@@ -44,12 +44,13 @@ from polar_proxy.gateway.request_reader import RequestReader
 from polar_proxy.gateway.retries import ResponseBuffer, RetryCache
 from polar_proxy.gateway.stored_responses import StoredCalls
 from polar_proxy.offload import OffloadThread
+from polar_proxy.sessions.budget import BudgetUsage, Reservation
 from polar_proxy.sessions.continuation import PromptBuilder
 from polar_proxy.sessions.identity import key_of_request, key_without_api_key, read_client_metadata
 from polar_proxy.sessions.registry import SessionClosedError, SessionRegistry
 from polar_proxy.sessions.state import SessionState
 from polar_proxy.store import Store
-from polar_proxy.types import CallRecord, EngineRequest, new_id
+from polar_proxy.types import CallRecord, EngineRequest, SampleEvent, new_id
 
 log = logging.getLogger(__name__)
 
@@ -178,7 +179,33 @@ class RequestHandler:
         The call is recorded, because the engine may have sampled; the request may then be answered by another call.
         """
         session = request.session
-        calls = await self._place(request, buffer.size)
+        with session.budget.reserve(len(request.parsed.requests), request.started_at) as reservation:
+            await self.store_spent(session.session_id, session.budget)
+            if reservation.refusal is not None:
+                raise reservation.refusal
+            return await self._answer_reserved(request, reservation, buffer, receive, send, repeatable=repeatable)
+
+    async def store_spent(self, session_id: str, budget: BudgetUsage) -> None:
+        """Store that a session's budget is spent, if it is. A failure is left to the session's next call."""
+        if budget.spent is None or budget.stored:
+            return
+        with contextlib.suppress(StoreError):  # the monitor logs it
+            await self._monitor.run(partial(self._store.sessions.mark_spent, session_id, budget.spent))
+            budget.stored = True
+
+    async def _answer_reserved(
+        self,
+        request: RequestContext,
+        reservation: Reservation,
+        buffer: ResponseBuffer,
+        receive: asgi.Receive,
+        send: asgi.Send,
+        *,
+        repeatable: bool,
+    ) -> bool | None:
+        """Answer a request whose calls have places in the session's budget (see `_answer`)."""
+        session = request.session
+        calls = await self._place(request, buffer.size, reservation.final_answer)
         kind = BackgroundReply if request.parsed.background else Reply
         reply = kind(buffer.wrap(send), request, calls[0], self._settings)
         session.begin(len(calls))
@@ -189,7 +216,11 @@ class RequestHandler:
             outcome = await self._sample(request, calls, reply, buffer, receive)
             if outcome.engine_failed and session.record_required and not session.ended:
                 self.failed_requests.keep(session, calls)
-            unrecorded = await _run_to_end(self.recorder.commit(request, calls, outcome, seen=reply.started))
+            try:
+                unrecorded = await _run_to_end(self.recorder.commit(request, calls, outcome, seen=reply.started))
+            finally:
+                for call in calls:
+                    reservation.count(call.answer.prompt_tokens, call.answer.completion_tokens, time.time())
             # Without its record, the call would be missing in the conversation that it continues.
             if unrecorded is not None and (session.record_required or request.conversation is not None):
                 self._metrics.refused.labels(503).inc()
@@ -217,8 +248,11 @@ class RequestHandler:
             self._metrics.in_flight.dec(len(calls))
         return False
 
-    async def _place(self, request: RequestContext, size: int) -> list[PendingCall]:
-        """Decide how each call of a request relates to earlier calls. `size`: bytes of the request's messages."""
+    async def _place(self, request: RequestContext, size: int, final_answer: str | None) -> list[PendingCall]:
+        """Decide how each call of a request relates to earlier calls.
+
+        `size`: bytes of the request's messages. `final_answer`: Polar's own answer, given in place of the engine's.
+        """
         session, parsed = request.session, request.parsed
         calls = []
         for engine_request, messages in zip(parsed.requests, parsed.messages, strict=True):
@@ -227,7 +261,9 @@ class RequestHandler:
             lineage = session.place(call_id, engine_request, request.metadata, hashed, now=request.started_at)
             engine_request = self._as_sampled(request, engine_request)
             limit = OneCallLimit(engine_request.sampling.n) if wants_one_call(engine_request) else None
-            calls.append(PendingCall(call_id, engine_request, lineage, messages, limit=limit))
+            calls.append(
+                PendingCall(call_id, engine_request, lineage, messages, limit=limit, final_answer=final_answer)
+            )
         session.remember_request(request.dialect.name, parsed, calls[0].lineage.conversation, size)
         return calls
 
@@ -300,6 +336,11 @@ class RequestHandler:
             raise errors.exceptions[0] from errors
 
     async def _sample_call(self, request: RequestContext, index: int, call: PendingCall, reply: Reply) -> None:
+        if call.final_answer is not None:
+            event = SampleEvent(text=call.final_answer, finish_reason="stop", usage=(0, 0))
+            call.answer.add(event)
+            await reply.write(index, event)
+            return
         async with EngineWait(self._timeouts) as wait:
             call.plan = await self._prompts.build(call.request, call.lineage.base, request.session)
             call.version = await self._engine.weight_version()

@@ -47,6 +47,7 @@ _VERSION_SECONDS = 10.0
 _LOGGED_ENDINGS: Mapping[CallStatus, tuple[int, str]] = {
     "ok": (logging.DEBUG, "was answered"),
     "no_tokens": (logging.DEBUG, "was answered without token ids"),
+    "budget": (logging.INFO, "was answered by Polar, because the session's budget is spent,"),
     "client_gone": (logging.INFO, "was broken off"),
     "upstream_error": (logging.WARNING, "failed"),
 }
@@ -93,6 +94,8 @@ class PendingCall:
     limit: OneCallLimit | None = None
     """Ends an answer after its first tool call; None unless the request allows only one tool call."""
     first_token_at: float | None = None
+    final_answer: str | None = None
+    """Polar's own answer in place of the engine's, because the session's budget is spent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +233,10 @@ def make_record(
     weight_version: str | None,
     fingerprint: Json,
 ) -> CallRecord:
-    """Return the record of a call. Status `ok` becomes `no_tokens` if token ids or log-probabilities are missing."""
+    """Return the record of a call.
+
+    Status `ok` becomes `budget` for Polar's own answer, else `no_tokens` if token ids or log-probabilities are missing.
+    """
     answer, lineage, plan = call.answer, call.lineage, call.plan
     choices = tuple(
         Choice(
@@ -246,7 +252,7 @@ def make_record(
     )
     status = outcome.status
     if status == "ok" and (answer.prompt_ids is None or not all(map(_has_tokens, choices))):
-        status = "no_tokens"
+        status = "no_tokens" if call.final_answer is None else "budget"
     return CallRecord(
         call_id=call.call_id,
         session_id=request.session.session_id,
@@ -254,8 +260,8 @@ def make_record(
         path=request.path,
         stream=request.parsed.stream,
         model=call.request.model,
-        engine=engine,
-        weight_version=weight_version,
+        engine=engine if call.final_answer is None else None,
+        weight_version=weight_version if call.final_answer is None else None,
         # At temperature 0 there is no distribution to sample from, so engines report the raw log-probability.
         logprob_mode="raw" if call.request.sampling.temperature == 0 else engine.logprob_mode,
         status=status,

@@ -8,6 +8,7 @@ import logging
 import math
 import socket
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn, Self
@@ -29,6 +30,7 @@ from polar_proxy.gateway.in_flight import InFlightCalls
 from polar_proxy.gateway.limits import LimitedHttpProtocol, raise_descriptor_limit
 from polar_proxy.gateway.metrics import GatewayMetrics
 from polar_proxy.gateway.recording import CallObserver
+from polar_proxy.sessions.budget import BudgetUsage
 from polar_proxy.sessions.registry import SessionRegistry
 from polar_proxy.store import Store
 
@@ -58,6 +60,7 @@ class Gateway:
 
     def __init__(self, engine: Engine, store: Store, settings: GatewaySettings, *, grace: float = 5.0) -> None:
         self.settings = settings
+        self._store = store
         self.metrics = GatewayMetrics()
         store.calls.set_cache(settings.cache_mb << 20)
         open_to_all = is_loopback(settings.host) and not settings.require_known_keys
@@ -188,6 +191,26 @@ class Gateway:
             timeout = timeout if timeout_elsewhere is None else timeout_elsewhere
             lost.append(await self._in_flight.wait_and_take(session_id, timeout, own=bool(lost[0])))
         return "; ".join(filter(None, lost)) or None
+
+    async def budget_spent(self, session_id: str, *, idle_since: float) -> str | None:
+        """Return the limit of a session's budget that was reached, or None.
+
+        `idle_since`: when the session became idle if it has no call yet, in seconds since the epoch. A session that is
+        idle for longer than its budget allows has then spent it.
+        """
+        budget = self.sessions.budget(session_id)
+        if budget is None or self._in_flight is not None:
+            session = await self._store.sessions.get(session_id)
+            row = await self._store.sessions.summary(session_id)
+            if session is None or row is None:
+                return None
+            budget = budget or BudgetUsage(session.policy or {})
+            budget.load(row)
+        # Another gateway may be answering a call of it.
+        if self._in_flight is None or not await self._store.open_calls.of_session(session_id):
+            budget.spend_if_idle(time.time(), since=idle_since)
+        await self._handler.store_spent(session_id, budget)
+        return budget.spent
 
     @property
     def recording_problem(self) -> str | None:

@@ -24,6 +24,7 @@ import numpy as np
 from cachetools import LRUCache
 
 from polar_proxy.dialects.base import ParsedRequest
+from polar_proxy.sessions.budget import BudgetUsage
 from polar_proxy.sessions.call_index import CallIndex, CallNode, fingerprint_of, node_from_store, quotes_of
 from polar_proxy.sessions.hashing import EMPTY, HashedConversation, MessageHasher, text_of
 from polar_proxy.sessions.identity import NO_METADATA, ClientMetadata
@@ -139,6 +140,7 @@ class SessionState:
         self.session_id = session_id
         self.record_required = record_required
         self.policy = policy
+        self.budget = BudgetUsage(policy)
         self._hasher = hasher or MessageHasher()
         self._index = CallIndex()
         self._window = window
@@ -265,6 +267,7 @@ class SessionState:
         if len(self._with_text) > _RECENT_TEXTS:
             self._with_text.popleft().text = ""
         self._index.add_answers(node)
+        self._count_repeats(node)
         return fingerprint_of(node)
 
     def forget(self, record: CallRecord) -> None:
@@ -300,6 +303,11 @@ class SessionState:
             if node is not None and node.call_id not in self._index.by_id:
                 self._index.add(node, self._index.by_id.get(node.parent_call_id or ""))
                 self._index.add_answers(node)
+                self._count_repeats(node)
+
+    def _count_repeats(self, node: CallNode) -> None:
+        if self.budget.limits.max_repeats is not None and node.state in ANSWERED:
+            self.budget.repeats = max(self.budget.repeats, self._index.repeats(node))
 
     @property
     def weight(self) -> int:

@@ -19,6 +19,7 @@ sessions = Table(
     Column("created_at", Double, nullable=False),
     Column("closed_at", Double),
     Column("incomplete", Text),  # machine-readable reason why it must not be trained on; null: all calls are recorded
+    Column("spent", Text),  # the limit of its budget that was reached, such as max_calls; further calls are refused
     # Updated in the transaction that adds the calls, so that listings need not count calls.
     counter_column("calls"),
     counter_column("failed_calls"),
