@@ -134,6 +134,11 @@ class GatewaySettings(_Section):
     past_reasoning: Literal["keep", "strip"] = "keep"
     """Reasoning of earlier turns in continued prompts. `keep`: leave it as it was sampled. `strip`: if the model's chat
     template drops reasoning of earlier turns, let the engine render that request."""
+    provider_tools: Literal["remove", "refuse", "allow"] = "remove"
+    """Tools in a request that the model's provider would run itself, such as a web search or a code interpreter. They
+    are recorded with the call. `remove`: the model is not offered them. `refuse`: the request is refused with status
+    400. `allow`: they are left to an engine that can pass them on to its provider, and such answers are never trained;
+    other engines offer none."""
     normalisers_off: frozenset[str] = frozenset()
     """Names of the normalisers (rules in polar_proxy/sessions/hashing.py for differences between messages that are
     ignored) to switch off."""

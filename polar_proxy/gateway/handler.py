@@ -25,7 +25,7 @@ from typing import TypeVar
 from urllib.parse import parse_qs
 
 from polar_proxy.config import GatewaySettings
-from polar_proxy.dialects.base import Answer, Dialect
+from polar_proxy.dialects.base import Answer, Dialect, ParsedRequest
 from polar_proxy.engines.base import Engine
 from polar_proxy.engines.one_call import OneCallLimit, wants_one_call
 from polar_proxy.errors import EngineDroppedError, EngineError, RequestError, StoreError
@@ -113,6 +113,7 @@ class RequestHandler:
             session = await self.find_session(headers, path_key, scope)
             with session.in_request(), self.bodies.reserve(session.session_id) as reservation:
                 parsed, body = await self._reader.read(dialect, receive, session, reservation, resumable)
+                self._check_provider_tools(parsed)
                 metadata = read_client_metadata(headers, parsed.params)
                 request = RequestContext(
                     dialect, session, path, parsed, metadata, started_at, body.large, body.conversation
@@ -128,6 +129,17 @@ class RequestHandler:
             fields = {"dialect": dialect.name, "http_status": error.status, "code": error.code}
             log.debug("a request was refused with status %d (%s)", error.status, error.code, extra={"fields": fields})
             await send_error(send, error, dialect)
+
+    def _check_provider_tools(self, parsed: ParsedRequest) -> None:
+        """Raise RequestError if the request names provider-side tools, and the setting refuses them."""
+        if parsed.provider_tools and self._settings.provider_tools == "refuse":
+            names = ", ".join(name[:80] for name in parsed.provider_tools[:20])
+            raise RequestError(
+                f"The request asks for tools that its provider would run ({names}). This server refuses such requests "
+                "(setting gateway.provider_tools). Send the request without these tools.",
+                param="tools",
+                code="unsupported_value",
+            )
 
     async def _warm_up(self, request: RequestContext, send: asgi.Send) -> None:
         """Answer a request with `generate: false` (a warm-up): sample and record nothing, and keep its messages.
@@ -216,11 +228,8 @@ class RequestHandler:
             outcome = await self._sample(request, calls, reply, buffer, receive)
             if outcome.engine_failed and session.record_required and not session.ended:
                 self.failed_requests.keep(session, calls)
-            try:
-                unrecorded = await _run_to_end(self.recorder.commit(request, calls, outcome, seen=reply.started))
-            finally:
-                for call in calls:
-                    reservation.count(call.answer.prompt_tokens, call.answer.completion_tokens, time.time())
+            commit = self.recorder.commit(request, calls, outcome, reservation, seen=reply.started)
+            unrecorded = await _run_to_end(commit)
             # Without its record, the call would be missing in the conversation that it continues.
             if unrecorded is not None and (session.record_required or request.conversation is not None):
                 self._metrics.refused.labels(503).inc()

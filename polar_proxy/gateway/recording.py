@@ -20,6 +20,7 @@ from polar_proxy.errors import EngineError, RequestError, StoreError
 from polar_proxy.gateway.health import StoreMonitor
 from polar_proxy.gateway.in_flight import InFlightCalls
 from polar_proxy.gateway.metrics import GatewayMetrics
+from polar_proxy.sessions.budget import Reservation
 from polar_proxy.sessions.continuation import PromptPlan
 from polar_proxy.sessions.identity import ClientMetadata
 from polar_proxy.sessions.lineage import Lineage
@@ -137,9 +138,17 @@ class CallRecorder:
         self.observers: list[CallObserver] = []
 
     async def commit(
-        self, request: RequestContext, calls: Sequence[PendingCall], outcome: CallOutcome, *, seen: bool
+        self,
+        request: RequestContext,
+        calls: Sequence[PendingCall],
+        outcome: CallOutcome,
+        reservation: Reservation,
+        *,
+        seen: bool,
     ) -> StoreError | None:
         """Commit the calls with their answers so far. Return why one could not be recorded, or None.
+
+        `reservation`: the places of the calls in the session's budget, where they are counted.
 
         A call that cannot be recorded counts as lost, so that its session is not trained on. The only exception is a
         request that can still be refused as if nothing had been sampled: the session's calls must be recorded, the
@@ -172,6 +181,7 @@ class CallRecorder:
                 session.refusal = None
                 for observer in self.observers:
                     observer(record)
+            reservation.count(call.answer.prompt_tokens, call.answer.completion_tokens, ended_at)
             self._metrics.commit.observe(time.perf_counter() - started)
             if self._in_flight is not None:
                 self._in_flight.finished([call.call_id])
@@ -274,7 +284,8 @@ def make_record(
         params=request.parsed.params,
         sampling=recorded_sampling(call.request, engine, plan.past_reasoning)
         | ({"constrained": True} if plan.constrained else {})
-        | ({"hidden_call": True} if call.limit is not None and call.limit.hides_tokens else {}),
+        | ({"hidden_call": True} if call.limit is not None and call.limit.hides_tokens else {})
+        | _provider_tools(request.parsed, engine),
         prompt_ids=None if answer.prompt_ids is None else to_token_ids(answer.prompt_ids),
         choices=choices,
         started_at=request.started_at,
@@ -291,6 +302,14 @@ def make_record(
         base_choice=None if lineage.base is None else lineage.base.choice,
         conversation=_conversation_turn(request, call) if status in ANSWERED else None,
     )
+
+
+def _provider_tools(parsed: ParsedRequest, engine: EngineInfo) -> Json:
+    """Return the provider-side tools that a request named, and whether its engine passed them on, for the record."""
+    if not parsed.provider_tools:
+        return {}
+    action = "allowed" if "provider_tools" in engine.capabilities else "removed"
+    return {"provider_tools": {"action": action, "names": list(parsed.provider_tools)}}
 
 
 def _conversation_turn(request: RequestContext, call: PendingCall) -> ConversationTurn | None:
