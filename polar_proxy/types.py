@@ -319,6 +319,10 @@ class CallRecord:
     base_choice: int | None = None
     deleted_at: float | None = None
     """When its client deleted the response, in seconds since the epoch. The call stays, and is trained on."""
+    engine_name: str | None = None
+    """Name of its engine in the settings [engines]; None for the engine of [engine]."""
+    route: str | None = None
+    """Name of the rule that chose the engine."""
     conversation: ConversationTurn | None = None
     """What its commit adds to a conversation; None in a record that is read back."""
 

@@ -101,7 +101,7 @@ async def _serve(settings: Settings, as_json: bool, *, with_workers: bool, ray_a
     from polar_proxy.api import ApiContext, BackgroundLoops, create_router, local_admin_key
     from polar_proxy.api.service import ServiceCollector
     from polar_proxy.engines.bundled import OtherAgentWarning, is_bundled
-    from polar_proxy.engines.factory import make_engine
+    from polar_proxy.engines.factory import make_engine, open_engines
     from polar_proxy.export.processes import ExportProcesses
     from polar_proxy.gateway import Gateway
     from polar_proxy.rollouts import RolloutService, ServiceLimits, recover
@@ -111,7 +111,8 @@ async def _serve(settings: Settings, as_json: bool, *, with_workers: bool, ray_a
         for line in await recover(store):
             log.warning("%s", line)
         engine = await stack.enter_async_context(make_engine(settings.engine))
-        gateway = Gateway(engine, store, settings.gateway)
+        engines = await stack.enter_async_context(open_engines(settings.engines))
+        gateway = Gateway(engine, store, settings.gateway, engines=engines, routes=settings.routes)
         service: RolloutService | None = None
         if with_workers:
             limits = ServiceLimits.of(settings, backlog=settings.run.backlog)

@@ -26,13 +26,12 @@ from urllib.parse import parse_qs
 
 from polar_proxy.config import GatewaySettings
 from polar_proxy.dialects.base import Answer, Dialect, ParsedRequest
-from polar_proxy.engines.base import Engine
 from polar_proxy.engines.one_call import OneCallLimit, wants_one_call
 from polar_proxy.errors import EngineDroppedError, EngineError, RequestError, StoreError
 from polar_proxy.gateway import asgi
 from polar_proxy.gateway.background import BackgroundCalls
 from polar_proxy.gateway.conversations import NewItems, StoredConversations
-from polar_proxy.gateway.engine_timeouts import EngineTimeouts, EngineWait
+from polar_proxy.gateway.engine_timeouts import EngineWait
 from polar_proxy.gateway.failed_requests import FailedRequests
 from polar_proxy.gateway.health import StoreMonitor
 from polar_proxy.gateway.in_flight import InFlightCalls
@@ -42,15 +41,15 @@ from polar_proxy.gateway.recording import CallOutcome, CallRecorder, PendingCall
 from polar_proxy.gateway.reply import BackgroundReply, Reply, send_error, send_stream
 from polar_proxy.gateway.request_reader import RequestReader
 from polar_proxy.gateway.retries import ResponseBuffer, RetryCache
+from polar_proxy.gateway.routing import EngineChoice, EngineRouter
 from polar_proxy.gateway.stored_responses import StoredCalls
 from polar_proxy.offload import OffloadThread
 from polar_proxy.sessions.budget import BudgetUsage, Reservation
-from polar_proxy.sessions.continuation import PromptBuilder
 from polar_proxy.sessions.identity import key_of_request, key_without_api_key, read_client_metadata
 from polar_proxy.sessions.registry import SessionClosedError, SessionRegistry
 from polar_proxy.sessions.state import SessionState
 from polar_proxy.store import Store
-from polar_proxy.types import CallRecord, EngineRequest, SampleEvent, new_id
+from polar_proxy.types import EngineRequest, SampleEvent, new_id
 
 log = logging.getLogger(__name__)
 
@@ -62,30 +61,31 @@ _NO_KEY = "No API key was sent. Polar accepts only keys made by `polar session n
 class RequestHandler:
     def __init__(
         self,
-        engine: Engine,
+        router: EngineRouter,
+        thread: OffloadThread,
         store: Store,
         sessions: SessionRegistry,
         settings: GatewaySettings,
         metrics: GatewayMetrics,
         in_flight: InFlightCalls | None,
         monitor: StoreMonitor,
-        timeouts: EngineTimeouts,
     ) -> None:
-        """`in_flight` announces calls to the other gateways of the database; None if this is the only gateway."""
-        self._engine = engine
+        """`thread`: where large requests are worked on.
+
+        `in_flight` announces calls to the other gateways of the database; None if this is the only gateway.
+        """
         self._store = store
         self._sessions = sessions
         self._settings = settings
         self._metrics = metrics
         self._in_flight = in_flight
         self._monitor = monitor
-        self._timeouts = timeouts
         self.bodies = BodyBudget(settings.limits.bodies_mb << 20)
-        self._thread = OffloadThread("polar-large-requests")
-        self._prompts = PromptBuilder(engine, self._read_call, settings, self._thread)
-        self.recorder = CallRecorder(engine, store, monitor, sessions, metrics, in_flight)
+        self._thread = thread
+        self.router = router
+        self.recorder = CallRecorder(store, monitor, sessions, metrics, in_flight)
         self.retries = RetryCache(settings)
-        self.failed_requests = FailedRequests(engine, self._prompts)
+        self.failed_requests = FailedRequests()
         self.background = BackgroundCalls()
         self.stored_calls = StoredCalls(store, monitor, settings.max_body_mb << 20)
         self.conversations = StoredConversations(store, monitor, settings.max_body_mb << 20, settings.limits.messages)
@@ -148,7 +148,7 @@ class RequestHandler:
         """
         call_id = new_id("call")
         self.stored_calls.keep_warm_up(request.session, call_id, request.parsed.messages[0])
-        sampled = self._as_sampled(request, request.parsed.requests[0])
+        sampled = self._as_sampled(request, request.parsed.requests[0], self.router.default)
         encoder = request.parsed.encoder(call_id, int(request.started_at), sampled=sampled)
         stream = encoder.warmed_up(Answer(prompt_ids=(), ended_at=time.time()))
         await send_stream(send, stream, request.dialect)
@@ -268,19 +268,22 @@ class RequestHandler:
             call_id = new_id("call")
             hashed = await self._thread.run(request.large, session.hash, engine_request, session.last_conversation)
             lineage = session.place(call_id, engine_request, request.metadata, hashed, now=request.started_at)
-            engine_request = self._as_sampled(request, engine_request)
+            engine = self.router.choose(session, engine_request.model)
+            engine_request = self._as_sampled(request, engine_request, engine)
             limit = OneCallLimit(engine_request.sampling.n) if wants_one_call(engine_request) else None
             calls.append(
-                PendingCall(call_id, engine_request, lineage, messages, limit=limit, final_answer=final_answer)
+                PendingCall(call_id, engine_request, lineage, messages, engine, limit=limit, final_answer=final_answer)
             )
         session.remember_request(request.dialect.name, parsed, calls[0].lineage.conversation, size)
         return calls
 
-    def _as_sampled(self, request: RequestContext, engine_request: EngineRequest) -> EngineRequest:
+    def _as_sampled(
+        self, request: RequestContext, engine_request: EngineRequest, engine: EngineChoice
+    ) -> EngineRequest:
         """Return the request as it is sampled: with the session's policy, and a model if the client named none."""
         return replace(
             apply_policy(engine_request, request.session.policy),
-            model=engine_request.model or self._engine.info.model,
+            model=engine_request.model or engine.served.engine.info.model,
             large=request.large,
         )
 
@@ -350,12 +353,13 @@ class RequestHandler:
             call.answer.add(event)
             await reply.write(index, event)
             return
-        async with EngineWait(self._timeouts) as wait:
-            call.plan = await self._prompts.build(call.request, call.lineage.base, request.session)
-            call.version = await self._engine.weight_version()
+        served = call.engine.served
+        async with EngineWait(served.timeouts) as wait:
+            call.plan = await served.prompts.build(call.request, call.lineage.base, request.session)
+            call.version = await served.engine.weight_version()
             # The limit needs to see where the first call ends.
             stream = request.parsed.stream or call.limit is not None
-            events = self._engine.sample(call.request, stream=stream, prompt=call.plan.prompt)
+            events = served.engine.sample(call.request, stream=stream, prompt=call.plan.prompt)
             if call.limit is not None:
                 events = call.limit.apply(events)
             async with contextlib.aclosing(events):
@@ -364,7 +368,7 @@ class RequestHandler:
                         wait.received()
                         if call.first_token_at is None:
                             call.first_token_at = time.time()
-                            self._timeouts.sampled()
+                            served.timeouts.sampled()
                         call.answer.add(event)
                         await reply.write(index, event)
                         wait.resume()
@@ -379,8 +383,9 @@ class RequestHandler:
             session = await self.find_session(asgi.read_headers(scope), path_key, scope)
             with self.bodies.reserve(session.session_id) as reservation:
                 request = await self._reader.read_count(dialect, receive, session, reservation)
-                async with EngineWait(self._timeouts):
-                    tokens = await self._engine.count_tokens(request)
+                served = self.router.choose(session, request.model).served
+                async with EngineWait(served.timeouts):
+                    tokens = await served.engine.count_tokens(request)
         except asgi.ClientDisconnected:
             return
         except (RequestError, EngineError) as error:
@@ -425,12 +430,6 @@ class RequestHandler:
         """Read and check the body of a request that may add items to a conversation."""
         with self.bodies.reserve(session.session_id) as reservation:
             return await self._reader.read_items(receive, session, reservation)
-
-    async def _read_call(self, call_id: str) -> CallRecord | None:
-        return await self._monitor.run(partial(self._store.calls.get, call_id))
-
-    def close(self) -> None:
-        self._thread.close()
 
 
 async def _run_to_end(work: Awaitable[T]) -> T:

@@ -14,12 +14,13 @@ from typing import NamedTuple
 import numpy as np
 
 from polar_proxy.dialects.base import Answer, AnswerChoice, Dialect, ParsedRequest
-from polar_proxy.engines.base import Engine, is_constrained
+from polar_proxy.engines.base import is_constrained
 from polar_proxy.engines.one_call import OneCallLimit
 from polar_proxy.errors import EngineError, RequestError, StoreError
 from polar_proxy.gateway.health import StoreMonitor
 from polar_proxy.gateway.in_flight import InFlightCalls
 from polar_proxy.gateway.metrics import GatewayMetrics
+from polar_proxy.gateway.routing import EngineChoice
 from polar_proxy.sessions.budget import Reservation
 from polar_proxy.sessions.continuation import PromptPlan
 from polar_proxy.sessions.identity import ClientMetadata
@@ -88,6 +89,7 @@ class PendingCall:
     request: EngineRequest
     lineage: Lineage
     messages: tuple[bytes, ...]
+    engine: EngineChoice
     plan: PromptPlan = field(default_factory=PromptPlan)
     version: str | None = None
     """The policy version when sampling began."""
@@ -122,14 +124,12 @@ class CallOutcome:
 class CallRecorder:
     def __init__(
         self,
-        engine: Engine,
         store: Store,
         monitor: StoreMonitor,
         sessions: SessionRegistry,
         metrics: GatewayMetrics,
         in_flight: InFlightCalls | None,
     ) -> None:
-        self._engine = engine
         self._store = store
         self._monitor = monitor
         self._sessions = sessions
@@ -163,7 +163,7 @@ class CallRecorder:
             fingerprint = session.record_answer(call.lineage, answers, outcome.status, now=ended_at)
             version_range = weight_version_of(call.answer, call.version, version or call.version)
             call.answer.ended_at = ended_at
-            record = make_record(request, call, outcome, ended_at, self._engine.info, version_range, fingerprint)
+            record = make_record(request, call, outcome, ended_at, version_range, fingerprint)
             session.remember_tokens(record, call.plan.config, call.lineage.base)
             self._metrics.count(record)
             _log_call(record)
@@ -208,7 +208,7 @@ class CallRecorder:
         """Return the policy version; None if the engine does not answer, because the call must be recorded anyway."""
         try:
             async with asyncio.timeout(_VERSION_SECONDS):
-                return await self._engine.weight_version()
+                return await call.engine.served.engine.weight_version()
         except (RequestError, EngineError, TimeoutError) as error:
             log.warning("the policy version of call %s is unknown: %s", call.call_id, str(error) or "no answer")
             return None
@@ -239,7 +239,6 @@ def make_record(
     call: PendingCall,
     outcome: CallOutcome,
     ended_at: float,
-    engine: EngineInfo,
     weight_version: str | None,
     fingerprint: Json,
 ) -> CallRecord:
@@ -248,6 +247,7 @@ def make_record(
     Status `ok` becomes `budget` for Polar's own answer, else `no_tokens` if token ids or log-probabilities are missing.
     """
     answer, lineage, plan = call.answer, call.lineage, call.plan
+    engine = call.engine.served.engine.info
     choices = tuple(
         Choice(
             index=index,
@@ -300,6 +300,8 @@ def make_record(
         prompt_reason=plan.reason,
         base_call_id=None if lineage.base is None else lineage.base.call_id,
         base_choice=None if lineage.base is None else lineage.base.choice,
+        engine_name=call.engine.served.name,
+        route=call.engine.route,
         conversation=_conversation_turn(request, call) if status in ANSWERED else None,
     )
 

@@ -60,6 +60,7 @@ PromptReason = Literal[
     "template_options_changed",  # the prompt's beginning changes with the template's options
     "constrained",  # the request asks for a certain tool call or form of the answer (`is_constrained`), or the engine
     # adds a grammar of its own, which it does not offer for exact prompts
+    "other_engine",  # another engine of the settings [engines] sampled the base's answer
     "base_without_tokens",  # the base was recorded without token ids (engine `openai`), or with those of a hidden call
     "stop_sequence",  # the base's answer ended at a stop sequence
     "aborted",  # the base's answer ended neither by itself nor at a stop sequence or the token limit
@@ -125,9 +126,12 @@ class PromptBuilder:
         read_call: Callable[[str], Awaitable[CallRecord | None]],
         settings: GatewaySettings,
         thread: OffloadThread,
+        *,
+        engine_name: str | None = None,
     ) -> None:
         """`read_call` returns a stored call by its id; `thread` does the work on large requests."""
         self._engine = engine
+        self._engine_name = engine_name
         self._read_call = read_call
         self._settings = settings
         self._thread = thread
@@ -165,6 +169,8 @@ class PromptBuilder:
         answered = session.answered_call(base) or await self._load(session, base)
         if answered is None:
             raise _NotContinued("base_without_tokens")
+        if answered.engine_name != self._engine_name:
+            raise _NotContinued("other_engine")
         if config.tools != answered.config.tools:
             raise _NotContinued("tools_changed")
         if config.options != answered.config.options:
@@ -221,7 +227,9 @@ class PromptBuilder:
             return None
         reasoning = tuple(text for message in request.messages for text in reasoning_prefix(message))
         config, stop = prompt_config(request), tuple(call.sampling.get("stop", ()))
-        return session.remember_answer(call.call_id, call.prompt_ids, choice, stop, config, reasoning)
+        return session.remember_answer(
+            call.call_id, call.prompt_ids, choice, stop, config, reasoning, engine_name=call.engine_name
+        )
 
     async def _suffix(self, request: ChatRequest, base: Base, sampled_stop: int | None) -> tuple[str, list[int]]:
         """Return the rendering of the request and the ids after the base's answer.

@@ -107,7 +107,7 @@ class SessionRegistry:
             return None
         if is_issued_key(given) or given.startswith("sess_"):
             return None
-        session = self._new_state(new_id("sess"), None, {})
+        session = self._new_state(new_id("sess"), None, {}, None)
         session.unstored_key = _digest(key, path_key)
         self._by_id[session.session_id] = self._pending[session.session_id] = session
         self._add_key(session, session.unstored_key)
@@ -188,7 +188,7 @@ class SessionRegistry:
         if session is None:
             # Calls from before a restart, or from before the session was evicted.
             lineages = [] if is_new else await self._store.calls.lineages(row.session_id)
-            session = self._new_state(row.session_id, row.rollout_id, row.policy or {})
+            session = self._new_state(row.session_id, row.rollout_id, row.policy or {}, row.label)
             session.rebuild(lineages)
             session.recorded = len(lineages)
             if session.budget.limited and (summary := await self._store.sessions.summary(row.session_id)) is not None:
@@ -203,7 +203,7 @@ class SessionRegistry:
         session.key_hashes.add(digest)
         self._use(session)
 
-    def _new_state(self, session_id: str, rollout_id: str | None, policy: Json) -> SessionState:
+    def _new_state(self, session_id: str, rollout_id: str | None, policy: Json, label: str | None) -> SessionState:
         if self._settings.temperature is not None:
             policy = whole_distribution(self._settings.temperature) | policy
         return SessionState(
@@ -213,6 +213,7 @@ class SessionRegistry:
             window=self._settings.retry_window_seconds,
             cache=self._cache,
             record_required=self._requires_record(rollout_id),
+            label=label,
         )
 
     def _requires_record(self, rollout_id: str | None) -> bool:

@@ -89,6 +89,8 @@ class AnsweredCall:
     finish_reason: str | None
     stop: tuple[str, ...]
     """The stop strings of its request."""
+    engine_name: str | None
+    """The engine that sampled the answer, as in `CallRecord`."""
     config: PromptConfig
     reasoning: tuple[str, ...]
     """The beginnings of the reasoning in this answer and in earlier ones."""
@@ -135,11 +137,13 @@ class SessionState:
         window: float = 10.0,
         cache: ConversationCache | None = None,
         record_required: bool = True,
+        label: str | None = None,
     ) -> None:
         """`record_required`: calls that cannot be recorded are refused. Otherwise they are answered, and are lost."""
         self.session_id = session_id
         self.record_required = record_required
         self.policy = policy
+        self.label = label
         self.budget = BudgetUsage(policy)
         self._hasher = hasher or MessageHasher()
         self._index = CallIndex()
@@ -357,7 +361,9 @@ class SessionState:
             self._cache.pop((base.call_id, base.choice), None)
         for choice in record.choices:
             stop = tuple(record.sampling.get("stop", ()))
-            self.remember_answer(record.call_id, record.prompt_ids, choice, stop, config, reasoning)
+            self.remember_answer(
+                record.call_id, record.prompt_ids, choice, stop, config, reasoning, engine_name=record.engine_name
+            )
 
     def remember_answer(
         self,
@@ -367,11 +373,13 @@ class SessionState:
         stop: tuple[str, ...],
         config: PromptConfig,
         earlier_reasoning: tuple[str, ...],
+        *,
+        engine_name: str | None = None,
     ) -> AnsweredCall:
         """Keep the tokens of one choice of a call in memory. `stop`: the stop strings of the call's request."""
         ids = np.concatenate([prompt, choice.token_ids])
         reasoning = (*earlier_reasoning, *reasoning_prefix(choice.message))
-        answered = AnsweredCall(ids, prompt.size, choice.finish_reason, stop, config, reasoning)
+        answered = AnsweredCall(ids, prompt.size, choice.finish_reason, stop, engine_name, config, reasoning)
         self._cache.put((call_id, choice.index), answered)
         return answered
 

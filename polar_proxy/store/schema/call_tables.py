@@ -78,6 +78,8 @@ calls = Table(
     Column("stream", Boolean, nullable=False),
     Column("model", Text, nullable=False),
     Column("engine_hash", LargeBinary, ForeignKey("engines.engine_hash")),
+    Column("engine_name", Text),  # in the settings [engines]; null: the engine of [engine]
+    Column("route", Text),  # the rule that chose the engine
     Column("weight_version", Text),
     Column("logprob_mode", Text, nullable=False),
     Column("status", Text, nullable=False),
