@@ -323,6 +323,8 @@ class CallRecord:
     """Name of its engine in the settings [engines]; None for the engine of [engine]."""
     route: str | None = None
     """Name of the rule that chose the engine."""
+    hooks: Json | None = None
+    """What hooks changed: `request` (its parts as the model saw them) and `answer` (the choices as sampled)."""
     conversation: ConversationTurn | None = None
     """What its commit adds to a conversation; None in a record that is read back."""
 

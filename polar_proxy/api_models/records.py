@@ -173,11 +173,17 @@ class CallDetail(ApiResponseModel):
     """What the log-probabilities refer to. `processed`: the distribution that was sampled from; `raw`: the model's own
     distribution at temperature 1."""
     status: str
-    """ok, client_gone, upstream_error or no_tokens."""
+    """ok, client_gone, upstream_error, no_tokens or budget."""
     http_status: int
     """HTTP status of the answer."""
     error: str | None
     """Why the call failed."""
+    engine_name: str | None
+    """Name of the engine in the settings [engines]; null for the engine of [engine]."""
+    route: str | None
+    """The rule that chose the engine."""
+    hooks: dict[str, Any] | None
+    """What hooks changed: parts of the request as the model saw them, answers as they were sampled."""
     edge: str
     """How it relates to an earlier call."""
     parent_call_id: str | None

@@ -54,6 +54,12 @@ PromptMode = Annotated[
         show_default=False,
     ),
 ]
+Hooks = Annotated[
+    str | None,
+    typer.Option(
+        "--hooks", metavar="MODULE:CLASS", help="Your class that changes requests or answers (setting gateway.hooks)."
+    ),
+]
 PastReasoning = Annotated[
     str | None,
     typer.Option(

@@ -56,6 +56,7 @@ def serve(
     ] = None,
     prompt_mode: options.PromptMode = None,
     past_reasoning: options.PastReasoning = None,
+    hooks: options.Hooks = None,
     db: options.Db = None,
     rollout_workers: Annotated[
         int | None, typer.Option(min=1, help="Also run the rollouts that `polar submit` queues, N at a time.")
@@ -74,7 +75,7 @@ def serve(
     as_json: options.AsJson = False,
 ) -> None:
     """Serve the gateway and the HTTP API until stopped. --json prints one JSON document when the server is ready."""
-    import_named_code(engine, *(allow_code or ()))
+    import_named_code(engine, hooks, *(allow_code or ()))
     settings = load_settings(
         db,
         allow_code=allow_code,
@@ -85,6 +86,7 @@ def serve(
             "temperature": temperature,
             "prompt_mode": prompt_mode,
             "past_reasoning": past_reasoning,
+            "hooks": hooks,
             "shared": True if executor == "ray" else None,
         },
         engine={"kind": engine, "url": engine_url, "model": model},

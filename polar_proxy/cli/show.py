@@ -141,6 +141,10 @@ def _print_call(call: CallDetail, tokens: bool) -> None:
     say = partial(out.print, soft_wrap=True)  # recorded texts keep their own line breaks
     say(styled("[bold]{}[/]  {}  {} {}", call.call_id, call.status, call.dialect, call.path))
     say(f"session {call.session_id}  edge {call.edge}  parent {call.parent_call_id or '-'}")
+    if call.route is not None:
+        say(styled("engine {}, chosen by the rule {}", call.engine_name, call.route))
+    if call.hooks is not None:
+        say(styled("[yellow]changed by hooks: {}[/]", orjson.dumps(call.hooks).decode()))
     if call.error:
         say(Text(message_lines(call.error), "yellow"))
     if problem := call.conversation.get("unparsed"):

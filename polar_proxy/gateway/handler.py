@@ -34,6 +34,7 @@ from polar_proxy.gateway.conversations import NewItems, StoredConversations
 from polar_proxy.gateway.engine_timeouts import EngineWait
 from polar_proxy.gateway.failed_requests import FailedRequests
 from polar_proxy.gateway.health import StoreMonitor
+from polar_proxy.gateway.hooks import HookedCall, Hooks, events_of, request_changes
 from polar_proxy.gateway.in_flight import InFlightCalls
 from polar_proxy.gateway.limits import BodyBudget
 from polar_proxy.gateway.metrics import GatewayMetrics
@@ -83,6 +84,7 @@ class RequestHandler:
         self.bodies = BodyBudget(settings.limits.bodies_mb << 20)
         self._thread = thread
         self.router = router
+        self._hooks = Hooks(settings.hooks, settings.hook_seconds)
         self.recorder = CallRecorder(store, monitor, sessions, metrics, in_flight)
         self.retries = RetryCache(settings)
         self.failed_requests = FailedRequests()
@@ -236,7 +238,7 @@ class RequestHandler:
                 await reply.fail(self._monitor.refusal())
                 return False
             if outcome.status == "ok":
-                await reply.finish([call.answer for call in calls])
+                await reply.finish([call.agents_answer for call in calls])
             elif repeatable and isinstance(outcome.reply, EngineDroppedError) and not reply.started:
                 return None
             elif outcome.reply is not None:
@@ -355,7 +357,13 @@ class RequestHandler:
             return
         served = call.engine.served
         async with EngineWait(served.timeouts) as wait:
-            call.plan = await served.prompts.build(call.request, call.lineage.base, request.session)
+            about = _hooked_call(request, call)
+            sent, call.request = call.request, await self._hooks.change_request(call.request, about)
+            call.request_changes = request_changes(sent, call.request)
+            rewritten = "messages" in call.request_changes
+            call.plan = await served.prompts.build(
+                call.request, call.lineage.base, request.session, rewritten=rewritten
+            )
             call.version = await served.engine.weight_version()
             # The limit needs to see where the first call ends.
             stream = request.parsed.stream or call.limit is not None
@@ -370,10 +378,16 @@ class RequestHandler:
                             call.first_token_at = time.time()
                             served.timeouts.sampled()
                         call.answer.add(event)
-                        await reply.write(index, event)
+                        if not self._hooks.changes_answers:
+                            await reply.write(index, event)
                         wait.resume()
         if not call.answer.finished:
             raise EngineError("The engine's answer ended without a finish reason, so it may be incomplete.")
+        if self._hooks.changes_answers:
+            changed = await self._hooks.change_answer(call.answer, about)
+            call.shown = None if changed is call.answer else changed
+            for event in events_of(changed):
+                await reply.write(index, event)
 
     async def count_tokens(
         self, dialect: Dialect, path_key: str | None, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send
@@ -440,6 +454,11 @@ async def _run_to_end(work: Awaitable[T]) -> T:
     except asyncio.CancelledError:
         await asyncio.wait([task])
         raise
+
+
+def _hooked_call(request: RequestContext, call: PendingCall) -> HookedCall:
+    session = request.session
+    return HookedCall(call.call_id, session.session_id, session.label, request.dialect.name, call.request.model)
 
 
 def _gateway_stopped() -> RequestError:

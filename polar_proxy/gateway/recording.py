@@ -97,8 +97,25 @@ class PendingCall:
     limit: OneCallLimit | None = None
     """Ends an answer after its first tool call; None unless the request allows only one tool call."""
     first_token_at: float | None = None
+    request_changes: Json = field(default_factory=dict)
+    """What a hook changed in the request (`hooks.request_changes`)."""
+    shown: Answer | None = None
+    """The answer as the agent gets it, if a hook changed it."""
     final_answer: str | None = None
     """Polar's own answer in place of the engine's, because the session's budget is spent."""
+
+    @property
+    def agents_answer(self) -> Answer:
+        """The answer as the agent gets it."""
+        return self.answer if self.shown is None else self.shown
+
+    @property
+    def hook_changes(self) -> Json | None:
+        """What hooks changed, for the record."""
+        changes: Json = {"request": self.request_changes} if self.request_changes else {}
+        if self.shown is not None:
+            changes["answer"] = [choice.message.to_openai() for _, choice in self.answer.in_order]
+        return changes or None
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,10 +176,10 @@ class CallRecorder:
         ended_at = time.time()
         session, version = request.session, await self._weight_version(calls[0])
         for call in calls:
-            answers = [choice.message for _, choice in call.answer.in_order]
+            answers = [choice.message for _, choice in call.agents_answer.in_order]
             fingerprint = session.record_answer(call.lineage, answers, outcome.status, now=ended_at)
             version_range = weight_version_of(call.answer, call.version, version or call.version)
-            call.answer.ended_at = ended_at
+            call.answer.ended_at = call.agents_answer.ended_at = ended_at
             record = make_record(request, call, outcome, ended_at, version_range, fingerprint)
             session.remember_tokens(record, call.plan.config, call.lineage.base)
             self._metrics.count(record)
@@ -251,7 +268,7 @@ def make_record(
     choices = tuple(
         Choice(
             index=index,
-            message=choice.message,
+            message=call.agents_answer.choices[index].message,
             finish_reason=choice.finish_reason,
             token_ids=to_token_ids(choice.token_ids),
             logprobs=np.array(choice.logprobs, dtype=np.float32),
@@ -302,6 +319,7 @@ def make_record(
         base_choice=None if lineage.base is None else lineage.base.choice,
         engine_name=call.engine.served.name,
         route=call.engine.route,
+        hooks=call.hook_changes,
         conversation=_conversation_turn(request, call) if status in ANSWERED else None,
     )
 
@@ -319,7 +337,7 @@ def _conversation_turn(request: RequestContext, call: PendingCall) -> Conversati
     if request.conversation is None:
         return None
     conversation_id, known = request.conversation
-    items = request.dialect.turn_items(request.parsed, known, call.call_id, call.answer)
+    items = request.dialect.turn_items(request.parsed, known, call.call_id, call.agents_answer)
     return ConversationTurn(conversation_id, items)
 
 

@@ -47,7 +47,13 @@ from polar_proxy.sessions.marked_rendering import (
     RenderingError,
     compare_renderings,
 )
-from polar_proxy.sessions.state import AnsweredCall, PromptConfig, SessionState, reasoning_prefix
+from polar_proxy.sessions.state import (
+    AnsweredCall,
+    PromptConfig,
+    SessionState,
+    has_rewritten_text,
+    reasoning_prefix,
+)
 from polar_proxy.types import CallRecord, ChatRequest, EngineRequest, Json, PromptMode
 
 log = logging.getLogger(__name__)
@@ -60,8 +66,10 @@ PromptReason = Literal[
     "template_options_changed",  # the prompt's beginning changes with the template's options
     "constrained",  # the request asks for a certain tool call or form of the answer (`is_constrained`), or the engine
     # adds a grammar of its own, which it does not offer for exact prompts
+    "hook",  # a hook changed the messages
     "other_engine",  # another engine of the settings [engines] sampled the base's answer
-    "base_without_tokens",  # the base was recorded without token ids (engine `openai`), or with those of a hidden call
+    "base_without_tokens",  # the base was recorded without token ids (engine `openai`), with those of a hidden call, or
+    # with messages or an answer that a hook changed
     "stop_sequence",  # the base's answer ended at a stop sequence
     "aborted",  # the base's answer ended neither by itself nor at a stop sequence or the token limit
     "no_end_of_turn",  # the template writes nothing that shows where the base's answer ends
@@ -140,12 +148,16 @@ class PromptBuilder:
         """The marking that fitted last. It is tried first."""
         self._stop_texts: dict[int, str] = {}
 
-    async def build(self, request: EngineRequest, base: Base | None, session: SessionState) -> PromptPlan:
-        """Return the prompt of a call that extends `base`."""
+    async def build(
+        self, request: EngineRequest, base: Base | None, session: SessionState, *, rewritten: bool = False
+    ) -> PromptPlan:
+        """Return the prompt of a call that extends `base`. `rewritten`: a hook changed the messages of the request."""
         if not isinstance(request, ChatRequest):
             return PromptPlan(reason="raw_prompt")
         config = await self._thread.run(request.large, prompt_config, request)
         try:
+            if rewritten:
+                raise _NotContinued("hook")
             plan = await self._continue(request, config, base, session)
         except _NotContinued as obstacle:
             plan = PromptPlan(reason=obstacle.reason, past_reasoning=obstacle.past_reasoning)
@@ -217,7 +229,7 @@ class PromptBuilder:
         choice = next((choice for choice in call.choices if choice.index == base.choice), None) if call else None
         if call is None or choice is None or call.prompt_ids is None or not choice.token_ids.size:
             return None
-        if call.sampling.get("hidden_call"):
+        if call.sampling.get("hidden_call") or has_rewritten_text(call):
             return None
         try:
             request = recorded_request(call)

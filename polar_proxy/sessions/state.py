@@ -353,6 +353,8 @@ class SessionState:
         """
         if record.status != "ok" or record.prompt_ids is None or config is None or record.sampling.get("hidden_call"):
             return
+        if has_rewritten_text(record):
+            return
         before = self.answered_call(base) if base is not None else None
         reasoning = before.reasoning if before is not None else ()
         if base is not None and record.edge == "continues":
@@ -382,6 +384,12 @@ class SessionState:
         answered = AnsweredCall(ids, prompt.size, choice.finish_reason, stop, engine_name, config, reasoning)
         self._cache.put((call_id, choice.index), answered)
         return answered
+
+
+def has_rewritten_text(call: CallRecord) -> bool:
+    """Return whether a hook changed the messages or the answer of a call, so that its tokens are of other texts."""
+    changes = call.hooks or {}
+    return "answer" in changes or "messages" in changes.get("request", {})
 
 
 def reasoning_prefix(message: Message) -> tuple[str, ...]:

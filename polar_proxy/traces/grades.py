@@ -148,6 +148,8 @@ def exclusion_reason(call: CallRecord) -> str | None:
         return "images"  # the recorded token ids do not contain the images that the answer was sampled from
     if call.sampling.get("constrained"):
         return "constrained"  # a grammar limited the sampling: the tokens were not the policy's own choice
+    if "answer" in (call.hooks or {}):
+        return "hook"  # its tokens are not the answer that the agent got
     if call.sampling.get("hidden_call"):
         return "hidden_call"  # its tokens have a second tool call, which the agent was not shown
     return None

@@ -258,6 +258,8 @@ def _and_rescored(reasons: Iterable[str]) -> tuple[str, ...]:
 def _no_rescore_reason(call: CallRecord) -> str | None:
     """Return why a call needs no rescoring, or cannot be rescored; None if it can."""
     if call.status == "no_tokens" and call.edge != "side_call" and not has_provider_tools(call):
+        if call.hooks is not None:
+            return "hook"
         return None if call.choices else "empty"
     return "side_call" if call.edge == "side_call" else exclusion_reason(call) or "sampled_here"
 

@@ -91,6 +91,7 @@ calls = Table(
     Column("rule", Text),  # the lineage rule that decided the edge
     Column("ambiguous", Boolean, nullable=False),
     Column("thread", Text),
+    Column("hooks", PackedJson),  # what hooks changed: parts of the request as the model saw them, answers as sampled
     Column("fingerprint", PackedJson),  # for recognising the conversation after a restart
     Column("prompt_mode", Text, nullable=False),  # render (by the engine), continue (tokens of the base)
     Column("prompt_reason", Text),  # why it does not continue the tokens of the base
