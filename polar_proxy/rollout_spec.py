@@ -44,7 +44,7 @@ class SessionBudget(DocumentedModel):
     max_prompt_tokens: int | None = Field(None, ge=1, le=MAX_INTEGER)
     """Budget: prompt tokens of all calls, cached ones included. A call begins while fewer are used."""
     max_idle_seconds: float | None = Field(None, gt=0)
-    """Budget: seconds without a call, from the end of one to the begin of the next."""
+    """Budget: seconds without a call, from the end of one to the start of the next."""
     max_repeats: int | None = Field(None, ge=2, le=MAX_INTEGER)
     """Budget: number of equal calls, with the same request or, one after the other, with the same answer (a loop)."""
     at_budget: Literal["refuse", "stop"] = "refuse"
