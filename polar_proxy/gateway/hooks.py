@@ -27,8 +27,10 @@ import asyncio
 import inspect
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
+
+import orjson
 
 from polar_proxy.allowed_code import AllowedCode
 from polar_proxy.dialects.base import Answer, AnswerChoice
@@ -127,6 +129,8 @@ def request_changes(sent: EngineRequest, seen: EngineRequest) -> Json:
     Of the messages, only those that differ are listed, each with its position; `message_count` is their number.
     """
     changed: Json = {}
+    if seen is sent:
+        return changed
     for field in fields(seen):
         before, after = getattr(sent, field.name), getattr(seen, field.name)
         if before == after or field.name == "large":
@@ -139,8 +143,9 @@ def request_changes(sent: EngineRequest, seen: EngineRequest) -> Json:
             ]
             changed |= {"messages": differ, "message_count": len(after)}
         else:
-            changed[field.name] = asdict(after) if is_dataclass(after) and not isinstance(after, type) else after
-    return changed
+            changed[field.name] = after
+    plain: Json = orjson.loads(orjson.dumps(changed))  # lists in place of tuples, objects in place of dataclasses
+    return plain
 
 
 def events_of(answer: Answer) -> Sequence[SampleEvent]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
 
+from polar_proxy.store import open_store
 from tests.cli.runner import polar_error, polar_json
 
 pytestmark = pytest.mark.slow
@@ -37,6 +39,15 @@ def test_session_key_opens_a_session() -> None:
     assert created["key"].startswith("sk-")
     (session,) = polar_json("sessions")["sessions"]
     assert (session["session_id"], session["label"], session["calls"]) == (created["session_id"], "mine", 0)
+
+
+async def test_a_new_session_may_have_a_budget(polar_home: Path) -> None:
+    limits = ("--max-calls", "9", "--max-idle-seconds", "60", "--at-budget", "stop")
+    created = await asyncio.to_thread(polar_json, "session", "new", *limits)
+    async with open_store(f"sqlite:///{polar_home}/polar.db", create=False) as store:
+        row = await store.sessions.get(created["session_id"])
+    assert row is not None
+    assert row.policy == {"max_calls": 9, "max_idle_seconds": 60.0, "at_budget": "stop"}
 
 
 def test_all_servers_of_a_database_are_paused_resumed_and_drained() -> None:

@@ -108,6 +108,17 @@ async def test_removes_a_tool_and_records_both_lists(serve: Serve, store: Store)
     assert [len(trace.call_ids) for trace in build(calls, "merged").traces] == [2]
 
 
+async def test_what_a_hook_changed_is_stored_without_secrets(serve: Serve, store: Store) -> None:
+    session = await new_session(store, KEY)
+    secret = tool("bash") | {"headers": {"Authorization": "Bearer sk-live-0123456789abcdef0123"}}
+    async with hooked(serve, ScriptedEngine(), WithoutInternet) as http:
+        body = {"model": "m", "messages": [USER], "tools": [secret, tool("fetch")]}
+        assert (await http.post("/chat/completions", json=body)).status_code == 200
+    (call,) = await store.calls.of_session(session)
+    assert "bash" in str(call.hooks)
+    assert "0123456789abcdef" not in str(call.hooks)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("dialect", DIALECTS)
 async def test_agents_get_the_changed_answer(serve: Serve, store: Store, dialect: str, stream: bool) -> None:
