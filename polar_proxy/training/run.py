@@ -43,6 +43,11 @@ async def train_locally(
     settings: Settings, config: GrpoConfig, run: Path, store: Store, report: Callable[[str], None]
 ) -> TrainerState:
     """Start or resume the run in the folder `run`. `report` takes progress lines for people."""
+    if settings.routes:
+        raise UsageError(
+            "The settings have [[routes]], which send calls to other engines than the one that this run trains. "
+            "Remove them from polar.toml, or run them in a server and train with --feed."
+        )
     code = settings.code(config.task)
     source = get_source(config.task, code)
     weights = initial_weights(settings, config)
