@@ -22,8 +22,9 @@ TokenIds: TypeAlias = "npt.NDArray[np.int32]"
 Logprobs: TypeAlias = "npt.NDArray[np.float32]"
 
 Edge = Literal["root", "continues", "retries", "rewinds", "compacts", "subagent", "side_call"]
-CallStatus = Literal["ok", "client_gone", "upstream_error", "no_tokens"]
-ANSWERED: frozenset[CallStatus] = frozenset({"ok", "no_tokens"})
+CallStatus = Literal["ok", "client_gone", "upstream_error", "no_tokens", "budget"]
+"""budget: Polar itself gave the answer, because the session's budget was spent."""
+ANSWERED: frozenset[CallStatus] = frozenset({"ok", "no_tokens", "budget"})
 """Statuses of a call with a complete answer."""
 FAILED: frozenset[CallStatus] = frozenset({"client_gone", "upstream_error"})
 """Statuses of a call without a complete answer."""
@@ -386,6 +387,12 @@ class CallRecord:
     base_choice: int | None = None
     deleted_at: float | None = None
     """When its client deleted the response, in seconds since the epoch. The call stays, and is trained on."""
+    engine_name: str | None = None
+    """Name of its engine in the settings [engines]; None for the engine of [engine]."""
+    route: str | None = None
+    """Name of the rule that chose the engine."""
+    hooks: Json | None = None
+    """What hooks changed: `request` (its parts as the model saw them) and `answer` (the choices as sampled)."""
     conversation: ConversationTurn | None = None
     """What its commit adds to a conversation; None in a record that is read back."""
 

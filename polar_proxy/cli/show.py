@@ -125,6 +125,8 @@ def _print_session(session: SessionDetail) -> None:
     price = "" if session.price_usd is None else f"  {format_price(session.price_usd)} USD"
     label = f"  {session.label}" if session.label else ""
     out.print(styled("session {}{}{}{}", session.session_id, label, reward, price))
+    if session.spent is not None:
+        out.print(styled("[yellow]its budget is spent ({}): further calls are refused[/]", session.spent))
     rows = (
         (
             call.call_id,
@@ -157,6 +159,10 @@ def _print_call(call: CallDetail, tokens: bool) -> None:
         say(_usage_line(call.usage, call.price_usd))
     if not_carried := call.sampling.get("not_carried"):
         say(styled("[yellow]not carried to the provider: {}[/]", ", ".join(not_carried)))
+    if call.route is not None:
+        say(styled("engine {}, chosen by the rule {}", call.engine_name, call.route))
+    if call.hooks is not None:
+        say(styled("[yellow]changed by hooks: {}[/]", orjson.dumps(call.hooks).decode()))
     if call.error:
         say(Text(message_lines(call.error), "yellow"))
     if problem := call.conversation.get("unparsed"):

@@ -57,6 +57,11 @@ async def train_locally(
 ) -> TrainerState:
     """Start or resume the run in the folder `run`. `report` takes progress lines for people, `progress` the rollouts'
     progress."""
+    if settings.routes:
+        raise UsageError(
+            "The settings have [[routes]], which send calls to other engines than the one that this run trains. "
+            "Remove them from polar.toml, or run them in a server and train with --feed."
+        )
     code = settings.code(config.task)
     source = get_source(config.task, code)
     weights = initial_weights(settings, config)

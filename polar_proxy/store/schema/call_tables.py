@@ -19,6 +19,7 @@ sessions = Table(
     Column("created_at", Double, nullable=False),
     Column("closed_at", Double),
     Column("incomplete", Text),  # machine-readable reason why it must not be trained on; null: all calls are recorded
+    Column("spent", Text),  # the limit of its budget that was reached, such as max_calls; further calls are refused
     # Updated in the transaction that adds the calls, so that listings need not count calls.
     counter_column("calls"),
     counter_column("failed_calls"),
@@ -78,6 +79,8 @@ calls = Table(
     Column("stream", Boolean, nullable=False),
     Column("model", Text, nullable=False),
     Column("engine_hash", LargeBinary, ForeignKey("engines.engine_hash")),
+    Column("engine_name", Text),  # in the settings [engines]; null: the engine of [engine]
+    Column("route", Text),  # the rule that chose the engine
     Column("weight_version", Text),
     Column("logprob_mode", Text, nullable=False),
     Column("status", Text, nullable=False),
@@ -89,6 +92,7 @@ calls = Table(
     Column("rule", Text),  # the lineage rule that decided the edge
     Column("ambiguous", Boolean, nullable=False),
     Column("thread", Text),
+    Column("hooks", PackedJson),  # what hooks changed: parts of the request as the model saw them, answers as sampled
     Column("fingerprint", PackedJson),  # for recognising the conversation after a restart
     Column("prompt_mode", Text, nullable=False),  # render (by the engine), continue (tokens of the base)
     Column("prompt_reason", Text),  # why it does not continue the tokens of the base
