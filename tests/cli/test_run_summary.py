@@ -112,7 +112,7 @@ def test_the_live_table_has_each_sample(monkeypatch: pytest.MonkeyPatch, capsys:
 
 
 def test_a_rollout_that_runs_before_it_is_announced_keeps_its_stage(capsys: pytest.CaptureFixture[str]) -> None:
-    view = output.RolloutProgressView(quiet=False)
+    view = RolloutProgressView(quiet=False)
     view.stage("roll_0", "running")
     view.stage("roll_0", "queued", "swe-task-0")
     view.stage("roll_0", "done", "submitted", 1.0)
