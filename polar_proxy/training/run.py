@@ -198,8 +198,8 @@ class ServiceRollouts:
         job, _ = await self._service.submit(tasks, spec, idempotency_key=f"{self._run_id}/{name}")
         if self._reporter is not None:
             for row in await self._store.rollouts.find(job_id=job.job_id):
-                if row.status == "queued":
-                    self._reporter.stage(row.rollout_id, row.status, row.task_id)
+                if not row.final:
+                    self._reporter.stage(row.rollout_id, "queued", row.task_id)
         return job
 
 
