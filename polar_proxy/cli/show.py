@@ -12,7 +12,7 @@ from rich.text import Text
 
 from polar_proxy.cli import options
 from polar_proxy.cli.common import read_store_or_server
-from polar_proxy.cli.output import format_number, format_time, make_table, out, print_result, styled
+from polar_proxy.cli.output import format_number, format_time, make_table, out, print_note, print_result, styled
 from polar_proxy.terminal import message_lines
 from polar_proxy.types import Json
 
@@ -67,6 +67,8 @@ def sessions(
         for row in found.sessions
     )
     print_result(found, make_table(columns, cells, right=_NUMBERS), as_json)
+    if not found.sessions and not as_json:
+        print_note("No session is recorded yet. `polar serve`, then `polar connect`, records an agent that you start.")
 
 
 def show(

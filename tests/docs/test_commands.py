@@ -31,6 +31,7 @@ from tests.fakes.vllm_server import FakeVllm
 BIN = Path(sys.executable).parent
 ENGINE_URL = "http://127.0.0.1:8000"
 LLAMA_URL = "http://127.0.0.1:8080"
+HOSTED_URL = "https://api.example.com"
 MODEL = "my-model"
 Fake = TypeVar("Fake", FakeVllm, FakeLlama)
 
@@ -183,6 +184,7 @@ def as_run(command: str, workspace: Workspace, fake_vllm: FakeVllm, fake_llama: 
     text = (
         command.replace(ENGINE_URL, fake_vllm.url)
         .replace(LLAMA_URL, fake_llama.url)
+        .replace(HOSTED_URL, fake_vllm.url)
         .replace("--db runs.db", "--db ~/.polar/polar.db")
     )
     if command.startswith("polar cancel"):  # a job that has ended cannot be cancelled
