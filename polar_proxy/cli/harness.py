@@ -42,7 +42,9 @@ VersionOption = Annotated[str | None, typer.Option(help="Version; overrides the 
 @doctor_app.callback()
 def doctor(
     context: typer.Context,
-    engine: Annotated[Literal["vllm", "llamacpp"], typer.Option(help="Kind of the server at --engine-url.")] = "vllm",
+    engine: Annotated[
+        Literal["vllm", "llamacpp", "openai", "anthropic", "google"], typer.Option(help="Kind of the engine to check.")
+    ] = "vllm",
     engine_url: Annotated[str | None, typer.Option(help="Also check the engine at this URL.")] = None,
     model: Annotated[str | None, typer.Option(help="The engine's model; with it a provider needs no URL.")] = None,
     db: options.Db = None,

@@ -3,7 +3,7 @@
 An agent that makes the engine fail on purpose (a parameter or text that the engine answers with a 5xx status) must not
 get another attempt for it. So the request of a rollout's failed call is kept, and can be tried again. If it fails
 before and after a plain request that the engine answers, it is at fault. What is sampled here is never recorded, sent
-or trained on.
+or trained on. A hosted model is paid for each request and is never tried again: its failures count as the provider's.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ class FailedRequests:
         self._by_session: dict[str, FailedRequest] = {}
 
     def keep(self, session: SessionState, calls: Sequence[PendingCall]) -> None:
+        if "hosted" in self._engine.info.capabilities:
+            return
         failed = tuple((call.request, call.lineage.base) for call in calls)
         self._by_session[session.session_id] = FailedRequest(session, calls[0].engine.served, failed)
 

@@ -62,6 +62,8 @@ _RELEASE_IDLE_SECONDS = 5.0
 """How long to wait for calls in flight on other gateways when the attempt is abandoned. Shorter than `_IDLE_SECONDS`,
 because no traces are built."""
 # OpenHands prints its complete first prompt after the event that says why it failed.
+_PROVIDER_LIMITS = frozenset({402, 429})
+"""Statuses with which a provider refuses because of its own limits (credit, rate), whatever the request is."""
 _LOG_TAIL_BYTES = 200_000
 _FINAL_STATUS: Mapping[str, tuple[RolloutStatus, str | None]] = {
     "ok": ("done", None),
@@ -430,7 +432,8 @@ class AttemptRunner:
             return f"the engine is down: {down}"
         assert attempt.session_id is not None
         calls = [call for call in await self.store.calls.summaries(attempt.session_id) if call.status != "client_gone"]
-        if calls and calls[-1].status == "upstream_error" and (calls[-1].http_status or 0) >= 500:
+        status = calls[-1].http_status if calls and calls[-1].status == "upstream_error" else 0
+        if status >= 500 or status in _PROVIDER_LIMITS:
             if (own := await self.gateway.failure_of_its_own(attempt.session_id)) is not None:
                 log.warning("rollout %s: the agent's last request fails each time: %s", attempt.rollout_id, own)
                 return None
