@@ -116,7 +116,7 @@ class VllmEngine(LocallyRenderingEngine):
         Conversations are then rendered in this process, if that gives the server's ids. The stop tokens of the model's
         `generation_config.json` are added to the tokens that end a turn, if the server really stops at them.
         """
-        if not self._server.tokenize_renders or "continue" not in self._server.info.capabilities:
+        if not self._server.renders or "continue" not in self._server.info.capabilities:
             return
         folder = await asyncio.to_thread(find_model_folder, self._server.model_path)
         if folder is None:
@@ -128,7 +128,8 @@ class VllmEngine(LocallyRenderingEngine):
         files = await asyncio.to_thread(ModelFiles.load, folder) if folder is not None else None
         if files is None:
             return
-        self._local = await LocalRenderer.find(files.template, self.render, files.encode)
+        if self.client.renderer is None:
+            self._local = await LocalRenderer.find(files.template, self.render, files.encode)
         known = self._server.info.eos_token_ids
         named = [token for token in files.stop_ids if token not in known and await stops_at(self.client, token)]
         self._verified = replace(self._server, info=replace(self._server.info, eos_token_ids=(*known, *named)))
@@ -194,7 +195,7 @@ class VllmEngine(LocallyRenderingEngine):
         if prompt is None:
             return CHAT, chat_body(request, stream=stream)
         limit = self.info.context_length
-        return COMPLETIONS, exact_body(request, prompt.token_ids, limit, stream=stream)
+        return COMPLETIONS, exact_body(request, prompt.token_ids, limit, self.info.eos_token_ids, stream=stream)
 
     async def _start(self, path: str, body: Json, *, large: bool) -> HttpResponse:
         """Send the request; if `max_tokens` exceeds the room in the context, send it without a limit.
@@ -232,12 +233,12 @@ class VllmEngine(LocallyRenderingEngine):
         return [await prompt.parser.parse(event) for event in events]
 
     async def render(self, request: ChatRequest, *, generation: bool = True) -> list[int]:
-        """Implement `Engine.render`: by `/tokenize` if the probe got the same ids from it as from the chat route.
+        """Implement `Engine.render`: as the probe got the same ids as from the chat route.
 
-        Otherwise sample one token by the chat route and return the prompt ids of the answer.
+        If it got them in no way, sample one token by the chat route and return the prompt ids of the answer.
         """
-        if self._server.tokenize_renders:
-            return await self.client.tokenize(render_body(request, generation=generation))
+        if self._server.renders:
+            return await self.client.render(render_body(request, generation=generation))
         if not generation:
             raise RequestError(
                 f"{self.client.name} can render a conversation only with the tokens that open the next answer."
@@ -245,6 +246,12 @@ class VllmEngine(LocallyRenderingEngine):
         one_token = replace(request, sampling=Sampling(max_tokens=1), response_format=None)
         answer = await self.client.chat(chat_body(one_token, stream=False))
         return list(self.client.field(answer, "prompt_token_ids"))
+
+    async def _texts_of_server(self, requests: Sequence[ChatRequest], generation: bool) -> list[str]:
+        if self.client.renderer is None:
+            return await super()._texts_of_server(requests, generation)
+        bodies = [{"model": self.client.model, **render_body(one, generation=generation)} for one in requests]
+        return [rendering.text for rendering in await self.client.renderer.render(bodies)]
 
     async def encode(self, text: str) -> list[int]:
         return await (self.client if self._local is None else self._local).encode(text)

@@ -68,7 +68,7 @@ class ForcedSampling:
             self.tags = dict(zip(texts, map(tuple, ids), strict=True))
 
     async def render(self, messages: list[Json], generation: bool, frame: Json) -> list[int]:
-        return await self._client.tokenize({"messages": messages, "add_generation_prompt": generation, **frame})
+        return await self._client.render({"messages": messages, "add_generation_prompt": generation, **frame})
 
     async def _sample(self, path: str, body: Json) -> list[SampleEvent]:
         async with self._slots:

@@ -68,7 +68,7 @@ from polar_proxy.types import ChatRequest, Json, SampleEvent, TokenIds
 
 _TAIL_TOKENS = 16
 _KEPT_CONFIGS = 32
-_REMEDY = (
+REMEDY = (
     "Install vLLM on this machine and name its Python by the setting engine.vllm_python, or start vLLM with "
     "--enable-scale-out, so that its own parser can be called."
 )
@@ -215,7 +215,7 @@ class ParserProofs:
             if isinstance(found, ParserConfig):
                 return found
             problems.append(found)
-        raise CannotContinueError(" ".join([*map(str, problems), _REMEDY]))
+        raise CannotContinueError(" ".join([*map(str, problems), REMEDY]))
 
     def tail(self, prompt: Sequence[int] | TokenIds) -> PromptTail:
         """Return `open` or `closed` if the tokens after a prompt's last turn open or close reasoning, else `none`."""
