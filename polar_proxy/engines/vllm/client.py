@@ -280,14 +280,11 @@ def text_body(request: TextRequest, *, stream: bool) -> Json:
     return body
 
 
-def exact_body(
-    request: ChatRequest, prompt: TokenIds, context_length: int, stop_ids: Sequence[int], *, stream: bool
-) -> Json:
+def exact_body(request: ChatRequest, prompt: TokenIds, context_length: int, *, stream: bool) -> Json:
     """Return the body for `/v1/completions` that samples the answer to a chat from exactly these prompt ids.
 
     The body always has `max_tokens`, because without it a completion ends after 16 tokens, but a chat only at the end
-    of the context. `stop_ids`: the tokens at which the server's chats end; some of them end no completion by
-    themselves.
+    of the context.
     """
     room = context_length - prompt.size
     if room < 1:
@@ -299,7 +296,6 @@ def exact_body(
     sampling = replace(request.sampling, max_tokens=room if wanted is None else min(wanted, room))
     body = text_body(TextRequest(request.model, (), sampling), stream=stream)
     body["prompt"] = prompt.tolist()
-    body["stop_token_ids"] = list(stop_ids)
     return body
 
 

@@ -99,7 +99,7 @@ class VllmEngine(LocallyRenderingEngine):
         self._verified = await ServerProbe(self.client, self._vllm_python, self._parsers, self._model_folder).run()
         self._weight_version = self._server.weight_version
         self._weight_version_at = time.monotonic()
-        await self._read_model_folder()
+        await self._use_model_files()
         self._texts = TokenTexts(self.client, separator=next(iter(self._server.info.eos_token_ids), None))
         return self._server.info
 
@@ -110,14 +110,26 @@ class VllmEngine(LocallyRenderingEngine):
             await parsers.close()
         await super().__aexit__(kind, error, trace)
 
-    async def _read_model_folder(self) -> None:
-        """Use the model's folder, if it can be read.
+    async def _use_model_files(self) -> None:
+        """Render conversations in this process, if the model's folder can be read and gives the server's ids.
 
-        Conversations are then rendered in this process, if that gives the server's ids. The stop tokens of the model's
-        `generation_config.json` are added to the tokens that end a turn, if the server really stops at them.
+        The stop tokens of the model's `generation_config.json` are added to the tokens that end a turn, if the server
+        really stops at them.
         """
         if not self._server.renders or "continue" not in self._server.info.capabilities:
             return
+        if self.client.renderer is not None:
+            stop_ids: Sequence[int] = self.client.renderer.stop_ids
+        elif (files := await self._model_files()) is not None:
+            self._local = await LocalRenderer.find(files.template, self.render, files.encode)
+            stop_ids = files.stop_ids
+        else:
+            return
+        known = self._server.info.eos_token_ids
+        named = [token for token in stop_ids if token not in known and await stops_at(self.client, token)]
+        self._verified = replace(self._server, info=replace(self._server.info, eos_token_ids=(*known, *named)))
+
+    async def _model_files(self) -> ModelFiles | None:
         folder = await asyncio.to_thread(find_model_folder, self._server.model_path)
         if folder is None:
             log.warning(
@@ -125,14 +137,7 @@ class VllmEngine(LocallyRenderingEngine):
                 "Name a copy of its configuration, tokenizer and chat template by the setting engine.model_folder",
                 self._server.model_path,
             )
-        files = await asyncio.to_thread(ModelFiles.load, folder) if folder is not None else None
-        if files is None:
-            return
-        if self.client.renderer is None:
-            self._local = await LocalRenderer.find(files.template, self.render, files.encode)
-        known = self._server.info.eos_token_ids
-        named = [token for token in files.stop_ids if token not in known and await stops_at(self.client, token)]
-        self._verified = replace(self._server, info=replace(self._server.info, eos_token_ids=(*known, *named)))
+        return await asyncio.to_thread(ModelFiles.load, folder) if folder is not None else None
 
     @property
     def _server(self) -> VerifiedServer:
@@ -195,7 +200,7 @@ class VllmEngine(LocallyRenderingEngine):
         if prompt is None:
             return CHAT, chat_body(request, stream=stream)
         limit = self.info.context_length
-        return COMPLETIONS, exact_body(request, prompt.token_ids, limit, self.info.eos_token_ids, stream=stream)
+        return COMPLETIONS, exact_body(request, prompt.token_ids, limit, stream=stream)
 
     async def _start(self, path: str, body: Json, *, large: bool) -> HttpResponse:
         """Send the request; if `max_tokens` exceeds the room in the context, send it without a limit.

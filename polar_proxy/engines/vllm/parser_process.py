@@ -68,7 +68,7 @@ class ParserProcess:
         self.version = ""
         """vLLM's version."""
         self.stop_ids: list[int] = []
-        """Tokens that the chat route adds to the stop tokens of the model's configuration."""
+        """The stop tokens of the tokenizer and of the model's generation config."""
         self.reasoning_tags: list[tuple[str, str]] = []
         """The texts around reasoning of all reasoning parsers that fit the model."""
 
@@ -124,7 +124,7 @@ class ParserProcess:
         A body is that of a chat; `add_generation_prompt: false` leaves out the tokens that open the answer.
         """
         await self.ensure_started()
-        reply = await self._ask({"op": "render", "requests": list(bodies)})
+        reply = await self._ask({"op": "render", "requests": list(bodies)}, START_SECONDS)
         if "refused" in reply:
             raise RequestError(f"vLLM refuses this conversation: {reply['refused']}", param="messages")
         return [Rendering(ids, text) for ids, text in reply["renderings"]]

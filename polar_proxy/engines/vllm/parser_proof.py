@@ -203,6 +203,9 @@ class ParserProofs:
         if mode is not None:
             return config
         own = [answer for answer in answers if answer.own and answer.raw_finish == "stop"]
+        if self._tools and not own and (demanded := await self._sampling.demand_call(frame)) is not None:
+            own = [demanded]
+            answers.append(demanded)
         if own and not any(answer.parsed.calls for answer in own):
             raise CannotContinueError(
                 f"{problem} And the server's chat route did not recognise a tool call in the chat template's form. "

@@ -81,6 +81,7 @@ class ServerProbe:
         self._client = client
         self._vllm_python = vllm_python
         self._process: ParserProcess | None = None
+        self._render_problem = ""
         self._model_path = client.model
         self._adds_grammar = False
         self._any_token = 0
@@ -142,8 +143,8 @@ class ServerProbe:
         self, renders: bool, token_prompt: bool, end: tuple[int, ...], *, tools: bool
     ) -> ParserProofs | CannotContinueError:
         if not renders:
-            remedy = "" if self._process else f" {REMEDY}"
-            return CannotContinueError(f"its `/tokenize` does not render conversations as its chat route does.{remedy}")
+            problem = "its `/tokenize` does not render conversations as its chat route does."
+            return CannotContinueError(f"{problem} {self._render_problem}")
         if not token_prompt:
             return CannotContinueError("it does not return token ids and log-probabilities if the prompt is token ids.")
         if not end:
@@ -271,12 +272,19 @@ class ServerProbe:
         if await self._renders(tools=tools):
             return True
         if self._process is None:
+            self._render_problem = REMEDY
+            return False
+        try:
+            await self._process.ensure_started()
+        except EngineError as error:
+            self._render_problem = str(error)
             return False
         self._client.renderer = self._process
         if await self._renders(tools=tools):
             return True
         self._client.renderer = None
         await self._process.stop()
+        self._render_problem = f"Nor does the renderer of vLLM {self._process.version} on this machine."
         return False
 
     async def _renders(self, *, tools: bool) -> bool:
@@ -315,7 +323,8 @@ class ServerProbe:
         Candidates are the tokens that the template writes after a finished message and not after an unfinished one, or
         else those that begin the next message (GLM). Some of them, such as a line break, do not end an answer. So a
         bias makes the server sample each in turn, and the first at which it stops by itself is returned. If the side
-        process renders, the candidates are those that vLLM itself adds to the stop tokens of chats.
+        process renders, the candidates are the stop tokens of the model's configuration: gpt-oss writes another token
+        after past answers than the one at which it stops.
         """
         for end in await self._end_candidates():
             if await stops_at(self._client, end):
