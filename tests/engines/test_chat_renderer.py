@@ -66,4 +66,6 @@ async def test_a_side_process_that_cannot_be_started_is_named(tmp_path: Path) ->
 
 async def test_without_vllm_the_remedy_is_named() -> None:
     async with FakeVllm(limits=LIMITS) as fake, VllmEngine(fake.url) as engine:
-        assert "does not render conversations as its chat route does. Install vLLM on this" in str(engine.continue_problem)
+        assert "does not render conversations as its chat route does. Install vLLM on this" in str(
+            engine.continue_problem
+        )

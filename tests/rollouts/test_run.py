@@ -142,7 +142,9 @@ def test_notes_answers_of_another_distribution(polar_home: Path) -> None:
         assert done.exit_code == 0, done.stderr
         notes = [line for line in done.stderr.splitlines() if "their traces are approximate" in line]
         assert len(notes) == noted
-        assert all("sampled with temperature 0," in note and "With --temperature 1, polar serve, run" in note for note in notes)
+        assert all(
+            "sampled with temperature 0," in note and "With --temperature 1, polar serve, run" in note for note in notes
+        )
 
 
 async def read_rewards(home: Path, rollout_id: str) -> Sequence[RewardRow]:

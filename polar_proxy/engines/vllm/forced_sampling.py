@@ -1,6 +1,6 @@
 """Make a server sample given answers by its chat route. How a text is forced:
 
-* An answer in the template's own form by a grammar of its token ids (`own_forms.forcing`), or by demanding a call.
+* An answer in the template's own form by a grammar of its token ids (`own_forms.forcing`).
 * Text and tool calls by `structured_outputs: {"choice": [text]}`. With a reasoning parser, vLLM applies this grammar
   only after the reasoning; a bias for the `</think>` token ends the reasoning at once.
 * Reasoning by descending biases for `<think>`, a letter and `</think>`. A repetition penalty excludes each token once
@@ -33,13 +33,14 @@ from polar_proxy.engines.vllm.forced_answers import (
     last_position,
 )
 from polar_proxy.engines.vllm.own_forms import (
-    ONLY_CALL,
+    ARGUMENTS,
+    REASONING,
     UNWANTED,
     USER,
     Conversation,
     OwnForm,
     after_reasoning,
-    demanding,
+    call_turn,
     forcing,
     own_forms,
     reasoning_end,
@@ -166,20 +167,26 @@ class ForcedSampling:
         forced = await asyncio.gather(*(force(form, each) for each in conversations for form in forms))
         return [answer for answer in forced if answer is not None]
 
-    async def demand_call(self, frame: Json) -> ForcedAnswer | None:
-        """Make the server sample a call in the template's own form by demanding a call.
+    async def open_reasoning(self, frame: Json) -> ForcedAnswer | None:
+        """Sample reasoning as the template opens it, cut after some letters; None if the server samples something else.
 
-        For servers that allow a given grammar only within a part of the answer, so that it forces no call (gpt-oss:
-        within the text). Returns None if the server samples another form.
+        For servers whose grammar begins before the text and allows reasoning there (gpt-oss).
         """
-        frame = frame | {"tools": [ONLY_CALL]}
-        render = partial(self.render, frame=frame)
-        forms, prompt = await asyncio.gather(own_forms(render, USER, self._end), render(USER, True))
-        form = next((form for form in forms if form.arguments == ({"path": "a"},)), None)
-        answer = await unless_refused(self._chat("a demanded call", "", frame | demanding(form))) if form else None
-        if form is None or answer is None or last_position(answer.sampled, form.ids) < 0:
+        opened = await self.render(USER, True, frame)
+        turn = call_turn(ARGUMENTS[:1]) | {"reasoning": REASONING, "reasoning_content": REASONING}
+        whole = await unless_refused(self.render([*USER, turn], False, frame)) or []
+        before, found, _ = (await self._client.decode(whole[len(opened) :])).partition(REASONING)
+        opening = tuple(await self._client.encode(before)) if found else ()
+        biases = dict.fromkeys(opening, 50) | dict.fromkeys(self.tags[LETTER], 100)
+        body = {
+            "structured_outputs": {"choice": [PLAIN]},
+            "logit_bias": {str(token): bias for token, bias in biases.items()},
+            "max_tokens": len(opening) + 4,
+        }
+        answer = await unless_refused(self._chat("cut reasoning", "", frame | body)) if opening else None
+        if answer is None or answer.sampled[: len(opening)] != opening:
             return None
-        return replace(answer, own=bool(answer.parsed.calls), prompt=tuple(prompt))
+        return replace(answer, cut=True, prompt=tuple(opened))
 
     async def force_tags(self, tags: Sequence[tuple[str, str]], frame: Json) -> list[ForcedAnswer]:
         """Sample one answer for each of these pairs of tags, with a letter as the reasoning between the tags.

@@ -37,19 +37,6 @@ TOOL: Json = {
         },
     },
 }
-ONLY_CALL: Json = {
-    "type": "function",
-    "function": {
-        "name": "look",
-        "parameters": {
-            "type": "object",
-            "properties": {"path": {"enum": ["a"]}},
-            "required": ["path"],
-            "additionalProperties": False,
-        },
-    },
-}
-"""A tool that can be called in one way only."""
 CALL_IDS = ("polarcal1", "polarcal2")
 """Ids of nine letters and digits, because Mistral's templates refuse others."""
 CONTENT, REASONING = "I look.", "Slowly."
@@ -152,17 +139,6 @@ def after_reasoning(ids: Sequence[int], end_of_reasoning: int | None) -> tuple[i
     """Return the tokens after the last end of reasoning."""
     ended = [place for place, token in enumerate(ids) if token == end_of_reasoning]
     return tuple(ids[ended[-1] + 1 :] if ended else ids)
-
-
-def demanding(form: OwnForm) -> Json:
-    """Return the fields of a chat request that make a server sample this call under its own grammar for demanded calls.
-
-    The grammar may allow other forms, and text before the call. Biases that fall from token to token lead to this form.
-    """
-    ids = list(dict.fromkeys(form.ids))
-    biases = {str(token): 100 - 80 * place // len(ids) for place, token in enumerate(ids)}
-    limit = len(form.ids) + _TO_STOP
-    return {"tools": [ONLY_CALL], "tool_choice": "required", "logit_bias": biases, "max_tokens": limit}
 
 
 def forcing(form: OwnForm, end_of_reasoning: int | None, unwanted: Sequence[int]) -> Json:

@@ -203,14 +203,14 @@ class ParserProofs:
         if mode is not None:
             return config
         own = [answer for answer in answers if answer.own and answer.raw_finish == "stop"]
-        if self._tools and not own and (demanded := await self._sampling.demand_call(frame)) is not None:
-            own = [demanded]
-            answers.append(demanded)
         if own and not any(answer.parsed.calls for answer in own):
             raise CannotContinueError(
                 f"{problem} And the server's chat route did not recognise a tool call in the chat template's form. "
                 "Start vLLM with the --tool-call-parser of this model."
             )
+        if not any(answer.parsed.reasoning for answer in answers):
+            reasoning = await self._sampling.open_reasoning(frame)
+            answers += [] if reasoning is None else [reasoning]
         problems = [problem]
         answers.append(replace(shown[-1], prompt=tuple(opened)))
         for find in (self._match_process, self._match_derender):

@@ -282,7 +282,9 @@ class ParserWorker:
             return {}
         if operation == "render":
             try:
-                return {"renderings": [self._loop.run_until_complete(self._model.render(one)) for one in line["requests"]]}
+                return {
+                    "renderings": [self._loop.run_until_complete(self._model.render(one)) for one in line["requests"]]
+                }
             except (VLLMClientError, ValueError) as error:
                 return {"refused": str(error)}
         if operation == "match":
