@@ -18,6 +18,7 @@ from functools import partial
 
 from polar_proxy.engines.base import CannotContinueError
 from polar_proxy.engines.hermes import CALL, END_CALL, END_THINK, THINK
+from polar_proxy.engines.openai_stream import MISSING_BELOW
 from polar_proxy.engines.vllm.client import CHAT, COMPLETIONS, VllmClient, unless_refused
 from polar_proxy.engines.vllm.forced_answers import (
     CALL_TEXTS,
@@ -35,6 +36,7 @@ from polar_proxy.engines.vllm.forced_answers import (
 from polar_proxy.engines.vllm.own_forms import (
     ARGUMENTS,
     REASONING,
+    TOOL,
     UNWANTED,
     USER,
     Conversation,
@@ -50,6 +52,7 @@ from polar_proxy.types import Json, SampleEvent
 
 _TOGETHER = 8
 """Answers that the server samples at a time."""
+_ALTERNATIVES = 5
 
 
 class ForcedSampling:
@@ -226,3 +229,32 @@ class ForcedSampling:
             raise CannotContinueError("the text of its completions differs from the decoded text of their token ids.")
         read = [replace(answer, text=text) for answer, text in zip(answers, texts[2:], strict=True)]
         return read, texts[1] == "".join(event.text for event in plain)
+
+
+async def adds_grammar(client: VllmClient, *, renders: bool) -> bool:
+    """Return whether the chat route samples requests with tools under a grammar of the server's own.
+
+    With `--tool-strict-level function`, vLLM's grammar for tool calls is an alternative to one that the request gives.
+    So a grammar is given that allows one token only, and the most likely tokens are requested: if a second one was
+    allowed, the server added its own. False if that cannot be found out. `renders`: the client renders conversations.
+    """
+    frame: Json = {"tools": [TOOL]}
+
+    async def render(messages: list[Json], generation: bool) -> list[int]:
+        return await client.render({"messages": messages, "add_generation_prompt": generation, **frame})
+
+    plain, unwanted = await asyncio.gather(*(unless_refused(client.encode(text)) for text in (PLAIN, UNWANTED)))
+    if plain is None or unwanted is None:
+        return False
+    end = await reasoning_end(client, render, USER) if renders else None
+    body = frame | forcing(OwnForm("plain text", tuple(plain), ()), end, unwanted) | {"messages": USER}
+    wanted = {"temperature": 0, "logprobs": True, "top_logprobs": _ALTERNATIVES, "return_token_ids": True}
+    answer = await unless_refused(client.chat(body | wanted))
+    if answer is None:
+        return False
+    choice = answer["choices"][0]
+    ids, rows = tuple(choice["token_ids"]), choice["logprobs"]["content"]
+    first = int(ids[0] == end)  # the grammar begins after the reasoning
+    likely = [other["logprob"] > MISSING_BELOW for row in rows[first : first + 1] for other in row["top_logprobs"]]
+    forced = last_position(ids, tuple(plain)) >= 0
+    return sum(likely) > 1 and (forced or not all(likely))

@@ -20,6 +20,7 @@ from polar_proxy.engines.hermes import END_THINK
 from polar_proxy.engines.logprobs import logprob_mode
 from polar_proxy.engines.openai_stream import MISSING_BELOW, version_runs
 from polar_proxy.engines.vllm.client import CHAT, COMPLETIONS, VllmClient, unless_refused
+from polar_proxy.engines.vllm.forced_sampling import adds_grammar
 from polar_proxy.engines.vllm.own_forms import TOOL, USER
 from polar_proxy.engines.vllm.parser_process import ParserProcess, Parsers
 from polar_proxy.engines.vllm.parser_proof import REMEDY, ParserProofs
@@ -111,6 +112,7 @@ class ServerProbe:
             self._precision(),
         )
         renders = await self._find_renderer(tools=tools)
+        self._adds_grammar = tools and await adds_grammar(self._client, renders=renders)
         end = await self._end_of_turn() if renders else ()
         parsers = await self._prove_parsers(renders, token_prompt, end, tools=tools)
         if tools and isinstance(parsers, ParserProofs):
@@ -149,7 +151,14 @@ class ServerProbe:
             return CannotContinueError("it does not return token ids and log-probabilities if the prompt is token ids.")
         if not end:
             return CannotContinueError("no token ends the turns of its chat template and also makes the server stop.")
-        proofs = ParserProofs(self._client, end=end[0], tools=tools, process=self._process, parsers=self._parsers)
+        proofs = ParserProofs(
+            self._client,
+            end=end[0],
+            tools=tools,
+            process=self._process,
+            parsers=self._parsers,
+            adds_grammar=self._adds_grammar,
+        )
         try:
             await proofs.prove({})
         except BaseException as error:
