@@ -25,6 +25,7 @@ from polar_proxy.types import ChatRequest, Json, Message
 _TOOL_FIELDS = ("name", "description", "parameters")
 _BILLING_LINE = "x-anthropic-billing-header"
 _KEPT_ATTRIBUTES = 1024
+_DICT_ATTRIBUTES = frozenset(dir(dict))
 
 
 class _GenerationBlock(jinja2.ext.Extension):
@@ -46,7 +47,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         self._allowed: dict[tuple[type, str], bool] = {}
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        if type(obj) is dict and not hasattr(dict, attribute):
+        if type(obj) is dict and attribute not in _DICT_ATTRIBUTES:
             return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
         return super().getattr(obj, attribute)
 
