@@ -351,7 +351,7 @@ class RequestHandler:
 
     async def _sample_call(self, request: RequestContext, index: int, call: PendingCall, reply: Reply) -> None:
         if call.final_answer is not None:
-            event = SampleEvent(text=call.final_answer, finish_reason="stop", usage=(0, 0))
+            event = SampleEvent(text=call.final_answer, finish_reason="stop")
             call.answer.add(event)
             await reply.write(index, event)
             return
