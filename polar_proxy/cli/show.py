@@ -13,7 +13,7 @@ from polar_proxy.cli import options
 from polar_proxy.cli.common import read_store_or_server
 from polar_proxy.cli.output import format_number, format_time, make_table, out, print_result, styled
 from polar_proxy.terminal import message_lines
-from polar_proxy.types import Json
+from polar_proxy.types import Json, content_text
 
 if TYPE_CHECKING:
     from polar_proxy.api_models import CallChoice, CallDetail, Record, RolloutRecord, SessionDetail, SessionList
@@ -189,12 +189,5 @@ def _message_text(message: Json) -> str:
     calls = [
         f"-> {call['function']['name']} {call['function']['arguments']}" for call in message.get("tool_calls") or []
     ]
-    text = _content_text(message.get("content"))
+    text = content_text(message.get("content"))
     return "\n".join(part for part in (f"({reasoning})" if reasoning else "", text, *calls) if part)
-
-
-def _content_text(content: Any) -> str:
-    """Return one line for each content part; images and files appear as their type."""
-    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
-        return content if isinstance(content, str) else orjson.dumps(content).decode() if content else ""
-    return "\n".join(str(part["text"]) if "text" in part else f"[{part.get('type')}]" for part in content)
