@@ -40,7 +40,7 @@ def _add_overview(pages: APIRouter, view: ViewContext) -> None:
     @pages.get("/")
     async def overview(request: Request) -> Response:
         running, rollouts, sessions, jobs, groups, runs = await asyncio.gather(
-            store.rollouts.find(statuses=ROLLOUT_STATUSES - FINAL_STATUSES, limit=_RUNNING),
+            store.rollouts.find(statuses=ROLLOUT_STATUSES - FINAL_STATUSES - {"queued"}, limit=_RUNNING),
             store.rollouts.find(limit=_SHORT),
             store.sessions.recent(_SHORT),
             store.jobs.find(limit=_SHORT),

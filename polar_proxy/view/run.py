@@ -108,6 +108,7 @@ async def _session(
             store.traces.summaries(session.session_id),
             store.traces.exclusions(session.session_id),
         )
+    is_story = chosen is None  # the whole run is shown by its last answered call, with all messages
     if chosen is None:
         chosen = next((call.call_id for call in reversed(calls) if call.choices), calls[-1].call_id if calls else None)
     trace_of = {call_id: trace for trace in traces if trace.builder == "merged" for call_id in trace.call_ids}
@@ -120,6 +121,7 @@ async def _session(
         "excluded": excluded,
         "is_running": rollout is not None and not rollout.final,
         **await _call(view, calls, chosen),
+        "is_story": is_story,
     }
 
 
@@ -127,7 +129,7 @@ async def _call(view: ViewContext, calls: Sequence[CallSummary], call_id: str | 
     """Return the values of the part that shows one call of a session."""
     place = {call.call_id: index for index, call in enumerate(calls)}
     if call_id not in place:
-        return {"call": None, "shown": None, "number": None, "summary": None}
+        return {"call": None, "shown": None, "number": None, "summary": None, "is_story": False}
     store = view.store
     summary = calls[place[call_id]]
     following = next((one for one in calls if one.base_call_id == call_id and one.edge == "continues"), None)
@@ -139,6 +141,7 @@ async def _call(view: ViewContext, calls: Sequence[CallSummary], call_id: str | 
         "call": call,
         "summary": summary,
         "number": place[call_id] + 1,
+        "is_story": False,
         "shown": await asyncio.to_thread(show_call, call, later, known),
     }
 

@@ -6,7 +6,6 @@ const facts = document.querySelector("#token");
 const LINE = 20; // pixels; as in polar.css
 const MARGIN = 12; // lines above and below the visible ones
 const HEAT = [[0.9, ""], [0.7, "h1"], [0.5, "h2"], [0.3, "h3"], [0.1, "h4"], [0.01, "h5"], [0, "h6"]];
-const BREAKS = /[\n\r]/g;
 
 const source = box.dataset.source;
 const head = await getJson(`${source}/head`);
@@ -18,14 +17,12 @@ let loaded = 0; // tokens that have arrived
 let lines = []; // index of the first token of each line
 let columns = 80;
 let columnAt = 0; // of the last line, while it is laid out
+let fresh = false; // the last line has no token yet
 let here = -1; // the chosen token
 let hits = []; // tokens at which the search begins to match
 let hitEnds = [];
 let shown = new Map(); // line number -> element
 let colour = document.querySelector("#colour").value;
-
-layOut();
-await load();
 
 async function load() {
   while (loaded < head.length) {
@@ -56,11 +53,20 @@ function showProblem(text) {
 
 // Layout
 
+/** Return what a token shows: up to its last line break. What follows it, an indentation, begins the next line. */
 function displayed(index) {
-  const id = ids[index];
-  const text = texts.get(id);
-  return text === undefined ? `⟨${id}⟩` : text === "" ? "∅" : text.replace(BREAKS, "↵").replace(/\t/g, "⇥   ");
+  const text = texts.get(ids[index]);
+  if (text === undefined) return `⟨${ids[index]}⟩`;
+  return text === "" ? "∅" : visible(text.slice(0, text.lastIndexOf("\n") + 1 || undefined));
 }
+
+function indentation(index) {
+  const text = texts.get(ids[index]) ?? "";
+  const end = text.lastIndexOf("\n");
+  return end < 0 ? "" : visible(text.slice(end + 1));
+}
+
+const visible = (text) => text.replace(/[\n\r]/g, "↵").replace(/\t/g, "⇥   ");
 
 function widthOf(text) {
   let width = 0;
@@ -70,13 +76,21 @@ function widthOf(text) {
 
 /** Divide the tokens from `start` on into lines. A line ends after a line break and before another origin. */
 function layOut(start = 0) {
-  if (start === 0) { lines = []; columnAt = Infinity; }
+  if (start === 0) { lines = []; columnAt = Infinity; fresh = false; }
+  else if (fresh) lines.push(start);
   const starts = new Set(head.spans.map((span) => span.at));
   for (let index = start; index < loaded; index++) {
     const text = displayed(index);
     const width = widthOf(text);
-    if (columnAt + width > columns || starts.has(index)) { lines.push(index); columnAt = 0; }
-    columnAt = /[\n\r]/.test(texts.get(ids[index]) ?? "") ? Infinity : columnAt + width;
+    if (!fresh && (columnAt + width > columns || starts.has(index))) { lines.push(index); columnAt = 0; }
+    columnAt += width;
+    if (texts.get(ids[index])?.includes("\n")) {
+      if (index + 1 < loaded) lines.push(index + 1);
+      columnAt = widthOf(indentation(index));
+      fresh = true;
+    } else {
+      fresh = false;
+    }
   }
   space.style.height = `${Math.max(lines.length, 1) * LINE}px`;
   redraw();
@@ -138,13 +152,14 @@ function makeLine(number) {
   line.className = span.kind === "sampled" ? "line sampled" : "line";
   line.style.top = `${number * LINE}px`;
   line.dataset.at = start;
-  for (let index = start; index < end; index++) line.append(makeToken(index, span));
+  if (start > 0 && indentation(start - 1)) line.append(makeToken(start - 1, spanOf(start - 1), indentation(start - 1)));
+  for (let index = start; index < end; index++) line.append(makeToken(index, span, displayed(index)));
   return line;
 }
 
-function makeToken(index, span) {
+function makeToken(index, span, text) {
   const token = document.createElement("span");
-  token.textContent = displayed(index);
+  token.textContent = text;
   token.dataset.index = index;
   token.className = `t ${span.kind === "sampled" ? "s" : "c"} ${colourOf(index, span)}${marks(index, span)}`;
   return token;
@@ -363,3 +378,6 @@ function openHash() {
   const index = Number(location.hash.slice(1));
   if (location.hash.length > 1 && index !== here && index < loaded) choose(index, { centre: true });
 }
+
+layOut();
+await load();
