@@ -65,10 +65,10 @@ def draw_tree(calls: Sequence[CallSummary]) -> CallTree:
             call,
             _MARGIN + lanes[index] * LANE,
             index * ROW + ROW // 2,
-            None if parents[index] is None else parents[index] + 1,
+            None if parent is None else parent + 1,
             reason_of(call.rule),
         )
-        for index, call in enumerate(calls)
+        for index, (call, parent) in enumerate(zip(calls, parents, strict=True))
     ]
     lines = [
         TreeLine(row.call.edge, _path(rows[parent], row))

@@ -14,6 +14,7 @@ from polar_proxy.store import RolloutRow
 from polar_proxy.store.artifacts import ArtifactRow
 from polar_proxy.store.calls import CallSummary
 from polar_proxy.store.rollouts import StageRow
+from polar_proxy.store.traces import TraceSummary
 from polar_proxy.types import Json
 from polar_proxy.view.call_tree import draw_tree
 from polar_proxy.view.context import ViewContext
@@ -100,9 +101,10 @@ async def _session(
     """Return the values of the parts of a run's page that show its session."""
     store = view.store
     session = None if session_id is None else await store.sessions.summary(session_id)
-    if session is None:
-        calls, traces, excluded = [], [], {}
-    else:
+    calls: list[CallSummary] = []
+    traces: list[TraceSummary] = []
+    excluded: dict[str, str] = {}
+    if session is not None:
         calls, traces, excluded = await asyncio.gather(
             store.calls.summaries(session.session_id),
             store.traces.summaries(session.session_id),
