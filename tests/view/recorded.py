@@ -45,21 +45,36 @@ async def commit(store: Store, *calls: CallRecord) -> None:
     await asyncio.gather(*(store.calls.commit(call) for call in calls))
 
 
+async def running_rollout(store: Store, label: str, **changes: Any) -> tuple[str, str]:
+    """Start a rollout. Return its id and that of its session."""
+    rollout_id = await new_rollout(store, **changes)
+    session_id = await new_session(store, label=label, rollout_id=rollout_id)
+    row = await store.rollouts.get(rollout_id)
+    assert row is not None
+    (claim,) = await store.queue.claim("elsewhere:1:worker", 1, 60, job_id=row.job_id)
+    await store.rollouts.enter_stage(claim, "preparing", session_id=session_id)
+    return rollout_id, session_id
+
+
 async def long_session(store: Store, *, turns: int, tokens: int, rollout: bool = True) -> str:
     """Record a conversation that grows by a tool call and its result in each turn. Return the session id.
 
     Its merged trace has about `turns * tokens` tokens.
     """
-    session_id = await new_session(store, label="a long conversation")
-    rollout_id = await new_rollout(store, session_id, model=POLAR_TINY_NAME) if rollout else None
-    if rollout_id is not None:
-        await store.sessions.close(session_id)
+    label = "a long conversation"
+    rollout_id, session_id = None, ""
+    if rollout:
+        rollout_id, session_id = await running_rollout(store, label, model=POLAR_TINY_NAME)
+    else:
+        session_id = await new_session(store, label=label)
     words = text_ids("The bug is in line 42.\n    return total / count  # not len(items) - 1\n")
     messages = [message("system", "You fix bugs."), message("user", "The mean of an empty list fails. Fix it.")]
     prompt = np.resize(words, tokens // 2)
     parent: CallRecord | None = None
     for turn in range(turns):
-        tool = ToolCall(f"tool_{turn}", "bash", orjson.dumps({"command": f"sed -n {turn},{turn + 9}p mean.py"}).decode())
+        tool = ToolCall(
+            f"tool_{turn}", "bash", orjson.dumps({"command": f"sed -n {turn},{turn + 9}p mean.py"}).decode()
+        )
         sampled = np.resize(words, tokens // 4)
         call = call_record(
             session_id,
@@ -140,8 +155,7 @@ async def hostile_rollout(store: Store) -> tuple[str, str]:
 
     Return the ids of the rollout and of its call.
     """
-    session_id = await new_session(store, label=HOSTILE)
-    rollout_id = await new_rollout(store, session_id, harness=HOSTILE, model=HOSTILE, engine=HOSTILE)
+    rollout_id, session_id = await running_rollout(store, HOSTILE, harness=HOSTILE, model=HOSTILE, engine=HOSTILE)
     tool = ToolCall(HOSTILE, HOSTILE, orjson.dumps({HOSTILE: HOSTILE}).decode())
     call = replace(
         call_record(session_id),
@@ -176,3 +190,22 @@ async def many_rollouts(store: Store, number: int) -> None:
     await store.jobs.submit({}, [NewGroup("task-1", number, {}, (ROLLOUT,) * number)], owned=True)
 
 
+async def drifting_session(store: Store) -> str:
+    """Record two calls of which the second has another token at position 3 than the first. Return the session id."""
+    session_id = await new_session(store)
+    first = call_record(session_id, prompt_ids=np.array([1, 2, 3], np.int32), engine=TINY)
+    changed = np.concatenate([np.array([1, 2, 3, 99], np.int32), first.choices[0].token_ids])
+    second = call_record(
+        session_id,
+        edge="continues",
+        parent_call_id=first.call_id,
+        base_call_id=first.call_id,
+        base_choice=0,
+        prompt_reason="engine_cannot_continue",
+        prompt_ids=changed,
+        engine=TINY,
+        started_at=first.started_at + 9,
+    )
+    await commit(store, first, second)
+    await build_traces(store, session_id, None, reward=None, incomplete=False)
+    return session_id
