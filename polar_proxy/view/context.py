@@ -21,6 +21,7 @@ NAVIGATION = (
     ("Groups", "/view/groups"),
     ("Jobs", "/view/jobs"),
     ("Training", "/view/training"),
+    ("Compare", "/view/compare"),
 )
 
 

@@ -87,7 +87,9 @@ def _message(message: Json, number: int, results: Mapping[str, str], finish_reas
     for tool_call in calls if isinstance(calls, list) else ():
         function = tool_call["function"]
         call_id = str(tool_call["id"])
-        tools.append(ToolUse(call_id, function["name"], _arguments(function["arguments"]), results.get(call_id)))
+        tools.append(
+            ToolUse(call_id, function["name"], readable_arguments(function["arguments"]), results.get(call_id))
+        )
     return ShownMessage(
         role=str(message.get("role", "raw")),
         name=message.get("name"),
@@ -118,7 +120,7 @@ def _called(messages: Iterable[Json]) -> set[str]:
     return {tool_call["id"] for message in messages for tool_call in message.get("tool_calls") or ()}
 
 
-def _arguments(text: str) -> str:
+def readable_arguments(text: str) -> str:
     """Return the arguments of a tool call with each of them on lines of its own; text that is no JSON stays."""
     try:
         value = orjson.loads(text)
