@@ -18,7 +18,7 @@ from polar_proxy.api import ApiContext
 from polar_proxy.api.context import not_found
 from polar_proxy.api.jobs import stream_events
 from polar_proxy.errors import ApiError
-from polar_proxy.view import comparison, groups, lists, run, tokens
+from polar_proxy.view import comparison, groups, lists, run, tokens, training
 from polar_proxy.view.access import COOKIE, LOGIN, PageAccess, page_route, require_same_origin, safe_next, with_headers
 from polar_proxy.view.context import ViewContext
 from polar_proxy.view.templates import ASSETS
@@ -38,7 +38,7 @@ def create_view_router(api: ApiContext, *, open_on_loopback: bool) -> APIRouter:
         return await view.page(request, "error.html", status=error.status, error=error)
 
     pages = APIRouter(route_class=page_route(access, show_error))
-    for kind in (lists, comparison, groups, run, tokens):
+    for kind in (lists, comparison, groups, run, tokens, training):
         kind.add_routes(pages, view)
     _add_search(pages, view)
     _add_events(pages, view)
@@ -66,7 +66,7 @@ async def find_page(view: ViewContext, name: str) -> str:
         if name.startswith(prefix):
             return f"/view/{kind}/{name}"
     if await view.store.training.runs(name):
-        return "/view/training"
+        return f"/view/training/{name}"
     found = await view.store.names.find(name)
     return f"/view/{found.kind}s/{found.record_id}"
 
