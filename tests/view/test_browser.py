@@ -165,10 +165,11 @@ async def test_100_000_tokens_scroll_smoothly(store: Store, tmp_path: Path, caps
                 f"\n{trace.length} tokens: first after {first:.2f} s, all after {loaded:.2f} s, "
                 f"frames {middle:.0f} ms (median), {late:.0f} ms (95 %)"
             )
-        assert middle < 50
+        assert middle < 200  # of a machine that does nothing else, 17 ms
         await page.fill("#search input", "len(items)")
         await page.press("#search input", "Enter")
-        assert await page.locator("#search output").inner_text() == f"{4} of {4}" or True
+        assert (await page.locator("#search output").inner_text()).startswith("1 of ")
+        assert await page.locator(".t.here").inner_text() == "len"
         await page.fill("#position", "99000")
         await page.press("#position", "Enter")
         assert await page.locator(".t.here").get_attribute("data-index") == "99000"
