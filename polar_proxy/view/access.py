@@ -142,10 +142,10 @@ def page_route(access: PageAccess, show_error: ShowError) -> type[APIRoute]:
     return PageRoute
 
 
-def with_headers(response: Response, *, cache: str = "no-store") -> Response:
+def with_headers(response: Response) -> Response:
     """Add the security headers. Pages are not cached, because they show recorded conversations."""
     response.headers.update(HEADERS)
-    response.headers.setdefault("cache-control", cache)
+    response.headers.setdefault("cache-control", "no-store")
     return response
 
 

@@ -183,6 +183,8 @@ async def test_assets_are_served_without_a_login(connect: Connect) -> None:
             answer = await http.get(f"/view/assets/{name}")
             assert answer.status_code == 200
             assert answer.headers["content-type"].startswith(media_type)
+            again = await http.get(f"/view/assets/{name}", headers={"if-none-match": answer.headers["etag"]})
+            assert (again.status_code, again.content) == (304, b"")
         for name in ("..%2faccess.py", "none.js", "%2e%2e"):
             assert (await http.get(f"/view/assets/{name}")).status_code in (303, 404)
 
