@@ -4,8 +4,9 @@ The cookie is not the key. It is `NAME.EXPIRY.MAC`: the name of an API key, and 
 servers on the same host get the cookie too, because cookies know no ports, and it opens nothing but the pages. It ends
 when its time is over or when the key is revoked, and every server of the database accepts it.
 
-On loopback no login is needed if the gateway takes unknown keys there (`gateway.require_known_keys`), unless a proxy
-forwarded the request. Sockets inside sandboxes serve no page.
+On loopback no login is needed to read, if the gateway takes unknown keys there (`gateway.require_known_keys`) and no
+proxy forwarded the request. To change something always needs one, because an agent in a process sandbox also connects
+from loopback and must not reward itself. Sockets inside sandboxes serve no page.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from polar_proxy.store.sessions import ApiKeyRow
 LOGIN = "/view/login"
 COOKIE = "polar_view"
 COOKIE_SECONDS = 7 * 24 * 3600
+_READING = ("GET", "HEAD")
 _FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip", "via")
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
@@ -41,7 +43,7 @@ _POLICY = (
 HEADERS = {
     "content-security-policy": _POLICY,
     "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
+    "referrer-policy": "same-origin",  # with no-referrer, a form's request would have the Origin null
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
 }
@@ -58,7 +60,7 @@ class PageAccess:
 
     store: Store
     open_on_loopback: bool
-    """Requests from this machine need no login."""
+    """Requests from this machine that change nothing need no login."""
 
     async def role(self, request: Request) -> Role:
         """Return the role of the request's sender. Raises LoginRequiredError, and ApiError for a bad API key."""
@@ -67,8 +69,8 @@ class PageAccess:
         role = await self._role_of_cookie(request.cookies.get(COOKIE, ""))
         if role is not None:
             return role
-        if self.open_on_loopback and _is_local(request):
-            return "admin"
+        if self.open_on_loopback and request.method in _READING and _is_local(request):
+            return "trainer"
         raise LoginRequiredError("This page needs a login with an API key.")
 
     async def log_in(self, key: str, response: Response, *, secure: bool) -> bool:
@@ -126,7 +128,7 @@ def page_route(access: PageAccess, show_error: ShowError) -> type[APIRoute]:
             async def guarded(request: Request) -> Response:
                 try:
                     request.state.role = await access.role(request)
-                    if request.method not in ("GET", "HEAD"):
+                    if request.method not in _READING:
                         require_same_origin(request)
                     response = await handle(request)
                 except LoginRequiredError:
@@ -140,10 +142,10 @@ def page_route(access: PageAccess, show_error: ShowError) -> type[APIRoute]:
     return PageRoute
 
 
-def with_headers(response: Response, *, cache: str = "no-store") -> Response:
+def with_headers(response: Response) -> Response:
     """Add the security headers. Pages are not cached, because they show recorded conversations."""
     response.headers.update(HEADERS)
-    response.headers.setdefault("cache-control", cache)
+    response.headers.setdefault("cache-control", "no-store")
     return response
 
 

@@ -6,6 +6,7 @@ The overview is at `/`. Everything else is below `/view/`, apart from the routes
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import mimetypes
 from functools import cache
 from typing import Annotated
@@ -25,7 +26,6 @@ from polar_proxy.view.templates import ASSETS
 
 _LONGEST_FORM = 4096
 """Bytes of a login form."""
-_CACHED = "max-age=300"
 _KIND_OF_ID = {"group_": "groups", "trc_": "traces"}
 
 
@@ -105,12 +105,17 @@ def _add_public(router: APIRouter, view: ViewContext) -> None:
         return with_headers(response)
 
     @router.get("/view/assets/{name}")
-    async def asset(name: str) -> Response:
+    async def asset(name: str, if_none_match: Annotated[str | None, Header()] = None) -> Response:
         content = (await asyncio.to_thread(_assets)).get(name)
         if content is None:
             return with_headers(Response(status_code=404))
+        # A browser asks each time, so that it never has the scripts of one version and the pages of another.
+        tag = f'"{hashlib.sha256(content).hexdigest()[:16]}"'
+        headers = {"etag": tag, "cache-control": "no-cache"}
+        if if_none_match == tag:
+            return with_headers(Response(status_code=304, headers=headers))
         media_type = mimetypes.guess_type(name)[0] or "application/octet-stream"
-        return with_headers(Response(content, media_type=media_type, headers={"cache-control": _CACHED}))
+        return with_headers(Response(content, media_type=media_type, headers=headers))
 
     async def show_login(request: Request, where: str, problem: str, status: int = 200) -> Response:
         page = await view.page(request, "login.html", status=status, next=safe_next(where), problem=problem)

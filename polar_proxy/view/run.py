@@ -14,6 +14,7 @@ from polar_proxy.store import RolloutRow
 from polar_proxy.store.artifacts import ArtifactRow
 from polar_proxy.store.calls import CallSummary
 from polar_proxy.store.rollouts import StageRow
+from polar_proxy.store.sessions import SessionSummary
 from polar_proxy.store.traces import TraceSummary
 from polar_proxy.types import Json
 from polar_proxy.view.call_tree import draw_tree
@@ -24,6 +25,8 @@ from polar_proxy.view.timeline import draw_timeline
 
 _SHOWN_BYTES = 256 * 1024
 """The most bytes of a file that a page shows. The page links to the whole file."""
+_LIVE_SECONDS = 600.0
+"""A session without a rollout counts as in use for this long after its last call."""
 Chosen = Annotated[str | None, Query(alias="call", description="The call that is shown. Default: the last answered.")]
 
 
@@ -121,10 +124,17 @@ async def _session(
         "traces": traces,
         "trace_of": trace_of,
         "excluded": excluded,
-        "is_running": rollout is not None and not rollout.final,
+        "is_live": _is_live(rollout, session),
         **await _call(view, calls, chosen),
         "is_story": is_story,
     }
+
+
+def _is_live(rollout: RolloutRow | None, session: SessionSummary | None) -> bool:
+    """Return whether more may come: the rollout runs, or a session without a rollout was used a moment ago."""
+    if rollout is not None or session is None:
+        return rollout is not None and not rollout.final
+    return session.closed_at is None and time.time() - (session.last_call_at or session.created_at) < _LIVE_SECONDS
 
 
 async def _call(view: ViewContext, calls: Sequence[CallSummary], call_id: str | None) -> Json:

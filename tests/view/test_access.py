@@ -7,14 +7,14 @@ from pathlib import Path
 
 import httpx
 import pytest
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 
 from polar_proxy.api import ApiContext, new_api_key
 from polar_proxy.config import Settings
 from polar_proxy.sessions.identity import hash_key, new_key
 from polar_proxy.store import Store
 from polar_proxy.view import access
-from polar_proxy.view.access import COOKIE, HEADERS, make_cookie, safe_next
+from polar_proxy.view.access import COOKIE, HEADERS, LoginRequiredError, PageAccess, make_cookie, safe_next
 from polar_proxy.view.router import create_view_router
 from polar_proxy.view.server import create_pages
 
@@ -135,6 +135,24 @@ async def test_loopback_needs_no_login_only_if_the_request_is_local(connect: Con
         assert (await http.get("/")).status_code == 303
 
 
+async def test_a_change_needs_a_login_on_loopback_too(store: Store) -> None:
+    """An agent in a process sandbox connects from loopback, and can send any Origin."""
+    host = "127.0.0.1:8100"
+
+    async def receive() -> dict[str, object]:
+        return {"type": "http.request"}
+
+    def request(method: str) -> Request:
+        headers = [(b"host", host.encode()), (b"origin", f"http://{host}".encode())]
+        scope = {"type": "http", "method": method, "path": "/", "headers": headers, "client": ("127.0.0.1", 9)}
+        return Request(scope, receive)
+
+    allowed = PageAccess(store, open_on_loopback=True)
+    assert await allowed.role(request("GET")) == "trainer"
+    with pytest.raises(LoginRequiredError):
+        await allowed.role(request("POST"))
+
+
 async def test_a_login_from_another_page_is_refused(connect: Connect, store: Store) -> None:
     key = await add_key(store)
     async with connect() as http:
@@ -165,6 +183,8 @@ async def test_assets_are_served_without_a_login(connect: Connect) -> None:
             answer = await http.get(f"/view/assets/{name}")
             assert answer.status_code == 200
             assert answer.headers["content-type"].startswith(media_type)
+            again = await http.get(f"/view/assets/{name}", headers={"if-none-match": answer.headers["etag"]})
+            assert (again.status_code, again.content) == (304, b"")
         for name in ("..%2faccess.py", "none.js", "%2e%2e"):
             assert (await http.get(f"/view/assets/{name}")).status_code in (303, 404)
 
