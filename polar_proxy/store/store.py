@@ -14,6 +14,7 @@ from polar_proxy.store.conversations import ConversationRepository
 from polar_proxy.store.database import Database
 from polar_proxy.store.names import NameRepository
 from polar_proxy.store.outage_marks import OutageMarks
+from polar_proxy.store.remarks import RemarkRepository
 from polar_proxy.store.rollouts import RolloutRepository, TaskRepository
 from polar_proxy.store.service.feed import FeedRepository
 from polar_proxy.store.service.groups import GroupRepository
@@ -57,6 +58,7 @@ class Store:
         self.tasks = TaskRepository(database)
         self.rollouts = RolloutRepository(database)
         self.rewards = RewardRepository(database)
+        self.remarks = RemarkRepository(database)
         self.artifacts = ArtifactRepository(database, artifacts)
         # The rollout service
         self.jobs = JobRepository(database)

@@ -26,6 +26,7 @@ sessions = Table(
     counter_column("completion_tokens"),
     Column("last_call_at", Double),
     Column("reward", Double),  # the newest reward of a session without a rollout; all rewards are in `rewards`
+    Column("rating", Double),  # the newest rating that a person gave, 1 to 5
 )
 
 open_calls = Table(
