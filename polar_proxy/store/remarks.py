@@ -15,7 +15,7 @@ from polar_proxy.store.secrets import clean_label, without_secrets
 from polar_proxy.types import new_id
 
 RemarkKind = Literal["label", "note", "rating"]
-REMARK_KINDS: tuple[RemarkKind, ...] = get_args(RemarkKind)
+REMARK_KINDS: dict[str, RemarkKind] = {kind: kind for kind in get_args(RemarkKind)}
 LOWEST_RATING, HIGHEST_RATING = 1, 5
 _LONGEST_NOTE = 20_000
 _a = schema.remarks.c

@@ -31,6 +31,8 @@ class ViewContext:
 
     api: ApiContext
     access: PageAccess
+    writable: bool = True
+    """Remarks and rewards can be given in the pages."""
     tokens: TokenSources = field(default_factory=TokenSources)
 
     @property

@@ -15,6 +15,7 @@ from fastapi import APIRouter, Query, Request, Response
 from polar_proxy import records
 from polar_proxy.api.service import read_service_state
 from polar_proxy.errors import UsageError
+from polar_proxy.export.exporter import FORMATS
 from polar_proxy.store import RolloutRow
 from polar_proxy.store.schema import FINAL_STATUSES, ROLLOUT_STATUSES
 from polar_proxy.view.context import ViewContext
@@ -89,6 +90,7 @@ def _add_rollouts(pages: APIRouter, view: ViewContext) -> None:
             problem=problem,
             note=note,
             older=older,
+            formats=FORMATS,
         )
 
 
