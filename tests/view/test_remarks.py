@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import httpx
+import orjson
 import pytest
 
+from polar_proxy.engines.bundled import POLAR_TINY_NAME
 from polar_proxy.store import Store
 from tests.factories import new_rollout, new_session
 from tests.view import recorded
@@ -100,11 +102,11 @@ async def test_pages_over_a_database_alone_write_nothing(pages: httpx.AsyncClien
 
 
 async def test_the_rows_of_a_filter_are_downloaded(pages: httpx.AsyncClient, store: Store) -> None:
-    await recorded.long_session(store, turns=2, tokens=40)
+    session_id = await recorded.long_session(store, turns=2, tokens=40)
     await new_rollout(store)
-    answer = await pages.get("/view/export", params={"where": "reward>=1", "format": "tokens-jsonl"})
+    answer = await pages.get("/view/export", params={"where": f"model={POLAR_TINY_NAME}", "format": "tokens-jsonl"})
     assert answer.headers["content-disposition"] == 'attachment; filename="polar-export.jsonl"'
     *rows, report = answer.text.splitlines()
-    assert "token_ids" in rows[0]
+    assert orjson.loads(rows[0])["session_id"] == session_id
     assert "export_report" in report
     assert (await pages.get("/view/export", params={"format": "nope"})).status_code == 400
