@@ -1,0 +1,149 @@
+"""The conversation of one call as a page shows it: messages, and each tool call with its result."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from polar_proxy.export import conversation
+from polar_proxy.types import CallRecord, Json, content_text
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """A tool call of the model. `result` is None if no later message has it."""
+
+    call_id: str
+    name: str
+    arguments: str
+    result: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class ShownMessage:
+    role: str
+    name: str | None
+    text: str
+    reasoning: str
+    tools: Sequence[ToolUse]
+    number: int
+    """From 1, in the request; for an answer, its index."""
+    finish_reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ShownCall:
+    """A call's request in OpenAI's form and as the agent sent it, and its answers."""
+
+    earlier: Sequence[ShownMessage]
+    """Messages that the call which it continues had already."""
+    new: Sequence[ShownMessage]
+    answers: Sequence[ShownMessage]
+    tools: Sequence[tuple[str, str]]
+    """Name and description of each tool that the model may call."""
+    raw: Sequence[str]
+    """The messages as they were received, as indented JSON."""
+    raw_tools: str | None
+    problem: str | None
+    """Why the request is shown as it was received."""
+
+
+def show_call(call: CallRecord, following: CallRecord | None, known_messages: int) -> ShownCall:
+    """Return what a page shows of a call.
+
+    `following`: the call that continues it, which has the results of its tool calls. `known_messages`: the number of
+    its messages that an earlier call had.
+    """
+    request = conversation(call)
+    problem = request.get("unparsed")
+    messages = [message if isinstance(message, dict) else {"content": message} for message in request["messages"]]
+    later = conversation(following)["messages"][len(messages) :] if following is not None else []
+    results = _results([*messages, *(message for message in later if isinstance(message, dict))])
+    shown = [
+        _message(message, number, results)
+        for number, message in enumerate(messages, 1)
+        if problem is not None or not _is_shown_with_its_call(message, results, messages)
+    ]
+    answers = [
+        _message(choice.message.to_openai(), choice.index, results, choice.finish_reason) for choice in call.choices
+    ]
+    return ShownCall(
+        earlier=[one for one in shown if one.number <= known_messages],
+        new=[one for one in shown if one.number > known_messages],
+        answers=answers,
+        tools=[_tool(tool) for tool in request["tools"] or ()] if problem is None else [],
+        raw=[_indented(message) for message in call.messages],
+        raw_tools=None if call.tools is None else _indented(call.tools),
+        problem=problem,
+    )
+
+
+def _message(message: Json, number: int, results: Mapping[str, str], finish_reason: str | None = None) -> ShownMessage:
+    tools = []
+    calls = message.get("tool_calls")
+    for tool_call in calls if isinstance(calls, list) else ():
+        function = tool_call["function"]
+        call_id = str(tool_call["id"])
+        tools.append(
+            ToolUse(call_id, function["name"], readable_arguments(function["arguments"]), results.get(call_id))
+        )
+    return ShownMessage(
+        role=str(message.get("role", "raw")),
+        name=message.get("name"),
+        text=content_text(message.get("content")) if "role" in message else _json(message),
+        reasoning=message.get("reasoning_content") or "",
+        tools=tools,
+        number=number,
+        finish_reason=finish_reason,
+    )
+
+
+def _results(messages: Iterable[Json]) -> dict[str, str]:
+    """Return tool call id -> result."""
+    return {
+        str(message["tool_call_id"]): content_text(message.get("content"))
+        for message in messages
+        if message.get("role") == "tool" and message.get("tool_call_id")
+    }
+
+
+def _is_shown_with_its_call(message: Json, results: Mapping[str, str], messages: Sequence[Json]) -> bool:
+    """Return whether a message is the result of a tool call in the same request, and is shown there."""
+    call_id = message.get("tool_call_id")
+    return message.get("role") == "tool" and call_id in results and call_id in _called(messages)
+
+
+def _called(messages: Iterable[Json]) -> set[str]:
+    return {tool_call["id"] for message in messages for tool_call in message.get("tool_calls") or ()}
+
+
+def readable_arguments(text: str) -> str:
+    """Return the arguments of a tool call with each of them on lines of its own; text that is no JSON stays."""
+    try:
+        value = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return text
+    if not isinstance(value, dict):
+        return text
+    return "\n".join(f"{name}: {one if isinstance(one, str) else _json(one)}" for name, one in value.items())
+
+
+def _tool(tool: Any) -> tuple[str, str]:
+    function = tool.get("function", tool) if isinstance(tool, dict) else {}
+    if not isinstance(function, dict):
+        function = {}
+    return str(function.get("name", tool)), str(function.get("description") or "")
+
+
+def _indented(stored: bytes) -> str:
+    try:
+        return _json(orjson.loads(stored))
+    except orjson.JSONDecodeError:
+        return stored.decode(errors="replace")
+
+
+def _json(value: Any) -> str:
+    return orjson.dumps(value, option=orjson.OPT_INDENT_2).decode()
