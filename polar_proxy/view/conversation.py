@@ -40,22 +40,32 @@ class ShownCall:
 
     earlier: Sequence[ShownMessage]
     """Messages that the call which it continues had already."""
+    left_out: int
+    """Earlier messages that are not shown, because there are too many."""
     new: Sequence[ShownMessage]
     answers: Sequence[ShownMessage]
     tools: Sequence[tuple[str, str]]
     """Name and description of each tool that the model may call."""
-    raw: Sequence[str]
-    """The messages as they were received, as indented JSON."""
+    raw: Sequence[str] | None
+    """The messages as they were received, as indented JSON; None if they are on a page of their own."""
     raw_tools: str | None
     problem: str | None
     """Why the request is shown as it was received."""
 
 
-def show_call(call: CallRecord, following: CallRecord | None, known_messages: int) -> ShownCall:
+def show_call(
+    call: CallRecord,
+    following: CallRecord | None,
+    known_messages: int,
+    *,
+    most: int | None = None,
+    with_raw: bool = True,
+) -> ShownCall:
     """Return what a page shows of a call.
 
     `following`: the call that continues it, which has the results of its tool calls. `known_messages`: the number of
-    its messages that an earlier call had.
+    its messages that an earlier call had. `most`: show at most this many of those, the newest. `with_raw`: also return
+    the request as it was received.
     """
     request = conversation(call)
     problem = request.get("unparsed")
@@ -70,13 +80,16 @@ def show_call(call: CallRecord, following: CallRecord | None, known_messages: in
     answers = [
         _message(choice.message.to_openai(), choice.index, results, choice.finish_reason) for choice in call.choices
     ]
+    earlier = [one for one in shown if one.number <= known_messages]
+    left_out = 0 if most is None else max(0, len(earlier) - most)
     return ShownCall(
-        earlier=[one for one in shown if one.number <= known_messages],
+        earlier=earlier[left_out:],
+        left_out=left_out,
         new=[one for one in shown if one.number > known_messages],
         answers=answers,
         tools=[_tool(tool) for tool in request["tools"] or ()] if problem is None else [],
-        raw=[_indented(message) for message in call.messages],
-        raw_tools=None if call.tools is None else _indented(call.tools),
+        raw=[_indented(message) for message in call.messages] if with_raw else None,
+        raw_tools=_indented(call.tools) if with_raw and call.tools is not None else None,
         problem=problem,
     )
 

@@ -103,6 +103,20 @@ async def test_a_tool_call_is_shown_with_its_result_of_the_next_call(pages: http
     assert "no result is recorded" in (await pages.get(f"/view/parts/calls/{last.call_id}")).text
 
 
+async def test_a_long_conversation_is_cut_in_a_run_and_whole_on_the_page_of_its_call(
+    pages: httpx.AsyncClient, store: Store
+) -> None:
+    session_id = await recorded.long_session(store, turns=110, tokens=8, rollout=False)
+    *_, last = await store.calls.summaries(session_id)
+    page = (await pages.get(f"/view/sessions/{session_id}")).text
+    assert "11 messages before these" in page
+    assert page.count('<article class="message') == 101
+    whole = (await pages.get(f"/view/calls/{last.call_id}")).text
+    assert whole.count('<article class="message') == 112
+    assert "As the agent sent it" in whole
+    assert "&#34;tool_call_id&#34;: &#34;tool_7&#34;" in whole
+
+
 async def test_a_rollout_shows_patch_log_reward_and_traces(pages: httpx.AsyncClient, store: Store) -> None:
     session_id = await recorded.long_session(store, turns=2, tokens=40)
     summary = await store.sessions.summary(session_id)
