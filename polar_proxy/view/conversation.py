@@ -69,14 +69,18 @@ def show_call(
     """
     request = conversation(call)
     problem = request.get("unparsed")
-    messages = [message if isinstance(message, dict) else {"content": message} for message in request["messages"]]
-    later = conversation(following)["messages"][len(messages) :] if following is not None else []
-    results = _results([*messages, *(message for message in later if isinstance(message, dict))])
-    shown = [
-        _message(message, number, results)
-        for number, message in enumerate(messages, 1)
-        if problem is not None or not _is_shown_with_its_call(message, results, messages)
-    ]
+    messages = request["messages"]
+    if problem is not None:
+        results = {}
+        shown = [_unparsed(message, number) for number, message in enumerate(messages, 1)]
+    else:
+        results = _results(messages) | _results(_messages_after(following, len(messages)))
+        with_their_call = _called(messages)
+        shown = [
+            _message(message, number, results)
+            for number, message in enumerate(messages, 1)
+            if message["role"] != "tool" or message.get("tool_call_id") not in with_their_call
+        ]
     answers = [
         _message(choice.message.to_openai(), choice.index, results, choice.finish_reason) for choice in call.choices
     ]
@@ -94,17 +98,25 @@ def show_call(
     )
 
 
+def _messages_after(call: CallRecord | None, number: int) -> Sequence[Json]:
+    """Return the messages of a call after the first `number`; none if its request cannot be parsed."""
+    request = {"messages": []} if call is None else conversation(call)
+    return [] if request.get("unparsed") else request["messages"][number:]
+
+
+def _unparsed(message: Any, number: int) -> ShownMessage:
+    return ShownMessage("raw", None, _json(message), "", (), number)
+
+
 def _message(message: Json, number: int, results: Mapping[str, str], finish_reason: str | None = None) -> ShownMessage:
     tools = []
-    calls = message.get("tool_calls")
-    for tool_call in calls if isinstance(calls, list) else ():
-        function = tool_call["function"]
-        call_id = str(tool_call["id"])
+    for tool_call in message.get("tool_calls") or ():
+        function, call_id = tool_call["function"], tool_call["id"]
         tools.append(ToolUse(call_id, function["name"], _arguments(function["arguments"]), results.get(call_id)))
     return ShownMessage(
-        role=str(message.get("role", "raw")),
+        role=message["role"],
         name=message.get("name"),
-        text=content_text(message.get("content")) if "role" in message else _json(message),
+        text=content_text(message.get("content")),
         reasoning=message.get("reasoning_content") or "",
         tools=tools,
         number=number,
@@ -115,16 +127,10 @@ def _message(message: Json, number: int, results: Mapping[str, str], finish_reas
 def _results(messages: Iterable[Json]) -> dict[str, str]:
     """Return tool call id -> result."""
     return {
-        str(message["tool_call_id"]): content_text(message.get("content"))
+        message["tool_call_id"]: content_text(message.get("content"))
         for message in messages
-        if message.get("role") == "tool" and message.get("tool_call_id")
+        if message["role"] == "tool" and message.get("tool_call_id")
     }
-
-
-def _is_shown_with_its_call(message: Json, results: Mapping[str, str], messages: Sequence[Json]) -> bool:
-    """Return whether a message is the result of a tool call in the same request, and is shown there."""
-    call_id = message.get("tool_call_id")
-    return message.get("role") == "tool" and call_id in results and call_id in _called(messages)
 
 
 def _called(messages: Iterable[Json]) -> set[str]:
