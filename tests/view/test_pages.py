@@ -70,6 +70,7 @@ async def test_hostile_texts_are_shown_as_text(pages: httpx.AsyncClient, store: 
         assert answer.status_code in (200, 400, 404), path
         assert_safe(answer.text)
     page = (await pages.get(f"/view/rollouts/{rollout_id}")).text
+    assert "cannot be parsed" not in page
     assert "\\x1b[31mred" in page
     assert "\\u202egnihton" in page
 
