@@ -66,8 +66,12 @@ def main_call(calls: Sequence[CallSummary]) -> CallSummary | None:
 
 def read_messages(call: CallRecord) -> list[RunMessage]:
     """Return the messages of a call's request and its first answer."""
-    messages = [message for message in conversation(call)["messages"] if isinstance(message, dict)]
-    return [_read(message) for message in (*messages, *(choice.message.to_openai() for choice in call.choices[:1]))]
+    request = conversation(call)
+    if "unparsed" in request:
+        messages = [RunMessage("raw", message.decode(errors="replace")) for message in call.messages]
+    else:
+        messages = [_read(message) for message in request["messages"]]
+    return messages + [_read(choice.message.to_openai()) for choice in call.choices[:1]]
 
 
 def _read(message: Json) -> RunMessage:
@@ -75,7 +79,7 @@ def _read(message: Json) -> RunMessage:
     for tool_call in message.get("tool_calls") or ():
         function = tool_call["function"]
         parts.append(f"{function['name']}\n{readable_arguments(function['arguments'])}")
-    return RunMessage(str(message.get("role", "raw")), "\n".join(part for part in parts if part))
+    return RunMessage(message["role"], "\n".join(part for part in parts if part))
 
 
 def align(runs: Sequence[Sequence[RunMessage]]) -> Alignment:

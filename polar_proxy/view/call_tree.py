@@ -48,14 +48,23 @@ class TreeLine:
 
 @dataclass(frozen=True, slots=True)
 class CallTree:
+    """The drawn calls of a session: all, or those around the chosen one."""
+
+    calls: int
+    """Calls of the session."""
     rows: Sequence[TreeRow]
     lines: Sequence[TreeLine]
     width: int
+    top: int
     height: int
+    earlier: str | None
+    """The call before the first that is drawn."""
+    later: str | None
+    """The call after the last that is drawn."""
 
 
-def draw_tree(calls: Sequence[CallSummary]) -> CallTree:
-    """Place the calls of a session, which are ordered by start."""
+def draw_tree(calls: Sequence[CallSummary], chosen: str | None = None, most: int | None = None) -> CallTree:
+    """Place the calls of a session, which are ordered by start, and draw at most `most` of them, with `chosen`."""
     place = {call.call_id: index for index, call in enumerate(calls)}
     parents = [_parent(place, index, call) for index, call in enumerate(calls)]
     lanes = _lanes(calls, parents)
@@ -70,12 +79,24 @@ def draw_tree(calls: Sequence[CallSummary]) -> CallTree:
         )
         for index, (call, parent) in enumerate(zip(calls, parents, strict=True))
     ]
+    start = 0 if most is None else place.get(chosen or "", 0) // most * most
+    drawn = rows[start : None if most is None else start + most]
+    end = start + len(drawn)
     lines = [
         TreeLine(row.call.edge, _path(rows[parent], row))
-        for row, parent in zip(rows, parents, strict=True)
+        for row, parent in zip(drawn, parents[start:end], strict=True)
         if parent is not None
     ]
-    return CallTree(rows, lines, 2 * _MARGIN + LANE * max(lanes, default=0), ROW * len(rows))
+    return CallTree(
+        calls=len(calls),
+        rows=drawn,
+        lines=lines,
+        width=2 * _MARGIN + LANE * max((lanes[index] for index in range(start, end)), default=0),
+        top=start * ROW,
+        height=ROW * len(drawn),
+        earlier=calls[start - 1].call_id if start else None,
+        later=calls[end].call_id if end < len(calls) else None,
+    )
 
 
 def _parent(place: dict[str, int], index: int, call: CallSummary) -> int | None:

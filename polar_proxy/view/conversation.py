@@ -40,60 +40,84 @@ class ShownCall:
 
     earlier: Sequence[ShownMessage]
     """Messages that the call which it continues had already."""
+    left_out: int
+    """Earlier messages that are not shown, because there are too many."""
     new: Sequence[ShownMessage]
     answers: Sequence[ShownMessage]
     tools: Sequence[tuple[str, str]]
     """Name and description of each tool that the model may call."""
-    raw: Sequence[str]
-    """The messages as they were received, as indented JSON."""
+    raw: Sequence[str] | None
+    """The messages as they were received, as indented JSON; None if they are on a page of their own."""
     raw_tools: str | None
     problem: str | None
     """Why the request is shown as it was received."""
 
 
-def show_call(call: CallRecord, following: CallRecord | None, known_messages: int) -> ShownCall:
+def show_call(
+    call: CallRecord,
+    following: CallRecord | None,
+    known_messages: int,
+    *,
+    most: int | None = None,
+    with_raw: bool = True,
+) -> ShownCall:
     """Return what a page shows of a call.
 
     `following`: the call that continues it, which has the results of its tool calls. `known_messages`: the number of
-    its messages that an earlier call had.
+    its messages that an earlier call had. `most`: show at most this many of those, the newest. `with_raw`: also return
+    the request as it was received.
     """
     request = conversation(call)
     problem = request.get("unparsed")
-    messages = [message if isinstance(message, dict) else {"content": message} for message in request["messages"]]
-    later = conversation(following)["messages"][len(messages) :] if following is not None else []
-    results = _results([*messages, *(message for message in later if isinstance(message, dict))])
-    shown = [
-        _message(message, number, results)
-        for number, message in enumerate(messages, 1)
-        if problem is not None or not _is_shown_with_its_call(message, results, messages)
-    ]
+    messages = request["messages"]
+    if problem is not None:
+        results = {}
+        shown = [_unparsed(message, number) for number, message in enumerate(messages, 1)]
+    else:
+        results = _results(messages) | _results(_messages_after(following, len(messages)))
+        with_their_call = _called(messages)
+        shown = [
+            _message(message, number, results)
+            for number, message in enumerate(messages, 1)
+            if message["role"] != "tool" or message.get("tool_call_id") not in with_their_call
+        ]
     answers = [
         _message(choice.message.to_openai(), choice.index, results, choice.finish_reason) for choice in call.choices
     ]
+    earlier = [one for one in shown if one.number <= known_messages]
+    left_out = 0 if most is None else max(0, len(earlier) - most)
     return ShownCall(
-        earlier=[one for one in shown if one.number <= known_messages],
+        earlier=earlier[left_out:],
+        left_out=left_out,
         new=[one for one in shown if one.number > known_messages],
         answers=answers,
         tools=[_tool(tool) for tool in request["tools"] or ()] if problem is None else [],
-        raw=[_indented(message) for message in call.messages],
-        raw_tools=None if call.tools is None else _indented(call.tools),
+        raw=[_indented(message) for message in call.messages] if with_raw else None,
+        raw_tools=_indented(call.tools) if with_raw and call.tools is not None else None,
         problem=problem,
     )
 
 
+def _messages_after(call: CallRecord | None, number: int) -> Sequence[Json]:
+    """Return the messages of a call after the first `number`; none if its request cannot be parsed."""
+    request = {"messages": []} if call is None else conversation(call)
+    return [] if request.get("unparsed") else request["messages"][number:]
+
+
+def _unparsed(message: Any, number: int) -> ShownMessage:
+    return ShownMessage("raw", None, _json(message), "", (), number)
+
+
 def _message(message: Json, number: int, results: Mapping[str, str], finish_reason: str | None = None) -> ShownMessage:
     tools = []
-    calls = message.get("tool_calls")
-    for tool_call in calls if isinstance(calls, list) else ():
-        function = tool_call["function"]
-        call_id = str(tool_call["id"])
-        tools.append(
-            ToolUse(call_id, function["name"], readable_arguments(function["arguments"]), results.get(call_id))
-        )
+    for tool_call in message.get("tool_calls") or ():
+        function, call_id = tool_call["function"], tool_call["id"]
+        arguments = readable_arguments(function["arguments"])
+        tools.append(ToolUse(call_id, function["name"], arguments, results.get(call_id)))
     return ShownMessage(
-        role=str(message.get("role", "raw")),
+        role=message["role"],
         name=message.get("name"),
-        text=content_text(message.get("content")) if "role" in message else _json(message),
+        text=content_text(message.get("content")),
         reasoning=message.get("reasoning_content") or "",
         tools=tools,
         number=number,
@@ -104,16 +128,10 @@ def _message(message: Json, number: int, results: Mapping[str, str], finish_reas
 def _results(messages: Iterable[Json]) -> dict[str, str]:
     """Return tool call id -> result."""
     return {
-        str(message["tool_call_id"]): content_text(message.get("content"))
+        message["tool_call_id"]: content_text(message.get("content"))
         for message in messages
-        if message.get("role") == "tool" and message.get("tool_call_id")
+        if message["role"] == "tool" and message.get("tool_call_id")
     }
-
-
-def _is_shown_with_its_call(message: Json, results: Mapping[str, str], messages: Sequence[Json]) -> bool:
-    """Return whether a message is the result of a tool call in the same request, and is shown there."""
-    call_id = message.get("tool_call_id")
-    return message.get("role") == "tool" and call_id in results and call_id in _called(messages)
 
 
 def _called(messages: Iterable[Json]) -> set[str]:

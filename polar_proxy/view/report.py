@@ -80,7 +80,7 @@ async def _read_calls(view: ViewContext, values: Json) -> list[Json]:
     """Return the values of each call, without the messages that earlier calls have too."""
     calls = [row.call for row in values["tree"].rows]
     found = [await call_values(view, calls, call.call_id) for call in calls]
-    return [one | {"shown": replace(one["shown"], earlier=(), raw=(), raw_tools=None)} for one in found]
+    return [one | {"shown": replace(one["shown"], earlier=(), left_out=0, raw=None, raw_tools=None)} for one in found]
 
 
 async def _read_tokens(view: ViewContext, trace_id: str) -> ReportTrace:

@@ -25,6 +25,10 @@ from polar_proxy.view.timeline import draw_timeline
 
 _SHOWN_BYTES = 256 * 1024
 """The most bytes of a file that a page shows. The page links to the whole file."""
+_MOST_MESSAGES = 100
+"""Earlier messages that are shown with a call. A page of its own has all of them."""
+_MOST_CALLS = 300
+"""Calls of the tree that one page shows."""
 _LIVE_SECONDS = 600.0
 """A session without a rollout counts as in use for this long after its last call."""
 Chosen = Annotated[str | None, Query(alias="call", description="The call that is shown. Default: the last answered.")]
@@ -49,7 +53,8 @@ def add_routes(pages: APIRouter, view: ViewContext) -> None:
     async def call_page(request: Request, call_id: str) -> Response:
         call = await require("call", call_id, store.calls.get(call_id))
         calls = await store.calls.summaries(call.session_id)
-        return await view.page(request, "call.html", **await call_values(view, calls, call_id))
+        values = await call_values(view, calls, call_id, whole=True)
+        return await view.page(request, "call.html", **values)
 
     @pages.get("/view/parts/calls/{call_id}")
     async def call_part(request: Request, call_id: str) -> Response:
@@ -133,7 +138,7 @@ async def _session(
     trace_of = {call_id: trace for trace in traces if trace.builder == "merged" for call_id in trace.call_ids}
     return {
         "session": session,
-        "tree": draw_tree(calls),
+        "tree": draw_tree(calls, chosen, _MOST_CALLS),
         "timeline": draw_timeline(rollout, stages, calls, time.time()),
         "traces": traces,
         "trace_of": trace_of,
@@ -152,8 +157,10 @@ def _is_live(rollout: RolloutRow | None, session: SessionSummary | None) -> bool
     return session.closed_at is None and time.time() - (session.last_call_at or session.created_at) < _LIVE_SECONDS
 
 
-async def call_values(view: ViewContext, calls: Sequence[CallSummary], call_id: str | None) -> Json:
-    """Return the values of the part that shows one call of a session."""
+async def call_values(
+    view: ViewContext, calls: Sequence[CallSummary], call_id: str | None, *, whole: bool = False
+) -> Json:
+    """Return the values of the part that shows one call of a session. `whole`: with all messages, and as received."""
     place = {call.call_id: index for index, call in enumerate(calls)}
     if call_id not in place:
         return {"call": None, "shown": None, "number": None, "summary": None, "is_story": False}
@@ -169,7 +176,9 @@ async def call_values(view: ViewContext, calls: Sequence[CallSummary], call_id: 
         "summary": summary,
         "number": place[call_id] + 1,
         "is_story": False,
-        "shown": await asyncio.to_thread(show_call, call, later, known),
+        "shown": await asyncio.to_thread(
+            show_call, call, later, known, most=None if whole else _MOST_MESSAGES, with_raw=whole
+        ),
     }
 
 

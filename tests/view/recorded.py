@@ -137,6 +137,7 @@ async def branching_session(store: Store) -> str:
                 ambiguous=ambiguous,
                 parent_call_id=None if parent is None else calls[parent].call_id,
                 engine=TINY,
+                tools=None,
                 status="upstream_error" if failed else "ok",
                 http_status=502 if failed else 200,
                 error="The engine closed the connection." if failed else None,
@@ -168,7 +169,7 @@ async def hostile_rollout(store: Store) -> tuple[str, str]:
             message("tool", HOSTILE, tool_call_id=HOSTILE),
         ),
         tools=orjson.dumps([{"type": "function", "function": {"name": HOSTILE, "description": HOSTILE}}]),
-        params={HOSTILE: HOSTILE},
+        params={"model": HOSTILE, HOSTILE: HOSTILE},
         choices=(tool_answer(HOSTILE, tool, np.array([1, 2], np.int32), 0),),
     )
     await commit(store, call)

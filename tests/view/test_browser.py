@@ -165,11 +165,12 @@ async def test_100_000_tokens_scroll_smoothly(store: Store, tmp_path: Path, caps
                 f"\n{trace.length} tokens: first after {first:.2f} s, all after {loaded:.2f} s, "
                 f"frames {middle:.0f} ms (median), {late:.0f} ms (95 %)"
             )
-        assert middle < 200  # of a machine that does nothing else, 17 ms
+        assert middle < 200  # loose: without a GPU the processor draws, and other tests run beside this one
         await page.fill("#search input", "len(items)")
         await page.press("#search input", "Enter")
         assert (await page.locator("#search output").inner_text()).startswith("1 of ")
-        assert await page.locator(".t.here").inner_text() == "len"
+        hits = "".join(await page.locator(".t.hit").all_inner_texts())
+        assert "len(items)" in hits
         await page.fill("#position", "99000")
         await page.press("#position", "Enter")
         assert await page.locator(".t.here").get_attribute("data-index") == "99000"

@@ -29,6 +29,17 @@ async def test_calls_that_continue_stay_in_their_lane(store: Store) -> None:
     assert tree.height == 28 * len(calls)
 
 
+async def test_a_long_tree_is_drawn_in_pieces(store: Store) -> None:
+    calls = await store.calls.summaries(await branching_session(store))
+    tree = draw_tree(calls, calls[6].call_id, 5)
+    assert [row.number for row in tree.rows] == [6, 7, 8, 9, 10]
+    assert (tree.calls, tree.top, tree.height) == (12, 5 * 28, 5 * 28)
+    assert (tree.earlier, tree.later) == (calls[4].call_id, calls[10].call_id)
+    assert len(tree.lines) == 5
+    whole = draw_tree(calls, None, 50)
+    assert (whole.earlier, whole.later, len(whole.rows)) == (None, None, 12)
+
+
 async def test_a_parent_that_is_not_earlier_is_left_out(store: Store) -> None:
     first, *_ = await store.calls.summaries(await branching_session(store))
     tree = draw_tree([replace(first, parent_call_id="call_gone"), replace(first, call_id="b", parent_call_id="b")])

@@ -70,6 +70,7 @@ async def test_hostile_texts_are_shown_as_text(pages: httpx.AsyncClient, store: 
         assert answer.status_code in (200, 400, 404), path
         assert_safe(answer.text)
     page = (await pages.get(f"/view/rollouts/{rollout_id}")).text
+    assert "cannot be parsed" not in page
     assert "\\x1b[31mred" in page
     assert "\\u202egnihton" in page
 
@@ -101,6 +102,38 @@ async def test_a_tool_call_is_shown_with_its_result_of_the_next_call(pages: http
     assert re.search(r'class="text arguments"[^>]*>command: sed -n 0,9p mean.py<', page)
     assert re.search(r'class="text result"[^>]*>line 0: return total / count<', page)
     assert "no result is recorded" in (await pages.get(f"/view/parts/calls/{last.call_id}")).text
+
+
+@pytest.mark.parametrize(
+    "dialect", ["openai_chat", "anthropic_messages", "openai_responses", "google_generate", "none"]
+)
+async def test_requests_that_cannot_be_parsed_are_shown_as_received(
+    pages: httpx.AsyncClient, store: Store, dialect: str
+) -> None:
+    session_id = await new_session(store)
+    messages = (b"5", b"[[]]", b'{"role":7,"tool_calls":[5],"tool_call_id":[]}', b'{"role":"tool"}', b"{ no json <b>")
+    call = call_record(session_id, dialect=dialect, messages=messages, tools=b'[{"function":7}]')
+    following = call_record(session_id, dialect=dialect, messages=messages, base_call_id=call.call_id, edge="continues")
+    await recorded.commit(store, call, following)
+    for path in (f"calls/{call.call_id}", f"sessions/{session_id}", f"parts/calls/{following.call_id}"):
+        page = await pages.get(f"/view/{path}")
+        assert page.status_code == 200
+        assert "Shown as received, because it cannot be parsed" in page.text
+        assert "{ no json &lt;b&gt;" in page.text
+
+
+async def test_a_long_conversation_is_cut_in_a_run_and_whole_on_the_page_of_its_call(
+    pages: httpx.AsyncClient, store: Store
+) -> None:
+    session_id = await recorded.long_session(store, turns=110, tokens=8, rollout=False)
+    *_, last = await store.calls.summaries(session_id)
+    page = (await pages.get(f"/view/sessions/{session_id}")).text
+    assert "11 messages before these" in page
+    assert page.count('<article class="message') == 101
+    whole = (await pages.get(f"/view/calls/{last.call_id}")).text
+    assert whole.count('<article class="message') == 112
+    assert "As the agent sent it" in whole
+    assert "&#34;tool_call_id&#34;: &#34;tool_7&#34;" in whole
 
 
 async def test_a_rollout_shows_patch_log_reward_and_traces(pages: httpx.AsyncClient, store: Store) -> None:
