@@ -107,7 +107,6 @@ class NpmHarness(ConnectableHarness):
         )
 
     def command(self, installed: Installation) -> list[str]:
-        """Return the program and its first arguments, which start the harness."""
         start = [str(installed.program)]
         return [*start, str(installed.root / self.entry)] if self.needs_node else start
 

@@ -6,8 +6,12 @@ Everything here was found by running the real programs; a profile holds for the 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
+
+from harness_adapters.acp.adapter import AcpHarness
+from harness_adapters.base import HarnessAdapter
+from harness_adapters.definitions.harness import DefinedHarness
 
 Arguments = Mapping[str, Any]
 
@@ -174,6 +178,11 @@ PROFILES: Mapping[str, HarnessProfile] = {
 }
 
 
-def profile_of(name: str) -> HarnessProfile:
-    """Return the profile of a harness; an unknown one is assumed to have a tool `bash` that takes a `command`."""
-    return PROFILES.get(name) or HarnessProfile(name)
+def profile_of(adapter: HarnessAdapter) -> HarnessProfile:
+    """Return the profile of a harness: that of its definition file if there is one. An unknown harness is assumed to
+    have a tool `bash` that takes a `command`."""
+    if isinstance(adapter, AcpHarness):
+        return replace(profile_of(adapter.agent), name=adapter.name)
+    if isinstance(adapter, DefinedHarness) and (table := adapter.definition.conformance) is not None:
+        return HarnessProfile(adapter.name, **dict(table))
+    return PROFILES.get(adapter.name) or HarnessProfile(adapter.name)

@@ -166,6 +166,7 @@ class RolloutService:
             idempotency_key=idempotency_key,
             policy_version=version,
             code=self._code,
+            harnesses=self.harnesses.folder,
         )
         self.worker.wake()
         return job
@@ -237,13 +238,15 @@ async def submit(
     harness: str | None = None,
     policy_version: str | None = None,
     code: AllowedCode = NO_CODE,
+    harnesses: Path | None = None,
 ) -> tuple[JobRow, bool]:
     """Queue a job, whether or not a worker runs. Return the job, and whether it is new (see `store.jobs.submit`).
 
     `info` (the engine) and `harness` (name and version of the agent, by default those that `spec` names) are recorded
     with the rollouts. `owned`: the job belongs to this process. `policy_version`: the current one, if it is known; kept
-    rollouts that are too old for it are not carried over to this job. `code`: the agents that the job may name besides
-    Polar's own. Raises UsageError."""
+    rollouts that are too old for it are not carried over to this job. `code` and `harnesses`
+    (the folder with the user's definition files): the agents that the job may name besides Polar's own. Raises
+    UsageError."""
     check_job(spec)
     keep = spec.overflow == "keep"
     if keep and owned:
@@ -252,7 +255,7 @@ async def submit(
             "the rollouts that are kept. Use `polar submit`."
         )
     if harness is None:
-        harness = await asyncio.to_thread(harness_label, spec.harness, code)
+        harness = await asyncio.to_thread(harness_label, spec.harness, harnesses, code)
     for task in tasks:
         await store.tasks.put(task.task_id, task.family, task.seed, task.instruction, task_to_json(task))
     config = spec.rollout().model_dump(mode="json")
