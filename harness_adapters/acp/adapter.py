@@ -64,13 +64,12 @@ class AcpHarness(ConnectableHarness):
         return self.agent.make_connection(endpoint, wire_api)
 
     def make_plan(self, installed: Installation, context: LaunchContext, wire_api: WireApi) -> LaunchPlan:
-        agent = self.agent.acp_command(installed, context, wire_api)
         # The client names MCP servers and continues the session; the settings of the agent must not do so as well.
-        plan = self.agent.make_plan(installed, replace(context, resume=False, mcp_servers=()), wire_api)
+        plan = self.agent.make_acp_plan(installed, replace(context, resume=False, mcp_servers=()), wire_api)
         argv = [_PYTHON, str(CLIENT)]
         argv += ["--resume"] if context.resume else []
         argv += [f"--mcp={json.dumps([_server(server) for server in context.mcp_servers])}"]
-        argv += [f"--prompt={context.instruction}", "--", *agent]
+        argv += [f"--prompt={context.instruction}", "--", *plan.argv]
         return replace(plan, argv=tuple(argv))
 
 

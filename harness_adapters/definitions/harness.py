@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -70,13 +71,18 @@ class DefinedHarness(ConnectableHarness):
             files={path: fill(text, values) for path, text in run.files.items()},
         )
 
-    def acp_command(self, installed: Installation, context: LaunchContext, wire_api: WireApi) -> list[str]:
+    def make_acp_plan(self, installed: Installation, context: LaunchContext, wire_api: WireApi) -> LaunchPlan:
         acp = self.definition.acp
         if acp is None:
-            return super().acp_command(installed, context, wire_api)
+            return super().make_acp_plan(installed, context, wire_api)
+        plan, values = self.make_plan(installed, context, wire_api), _run_values(context, installed)
         connection = self.make_connection(context, wire_api)
         groups = {"program": self.command(installed), "arguments": connection.arguments}
-        return _filled_words(acp.command, _run_values(context, installed), groups)
+        return replace(
+            plan,
+            argv=tuple(_filled_words(acp.command, values, groups)),
+            env={**plan.env, **{name: fill(text, values) for name, text in acp.env.items()}},
+        )
 
     def interpret(self, exit_code: int | None, stdout_tail: str) -> tuple[ExitOutcome, str]:
         failed = self.definition.exit.failed

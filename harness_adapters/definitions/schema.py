@@ -196,8 +196,8 @@ class HarnessDefinition(_Table):
             if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
                 raise ValueError(f"{path!r} is not a path below HOME")
         for path in {**self.connection.settings, **(self.run.settings if self.run else {})}:
-            if not path.endswith((".json", ".toml")):
-                raise ValueError(f"settings: {path!r} must end in .json or .toml; other texts belong to run.files")
+            if not path.endswith((".json", ".toml", ".yaml")):
+                raise ValueError(f"settings: {path!r} must end in .json, .toml or .yaml; other texts belong to run.files")
         for key, text, names in _texts(self):
             if "{mount:" in text:
                 raise ValueError(f"{key}: a definition mounts install.path only")

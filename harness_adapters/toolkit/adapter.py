@@ -121,12 +121,13 @@ class ConnectableHarness(BaseHarness):
         """Return the program and its first arguments, which start the harness."""
         return [str(installed.program)]
 
-    def acp_command(self, installed: Installation, context: LaunchContext, wire_api: WireApi) -> list[str]:
-        """Return the command line of the program as an ACP agent. Raises `HarnessError` if it does not speak ACP."""
+    def make_acp_plan(self, installed: Installation, context: LaunchContext, wire_api: WireApi) -> LaunchPlan:
+        """Return how to start the program as an ACP agent. Raises `HarnessError` if it does not speak ACP."""
         if not self.acp_arguments:
             raise HarnessError(f"{self.name} does not speak ACP")
+        plan = self.make_plan(installed, context, wire_api)
         connection = self.make_connection(context, wire_api)
-        return [*self.command(installed), *self.acp_arguments, *connection.arguments]
+        return replace(plan, argv=(*self.command(installed), *self.acp_arguments, *connection.arguments))
 
     def connect(self, endpoint: Endpoint) -> Connection:
         """Return the connection to `endpoint`. Raises `HarnessError` if the harness does not speak its wire API."""
