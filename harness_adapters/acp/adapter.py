@@ -13,6 +13,7 @@ from pathlib import Path
 from harness_adapters.base import (
     Connection,
     Endpoint,
+    ExitOutcome,
     HarnessAdapter,
     HarnessError,
     Installation,
@@ -62,6 +63,13 @@ class AcpHarness(ConnectableHarness):
 
     def make_connection(self, endpoint: Endpoint, wire_api: WireApi) -> Connection:
         return self.agent.make_connection(endpoint, wire_api)
+
+    def interpret(self, exit_code: int | None, stdout_tail: str) -> tuple[ExitOutcome, str]:
+        outcome, detail = super().interpret(exit_code, stdout_tail)
+        if outcome == "ok" and self.agent.interpret(0, stdout_tail)[0] == "failed":
+            # ACP reports a failed model call as an ordinary message of the agent.
+            return self.agent.interpret(0, stdout_tail)
+        return outcome, detail
 
     def make_plan(self, installed: Installation, context: LaunchContext, wire_api: WireApi) -> LaunchPlan:
         # The client names MCP servers and continues the session; the settings of the agent must not do so as well.

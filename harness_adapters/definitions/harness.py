@@ -178,7 +178,7 @@ def _info(definition: HarnessDefinition) -> HarnessInfo:
         features=definition.features | derived,
         notes=definition.notes,
         needs=definition.needs,
-        version_command=install.version_command or (*start, "--version"),
+        version_command=(*start, "--version") if install.version_command is None else install.version_command,
         summary=definition.summary,
         command=definition.program,
     )

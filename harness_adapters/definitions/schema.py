@@ -66,8 +66,8 @@ class InstallTable(_Table):
     """pypi: minor versions of Python, best first; default: the Python that runs Polar."""
     extra: Words = ()
     """pypi: further requirements."""
-    version_command: Words = ()
-    """Command that prints the version. Default: the program with --version."""
+    version_command: Words | None = None
+    """Command that prints the version; an empty list if there is none. Default: the program with --version."""
 
     @model_validator(mode="after")
     def check_source(self) -> Self:
@@ -238,7 +238,7 @@ def _texts(definition: HarnessDefinition) -> Iterator[tuple[str, str, Sequence[s
     yield from _strings("connection.env", connection.env, (*ENDPOINT_NAMES, "api_key"))
     yield from _strings("connection.arguments", connection.arguments, ENDPOINT_NAMES)
     yield from _strings("connection.settings", connection.settings, ENDPOINT_NAMES)
-    yield from _strings("install.version_command", definition.install.version_command, ("root", "program"))
+    yield from _strings("install.version_command", definition.install.version_command or (), ("root", "program"))
     if run is not None:
         yield from _strings("run.command", run.command, (*WORDS, *RUN_NAMES))
         for name in ("resume", "env", "settings", "files"):
