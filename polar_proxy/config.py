@@ -282,6 +282,8 @@ class Settings(BaseSettings):
     """The gateway."""
     engine: EngineSettings = EngineSettings()
     """The inference engine."""
+    user_engine: EngineSettings | None = None
+    """The engine of the model that plays the users of dialogues. Default: the engine of the rollouts."""
     run: RunSettings = RunSettings()
     """Rollouts."""
     admission: AdmissionSettings = AdmissionSettings()

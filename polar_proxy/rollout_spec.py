@@ -47,6 +47,8 @@ class RolloutSpec(DocumentedModel):
     """Seconds that the agent may run, without the time for preparing, waiting and scoring."""
     max_tokens: int = Field(2048, ge=1, le=MAX_INTEGER)
     """Maximum number of tokens in one answer."""
+    max_user_turns: int = Field(20, ge=1, le=MAX_INTEGER)
+    """In tasks that are dialogues: maximum number of texts of the user, the instruction included."""
     train_timed_out: bool = False
     """Also train on rollouts whose agent ran out of time."""
     signs: Literal["note", "zero", "exclude"] = "note"

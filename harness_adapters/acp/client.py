@@ -311,9 +311,7 @@ class Keeper:
         connection = self.connection or await self._start_agent(report)
         connection.report, connection.cancelled = report, False
         content = [{"type": "text", "text": prompt}]
-        turn = asyncio.ensure_future(
-            connection.request("session/prompt", sessionId=self.session_id, prompt=content)
-        )
+        turn = asyncio.ensure_future(connection.request("session/prompt", sessionId=self.session_id, prompt=content))
         await asyncio.wait({turn, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not turn.done():
             connection.cancelled = True

@@ -197,7 +197,9 @@ class HarnessDefinition(_Table):
                 raise ValueError(f"{path!r} is not a path below HOME")
         for path in {**self.connection.settings, **(self.run.settings if self.run else {})}:
             if not path.endswith((".json", ".toml", ".yaml")):
-                raise ValueError(f"settings: {path!r} must end in .json, .toml or .yaml; other texts belong to run.files")
+                raise ValueError(
+                    f"settings: {path!r} must end in .json, .toml or .yaml; other texts belong to run.files"
+                )
         for key, text, names in _texts(self):
             if "{mount:" in text:
                 raise ValueError(f"{key}: a definition mounts install.path only")
@@ -258,5 +260,3 @@ def _strings(key: str, value: object, names: Sequence[str]) -> Iterator[tuple[st
     elif isinstance(value, Sequence):
         for number, item in enumerate(value):
             yield from _strings(f"{key}[{number}]", item, names)
-
-
