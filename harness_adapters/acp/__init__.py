@@ -1,1 +1,1 @@
-"""Agents that speak the Agent Client Protocol (https://agentclientprotocol.com), driven for any number of user turns."""
+"""Agents that speak the Agent Client Protocol (https://agentclientprotocol.com), for any number of user turns."""

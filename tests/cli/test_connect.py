@@ -75,7 +75,7 @@ def sessions() -> Any:
     return polar_json("sessions")["sessions"]
 
 
-def test_lists_the_twelve_agents_and_their_programs(install: MakeProgram) -> None:
+def test_lists_all_agents_and_their_programs(install: MakeProgram) -> None:
     install("codex")
     rows = polar_json("connect")["agents"]
     assert [row["agent"] for row in rows] == NAMES

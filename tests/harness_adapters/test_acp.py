@@ -134,9 +134,7 @@ def test_a_crash_of_the_agent_fails_the_turn(client: ClientRunner) -> None:
         ({"FAKE_VERSION": "9"}, "acp: the agent speaks version 9 of ACP, this client version 1"),
     ],
 )
-def test_a_session_that_cannot_be_opened_fails_the_run(
-    client: ClientRunner, env: dict[str, str], message: str
-) -> None:
+def test_a_session_that_cannot_be_opened_fails_the_run(client: ClientRunner, env: dict[str, str], message: str) -> None:
     code, output = client.run("hello", **env)
     assert code == 1
     assert message in output

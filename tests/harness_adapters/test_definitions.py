@@ -14,7 +14,11 @@ from harness_adapters.base import HarnessError, InstallError, UnknownHarnessErro
 from harness_adapters.definitions.harness import catalogue, load_harness
 from harness_adapters.definitions.schema import DefinitionError
 from harness_adapters.toolkit.adapter import toml_text
+from polar_proxy.engines.scripted import ScriptedEngine
+from polar_proxy.store import Store
+from tests.conftest import Serve
 from tests.fakes.acp_definition import AGENT, write_definition
+from tests.harness_adapters import real_runs
 from tests.harness_adapters.launch_plans import KEY, SKILL, assert_interpreted, info_is_complete, plan
 
 EXAMPLES = sorted((Path(__file__).parent.parent.parent / "examples" / "harnesses").glob("*.toml"))
@@ -177,3 +181,15 @@ def test_examples_are_valid_and_new(path: Path) -> None:
 
 def test_there_are_five_examples() -> None:
     assert len(EXAMPLES) == 5
+
+
+@pytest.mark.slow
+async def test_the_agent_in_an_example_file_works(serve: Serve, store: Store, tmp_path: Path) -> None:
+    harness = load_harness(next(path for path in EXAMPLES if path.stem == "python-loop"))
+    replies = [real_runs.call("bash", '{"command": "rev a.txt > b.txt; echo seen"}'), "All done."]
+    async with serve(ScriptedEngine(real_runs.play(*replies))) as gateway:
+        ran = await real_runs.run(harness, harness.install(tmp_path), gateway, store, tmp_path, timeout=60)
+    assert harness.interpret(ran.exit_code, ran.output) == ("ok", "finished")
+    assert (ran.workdir / "b.txt").read_text() == "olleh\n"
+    assert [call.edge for call in ran.calls] == ["root", "continues"]
+    assert "seen" in ran.calls[1].messages[-1].decode()
