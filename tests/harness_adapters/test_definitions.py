@@ -59,7 +59,7 @@ def write(folder: Path, table: Mapping[str, Any]) -> Path:
         (changed(install={"path": "bin/mine"}), "install: path must be absolute"),
         (changed(connection={"env": {"A": "b"}}), 'connection: env has no variable with the value "{api_key}"'),
         (changed(connection={"arguments": ["--key", "{api_key}"]}), "connection.arguments[1]: the key belongs to"),
-        (changed(run={"command": ["{program}", "{modle}"]}), "run.command[1]: {modle} is not a placeholder; use {program}"),
+        (changed(run={"command": ["{program}", "{modle}"]}), "run.command[1]: {modle} is not a placeholder; use"),
         (changed(run={"command": []}), "run.command: Tuple should have at least 1 item"),
         (changed(run={"files": {"../x": ""}}), "'../x' is not a path below HOME"),
         (changed(run={"files": {"/etc/x": ""}}), "'/etc/x' is not a path below HOME"),
@@ -82,7 +82,7 @@ def test_an_error_names_the_file_and_the_key(tmp_path: Path, table: dict[str, An
 def test_an_error_of_the_syntax_names_the_line(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text('name = "mine"\nsummary = [\n')
-    with pytest.raises(DefinitionError, match="mine.toml is not TOML: .*line 3|mine.toml is not TOML: .*document"):
+    with pytest.raises(DefinitionError, match=r"mine.toml is not TOML: .*(line 3|document)"):
         load_harness(path)
     with pytest.raises(DefinitionError, match="cannot be read"):
         load_harness(tmp_path / "nothing.toml")
@@ -134,7 +134,7 @@ def test_a_program_of_this_machine_is_mounted(tmp_path: Path) -> None:
     (folder / "bin").mkdir(parents=True)
     harness = load_harness(write(tmp_path, changed(install={"path": str(folder), "entry": "bin/mine"})))
     assert not harness.is_installed(tmp_path)
-    with pytest.raises(InstallError, match="correct install.path and install.entry"):
+    with pytest.raises(InstallError, match=r"correct install\.path and install\.entry"):
         harness.install(tmp_path)
     (folder / "bin" / "mine").touch()
     installed = harness.install(tmp_path)
