@@ -14,6 +14,7 @@ from harness_adapters.base import (
     Connection,
     Endpoint,
     ExitOutcome,
+    Feature,
     HarnessAdapter,
     HarnessError,
     Installation,
@@ -46,8 +47,8 @@ class AcpHarness(ConnectableHarness):
         self.agent = agent
         self.name = name or f"acp:{agent.name}"
         self.default_version = agent.default_version
-        features = agent.info.features | {"resume", "mcp"}
-        self.info = replace(agent.info, features=features, needs=(*agent.info.needs, _PYTHON))
+        added: frozenset[Feature] = frozenset({"resume", "mcp"})
+        self.info = replace(agent.info, features=agent.info.features | added, needs=(*agent.info.needs, _PYTHON))
         self.skills_folder = agent.skills_folder
 
     @property
