@@ -38,7 +38,7 @@ class RolloutSpec(DocumentedModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     harness: str = "mini-swe-agent"
-    """The agent: NAME[@VERSION], module:Class, or shell:COMMAND."""
+    """The agent: NAME[@VERSION], acp:NAME (by the Agent Client Protocol), module:Class, or shell:COMMAND."""
     sandbox: Literal["auto", "docker", "bubblewrap", "process"] = "auto"
     """Kind of sandbox; auto takes the strongest that works here."""
     temperature: float = Field(1.0, ge=0)

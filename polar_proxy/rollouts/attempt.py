@@ -280,15 +280,16 @@ class AttemptRunner:
             process = await agent.exec(task.instruction, False, seconds)
             return AgentRun(process, process.stdout + process.stderr)
         assert attempt.session_id is not None
-        return await play_dialogue(
-            task.instruction,
-            await self.user_model.player(task.user, attempt.rollout_id),
-            agent.exec,
-            lambda: read_last_answer(self.store, attempt.session_id or ""),
-            lambda process: agent.sandbox.exceeded is None and agent.interpret(process)[1] == "ok",
-            max_turns=spec.max_user_turns,
-            seconds=seconds,
-        )
+        async with self.user_model.player(task.user, attempt.rollout_id) as user:
+            return await play_dialogue(
+                task.instruction,
+                user,
+                agent.exec,
+                lambda: read_last_answer(self.store, attempt.session_id or ""),
+                lambda process: agent.sandbox.exceeded is None and agent.interpret(process)[1] == "ok",
+                max_turns=spec.max_user_turns,
+                seconds=seconds,
+            )
 
     async def _score(
         self,

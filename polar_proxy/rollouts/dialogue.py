@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -34,6 +34,8 @@ from sandboxes.base import ExecResult
 DONE = "###STOP###"
 """The mark by which a model that plays the user ends the dialogue."""
 _ANSWER_SECONDS = 600.0
+_IDLE_SECONDS = 5.0
+"""How long to wait for a call of the user's model that is in flight when the dialogue ends."""
 _LEAST_SECONDS = 0.1
 """Time limit of a turn that has no time left; the turn then ends as timed out."""
 _RULES = f"""
@@ -124,14 +126,22 @@ class UserModel:
     async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
 
-    async def player(self, user: DialogueUser, rollout_id: str) -> UserPlayer:
-        """Return the user of one rollout; for a persona, open the session that records its calls."""
+    @contextlib.asynccontextmanager
+    async def player(self, user: DialogueUser, rollout_id: str) -> AsyncIterator[UserPlayer]:
+        """Yield the user of one rollout. A persona has a session, which is open until the block ends."""
         if user.persona is None:
-            return ScriptedUser(user.texts)
+            yield ScriptedUser(user.texts)
+            return
         gateway, engine = await self._open()
         key = new_key()
-        await self._store.sessions.create(key_hash=hash_key(key), label=f"user of {rollout_id}", origin="user")
-        return PlayedUser(user.persona, gateway.url, key, engine.info.model)
+        label = f"user of {rollout_id}"
+        session = await self._store.sessions.create(key_hash=hash_key(key), label=label, origin="user")
+        try:
+            yield PlayedUser(user.persona, gateway.url, key, engine.info.model)
+        finally:
+            await self._store.sessions.close(session.session_id)
+            gateway.end_session(session.session_id)
+            await gateway.forget_session(session.session_id, _IDLE_SECONDS)
 
     async def _open(self) -> tuple[Gateway, Engine]:
         if self._settings is None:

@@ -36,7 +36,7 @@ Fake = TypeVar("Fake", FakeVllm, FakeLlama)
 
 RUN_ELSEWHERE = {
     "make ": ".ci/run",
-    "polar run swe-task --harness acp:": "tests/harness_adapters/test_catalogue_real.py",
+    "polar run swe-task --harness acp:": "tests/rollouts/test_dialogue.py",
     "polar run swe-task --harness codex": "tests/harness_adapters/test_npm_real.py",
     "polar run swe-task --sandbox docker": "tests/rollouts/test_run.py",
     "polar doctor drift --harness codex": "tests/cli/test_doctor.py",

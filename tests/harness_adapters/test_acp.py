@@ -14,6 +14,7 @@ import pytest
 
 from harness_adapters.acp.adapter import CLIENT
 from harness_adapters.base import HarnessError, UnknownHarnessError, get_adapter
+from polar_proxy.allowed_code import is_code
 from tests.harness_adapters.launch_plans import INSTRUCTION, MCP, assert_interpreted, plan
 
 AGENT = Path(__file__).parent.parent / "fakes" / "acp_agent.py"
@@ -176,6 +177,12 @@ def test_refuses_an_agent_that_does_not_speak_acp() -> None:
         plan(get_adapter("acp:pi"))
     with pytest.raises(HarnessError, match="cannot be driven by ACP"):
         get_adapter("acp:shell")
+
+
+def test_an_acp_agent_is_not_code_of_this_machine() -> None:
+    """So a request may name it, and get_adapter must not import a module for it."""
+    assert not is_code("acp:codex")
+    assert is_code("module:Class")
 
 
 def test_refuses_a_class_as_acp_agent() -> None:

@@ -25,8 +25,11 @@ from tests.harness_adapters import real_runs
 pytestmark = pytest.mark.timeout(900)
 
 # Those whose installation takes about 20 s; the others take minutes on a busy machine.
-QUICK = ("copilot", "codex-acp", "continue", "acp:opencode")
-SLOW = ("acp:copilot", "acp:gemini-cli", "acp:qwen-code", "claude-agent-acp", "grok-cli", "hermes", "nanocoder")
+QUICK = ("copilot", "codex-acp", "continue")
+SLOW = (
+    *("acp:copilot", "acp:gemini-cli", "acp:opencode", "acp:qwen-code"),
+    *("claude-agent-acp", "grok-cli", "hermes", "nanocoder"),
+)
 COMMAND = "pwd > where.txt; rev a.txt"
 AGENTS = [
     *(pytest.param(name, marks=pytest.mark.full) for name in QUICK),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,9 @@ from typing import Any
 import orjson
 import pytest
 
+from harness_adapters.base import get_adapter
 from polar_proxy.config import EngineSettings, Settings
+from polar_proxy.conformance.profiles import profile_of
 from polar_proxy.engines.scripted import ScriptedAnswer, ScriptedEngine
 from polar_proxy.errors import BadTaskError, EngineError
 from polar_proxy.rewards import CommandEvaluator
@@ -23,6 +26,7 @@ from polar_proxy.traces.operations import find_targets
 from polar_proxy.types import ChatRequest, EngineRequest
 from sandboxes.base import ExecResult
 from tests.fakes.acp_definition import write_definition
+from tests.harness_adapters import real_runs
 from tests.rollouts.quick_limits import QUICK_LIMITS
 
 
@@ -114,8 +118,10 @@ async def run_dialogue(
     **given: Any,
 ) -> RolloutRow:  # fmt: skip
     """Run one rollout of a dialogue with the small ACP agent, in a process sandbox, and return its row."""
-    harnesses = tmp_path / "harnesses"
-    write_definition(harnesses)
+    harnesses = given.pop("harnesses", None)
+    if harnesses is None:
+        harnesses = tmp_path / "harnesses"
+        write_definition(harnesses)
     engine = ScriptedEngine(script)
     limits = replace(QUICK_LIMITS, **given.pop("limits", {}))
     async with (
@@ -131,6 +137,13 @@ async def run_dialogue(
     return row
 
 
+async def read_dialogue(store: Store, row: RolloutRow) -> tuple[str, list[str]]:
+    """Return why the recorded dialogue ended, and its texts."""
+    (stored,) = [one for one in await store.artifacts.of_rollout(row.rollout_id) if one.name == "dialogue.json"]
+    dialogue = orjson.loads(stored.path.read_bytes())
+    return dialogue["end"], [one["text"] for one in dialogue["messages"]]
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("own_sandbox_register")
 async def test_a_scripted_user_talks_to_an_agent(store: Store, tmp_path: Path) -> None:
@@ -141,10 +154,34 @@ async def test_a_scripted_user_talks_to_an_agent(store: Store, tmp_path: Path) -
     assert [call.edge for call in calls] == ["root", "continues"]
     (trace,) = await store.traces.find(session_id=row.session_id)
     assert sum(trace.loss_mask) == sum(len(call.choices[0].token_ids) for call in calls)
-    (stored,) = [one for one in await store.artifacts.of_rollout(row.rollout_id) if one.name == "dialogue.json"]
-    dialogue = orjson.loads(stored.path.read_bytes())
-    assert [one["text"] for one in dialogue["messages"]] == ["paint it red", "ok 1", "and now green", "ok 2"]
-    assert dialogue["end"] == "the user is done"
+    assert await read_dialogue(store, row) == ("the user is done", ["paint it red", "ok 1", "and now green", "ok 2"])
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ["codex", "acp:opencode"])
+async def test_a_scripted_user_talks_to_a_real_agent(
+    name: str, store: Store, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """One agent resumes its conversation from the command line, and one is kept alive by ACP."""
+    adapter = get_adapter(name)
+    installed = real_runs.install(adapter, tmp_path_factory)
+    profile = profile_of(adapter)
+    text = json.dumps(dict(profile.arguments)).replace("{command}", "echo 'and now green -> ok 2' > notes.txt")
+    play = real_runs.play("Which colour?", real_runs.call(profile.tool, text), "Painted.")
+
+    def script(request: EngineRequest) -> ScriptedAnswer:
+        assert isinstance(request, ChatRequest)
+        return play(request) if f'"{profile.tool}"' in json.dumps(list(request.tools or ())) else "A title"
+
+    given = {"harness": name, "harnesses": installed.root.parent.parent, "timeout": 400.0}
+    row = await run_dialogue(store, tmp_path, DialogueUser(("and now green",)), script, **given)
+    assert (row.status, row.reward, row.error) == ("done", 1.0, None)
+    assert row.session_id is not None
+    calls = await store.calls.of_session(row.session_id)
+    assert [call.edge for call in calls if call.edge != "side_call"] == ["root", "continues", "continues"]
+    _, texts = await read_dialogue(store, row)
+    assert texts == ["paint it red", "Which colour?", "and now green", "Painted."]
 
 
 @pytest.mark.slow
@@ -165,6 +202,7 @@ async def test_a_model_plays_the_user(store: Store, tmp_path: Path, own_engine: 
     assert (row.status, row.reward) == ("done", 1.0)
     users = [session for session in await store.sessions.recent() if session.origin == "user"]
     assert [(one.label, one.calls, one.rollout_id) for one in users] == [(f"user of {row.rollout_id}", 2, None)]
+    assert users[0].closed_at is not None
     assert [target.session_id for target in await find_targets(store)] == [row.session_id]
     assert row.session_id is not None
     assert len(await store.calls.of_session(row.session_id)) == 2
