@@ -170,6 +170,7 @@ def _info(definition: HarnessDefinition) -> HarnessInfo:
     if run is not None and run.skills:
         derived.add("skills")
     start = ("{program}", f"{{root}}/{install.entry}") if install.node else ("{program}",)
+    prints_version = (*start, "--version") if install.version else ()
     return HarnessInfo(
         homepage=definition.homepage,
         package=source,
@@ -178,7 +179,7 @@ def _info(definition: HarnessDefinition) -> HarnessInfo:
         features=definition.features | derived,
         notes=definition.notes,
         needs=definition.needs,
-        version_command=(*start, "--version") if install.version_command is None else install.version_command,
+        version_command=prints_version if install.version_command is None else install.version_command,
         summary=definition.summary,
         command=definition.program,
     )

@@ -67,7 +67,8 @@ class InstallTable(_Table):
     extra: Words = ()
     """pypi: further requirements."""
     version_command: Words | None = None
-    """Command that prints the version; an empty list if there is none. Default: the program with --version."""
+    """Command that prints the version; an empty list if there is none. Default: the program with --version,
+    if there is a version."""
 
     @model_validator(mode="after")
     def check_source(self) -> Self:
