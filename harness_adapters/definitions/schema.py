@@ -145,25 +145,6 @@ class AcpTable(_Table):
     env: Mapping[str, str] = Field(default_factory=dict)
 
 
-class ConformanceTable(_Table):
-    """What `polar conformance` must know of the program; the fields are those of its `HarnessProfile`."""
-
-    tool: str = "bash"
-    """The tool that runs a command."""
-    arguments: Mapping[str, Any] = Field(default_factory=lambda: {"command": "{command}"})
-    finish: tuple[str, Mapping[str, Any]] | None = None
-    start_subagent: tuple[str, Mapping[str, Any]] | None = None
-    command_suffix: str = ""
-    context_window: int | None = None
-    full_prompt_tokens: int = 2_000_000
-    filling_command: str = "true"
-    compaction_steps: int = 4
-    compacts_after_turn: bool = False
-    refusal_status: int = 401
-    rebuilds_history: str = ""
-    not_applicable: Mapping[str, str] = Field(default_factory=dict)
-
-
 class HarnessDefinition(_Table):
     """One harness."""
 
@@ -185,7 +166,9 @@ class HarnessDefinition(_Table):
     """None: the program is run by the Agent Client Protocol."""
     acp: AcpTable | None = None
     exit: ExitTable = ExitTable()
-    conformance: ConformanceTable | None = None
+    conformance: Mapping[str, Any] = Field(default_factory=dict)
+    """What `polar conformance` must know of the program: fields of its `HarnessProfile`, such as the tool that runs a
+    command and its arguments."""
 
     @model_validator(mode="after")
     def check_whole(self) -> Self:

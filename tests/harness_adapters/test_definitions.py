@@ -14,6 +14,7 @@ from harness_adapters.base import HarnessError, InstallError, UnknownHarnessErro
 from harness_adapters.definitions.harness import catalogue, load_harness
 from harness_adapters.definitions.schema import DefinitionError
 from harness_adapters.toolkit.adapter import toml_text
+from polar_proxy.conformance.profiles import HarnessProfile, profile_of
 from polar_proxy.engines.scripted import ScriptedEngine
 from polar_proxy.store import Store
 from tests.conftest import Serve
@@ -160,11 +161,18 @@ def test_a_user_cannot_take_the_name_of_one_of_polars_harnesses(tmp_path: Path) 
     assert get_adapter("codex", tmp_path).info.package == "npm:@openai/codex"
 
 
+def test_a_wrong_conformance_profile_is_named(tmp_path: Path) -> None:
+    assert profile_of(load_harness(write(tmp_path, changed()))) == HarnessProfile("mine")
+    with pytest.raises(HarnessError, match=r"mine: \[conformance\] tol"):
+        profile_of(load_harness(write(tmp_path, changed(conformance={"tol": "bash"}))))
+
+
 @pytest.mark.parametrize("name", sorted(catalogue()))
 def test_polars_own_definitions_keep_the_promises(name: str) -> None:
     adapter = get_adapter(name)
     info_is_complete(adapter)
     assert adapter.name == name
+    assert profile_of(adapter).name == name
     assert "polar-tiny" in json.dumps([plan(adapter).argv, *map(dict, (plan(adapter).env, plan(adapter).files))])
 
 
