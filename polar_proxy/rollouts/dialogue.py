@@ -28,7 +28,7 @@ from polar_proxy.rollouts.infrastructure import InfrastructureError
 from polar_proxy.sessions.identity import hash_key, new_key
 from polar_proxy.store import Store
 from polar_proxy.tasks import DialogueUser
-from polar_proxy.types import Json
+from polar_proxy.types import ANSWERED, Json
 from sandboxes.base import ExecResult
 
 DONE = "###STOP###"
@@ -203,7 +203,7 @@ async def play_dialogue(
 async def read_last_answer(store: Store, session_id: str) -> str:
     """Return the text of the last answer in the agent's main conversation."""
     calls = await store.calls.summaries(session_id)
-    main = [call for call in calls if call.status == "ok" and call.edge not in _SIDE_EDGES]
+    main = [call for call in calls if call.status in ANSWERED and call.edge not in _SIDE_EDGES]
     record = await store.calls.get(main[-1].call_id) if main else None
     content = record.choices[0].message.content if record is not None and record.choices else None
     return content if isinstance(content, str) else ""
