@@ -126,7 +126,7 @@ class GatewaySettings(_Section):
     """How long to continue an answer after its client disconnected, so that a retry can take it over."""
     temperature: float | None = Field(None, ge=0)
     """Sampling temperature for sessions that have none of their own. Their calls are then sampled without top_p, top_k,
-    min_p and penalties, whatever the agents ask for. Otherwise traces of agents that ask for these are only
+    min_p, penalties and logit_bias, whatever the agents ask for. Otherwise traces of agents that ask for these are only
     `approximate`."""
     prompt_mode: PromptModeSetting = "continue"
     """`continue`: if possible, a prompt is the exact tokens of the call that it extends, followed by the tokens of the

@@ -26,9 +26,10 @@ MAX_INTEGER = 2**31 - 1
 """Largest value of an option that is an integer: what a column of PostgreSQL holds."""
 
 
-def whole_distribution(temperature: float) -> dict[str, float | int]:
-    """Return sampling parameters: the model's whole distribution at this temperature, without cuts and penalties."""
-    penalties = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
+def whole_distribution(temperature: float) -> Json:
+    """Return sampling parameters: the model's whole distribution at this temperature, without cuts, penalties and
+    biases."""
+    penalties = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": None}
     return {"temperature": temperature, "top_p": 1.0, "top_k": 0, "min_p": 0.0, **penalties}
 
 
@@ -97,8 +98,7 @@ class RolloutSpec(SessionBudget):
 
         Sampling is from the model's complete distribution, so that the recorded log-probabilities are those of the
         policy that is trained."""
-        sampling = {"temperature": self.temperature, "top_p": 1.0, "top_k": 0, "max_tokens": self.max_tokens}
-        return sampling | self.as_policy()
+        return whole_distribution(self.temperature) | {"max_tokens": self.max_tokens} | self.as_policy()
 
 
 class JobSpec(RolloutSpec):

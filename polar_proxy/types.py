@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
+import orjson
+
 if TYPE_CHECKING:  # importing numpy takes a fifth of the time of a command that reads no tokens
     import numpy as np
     import numpy.typing as npt
@@ -124,6 +126,13 @@ class Message:
         if self.name is not None:
             out["name"] = self.name
         return out
+
+
+def content_text(content: Any) -> str:
+    """Return one line for each content part; images and files appear as their type."""
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        return content if isinstance(content, str) else orjson.dumps(content).decode() if content else ""
+    return "\n".join(str(part["text"]) if "text" in part else f"[{part.get('type')}]" for part in content)
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,7 +382,7 @@ class CallRecord:
     rule: str | None = None
     """Name of the rule that decided the edge; None for a root to which no rule applies."""
     ambiguous: bool = False
-    """Another edge or parent was possible as well (see the rules in `sessions/lineage.py`)."""
+    """Another edge or parent was possible as well (see `sessions/lineage_reasons.py`)."""
     thread: str | None = None
     """The thread of the conversation: the harness's own id for it, else the call that began it."""
     fingerprint: Json | None = None

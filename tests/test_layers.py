@@ -28,6 +28,7 @@ LAYERS = [
     {"export"},
     {"records"},
     {"api"},
+    {"view"},
     {"cli"},
 ]
 """Parts of `polar_proxy`, lowest layer first. A part imports only from lower layers."""

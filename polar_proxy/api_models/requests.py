@@ -114,7 +114,7 @@ class SessionRequest(ApiRequestModel, SessionBudget):
     label: str | None = None
     """A name to find the session by."""
     temperature: float | None = Field(None, ge=0, allow_inf_nan=False)
-    """Sample at this temperature, without top_p, top_k, min_p and penalties."""
+    """Sample at this temperature, without top_p, top_k, min_p, penalties and logit_bias."""
     max_tokens: int | None = Field(None, ge=1, le=MAX_INTEGER)
     """Upper limit of tokens in one answer."""
     prompt_mode: Literal["continue", "render"] | None = None

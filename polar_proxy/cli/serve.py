@@ -108,6 +108,7 @@ async def _serve(settings: Settings, as_json: bool, *, with_workers: bool, ray_a
     from polar_proxy.gateway import Gateway
     from polar_proxy.rollouts import RolloutService, ServiceLimits, recover
     from polar_proxy.traces.grades import DistributionNotes
+    from polar_proxy.view import create_view_router
 
     async with open_database(settings, create=True) as store, contextlib.AsyncExitStack() as stack:
         for line in await recover(store):
@@ -125,6 +126,7 @@ async def _serve(settings: Settings, as_json: bool, *, with_workers: bool, ray_a
         exports = await stack.enter_async_context(ExportProcesses(store.database.url))
         context = ApiContext(store, settings, service, engine, exports=exports)
         gateway.include(create_router(context))
+        gateway.include(create_view_router(context, open_on_loopback=gateway.sessions.open_to_all))
         gateway.observe(DistributionNotes(log.warning))
         if is_bundled(settings.engine):
             gateway.observe(OtherAgentWarning())
@@ -176,6 +178,7 @@ def _print_welcome(gateway: Gateway, settings: Settings, db: str, model: str, ke
         out.print("  export OPENAI_API_KEY=any-name-you-like    # one session per key, with the key as label")
     else:
         out.print("  export OPENAI_API_KEY=$(polar session new)   # unknown keys are refused")
+    out.print(f"see what is recorded: {gateway.url}/", soft_wrap=True)
     out.print(f"the API: {gateway.url}/docs, with the key in {key_file}", soft_wrap=True)
     out.print("then: polar sessions, polar show last, polar export. Ctrl-C stops.")
 

@@ -43,7 +43,7 @@ class FailedRequests:
         self._by_session: dict[str, FailedRequest] = {}
 
     def keep(self, session: SessionState, calls: Sequence[PendingCall]) -> None:
-        if "hosted" in self._engine.info.capabilities:
+        if "hosted" in calls[0].engine.served.engine.info.capabilities:
             return
         failed = tuple((call.request, call.lineage.base) for call in calls)
         self._by_session[session.session_id] = FailedRequest(session, calls[0].engine.served, failed)

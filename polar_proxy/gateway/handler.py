@@ -52,7 +52,7 @@ from polar_proxy.sessions.identity import key_of_request, key_without_api_key, r
 from polar_proxy.sessions.registry import SessionClosedError, SessionRegistry
 from polar_proxy.sessions.state import SessionState
 from polar_proxy.store import Store
-from polar_proxy.types import ChatRequest, EngineRequest, SampleEvent, Usage, new_id
+from polar_proxy.types import ChatRequest, EngineRequest, SampleEvent, new_id
 
 log = logging.getLogger(__name__)
 
@@ -360,7 +360,7 @@ class RequestHandler:
 
     async def _sample_call(self, request: RequestContext, index: int, call: PendingCall, reply: Reply) -> None:
         if call.final_answer is not None:
-            event = SampleEvent(text=call.final_answer, finish_reason="stop", usage=Usage(0, 0))
+            event = SampleEvent(text=call.final_answer, finish_reason="stop")
             call.answer.add(event)
             await reply.write(index, event)
             return

@@ -392,7 +392,7 @@ The log-probabilities would otherwise not be those of the samples, and the recor
 
 _REPLACED = (
     *("temperature", "top_p", "top_k", "min_p", "seed"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
 )
 
 

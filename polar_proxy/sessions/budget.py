@@ -124,13 +124,15 @@ class BudgetUsage:
             return "max_idle_seconds"
         return None
 
-    def _count(self, prompt_tokens: int, sampled_tokens: int, ended_at: float) -> None:
+    def count(self, prompt_tokens: int, sampled_tokens: int, ended_at: float) -> None:
+        """Count a call that has ended."""
         self._calls += 1
         self._prompt_tokens += prompt_tokens
         self._sampled_tokens += sampled_tokens
         self._last_end = max(self._last_end or 0.0, ended_at)
 
-    def _release(self, calls: int) -> None:
+    def release(self, calls: int) -> None:
+        """Free reserved places."""
         self._pending -= calls
 
 
@@ -147,9 +149,9 @@ class Reservation:
 
     def count(self, prompt_tokens: int, sampled_tokens: int, ended_at: float) -> None:
         """Count one call that has ended, in place of its reservation."""
-        self.usage._count(prompt_tokens, sampled_tokens, ended_at)
+        self.usage.count(prompt_tokens, sampled_tokens, ended_at)
         if self.calls:
-            self.usage._release(1)
+            self.usage.release(1)
             self.calls -= 1
 
     def __enter__(self) -> Self:
@@ -158,5 +160,5 @@ class Reservation:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.usage._release(self.calls)
+        self.usage.release(self.calls)
         self.calls = 0

@@ -49,6 +49,7 @@ from polar_proxy.sessions.marked_rendering import (
 )
 from polar_proxy.sessions.state import (
     AnsweredCall,
+    MarkedText,
     PromptConfig,
     SessionState,
     has_rewritten_text,
@@ -195,7 +196,7 @@ class PromptBuilder:
         if not ends_turn and answered.finish_reason != "length":
             raise _NotContinued(await self._other_end(answered))
 
-        rendered, ids = await self._suffix(request, base, int(answered.ids[-1]) if ends_turn else None)
+        rendered, ids = await self._suffix(request, base, int(answered.ids[-1]) if ends_turn else None, session)
         past_reasoning: PastReasoning = session.policy.get("past_reasoning", self._settings.past_reasoning)
         if past_reasoning == "strip" and not all(reasoning in rendered for reasoning in answered.reasoning):
             raise _NotContinued("reasoning_by_template", past_reasoning)
@@ -243,7 +244,9 @@ class PromptBuilder:
             call.call_id, call.prompt_ids, choice, stop, config, reasoning, engine_name=call.engine_name
         )
 
-    async def _suffix(self, request: ChatRequest, base: Base, sampled_stop: int | None) -> tuple[str, list[int]]:
+    async def _suffix(
+        self, request: ChatRequest, base: Base, sampled_stop: int | None, session: SessionState
+    ) -> tuple[str, list[int]]:
         """Return the rendering of the request and the ids after the base's answer.
 
         `sampled_stop` is the token that ended the answer; None if the answer was cut. Raises _NotContinued.
@@ -252,9 +255,8 @@ class PromptBuilder:
         ended = stops.get(sampled_stop) if sampled_stop is not None else None
         written = WRITTEN_STOPS[ended][0] if ended in WRITTEN_STOPS else None
         try:
-            rendered, found = await self._after_answer(
-                request, base, {*stops.values(), *([written] if written else ())}
-            )
+            ends = {*stops.values(), *([written] if written else ())}
+            rendered, found = await self._after_answer(request, base, ends, session)
         except RenderingError as error:
             log.info("a call is not continued: %s", error)
             raise _NotContinued(error.problem) from error
@@ -269,7 +271,9 @@ class PromptBuilder:
             raise _NotContinued("suffix_unproven")
         return rendered, ids if ended is None else ids[1:]
 
-    async def _after_answer(self, request: ChatRequest, base: Base, stops: Collection[str]) -> tuple[str, AfterAnswer]:
+    async def _after_answer(
+        self, request: ChatRequest, base: Base, stops: Collection[str], session: SessionState
+    ) -> tuple[str, AfterAnswer]:
         """Return the rendering of the request, and what it holds after the base's answer. Raises RenderingError."""
         messages, asked = request.messages, base.messages
         while asked and messages[asked - 1].role == "assistant":
@@ -279,10 +283,14 @@ class PromptBuilder:
         for marking in sorted(MARKINGS, key=lambda marking: marking != self._marking):
             marked = await self._thread.run(request.large, self._marker.mark, messages, marking)
             front = replace(request, messages=marked[:asked])
-            requests = [replace(request, messages=marked), front, *([request] if plain is None else [])]
-            whole_text, front_text, *rest = await self._engine.render_texts(requests)
-            plain = rest[0] if rest else plain
-            if plain is None or self._marker.unmark(whole_text) != plain:
+            known = session.marked_text
+            front_text = known.text if known is not None and known.is_front(request, asked, marking) else None
+            fronts, plains = [front] if front_text is None else [], [request] if plain is None else []
+            texts = await self._engine.render_texts([replace(request, messages=marked), *fronts, *plains])
+            whole_text = texts[0]
+            front_text = texts[1] if front_text is None else front_text
+            plain = texts[-1] if plain is None else plain
+            if self._marker.unmark(whole_text) != plain:
                 continue  # the template reads the texts that were marked
             compare = partial(compare_renderings, whole_text, front_text, messages, base.messages, self._marker, stops)
             try:
@@ -296,6 +304,7 @@ class PromptBuilder:
                     raise
                 found = await self._thread.run(request.large, compare, front_text[len(closed) :])
             self._marking = marking
+            session.remember_marked_text(MarkedText(request, marking, whole_text))
             return plain, found
         raise problem
 

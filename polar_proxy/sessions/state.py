@@ -101,6 +101,30 @@ class AnsweredCall:
 
 
 @dataclass(frozen=True, slots=True)
+class MarkedText:
+    """A request as the engine renders it with marks (`marked_rendering.py`). The next request of the session usually
+    begins with its messages."""
+
+    request: ChatRequest
+    marking: Hashable
+    text: str
+
+    @property
+    def size(self) -> int:
+        return _REQUEST_BYTES + len(self.text)
+
+    def is_front(self, request: ChatRequest, messages: int, marking: Hashable) -> bool:
+        """Return whether the first `messages` messages of a request are rendered to this text."""
+        mine = self.request
+        return (
+            marking == self.marking
+            and request.messages[:messages] == mine.messages
+            and request.tools == mine.tools
+            and request.template_kwargs == mine.template_kwargs
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class UnrecordedCall:
     """A call that was answered but not recorded."""
 
@@ -112,12 +136,13 @@ class UnrecordedCall:
 
 
 class ConversationCache(LRUCache[Hashable, Any]):
-    """Last requests (by session id), answered calls (by call id and choice) and unrecorded calls, limited in bytes."""
+    """Last requests and marked texts (by session id), answered calls (by call id and choice) and unrecorded calls,
+    limited in bytes."""
 
     def __init__(self, capacity: int = 1 << 20) -> None:
         super().__init__(capacity, lambda entry: entry.size)
 
-    def put(self, key: Hashable, entry: LastRequest | AnsweredCall | UnrecordedCall) -> None:
+    def put(self, key: Hashable, entry: LastRequest | MarkedText | AnsweredCall | UnrecordedCall) -> None:
         """Insert or replace an entry. An entry larger than the capacity is not kept."""
         if entry.size <= self.maxsize:
             self[key] = entry
@@ -337,9 +362,18 @@ class SessionState:
     def drop_cached(self) -> None:
         """Drop what the cache holds of this session, because it gets no more calls."""
         self._cache.pop(self.session_id, None)
+        self._cache.pop(("marked", self.session_id), None)
         for node in self._index.by_id.values():
             for choice in range(len(node.answers)):
                 self._cache.pop((node.call_id, choice), None)
+
+    @property
+    def marked_text(self) -> MarkedText | None:
+        found: MarkedText | None = self._cache.get(("marked", self.session_id))
+        return found
+
+    def remember_marked_text(self, marked: MarkedText) -> None:
+        self._cache.put(("marked", self.session_id), marked)
 
     def answered_call(self, base: Base) -> AnsweredCall | None:
         """Return an answer's tokens; None if they are not in memory."""

@@ -255,15 +255,20 @@ class ApiKeyRepository(Repository):
         """Return all keys of the HTTP API, revoked ones too, oldest first."""
         return await self._rows(_api_key, _select_keys.order_by(_k.created_at, _k.key_hash))
 
-    async def revoke(self, name: str) -> ApiKeyRow | None:
-        """Revoke the key with this name and return it; None for an unknown name."""
+    async def find_hash(self, name: str) -> bytes | None:
+        """Return the hash of the key with this name; None for an unknown name."""
         try:
             prefix = bytes.fromhex(name)
         except ValueError:
-            prefix = b""
-        keys = [key_hash for key_hash in await self._scalars(select(_k.key_hash)) if key_hash.startswith(prefix)]
-        if not prefix or len(keys) != 1:
             return None
-        valid = (_k.key_hash == keys[0], _k.revoked_at.is_(None))
+        keys = [key_hash for key_hash in await self._scalars(select(_k.key_hash)) if key_hash.startswith(prefix)]
+        return keys[0] if prefix and len(keys) == 1 else None
+
+    async def revoke(self, name: str) -> ApiKeyRow | None:
+        """Revoke the key with this name and return it; None for an unknown name."""
+        key_hash = await self.find_hash(name)
+        if key_hash is None:
+            return None
+        valid = (_k.key_hash == key_hash, _k.revoked_at.is_(None))
         await self._write(update(schema.api_keys).where(*valid).values(revoked_at=time.time()))
-        return await self.get(keys[0])
+        return await self.get(key_hash)

@@ -95,8 +95,8 @@ def off_distribution_note(call: CallRecord) -> str | None:
             or "no known temperature"
         )
         return (
-            f"the agent asks for {named}, so its traces are approximate, and polar export leaves them out. With "
-            "--temperature 1, polar serve, run and session new sample from the model's own distribution instead."
+            f"answers are sampled with {named}, so their traces are approximate, and polar export leaves them out. "
+            "With --temperature 1, polar serve, run and session new sample from the model's own distribution instead."
         )
     return None
 

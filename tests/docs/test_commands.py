@@ -201,7 +201,7 @@ def test_command_runs(
     command: DocumentedCommand, workspace: Workspace, fake_vllm: FakeVllm, fake_llama: FakeLlama
 ) -> None:
     text = as_run(command.text, workspace, fake_vllm, fake_llama)
-    if text.startswith("polar serve"):
+    if text.startswith(("polar serve", "polar view")):
         with workspace.server(text.removesuffix(" &")) as url:
             assert url.startswith("http://")
         return

@@ -28,6 +28,7 @@ sessions = Table(
     Column("price_usd", Double),  # sum of the known prices of its calls; null: none is known
     Column("last_call_at", Double),
     Column("reward", Double),  # the newest reward of a session without a rollout; all rewards are in `rewards`
+    Column("rating", Double),  # the newest rating that a person gave, 1 to 5
 )
 
 open_calls = Table(
