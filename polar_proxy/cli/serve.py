@@ -56,6 +56,7 @@ def serve(
     ] = None,
     prompt_mode: options.PromptMode = None,
     past_reasoning: options.PastReasoning = None,
+    hooks: options.Hooks = None,
     db: options.Db = None,
     rollout_workers: Annotated[
         int | None, typer.Option(min=1, help="Also run the rollouts that `polar submit` queues, N at a time.")
@@ -74,7 +75,7 @@ def serve(
     as_json: options.AsJson = False,
 ) -> None:
     """Serve the gateway and the HTTP API until stopped. --json prints one JSON document when the server is ready."""
-    import_named_code(engine, *(allow_code or ()))
+    import_named_code(engine, hooks, *(allow_code or ()))
     settings = load_settings(
         db,
         allow_code=allow_code,
@@ -85,6 +86,7 @@ def serve(
             "temperature": temperature,
             "prompt_mode": prompt_mode,
             "past_reasoning": past_reasoning,
+            "hooks": hooks,
             "shared": True if executor == "ray" else None,
         },
         engine={"kind": engine, "url": engine_url, "model": model},
@@ -101,7 +103,7 @@ async def _serve(settings: Settings, as_json: bool, *, with_workers: bool, ray_a
     from polar_proxy.api import ApiContext, BackgroundLoops, create_router, local_admin_key
     from polar_proxy.api.service import ServiceCollector
     from polar_proxy.engines.bundled import OtherAgentWarning, is_bundled
-    from polar_proxy.engines.factory import make_engine
+    from polar_proxy.engines.factory import make_engine, open_engines
     from polar_proxy.export.processes import ExportProcesses
     from polar_proxy.gateway import Gateway
     from polar_proxy.rollouts import RolloutService, ServiceLimits, recover
@@ -112,7 +114,8 @@ async def _serve(settings: Settings, as_json: bool, *, with_workers: bool, ray_a
         for line in await recover(store):
             log.warning("%s", line)
         engine = await stack.enter_async_context(make_engine(settings.engine))
-        gateway = Gateway(engine, store, settings.gateway)
+        engines = await stack.enter_async_context(open_engines(settings.engines))
+        gateway = Gateway(engine, store, settings.gateway, engines=engines, routes=settings.routes)
         service: RolloutService | None = None
         if with_workers:
             limits = ServiceLimits.of(settings, backlog=settings.run.backlog)

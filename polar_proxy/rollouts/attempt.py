@@ -33,7 +33,14 @@ from polar_proxy.rollouts.infrastructure import InfrastructureError, UnsafeSandb
 from polar_proxy.rollouts.pool import SandboxPool
 from polar_proxy.rollouts.recovery import exclude_earlier_attempts
 from polar_proxy.rollouts.scoring import score_work
-from polar_proxy.rollouts.stopping import STOPPED_EARLY, EarlyStopCheck, early_stop_check, stop_early
+from polar_proxy.rollouts.stopping import (
+    OVER_BUDGET,
+    STOPPED_EARLY,
+    EarlyStopCheck,
+    early_stop_check,
+    stop_early,
+    stop_over_budget,
+)
 from polar_proxy.rollouts.task_sandboxes import TaskSandboxes
 from polar_proxy.rollouts.workspace import TaskNotPossibleError, prepare_workspace
 from polar_proxy.sessions.identity import hash_key, new_key
@@ -55,6 +62,8 @@ _RELEASE_IDLE_SECONDS = 5.0
 """How long to wait for calls in flight on other gateways when the attempt is abandoned. Shorter than `_IDLE_SECONDS`,
 because no traces are built."""
 # OpenHands prints its complete first prompt after the event that says why it failed.
+_PROVIDER_LIMITS = frozenset({402, 429})
+"""Statuses with which a provider refuses because of its own limits (credit, rate), whatever the request is."""
 _LOG_TAIL_BYTES = 200_000
 _FINAL_STATUS: Mapping[str, tuple[RolloutStatus, str | None]] = {
     "ok": ("done", None),
@@ -207,7 +216,7 @@ class AttemptRunner:
             key_hash=hash_key(key),
             label=None,
             rollout_id=attempt.rollout_id,
-            policy=spec.sampling_policy(),
+            policy=spec.session_policy(),
             origin="rollout",
         )
         attempt.session_id = session.session_id
@@ -245,7 +254,9 @@ class AttemptRunner:
         task, spec, sandbox = given.task, given.spec, agent.sandbox
         # The evaluator's sandbox opens while the agent works.
         self.pool.expect(sandbox.kind, await agent.task_sandboxes.evaluator(task, attempt.labels))
-        async with stop_early(sandbox, given.early_stop) as early:
+        assert attempt.session_id is not None
+        budget = stop_over_budget(sandbox, self.gateway, attempt.session_id, limited=bool(spec.as_policy()))
+        async with stop_early(sandbox, given.early_stop) as early, budget:
             process = await sandbox.exec(
                 agent.plan.argv,
                 env=agent.plan.env,
@@ -255,14 +266,17 @@ class AttemptRunner:
         output = process.stdout + process.stderr
         await self.store.artifacts.add(attempt.rollout_id, "agent.log", output)
         exit_code = None if process.timed_out or early.reason is not None else process.exit_code
+        spent = await self._spent_budget(attempt, spec)
         if early.reason is None:
             tail = output[-_LOG_TAIL_BYTES:].decode(errors="replace")
             outcome, detail = agent.harness.adapter.interpret(exit_code, tail)
         else:
             outcome, detail = "ok", early.reason
+        if spent is not None:
+            ended = "was stopped" if exit_code is None else f"exited with {exit_code}"
+            outcome, detail = "ok", f"the budget was spent ({spent}); the agent {ended}: {detail}"
         if sandbox.exceeded is not None:
             outcome, detail = "failed", sandbox.exceeded
-        assert attempt.session_id is not None
         if outcome != "ok" and (refusal := self.gateway.refusal(attempt.session_id)) is not None:
             problem = f"the agent's last call could not be recorded: {refusal}"
             raise InfrastructureError("store", f"{problem} (the agent {outcome.replace('_', ' ')} for this reason)")
@@ -275,14 +289,17 @@ class AttemptRunner:
         await self.store.artifacts.add(attempt.rollout_id, "patch.diff", patch)
         train_timed_out = spec.train_timed_out or bool(task.metadata.get("train_timed_out"))
         status, cause = _FINAL_STATUS[outcome]
+        if outcome == "ok":
+            cause = OVER_BUDGET if spent is not None else STOPPED_EARLY if early.reason is not None else None
+        over_budget = cause == OVER_BUDGET and not spec.train_over_budget
         return AgentResult(
             status,
-            STOPPED_EARLY if early.reason is not None else cause,
+            cause,
             detail,
             exit_code,
             patch,
             no_patch,
-            masked=outcome == "timed_out" and not train_timed_out,
+            masked=over_budget or (outcome == "timed_out" and not train_timed_out),
         )
 
     async def _score(
@@ -392,6 +409,14 @@ class AttemptRunner:
             await self.store.rollouts.update(attempt.rollout_id, sandbox=kind)
         return kind
 
+    async def _spent_budget(self, attempt: RunningAttempt, spec: RolloutSpec) -> str | None:
+        """Return the limit of its budget that the session reached, or None."""
+        assert attempt.session_id is not None
+        if not spec.as_policy():
+            return None
+        row = await self.store.sessions.get(attempt.session_id)
+        return None if row is None else row.spent
+
     async def _engine_failure(self, attempt: RunningAttempt) -> str | None:
         """Return how the engine failed if it, and not the agent, is to blame for the agent's failure; otherwise None.
 
@@ -407,7 +432,8 @@ class AttemptRunner:
             return f"the engine is down: {down}"
         assert attempt.session_id is not None
         calls = [call for call in await self.store.calls.summaries(attempt.session_id) if call.status != "client_gone"]
-        if calls and calls[-1].status == "upstream_error" and (calls[-1].http_status or 0) >= 500:
+        status = calls[-1].http_status if calls and calls[-1].status == "upstream_error" else 0
+        if status >= 500 or status in _PROVIDER_LIMITS:
             if (own := await self.gateway.failure_of_its_own(attempt.session_id)) is not None:
                 log.warning("rollout %s: the agent's last request fails each time: %s", attempt.rollout_id, own)
                 return None

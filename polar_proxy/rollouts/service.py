@@ -19,6 +19,7 @@ from harness_adapters.base import HarnessError
 from polar_proxy.allowed_code import NO_CODE, AllowedCode
 from polar_proxy.config import Settings
 from polar_proxy.engines.base import Engine
+from polar_proxy.engines.factory import open_engines
 from polar_proxy.errors import UsageError
 from polar_proxy.gateway import Gateway
 from polar_proxy.rollout_spec import JobSpec
@@ -312,7 +313,10 @@ async def cancel(store: Store, job_group_or_rollout: str) -> list[str]:
 async def local_gateway(settings: Settings, engine: Engine, store: Store) -> AsyncIterator[Gateway]:
     """Serve a gateway on a free loopback port that accepts only the keys of rollouts."""
     own = settings.gateway.model_copy(update={"host": "127.0.0.1", "port": 0, "require_known_keys": True})
-    async with Gateway(engine, store, own) as gateway:
+    async with (
+        open_engines(settings.engines) as engines,
+        Gateway(engine, store, own, engines=engines, routes=settings.routes) as gateway,
+    ):
         yield gateway
 
 

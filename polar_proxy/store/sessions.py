@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
-from sqlalchemy import ColumnElement, Connection, bindparam, select, update
+from sqlalchemy import ColumnElement, Connection, and_, bindparam, select, update
 
 from polar_proxy.errors import StoreError, UsageError
 from polar_proxy.store import schema
@@ -41,6 +41,8 @@ class SessionRow:
     created_at: float
     closed_at: float | None
     incomplete: IncompleteReason | None
+    spent: str | None = None
+    """The limit of its budget that was reached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +56,15 @@ class SessionSummary:
     created_at: float
     closed_at: float | None
     incomplete: IncompleteReason | None
+    spent: str | None
+    """The limit of its budget that was reached."""
     calls: int
     failed_calls: int
     """Calls without a complete answer (`FAILED`)."""
     prompt_tokens: int
     completion_tokens: int
+    price_usd: float | None
+    """Sum of the known prices of its calls in US dollars; None if none is known."""
     last_call_at: float | None
     reward: float | None
     """The newest reward of a session without a rollout."""
@@ -179,6 +185,11 @@ class SessionRepository(Repository):
             session_id = row.session_id
         await self.mark_incomplete([session_id], "unrecorded_calls")
         return session_id
+
+    async def mark_spent(self, session_id: str, limit: str) -> None:
+        """Store which limit of a session's budget was reached. The first one is kept."""
+        open_budget = and_(_s.session_id == session_id, _s.spent.is_(None))
+        await self._write(update(schema.sessions).where(open_budget).values(spent=limit))
 
     async def is_incomplete(self, session_id: str) -> bool:
         return bool(

@@ -54,6 +54,14 @@ class LoginRequiredError(PolarError):
     """The page needs a login."""
 
 
+@dataclass(frozen=True, slots=True)
+class Visitor:
+    """The sender of a request. `name`: the label and name of an API key; None without a login."""
+
+    role: Role
+    name: str | None
+
+
 @dataclass(frozen=True)
 class PageAccess:
     """Decides who may see the pages of one server."""
@@ -62,15 +70,16 @@ class PageAccess:
     open_on_loopback: bool
     """Requests from this machine that change nothing need no login."""
 
-    async def role(self, request: Request) -> Role:
-        """Return the role of the request's sender. Raises LoginRequiredError, and ApiError for a bad API key."""
+    async def visitor(self, request: Request) -> Visitor:
+        """Return the request's sender. Raises LoginRequiredError, and ApiError for a bad API key."""
         if "authorization" in request.headers:
-            return await by_api_key(self.store)(request)
-        role = await self._role_of_cookie(request.cookies.get(COOKIE, ""))
-        if role is not None:
-            return role
+            role = await by_api_key(self.store)(request)
+            return Visitor(role, f"key {hash_key(request.headers['authorization'].split()[-1]).hex()[:12]}")
+        row = await self._key_of_cookie(request.cookies.get(COOKIE, ""))
+        if row is not None:
+            return Visitor(row.role, f"{row.label or 'key'} {row.name}")
         if self.open_on_loopback and request.method in _READING and _is_local(request):
-            return "trainer"
+            return Visitor("trainer", None)
         raise LoginRequiredError("This page needs a login with an API key.")
 
     async def log_in(self, key: str, response: Response, *, secure: bool) -> bool:
@@ -85,7 +94,8 @@ class PageAccess:
         )
         return True
 
-    async def _role_of_cookie(self, value: str) -> Role | None:
+    async def _key_of_cookie(self, value: str) -> ApiKeyRow | None:
+        """Return the API key that a valid cookie was made for; None for any other cookie."""
         name, _, rest = value.partition(".")
         expiry = rest.partition(".")[0]
         if not (expiry.isascii() and expiry.isdecimal() and int(expiry) > time.time()):
@@ -95,7 +105,7 @@ class PageAccess:
         if row is None or key_hash is None or row.revoked_at is not None:
             return None
         is_valid = hmac.compare_digest(make_cookie(row, key_hash, int(expiry)).encode(), value.encode())
-        return row.role if is_valid else None
+        return row if is_valid else None
 
 
 def make_cookie(row: ApiKeyRow, key_hash: bytes, expiry: int) -> str:
@@ -127,7 +137,7 @@ def page_route(access: PageAccess, show_error: ShowError) -> type[APIRoute]:
 
             async def guarded(request: Request) -> Response:
                 try:
-                    request.state.role = await access.role(request)
+                    request.state.visitor = await access.visitor(request)
                     if request.method not in _READING:
                         require_same_origin(request)
                     response = await handle(request)

@@ -21,6 +21,7 @@ NAVIGATION = (
     ("Groups", "/view/groups"),
     ("Jobs", "/view/jobs"),
     ("Training", "/view/training"),
+    ("Compare", "/view/compare"),
 )
 
 
@@ -30,6 +31,8 @@ class ViewContext:
 
     api: ApiContext
     access: PageAccess
+    writable: bool = True
+    """Remarks and rewards can be given in the pages."""
     tokens: TokenSources = field(default_factory=TokenSources)
 
     @property

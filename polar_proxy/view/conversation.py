@@ -112,7 +112,8 @@ def _message(message: Json, number: int, results: Mapping[str, str], finish_reas
     tools = []
     for tool_call in message.get("tool_calls") or ():
         function, call_id = tool_call["function"], tool_call["id"]
-        tools.append(ToolUse(call_id, function["name"], _arguments(function["arguments"]), results.get(call_id)))
+        arguments = readable_arguments(function["arguments"])
+        tools.append(ToolUse(call_id, function["name"], arguments, results.get(call_id)))
     return ShownMessage(
         role=message["role"],
         name=message.get("name"),
@@ -137,7 +138,7 @@ def _called(messages: Iterable[Json]) -> set[str]:
     return {tool_call["id"] for message in messages for tool_call in message.get("tool_calls") or ()}
 
 
-def _arguments(text: str) -> str:
+def readable_arguments(text: str) -> str:
     """Return the arguments of a tool call with each of them on lines of its own; text that is no JSON stays."""
     try:
         value = orjson.loads(text)

@@ -1,4 +1,4 @@
-"""The overview and the lists: rollouts, sessions, groups, jobs and training runs, newest first.
+"""The overview and the lists: rollouts, sessions, groups and jobs, newest first.
 
 Lists are paged by id (`before`), so a page costs the same at any depth.
 """
@@ -15,6 +15,7 @@ from fastapi import APIRouter, Query, Request, Response
 from polar_proxy import records
 from polar_proxy.api.service import read_service_state
 from polar_proxy.errors import UsageError
+from polar_proxy.export.exporter import FORMATS
 from polar_proxy.store import RolloutRow
 from polar_proxy.store.schema import FINAL_STATUSES, ROLLOUT_STATUSES
 from polar_proxy.view.context import ViewContext
@@ -89,6 +90,7 @@ def _add_rollouts(pages: APIRouter, view: ViewContext) -> None:
             problem=problem,
             note=note,
             older=older,
+            formats=FORMATS,
         )
 
 
@@ -109,11 +111,6 @@ def _add_others(pages: APIRouter, view: ViewContext) -> None:
     async def jobs(request: Request, before: Before = None) -> Response:
         rows = (await records.list_jobs(store, limit=PAGE, before=before)).jobs
         return await show_list(request, "jobs.html", rows, before, rows[-1].job_id if rows else None)
-
-    @pages.get("/view/training")
-    async def training(request: Request) -> Response:
-        rows = (await records.list_training_runs(store)).runs
-        return await show_list(request, "training.html", rows, None, None)
 
     async def show_list(
         request: Request, template: str, rows: Sequence[Any], before: str | None, last: str | None

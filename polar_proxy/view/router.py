@@ -10,7 +10,6 @@ import hashlib
 import mimetypes
 from functools import cache
 from typing import Annotated
-from urllib.parse import parse_qs
 
 from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi.responses import RedirectResponse
@@ -19,26 +18,26 @@ from polar_proxy.api import ApiContext
 from polar_proxy.api.context import not_found
 from polar_proxy.api.jobs import stream_events
 from polar_proxy.errors import ApiError
-from polar_proxy.view import groups, lists, run, tokens
+from polar_proxy.view import comparison, export, groups, lists, remarks, run, tokens, training
 from polar_proxy.view.access import COOKIE, LOGIN, PageAccess, page_route, require_same_origin, safe_next, with_headers
 from polar_proxy.view.context import ViewContext
+from polar_proxy.view.forms import read_form
 from polar_proxy.view.templates import ASSETS
 
-_LONGEST_FORM = 4096
-"""Bytes of a login form."""
 _KIND_OF_ID = {"group_": "groups", "trc_": "traces"}
 
 
-def create_view_router(api: ApiContext, *, open_on_loopback: bool) -> APIRouter:
-    """Return the routes of all pages. `open_on_loopback`: requests from this machine need no login."""
+def create_view_router(api: ApiContext, *, open_on_loopback: bool, writable: bool = True) -> APIRouter:
+    """Return the routes of all pages. `open_on_loopback`: requests from this machine need no login to read.
+    `writable`: who is logged in may give remarks and rewards."""
     access = PageAccess(api.store, open_on_loopback)
-    view = ViewContext(api, access)
+    view = ViewContext(api, access, writable)
 
     async def show_error(request: Request, error: ApiError) -> Response:
         return await view.page(request, "error.html", status=error.status, error=error)
 
     pages = APIRouter(route_class=page_route(access, show_error))
-    for kind in (lists, groups, run, tokens):
+    for kind in (lists, comparison, groups, run, tokens, training, remarks, export):
         kind.add_routes(pages, view)
     _add_search(pages, view)
     _add_events(pages, view)
@@ -66,7 +65,7 @@ async def find_page(view: ViewContext, name: str) -> str:
         if name.startswith(prefix):
             return f"/view/{kind}/{name}"
     if await view.store.training.runs(name):
-        return "/view/training"
+        return f"/view/training/{name}"
     found = await view.store.names.find(name)
     return f"/view/{found.kind}s/{found.record_id}"
 
@@ -91,7 +90,7 @@ def _add_public(router: APIRouter, view: ViewContext) -> None:
             require_same_origin(request)
         except ApiError as error:
             return await show_login(request, "/", str(error), error.status)
-        form = await _read_form(request)
+        form = await read_form(request)
         where = safe_next(form.get("next", "/"))
         response: Response = RedirectResponse(where, status_code=303)
         if not await view.access.log_in(form.get("key", ""), response, secure=request.url.scheme == "https"):
@@ -126,13 +125,3 @@ def _add_public(router: APIRouter, view: ViewContext) -> None:
 def _assets() -> dict[str, bytes]:
     """Return the content of each file in the folder of assets."""
     return {file.name: file.read_bytes() for file in ASSETS.iterdir() if file.is_file()}
-
-
-async def _read_form(request: Request) -> dict[str, str]:
-    """Return the fields of a form. A form that is too long has none."""
-    body = b""
-    async for piece in request.stream():
-        body += piece
-        if len(body) > _LONGEST_FORM:
-            return {}
-    return {name: values[0] for name, values in parse_qs(body.decode(errors="replace")).items()}

@@ -39,49 +39,21 @@ def add_routes(pages: APIRouter, view: ViewContext) -> None:
 
     @pages.get("/view/rollouts/{rollout_id}")
     async def rollout_page(request: Request, rollout_id: str, chosen: Chosen = None) -> Response:
-        row = await require("rollout", rollout_id, store.rollouts.get(rollout_id))
-        task, stages, rewards, events, files, attempts = await asyncio.gather(
-            store.tasks.get(row.task_id),
-            store.rollouts.stages(rollout_id),
-            store.rewards.of_rollout(rollout_id),
-            store.rollouts.events(rollout_id),
-            store.artifacts.of_rollout(rollout_id),
-            store.sessions.ids_of_rollout(rollout_id),
-        )
-        return await view.page(
-            request,
-            "run.html",
-            rollout=row,
-            task=task,
-            rewards=rewards,
-            events=events,
-            files=files,
-            earlier_attempts=[one for one in attempts if one != row.session_id],
-            **await asyncio.to_thread(_read_files, files),
-            **await _session(view, row, stages, row.session_id, chosen),
-        )
+        return await show(request, await rollout_values(view, rollout_id, chosen))
 
     @pages.get("/view/sessions/{session_id}")
     async def session_page(request: Request, session_id: str, chosen: Chosen = None) -> Response:
-        await require("session", session_id, store.sessions.get(session_id))
-        return await view.page(
-            request,
-            "run.html",
-            rollout=None,
-            task=None,
-            rewards=await store.rewards.of_session(session_id),
-            events=(),
-            files=(),
-            earlier_attempts=(),
-            **await asyncio.to_thread(_read_files, ()),
-            **await _session(view, None, (), session_id, chosen),
-        )
+        return await show(request, await session_values(view, session_id, chosen))
+
+    async def show(request: Request, values: Json) -> Response:
+        may_write = view.writable and request.state.visitor.name is not None
+        return await view.page(request, "run.html", writable=view.writable, may_write=may_write, **values)
 
     @pages.get("/view/calls/{call_id}")
     async def call_page(request: Request, call_id: str) -> Response:
         call = await require("call", call_id, store.calls.get(call_id))
         calls = await store.calls.summaries(call.session_id)
-        values = await _call(view, calls, call_id, whole=True)
+        values = await call_values(view, calls, call_id, whole=True)
         return await view.page(request, "call.html", **values)
 
     @pages.get("/view/parts/calls/{call_id}")
@@ -89,7 +61,7 @@ def add_routes(pages: APIRouter, view: ViewContext) -> None:
         """Return a call as a part of its run's page."""
         call = await require("call", call_id, store.calls.get(call_id))
         calls = await store.calls.summaries(call.session_id)
-        return await view.page(request, "parts/call.html", **await _call(view, calls, call_id))
+        return await view.page(request, "parts/call.html", **await call_values(view, calls, call_id))
 
     @pages.get("/view/artifacts/{artifact_id}")
     async def artifact(artifact_id: str) -> Response:
@@ -97,6 +69,48 @@ def add_routes(pages: APIRouter, view: ViewContext) -> None:
         row = await require("artifact", artifact_id, store.artifacts.get(artifact_id))
         content = await asyncio.to_thread(row.path.read_bytes)
         return Response(content, media_type="text/plain; charset=utf-8")
+
+
+async def rollout_values(view: ViewContext, rollout_id: str, chosen: str | None = None) -> Json:
+    """Return the values of a rollout's page. Raises ApiError 404 if there is no such rollout."""
+    store = view.store
+    row = await require("rollout", rollout_id, store.rollouts.get(rollout_id))
+    stages, rewards, remarks, events, files, attempts = await asyncio.gather(
+        store.rollouts.stages(rollout_id),
+        store.rewards.of_rollout(rollout_id),
+        store.remarks.of_rollout(rollout_id),
+        store.rollouts.events(rollout_id),
+        store.artifacts.of_rollout(rollout_id),
+        store.sessions.ids_of_rollout(rollout_id),
+    )
+    return {
+        "rollout": row,
+        "task": await store.tasks.get(row.task_id),
+        "rewards": rewards,
+        "remarks": remarks,
+        "events": events,
+        "files": files,
+        "earlier_attempts": [one for one in attempts if one != row.session_id],
+        **await asyncio.to_thread(_read_files, files),
+        **await _session(view, row, stages, row.session_id, chosen),
+    }
+
+
+async def session_values(view: ViewContext, session_id: str, chosen: str | None = None) -> Json:
+    """Return the values of a session's page. Raises ApiError 404 if there is no such session."""
+    store = view.store
+    await require("session", session_id, store.sessions.get(session_id))
+    return {
+        "rollout": None,
+        "task": None,
+        "rewards": await store.rewards.of_session(session_id),
+        "remarks": await store.remarks.of_session(session_id),
+        "events": (),
+        "files": (),
+        "earlier_attempts": (),
+        **await asyncio.to_thread(_read_files, ()),
+        **await _session(view, None, (), session_id, chosen),
+    }
 
 
 async def _session(
@@ -130,8 +144,9 @@ async def _session(
         "trace_of": trace_of,
         "excluded": excluded,
         "is_live": _is_live(rollout, session),
-        **await _call(view, calls, chosen),
+        **await call_values(view, calls, chosen),
         "is_story": is_story,
+        "is_report": False,
     }
 
 
@@ -142,7 +157,9 @@ def _is_live(rollout: RolloutRow | None, session: SessionSummary | None) -> bool
     return session.closed_at is None and time.time() - (session.last_call_at or session.created_at) < _LIVE_SECONDS
 
 
-async def _call(view: ViewContext, calls: Sequence[CallSummary], call_id: str | None, *, whole: bool = False) -> Json:
+async def call_values(
+    view: ViewContext, calls: Sequence[CallSummary], call_id: str | None, *, whole: bool = False
+) -> Json:
     """Return the values of the part that shows one call of a session. `whole`: with all messages, and as received."""
     place = {call.call_id: index for index, call in enumerate(calls)}
     if call_id not in place:

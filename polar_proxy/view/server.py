@@ -51,7 +51,7 @@ class OwnHostOnly:
 def create_pages(store: Store, settings: Settings) -> OwnHostOnly:
     """Return an application with the pages only."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    app.include_router(create_view_router(ApiContext(store, settings), open_on_loopback=True))
+    app.include_router(create_view_router(ApiContext(store, settings), open_on_loopback=True, writable=False))
     return OwnHostOnly(app, settings.gateway.allowed_hosts)
 
 

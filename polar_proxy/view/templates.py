@@ -96,7 +96,14 @@ _environment.filters |= {
 }
 
 
+_environment.globals["base"] = "base.html"
+
+
 async def render(name: str, *, status: int = 200, **values: Any) -> HTMLResponse:
-    """Return the page that a template makes, rendered in a thread because some pages are large."""
-    template = _environment.get_template(name)
-    return HTMLResponse(await asyncio.to_thread(template.render, **values), status_code=status)
+    """Return the page that a template makes, as a response."""
+    return HTMLResponse(await render_text(name, **values), status_code=status)
+
+
+async def render_text(name: str, **values: Any) -> str:
+    """Return what a template makes, rendered in a thread because some pages are large."""
+    return await asyncio.to_thread(_environment.get_template(name).render, **values)

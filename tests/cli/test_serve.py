@@ -90,6 +90,20 @@ def test_serves_until_interrupted_and_records_calls(serving: Serving, polar_home
     assert row["response_ids"] == call["choices"][0]["token_ids"]
 
 
+def test_serve_and_show_note_answers_of_another_distribution(serving: Serving) -> None:
+    process, ready = serving
+    for asked in ({}, {"temperature": 0}, {"temperature": 0}, {"top_p": 0.9}):
+        answer = httpx.post(ready["url"] + "/v1/chat/completions", json=CHAT | asked, timeout=60)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=120)
+    zero, cut = (line for line in stderr.splitlines() if "their traces are approximate" in line)
+    assert "sampled with temperature 0," in zero
+    assert "sampled with top_p 0.9," in cut
+    shown = " ".join(polar_ok("show", answer.headers["x-polar-session-id"]).split())
+    for note in (zero, shown):
+        assert "With --temperature 1, polar serve, run and session new sample from the model's own" in note
+
+
 def test_answers_only_when_its_key_works(polar_home: Path, tmp_path: Path) -> None:
     port = free_port()
     url = f"http://127.0.0.1:{port}"

@@ -2,51 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import httpx
 import pytest
-from fastapi import FastAPI, Request
+from fastapi import Request
 
-from polar_proxy.api import ApiContext, new_api_key
 from polar_proxy.config import Settings
 from polar_proxy.sessions.identity import hash_key, new_key
 from polar_proxy.store import Store
 from polar_proxy.view import access
-from polar_proxy.view.access import COOKIE, HEADERS, LoginRequiredError, PageAccess, make_cookie, safe_next
-from polar_proxy.view.router import create_view_router
+from polar_proxy.view.access import COOKIE, HEADERS, LoginRequiredError, PageAccess, Visitor, make_cookie, safe_next
 from polar_proxy.view.server import create_pages
+from tests.view.visitors import HOST, Connect, add_key, log_in
 
 PAGES = ("/", "/view/rollouts", "/view/events", "/view/find?name=x", "/view/parts/service", "/view/nothing")
-HOST = "polar.example.com"
-Connect = Callable[..., httpx.AsyncClient]
-
-
-@pytest.fixture
-def connect(store: Store, tmp_path: Path) -> Connect:
-    """`connect(open_on_loopback=False, client="10.0.0.9")`: a client of pages that need a login from elsewhere."""
-
-    def make(*, open_on_loopback: bool = False, client: str = "10.0.0.9", host: str = HOST) -> httpx.AsyncClient:
-        app = FastAPI()
-        app.include_router(
-            create_view_router(ApiContext(store, Settings(home=tmp_path)), open_on_loopback=open_on_loopback)
-        )
-        transport = httpx.ASGITransport(app, client=(client, 4000))
-        return httpx.AsyncClient(transport=transport, base_url=f"http://{host}")
-
-    return make
-
-
-async def add_key(store: Store, role: str = "trainer") -> str:
-    key = new_api_key(role)  # type: ignore[arg-type]
-    await store.api_keys.add(hash_key(key), role)  # type: ignore[arg-type]
-    return key
-
-
-async def log_in(http: httpx.AsyncClient, key: str, **fields: str) -> httpx.Response:
-    origin = {"origin": str(http.base_url).rstrip("/")}
-    return await http.post("/view/login", data={"key": key, **fields}, headers=origin)
 
 
 @pytest.mark.parametrize("path", PAGES)
@@ -148,9 +118,9 @@ async def test_a_change_needs_a_login_on_loopback_too(store: Store) -> None:
         return Request(scope, receive)
 
     allowed = PageAccess(store, open_on_loopback=True)
-    assert await allowed.role(request("GET")) == "trainer"
+    assert await allowed.visitor(request("GET")) == Visitor("trainer", None)
     with pytest.raises(LoginRequiredError):
-        await allowed.role(request("POST"))
+        await allowed.visitor(request("POST"))
 
 
 async def test_a_login_from_another_page_is_refused(connect: Connect, store: Store) -> None:

@@ -11,7 +11,9 @@ document.addEventListener("keydown", onKey);
 document.querySelector("#keys-button").addEventListener("click", () => document.querySelector("#keys").showModal());
 if ("events" in document.body.dataset) whileVisible(followEvents);
 if (document.body.dataset.poll) whileVisible(() => every(Number(document.body.dataset.poll) * 1000, update));
-for (const part of document.querySelectorAll("[data-part]")) whileVisible(() => every(2000, () => fill(part)));
+for (const part of document.querySelectorAll("[data-part]")) {
+  if ("once" in part.dataset) fill(part); else whileVisible(() => every(2000, () => fill(part)));
+}
 
 /** Replace the times of the server's zone by those of the reader's. */
 export function showTimes(root) {
