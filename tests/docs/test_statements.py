@@ -26,7 +26,7 @@ PAGES = [
     *sorted((ROOT / "examples").glob("*/README.md")),
 ]
 WORD_LIMIT = 20_000
-GENERATED = {"cli.md", "settings.md", "api.md", "schema.md", "fields.md", "families.md"}
+GENERATED = {"cli.md", "settings.md", "api.md", "schema.md", "fields.md", "families.md", "harnesses.md"}
 
 
 def blocks(page: Path, language: str) -> list[str]:
