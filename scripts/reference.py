@@ -3,7 +3,8 @@
     python scripts/reference.py            write cli.md, settings.md, fields.md, harnesses.md, api.md and schema.md
     python scripts/reference.py --check    exit with 1 if a page is not up to date
 
-The texts are what the adapters declare, the help texts of the commands, the docstrings of settings and API models, and the comments of the schema.
+The texts are what the adapters declare, the help texts of the commands, the docstrings of settings and API models, and
+the comments of the schema.
 """
 
 from __future__ import annotations
