@@ -52,6 +52,10 @@ class AcpHarness(ConnectableHarness):
         self.skills_folder = agent.skills_folder
 
     @property
+    def speaks_only_acp(self) -> bool:
+        return True
+
+    @property
     def install_command(self) -> tuple[str, ...]:
         return self.agent.install_command
 

@@ -71,6 +71,10 @@ class DefinedHarness(ConnectableHarness):
             files={path: fill(text, values) for path, text in run.files.items()},
         )
 
+    @property
+    def speaks_acp(self) -> bool:
+        return self.definition.acp is not None
+
     def make_acp_plan(self, installed: Installation, context: LaunchContext, wire_api: WireApi) -> LaunchPlan:
         acp = self.definition.acp
         if acp is None:

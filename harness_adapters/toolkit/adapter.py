@@ -117,6 +117,15 @@ class ConnectableHarness(BaseHarness):
     def make_connection(self, endpoint: Endpoint, wire_api: WireApi) -> Connection:
         """Return the connection to `endpoint`. `make_plan` adds the settings of an unattended run."""
 
+    @property
+    def speaks_acp(self) -> bool:
+        return bool(self.acp_arguments)
+
+    @property
+    def speaks_only_acp(self) -> bool:
+        """Whether every run of this adapter is by the Agent Client Protocol."""
+        return False
+
     def command(self, installed: Installation) -> list[str]:
         """Return the program and its first arguments, which start the harness."""
         return [str(installed.program)]

@@ -28,7 +28,7 @@ PAGES = [
 WORD_LIMIT = 20_000
 GENERATED_PART = re.compile(r"<!-- (\w+): begin .*?<!-- \1: end -->", re.S)
 """Tables that a program writes into a page."""
-GENERATED = {"cli.md", "settings.md", "api.md", "schema.md", "fields.md", "families.md"}
+GENERATED = {"cli.md", "settings.md", "api.md", "schema.md", "fields.md", "families.md", "harnesses.md"}
 
 
 def blocks(page: Path, language: str) -> list[str]:
