@@ -226,7 +226,8 @@ class RequestHandler:
             hashed = await self._thread.run(request.large, session.hash, engine_request, session.last_conversation)
             lineage = session.place(call_id, engine_request, request.metadata, hashed, now=request.started_at)
             engine_request = self._as_sampled(request, engine_request)
-            limit = OneCallLimit(engine_request.sampling.n) if wants_one_call(engine_request) else None
+            one_call = wants_one_call(engine_request, self._engine.info)
+            limit = OneCallLimit(engine_request.sampling.n) if one_call else None
             calls.append(PendingCall(call_id, engine_request, lineage, messages, limit=limit))
         session.remember_request(request.dialect.name, parsed, calls[0].lineage.conversation, size)
         return calls
