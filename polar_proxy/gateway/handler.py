@@ -276,7 +276,8 @@ class RequestHandler:
             lineage = session.place(call_id, engine_request, request.metadata, hashed, now=request.started_at)
             engine = self.router.choose(session, engine_request.model)
             engine_request = self._as_sampled(request, engine_request, engine)
-            limit = OneCallLimit(engine_request.sampling.n) if wants_one_call(engine_request) else None
+            one_call = wants_one_call(engine_request, engine.served.engine.info)
+            limit = OneCallLimit(engine_request.sampling.n) if one_call else None
             calls.append(
                 PendingCall(call_id, engine_request, lineage, messages, engine, limit=limit, final_answer=final_answer)
             )
