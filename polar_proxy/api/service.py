@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -17,6 +18,7 @@ from polar_proxy import __version__
 from polar_proxy import api_models as m
 from polar_proxy.api.context import ApiContext, Routers, pause_timed_out, wait_or_undo, wait_until
 from polar_proxy.errors import ApiError, EngineError
+from polar_proxy.records import recent_activity
 from polar_proxy.rollouts import RolloutService
 from polar_proxy.rollouts.worker import Worker
 from polar_proxy.store import Store
@@ -38,6 +40,11 @@ def add_routes(routers: Routers, context: ApiContext) -> None:
     async def service_state() -> m.ServiceState:
         """Return the state of the server and, if it has rollout workers, of its rollout service."""
         return await _state(context)
+
+    @trainer.get("/activity", tags=["service"])
+    async def activity() -> m.Activity:
+        """Return the rates of the last minute, active sessions and the newest failures, of all servers."""
+        return await recent_activity(context.store)
 
     @trainer.post("/service/pause", tags=["service"])
     async def pause_service(body: m.ServicePauseRequest = m.ServicePauseRequest()) -> m.ServiceState:
@@ -196,12 +203,14 @@ async def _engine_state(context: ApiContext) -> tuple[str | None, Json | None]:
         return None, None
     info = context.engine.info
     version: str | None = None
+    state: Json = {"kind": info.engine, "version": info.version, "model": info.model}
     try:
         reason = await context.engine.health()
         version = await context.engine.weight_version()
+        if context.service is None and (load := await context.engine.load()) is not None:
+            state["load"] = asdict(load)
     except EngineError as error:
         reason = str(error)
-    state: Json = {"kind": info.engine, "version": info.version, "model": info.model}
     return version, {**state, "healthy": reason is None, "reason": reason}
 
 

@@ -64,13 +64,17 @@ VERBS = {
         "rollouts:watch",
         "Show the progress of a job until it has ended. The exit code is 0 if it is done, 1 if it was cancelled.",
     ),
+    "top": Verb(
+        "top:top",
+        "Show what a server or a database does now: engine, stages, rates, active sessions and newest failures.",
+    ),
     "events": Verb("rollouts:events", "Print events as they happen, one JSON object per line."),
     "cancel": Verb("rollouts:cancel", "Cancel a job, a group or a rollout."),
     "pause": Verb("rollouts:pause", "Pause a job: start no more of its rollouts. Running rollouts continue."),
     "resume": Verb("rollouts:resume", "Resume a paused job."),
     "reward": Verb("rollouts:reward", "Add a reward to a rollout or a session. Earlier rewards are kept."),
     "sessions": Verb("show:sessions", "List sessions, newest first."),
-    "show": Verb("show:show", "Show a rollout, a session or a call in full."),
+    "show": Verb("show:show", "Show a rollout or a session as a story, or a call in full."),
     "export": Verb(
         "traces:export",
         "Write recorded runs as JSON lines, and print counts of what was left out to standard error.",

@@ -31,8 +31,6 @@ from polar_proxy.cli.common import (
     with_client,
 )
 from polar_proxy.cli.output import (
-    JobProgressView,
-    RolloutProgressView,
     format_counts,
     format_number,
     make_table,
@@ -42,6 +40,7 @@ from polar_proxy.cli.output import (
     print_result,
 )
 from polar_proxy.cli.run_summary import print_run
+from polar_proxy.cli.views.progress import JobProgressView, RolloutProgressView
 from polar_proxy.config import Settings
 from polar_proxy.errors import UsageError
 from polar_proxy.rollout_spec import JobSpec, RolloutSpec
@@ -278,14 +277,16 @@ def results(job: JobId, url: options.Url = None, db: options.Db = None, as_json:
 def watch(job: JobId, url: options.Url = None, db: options.Db = None, as_json: options.AsJson = False) -> None:
     """Show the progress of a job until it has ended. The exit code is 0 if it is done, 1 if it was cancelled.
 
-    If the server restarts meanwhile, the command waits for it. Ctrl-C ends this command, not the job.
+    Each rollout is shown with its stage, times and reward. If the server restarts meanwhile, the command waits for it.
+    Ctrl-C ends this command, not the job.
     """
 
     async def follow(client: AsyncClient) -> JobDetail:
-        view = JobProgressView(await client.job(job), quiet=as_json)
+        view = JobProgressView((await client.job_rollouts(job)).rollouts, quiet=as_json)
         with view.show():
             async for event in client.events(job):  # from the start of the job, so that no event is missed
-                view.update(event)
+                ended = await client.rollout(event.data["rollout_id"]) if view.has_ended(event) else None
+                view.update(event, ended)
         return await client.job(job)
 
     ended = with_client(url, db, follow, patient=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from polar_proxy.store import migrate
+from polar_proxy.store.activity import ActivityRepository
 from polar_proxy.store.artifacts import ArtifactRepository, RewardRepository
 from polar_proxy.store.conversations import ConversationRepository
 from polar_proxy.store.database import Database
@@ -71,6 +72,7 @@ class Store:
         self.training = TrainingRepository(database)
         # The whole database (maintenance, archive: below)
         self.names = NameRepository(database)
+        self.activity = ActivityRepository(database)
 
     @cached_property
     def _writer(self) -> GroupCommit:

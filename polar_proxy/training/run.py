@@ -9,6 +9,7 @@ import contextlib
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from polar_proxy.allowed_code import NO_CODE, AllowedCode
 from polar_proxy.api_models import JobRequest, SubmittedJob
@@ -19,6 +20,7 @@ from polar_proxy.engines.factory import POLAR_TINY, make_engine
 from polar_proxy.errors import UsageError
 from polar_proxy.rollout_spec import JobSpec
 from polar_proxy.rollouts import RolloutService, ServiceLimits, local_gateway
+from polar_proxy.rollouts.attempt import ProgressReporter
 from polar_proxy.rollouts.recovery import recover
 from polar_proxy.store import Store
 from polar_proxy.store.service.jobs import JobRow
@@ -29,8 +31,9 @@ from polar_proxy.training.feed import HttpFeed, HttpSink, StoreGroupReader
 from polar_proxy.training.grpo import GrpoTrainer, RolloutSource
 from polar_proxy.training.metrics import StoreSink
 from polar_proxy.training.model import Learner, load_model
+from polar_proxy.training.trackers import MetricsTracker
 from polar_proxy.training.weight_sync import LocalSync, VllmControl, WeightSync, make_vllm_sync
-from polar_proxy.types import Json, new_id
+from polar_proxy.types import CallRecord, Json, new_id
 from sandboxes.choice import choose
 
 CONNECTION_TRIES = 12
@@ -39,8 +42,21 @@ EVAL_PRIORITY = 10
 """Priority of the jobs of an evaluation, which come before the rollouts of later rounds."""
 
 
+class TrainingObserver(ProgressReporter, MetricsTracker, Protocol):
+    """Receives the progress of a run: the stages of its rollouts, its calls, and its metrics."""
+
+    def call(self, record: CallRecord) -> None:
+        """Take a call that was recorded."""
+        ...
+
+
 async def train_locally(
-    settings: Settings, config: GrpoConfig, run: Path, store: Store, report: Callable[[str], None]
+    settings: Settings,
+    config: GrpoConfig,
+    run: Path,
+    store: Store,
+    report: Callable[[str], None],
+    observer: TrainingObserver | None = None,
 ) -> TrainerState:
     """Start or resume the run in the folder `run`. `report` takes progress lines for people."""
     code = settings.code(config.task)
@@ -57,8 +73,12 @@ async def train_locally(
         report(f"database: {store.display_url}")
         async with make_engine(settings.engine) as engine, local_gateway(settings, engine, store) as gateway:
             report(f"engine: {engine.info.engine} {engine.info.version}, model {engine.info.model}")
+            if observer is not None:
+                gateway.observe(observer.call)
             cache = settings.harness_cache
-            async with RolloutService(store, gateway, engine, cache, limits=limits, note=report, code=code) as service:
+            async with RolloutService(
+                store, gateway, engine, cache, limits=limits, reporter=observer, note=report, code=code
+            ) as service:
                 return await GrpoTrainer(
                     run,
                     config,
@@ -71,12 +91,18 @@ async def train_locally(
                     rollouts=ServiceRollouts(service, store, source, config, spec, own_id),
                     engine_busy_seconds=gateway.metrics.busy.seconds,
                     sink=StoreSink(store, own_id, run.name, config.to_json()),
+                    observer=observer,
                     report=report,
                 ).train()
 
 
 async def train_remotely(
-    settings: Settings, config: GrpoConfig, run: Path, api_key: str | None, report: Callable[[str], None]
+    settings: Settings,
+    config: GrpoConfig,
+    run: Path,
+    api_key: str | None,
+    report: Callable[[str], None],
+    observer: MetricsTracker | None = None,
 ) -> TrainerState:
     """Start or resume a run on the groups of `config.feed`. New weights go to the vLLM that the server samples from."""
     if settings.engine.kind != "vllm" or settings.engine.url is None:
@@ -89,7 +115,9 @@ async def train_remotely(
         report(f"engine: {engine.info.engine} {engine.info.version}, model {engine.info.model}")
         control = VllmControl(settings.engine.url, config.pause_mode)
         weight_sync = make_vllm_sync(config, control, (run / "weights").absolute())
-        return await train_with_engine(settings, config, run, api_key, report, engine=engine, weight_sync=weight_sync)
+        return await train_with_engine(
+            settings, config, run, api_key, report, engine=engine, weight_sync=weight_sync, observer=observer
+        )
 
 
 async def train_with_engine(
@@ -101,6 +129,7 @@ async def train_with_engine(
     *,
     engine: Engine,
     weight_sync: WeightSync,
+    observer: MetricsTracker | None = None,
 ) -> TrainerState:
     """Like `train_remotely`, with an engine that is already open."""
     assert config.feed is not None
@@ -130,6 +159,7 @@ async def train_with_engine(
             reader=feed,
             rollouts=rollouts,
             sink=HttpSink(client, own_id, run.name, config.to_json(), report),
+            observer=observer,
             report=report,
         ).train()
 
