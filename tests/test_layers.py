@@ -22,11 +22,11 @@ LAYERS = [
     {"webhooks"},
     {"dialects", "engines", "store", "rewards", "client"},
     {"sessions", "traces", "tasks"},
-    {"gateway"},
+    {"gateway", "telemetry"},
     {"rollouts", "conformance"},
     {"training"},
     {"export"},
-    {"records"},
+    {"records", "reading"},
     {"api"},
     {"cli"},
 ]

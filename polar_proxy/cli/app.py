@@ -75,6 +75,10 @@ VERBS = {
     "reward": Verb("rollouts:reward", "Add a reward to a rollout or a session. Earlier rewards are kept."),
     "sessions": Verb("show:sessions", "List sessions, newest first."),
     "show": Verb("show:show", "Show a rollout or a session as a story, or a call in full."),
+    "sql": Verb(
+        "sql:sql",
+        "Run one reading SQL statement on the database, with functions that unpack texts and tokens.",
+    ),
     "export": Verb(
         "traces:export",
         "Write recorded runs as JSON lines, and print counts of what was left out to standard error.",
@@ -140,6 +144,7 @@ _EXTRAS = {
     "peft": "lora",
     "matplotlib": "curves",
     "tensorboard": "tensorboard",
+    "opentelemetry": "otel",
 }
 """Optional packages, each with the extra of pyproject.toml that installs it."""
 

@@ -137,6 +137,7 @@ async def _run(
     from polar_proxy.engines.bundled import OtherAgentWarning, is_bundled
     from polar_proxy.engines.factory import make_engine
     from polar_proxy.rollouts import local_gateway, recover, run_job
+    from polar_proxy.telemetry import traced
     from polar_proxy.traces.grades import DistributionNotes
 
     view = RolloutProgressView(quiet=quiet)
@@ -152,9 +153,13 @@ async def _run(
                 if is_bundled(settings.engine):
                     gateway.observe(OtherAgentWarning())
                 spec = settings.run.job_spec()
+                tracing = traced(settings.telemetry, store, gateway.observe, gateway.sessions.rollout_of)
                 try:
-                    with view.show():
-                        rows = await run_job(tasks, spec, settings, engine, store, gateway, view, print_note, code)
+                    async with tracing as on_rollout_end:
+                        with view.show():
+                            rows = await run_job(
+                                tasks, spec, settings, engine, store, gateway, view, print_note, code, on_rollout_end
+                            )
                 except asyncio.CancelledError:
                     known = [await store.rollouts.get(rollout_id) for rollout_id in view.rollout_ids]
                     report([row for row in known if row is not None and row.final and row.status != "cancelled"])

@@ -49,6 +49,7 @@ from polar_proxy.sessions.identity import key_of_request, key_without_api_key, r
 from polar_proxy.sessions.registry import SessionClosedError, SessionRegistry
 from polar_proxy.sessions.state import SessionState
 from polar_proxy.store import Store
+from polar_proxy.terminal import log_context
 from polar_proxy.types import CallRecord, EngineRequest, new_id
 
 log = logging.getLogger(__name__)
@@ -110,7 +111,11 @@ class RequestHandler:
         try:
             headers = asgi.read_headers(scope)
             session = await self.find_session(headers, path_key, scope)
-            with session.in_request(), self.bodies.reserve(session.session_id) as reservation:
+            with (
+                log_context(session_id=session.session_id, rollout_id=session.rollout_id),
+                session.in_request(),
+                self.bodies.reserve(session.session_id) as reservation,
+            ):
                 parsed, body = await self._reader.read(dialect, receive, session, reservation, resumable)
                 metadata = read_client_metadata(headers, parsed.params)
                 request = RequestContext(
@@ -177,8 +182,22 @@ class RequestHandler:
         With `repeatable`, return None if the engine dropped the connection before the agent got any of the response.
         The call is recorded, because the engine may have sampled; the request may then be answered by another call.
         """
-        session = request.session
         calls = await self._place(request, buffer.size)
+        # The id of its first call is also the request's id in the headers of the answer.
+        with log_context(call_id=calls[0].call_id, request_id=calls[0].call_id):
+            return await self._answer_calls(request, calls, buffer, receive, send, repeatable=repeatable)
+
+    async def _answer_calls(
+        self,
+        request: RequestContext,
+        calls: Sequence[PendingCall],
+        buffer: ResponseBuffer,
+        receive: asgi.Receive,
+        send: asgi.Send,
+        *,
+        repeatable: bool,
+    ) -> bool | None:
+        session = request.session
         kind = BackgroundReply if request.parsed.background else Reply
         reply = kind(buffer.wrap(send), request, calls[0], self._settings)
         session.begin(len(calls))

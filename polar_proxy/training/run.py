@@ -25,6 +25,7 @@ from polar_proxy.rollouts.recovery import recover
 from polar_proxy.store import Store
 from polar_proxy.store.service.jobs import JobRow
 from polar_proxy.tasks import TaskList, TaskSource, get_source
+from polar_proxy.telemetry import traced
 from polar_proxy.training.checkpoint import TrainerState
 from polar_proxy.training.config import GrpoConfig
 from polar_proxy.training.feed import HttpFeed, HttpSink, StoreGroupReader
@@ -71,13 +72,25 @@ async def train_locally(
         for line in await recover(store):
             report(line)
         report(f"database: {store.display_url}")
-        async with make_engine(settings.engine) as engine, local_gateway(settings, engine, store) as gateway:
+        async with (
+            make_engine(settings.engine) as engine,
+            local_gateway(settings, engine, store) as gateway,
+            traced(settings.telemetry, store, gateway.observe, gateway.sessions.rollout_of) as on_rollout_end,
+        ):
             report(f"engine: {engine.info.engine} {engine.info.version}, model {engine.info.model}")
             if observer is not None:
                 gateway.observe(observer.call)
             cache = settings.harness_cache
             async with RolloutService(
-                store, gateway, engine, cache, limits=limits, reporter=observer, note=report, code=code
+                store,
+                gateway,
+                engine,
+                cache,
+                limits=limits,
+                reporter=observer,
+                note=report,
+                code=code,
+                on_rollout_end=on_rollout_end,
             ) as service:
                 return await GrpoTrainer(
                     run,
