@@ -102,7 +102,7 @@ class Recording:
 
 
 async def _view(store: Store, view: str, key: str, where: str | None) -> Columns:
-    query = select(literal_column("*")).select_from(text(view)).order_by(column(key))
+    query: Select[Any] = select(literal_column("*")).select_from(text(view)).order_by(column(key))
     if where is not None:
         query = query.where(column("rollout_id").in_(_matching(where)))
     return await _columns(store, query)

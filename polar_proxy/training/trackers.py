@@ -77,7 +77,7 @@ class WandbTracker:
             config=config,
             resume="allow",
             reinit="create_new",
-            settings=wandb.Settings(silent=True, console="off"),
+            settings=wandb.Settings(silent=True, console="off", disable_code=True, disable_git=True),
         )
         self._run.define_metric("*", step_metric="step")  # wandb's own step must not decrease, and a resumed run's may
 
