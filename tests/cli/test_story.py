@@ -86,18 +86,19 @@ def test_the_json_of_a_session_has_the_story(session: str) -> None:
     assert root["answers"] == []
 
 
-def test_a_long_result_is_cut_in_the_record() -> None:
-    from polar_proxy.records.story import session_calls
+def test_a_long_message_is_cut_in_the_record(polar_home: Path) -> None:
+    polar_home.mkdir()
 
-    call = call_record("sess_1", messages=(orjson.dumps({"role": "user", "content": "x" * 10_000}),), tools=None)
-    summary = replace(call, rule=None)
-    for name, value in (("message_count", 1), ("choices", 1), ("finish_reason", "stop")):
-        assert name in m.SessionCall.model_fields, value
-    row = type("Row", (), {name: getattr(summary, name, None) for name in m.SessionCall.model_fields})()
-    row.message_count, row.choices, row.prompt_tokens, row.completion_tokens = 1, 1, 7, 5
-    (shown,) = session_calls([row], [call], None)
-    assert shown.new_messages[0].left_out == 6000
-    assert len(shown.new_messages[0].text) < 4100
+    async def save() -> str:
+        async with open_store(f"sqlite:///{polar_home}/polar.db") as store:
+            row = await store.sessions.create(key_hash=None, label=None, origin="open")
+            text = orjson.dumps({"role": "user", "content": "x" * 10_000})
+            await store.calls.commit(call_record(row.session_id, messages=(text,), tools=None))
+            return row.session_id
+
+    (call,) = polar_json("show", asyncio.run(save()))["calls"]
+    assert call["new_messages"][0]["left_out"] == 6000
+    assert len(call["new_messages"][0]["text"]) < 4100
 
 
 def test_tokens_are_coloured_on_a_terminal_and_lines_in_a_pipe(session: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,12 +115,13 @@ def test_tokens_are_coloured_on_a_terminal_and_lines_in_a_pipe(session: str, mon
     assert "perplexity 4.50" in coloured
 
 
-@pytest.mark.parametrize("command", ["show", "top"])
-def test_fits_into_80_columns(session: str, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_story_fits_into_80_columns_and_keeps_its_margin(session: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output.out, "width", 80)
-    monkeypatch.setattr(output.out, "_force_terminal", command == "show")
-    shown = polar_ok(*(["show", session] if command == "show" else ["top"]))
-    assert max(cell_len(line) for line in shown.splitlines()) <= 80
+    monkeypatch.setattr(output.out, "_force_terminal", True)
+    lines = polar_ok("show", session).splitlines()
+    assert max(cell_len(line) for line in lines) <= 80
+    at = lines.index(next(line for line in lines if line.startswith("    line 0")))
+    assert all(line.startswith("    ") for line in lines[at : at + 14])
 
 
 def test_reasons_are_known_for_every_rule() -> None:
@@ -179,6 +181,7 @@ def test_top_of_a_server_shows_engine_and_stages() -> None:
     console = output.SafeConsole(width=80, force_terminal=True, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(top_view("http://127.0.0.1:8399", service, activity))
     shown = console.export_text()
+    assert max(cell_len(line) for line in shown.splitlines()) <= 80
     assert "12 running, 3 in the queue, KV ██████████░░░░░░░░░░ 50%" in shown
     assert "policy 17" in shown
     (line,) = [one for one in shown.splitlines() if one.strip().startswith("running")]

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import orjson
+from rich.padding import Padding
 from rich.text import Text
 
 from polar_proxy.cli.output import format_number, out, styled
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 _SHOWN_LINES, _SHOWN_END = 10, 3
 """Lines of a longer text that are shown at its beginning and end."""
 _ARGUMENT_LINES = 6
+_SYSTEM_LINES = 2
+_MARGIN = 4
+"""Columns before text from agents."""
 _EDGE_COLOURS = {
     "root": "bold cyan",
     "continues": "cyan",
@@ -58,10 +62,10 @@ def print_rollout(rollout: RolloutRecord) -> None:
     if rollout.instruction:
         out.print("instruction")
         _print_text(rollout.instruction.strip())
-    for item in rollout.artifacts:
-        out.print(styled("artifact {}: {}", item.name, item.path), soft_wrap=True)
     if rollout.session is not None:
         print_session(rollout.session)
+    for item in rollout.artifacts:
+        out.print(styled("artifact {}: {}", item.name, item.path), soft_wrap=True)
 
 
 def print_session(session: SessionDetail) -> None:
@@ -89,11 +93,11 @@ def print_choice_tokens(choice: CallChoice) -> None:
     if choice.token_texts is None or not out.is_terminal or out.no_color:
         out.print(_token_lines(choice), soft_wrap=True)
         return
-    text = Text("    ")
+    text = Text()
     for token, logprob in zip(choice.token_texts, choice.logprobs, strict=True):
-        text.append(token.replace("\n", "\n    "), _colour(logprob))
-    out.print(text, soft_wrap=True)
-    out.print(styled("    [dim]{}[/]", _token_summary(choice)), soft_wrap=True)
+        text.append(token, _colour(logprob))
+    out.print(Padding(text, (0, 0, 0, _MARGIN)))
+    out.print(Padding(styled("[dim]{}[/]", _token_summary(choice)), (0, 0, 0, _MARGIN)))
 
 
 def _stage_lines(rollout: RolloutRecord) -> Iterator[Text]:
@@ -125,7 +129,7 @@ def _print_call(call: SessionCall, numbers: dict[str, int], began: float) -> Non
     if call.reason:
         doubt = " Another edge was possible." if call.ambiguous else ""
         out.print(styled("  [dim]{}: {}{}[/]", call.rule, call.reason, doubt))
-    if call.prompt_reason:
+    if call.prompt_reason and call.edge != "root":
         out.print(styled("  [dim]rendered by the engine: {}[/]", call.prompt_reason))
     for message in call.new_messages:
         _print_message(message)
@@ -157,7 +161,7 @@ def _print_message(message: StoryMessage) -> None:
     if message.reasoning:
         _print_text(f"({message.reasoning})", style="dim")
     if message.text:
-        _print_text(message.text)
+        _print_text(message.text, limit=_SYSTEM_LINES if message.role in ("system", "developer") else _SHOWN_LINES)
     for used in message.tool_calls:
         _print_text(f"-> {one_line(used.name, 80)} {_arguments(used.arguments)}", style="bold", limit=_ARGUMENT_LINES)
 
@@ -179,8 +183,11 @@ def _print_text(text: str, *, style: str = "", limit: int = _SHOWN_LINES) -> Non
     if len(lines) > limit + _SHOWN_END + 1:
         left_out = len(lines) - limit - _SHOWN_END
         lines = [*lines[:limit], f"[{left_out} lines left out]", *lines[-_SHOWN_END:]]
+    if out.is_terminal:  # wrapped lines keep the margin
+        out.print(Padding(Text("\n".join(lines), style), (0, 0, 0, _MARGIN)))
+        return
     for line in lines:
-        out.print(Text(f"    {line}", style), soft_wrap=not out.is_terminal)
+        out.print(Text(" " * _MARGIN + line, style), soft_wrap=True)
 
 
 def _print_legend() -> None:
