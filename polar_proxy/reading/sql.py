@@ -29,14 +29,14 @@ from typing import Any
 import orjson
 from cachetools import LRUCache
 from sqlalchemy import text
-from sqlalchemy.exc import DBAPIError
 
-from polar_proxy.errors import UsageError
+from polar_proxy.errors import StoreError, UsageError
 from polar_proxy.export.datasets import ConversationReader
 from polar_proxy.store import Store
 from polar_proxy.types import CallRecord, Choice, Json
 
 _READING = re.compile(r"\s*(select|with|values|explain)\b", re.IGNORECASE)
+_UNPACKING = re.compile(r"function (messages|answer|prompt_ids|token_ids|logprobs)\(|v_(messages|answers|tokens)")
 _COMMENTS = re.compile(r"--[^\n]*|/\*.*?\*/", re.DOTALL)
 _ALLOWED = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
 _STEPS = 20_000
@@ -124,12 +124,11 @@ async def _run_on_postgres(store: Store, sql: str, limit: int, seconds: float) -
             result = await connection.exec_driver_sql(sql)
             rows = [tuple(row) for row in result.fetchmany(limit + 1)]
             return QueryResult(list(result.keys()), rows[:limit], len(rows) > limit)
-    except DBAPIError as error:
-        reason = str(error.orig).splitlines()[0].split(">: ")[-1]
+    except StoreError as error:
         hint = ""
-        if re.search(r"function (messages|answer|prompt_ids|token_ids|logprobs)\(|v_(messages|answers|tokens)", reason):
+        if _UNPACKING.search(str(error)):
             hint = " A PostgreSQL server cannot unpack texts and tokens: use `polar_proxy.read`, or an SQLite archive."
-        raise UsageError(f"The database refused the query: {reason}.{hint}") from error
+        raise UsageError(f"{error}.{hint}") from error
 
 
 class _CallReader:

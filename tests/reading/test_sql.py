@@ -92,6 +92,6 @@ def test_formats_and_errors_of_the_command(polar_home: Path) -> None:
     assert "a,b \\x1b[2J" in shown
     assert "\x1b" not in shown
     assert "only reads" in polar_error("sql", "DROP TABLE calls")
-    assert "no such table: nothing" in polar_error("sql", "SELECT * FROM nothing")
+    assert "no such table: no_such" in polar_error("sql", "SELECT * FROM no_such")
     assert "no format 'xml'" in polar_error("sql", "SELECT 1", "--format", "xml")
     assert "first 1 rows" in polar("sql", "VALUES (1), (2)", "--limit", "1").stderr
