@@ -32,7 +32,7 @@ pytestmark = pytest.mark.slow
 QUICK = (
     *("polar sessions", "polar show", "polar status", "polar results", "polar watch", "polar cancel", "polar submit"),
     *("polar build", "polar export", "python -m polar_proxy.traces.check", "polar db stats --db runs.db"),
-    *("polar service", "polar harness list", "polar train list", "polar connect"),
+    *("polar service", "polar harness list", "polar train list", "polar connect", "polar top", "polar sql"),
 )
 NEEDS_MORE = (
     *("polar export --format tokens-jsonl --builder rescored", "polar connect claude-code", "polar connect codex -"),

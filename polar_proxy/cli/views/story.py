@@ -159,7 +159,7 @@ def _print_message(message: StoryMessage) -> None:
     name = f"{message.role} {message.tool}" if message.tool else message.role
     out.print(styled(f"  [{colour}]{{}}[/]", name))
     if message.reasoning:
-        _print_text(f"({message.reasoning})", style="dim")
+        _print_text(f"({message.reasoning.strip()})", style="dim")
     if message.text:
         _print_text(message.text, limit=_SYSTEM_LINES if message.role in ("system", "developer") else _SHOWN_LINES)
     for used in message.tool_calls:
