@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import httpx
 import orjson
@@ -17,6 +18,7 @@ from polar_proxy.engines.scripted import ScriptedEngine
 from polar_proxy.store import Store
 from polar_proxy.telemetry import SpanSender, traced
 from polar_proxy.types import CallRecord
+from tests.cli.runner import polar_json
 from tests.conftest import Serve
 from tests.factories import call_record, new_rollout
 
@@ -138,3 +140,20 @@ print([name for name in sys.modules if name.startswith("opentelemetry")])
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+@pytest.mark.slow
+def test_a_run_sends_the_traces_of_its_rollouts(
+    polar_home: Path, collector: OtlpServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("POLAR_TELEMETRY__ENDPOINT", collector.url)
+    agent = ("--engine", "tests.fakes.player:PlayerEngine", "--harness", "tests.fakes.tiny_agent:TinyAgent")
+    (row,) = polar_json("run", "swe-task", *agent, "--sandbox", "process")["rollouts"]
+    (root,) = collector.named("rollout ")
+    (running,) = collector.named("invoke_agent ")
+    calls = collector.named("chat ")
+    assert attributes_of(root)["polar.rollout.id"] == row["rollout_id"]
+    assert attributes_of(root)["polar.reward"] == 1.0
+    assert len(calls) == row["calls"] > 3
+    assert {call.parent_span_id for call in calls} == {running.span_id}
+    assert {span.trace_id for span in collector.spans} == {root.trace_id}

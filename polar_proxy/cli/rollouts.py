@@ -39,8 +39,8 @@ from polar_proxy.cli.output import (
     print_refused_task,
     print_result,
 )
-from polar_proxy.cli.run_summary import print_run
 from polar_proxy.cli.views.progress import JobProgressView, RolloutProgressView
+from polar_proxy.cli.views.run_summary import print_run
 from polar_proxy.config import Settings
 from polar_proxy.errors import UsageError
 from polar_proxy.rollout_spec import JobSpec, RolloutSpec

@@ -101,7 +101,7 @@ def print_choice_tokens(choice: CallChoice) -> None:
 
 
 def _stage_lines(rollout: RolloutRecord) -> Iterator[Text]:
-    """Return a line for each attempt: its stages with their seconds."""
+    """Yield a line for each attempt: its stages with their seconds."""
     attempts = sorted({stage.attempt for stage in rollout.stages})
     for attempt in attempts:
         parts = [
