@@ -247,13 +247,13 @@ def _print_steps(all_steps: list[Json], found: Json) -> None:
     for one in found["heldout"]:
         out.print(f"held-out reward after {one['step']} steps: {format_number(one['reward'], '.3g')}")
     total = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in found["seconds"].items())
-    out.print(f"time: {total}", soft_wrap=True)
+    out.print(f"time: {total}")
     mean = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in found["seconds_per_step"].items())
     share = found["engine_busy_share"]
     busy = "" if share is None else f"; engine busy {share:.0%} of the time"
-    out.print(f"mean per step: {mean}{busy}", soft_wrap=True)
+    out.print(f"mean per step: {mean}{busy}")
     for line in left_out_lines(all_steps):
-        out.print(line, soft_wrap=True)
+        out.print(line)
     if found["planned_steps"] is not None and found["seconds_left"]:
         left = format_seconds(found["seconds_left"])
         out.print(f"step {found['steps']} of {found['planned_steps']}, about {left} left")

@@ -97,13 +97,14 @@ def test_the_live_view_of_training_has_rollouts_curves_reasons_and_time_left() -
     assert max(cell_len(line) for line in shown.splitlines()) <= 80
 
 
-def test_a_new_step_drops_the_rollouts_that_have_ended() -> None:
+def test_a_new_step_drops_the_rollouts_that_have_ended(capsys: pytest.CaptureFixture[str]) -> None:
     view = TrainingProgressView(4)
     for name, status in (("a", "done"), ("b", "running")):
         view.stage(f"roll_{name}", "preparing")
         view.stage(f"roll_{name}", status)
     view.log("step", 1, {"skipped": {}, "dropped_stale": 0})
     assert view._rollouts.rollout_ids == ["roll_b"]
+    assert capsys.readouterr().err == ""
 
 
 def test_a_call_of_an_unknown_session_is_ignored() -> None:

@@ -66,8 +66,10 @@ class RolloutProgressView:
     It is the rollout service's ProgressReporter and an observer of the gateway's calls.
     """
 
-    def __init__(self, *, quiet: bool) -> None:
+    def __init__(self, *, quiet: bool, prints: bool = True) -> None:
+        """`quiet`: show no live table. `prints`: without a live table, print a line for each stage."""
         self.is_live = err.is_terminal and not quiet
+        self._prints = prints and not self.is_live
         self._lines: dict[str, RolloutProgressLine] = {}
         self._rollout_of: dict[str, str] = {}
         """Rollout id by session id."""
@@ -96,7 +98,7 @@ class RolloutProgressView:
         if status in END_COLOURS:
             line.until = time.monotonic()
             end = f", reward {format_number(reward)} ({line.calls} calls, {line.tokens} tokens) {detail}".rstrip()
-        if not self.is_live and status != "queued":
+        if self._prints and status != "queued":
             err.print(one_line(f"{line.task} {rollout_id}: {status}{end}"))
 
     def session(self, rollout_id: str, session_id: str) -> None:

@@ -87,7 +87,7 @@ class TrainingProgressView:
         """`planned`: number of steps of the run. `steps`: the lines of the steps that a resumed run has done."""
         self._planned = planned
         self._steps = list(steps)
-        self._rollouts = RolloutProgressView(quiet=True)
+        self._rollouts = RolloutProgressView(quiet=True, prints=False)
         self._doing = "starting"
         self._since = time.monotonic()
 
@@ -115,7 +115,9 @@ class TrainingProgressView:
         done = self._steps[-1]["step"] if self._steps else 0
         waited = format_seconds(time.monotonic() - self._since)
         parts: list[RenderableType] = [
-            styled("[bold]step {} of {}[/]  {}, {} ago", done + 1, self._planned, self._doing, waited)
+            styled(
+                "[bold]step {} of {}[/]  {}, {} ago", min(done + 1, self._planned), self._planned, self._doing, waited
+            )
         ]
         parts.append(self._rollouts.table())
         if self._steps:
