@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import time
 from typing import Any
 
 import pytest
 from rich.cells import cell_len
+from rich.console import RenderableType
 
 from polar_proxy import api_models as m
 from polar_proxy.cli import output
@@ -32,6 +34,13 @@ def stage(name: str, started: float, ended: float | None) -> dict[str, Any]:
     return {**own, "outcome": "ok", "cause": None, "worker": None}
 
 
+def rendered(view: RenderableType) -> str:
+    """Return what a terminal of 80 columns shows."""
+    console = output.SafeConsole(width=80, force_terminal=True, record=True, file=io.StringIO())
+    console.print(view)
+    return console.export_text()
+
+
 def event(rollout_id: str, to: str, at: float) -> m.Event:
     return m.Event(id="1-1", event="stage", data={"rollout_id": rollout_id, "from": "x", "to": to, "at": at})
 
@@ -47,7 +56,7 @@ def watched() -> tuple[JobProgressView, float]:
     ended = m.RolloutDetail.model_validate(
         {**ROLLOUT, "rollout_id": "roll_a", "reward": 1.0, "stages": stages, "rewards": []}
     )
-    done = event("roll_a", "done", now)
+    done = event("roll_a", "done", time.time())
     assert view.has_ended(done)
     view.update(done, ended)
     return view, now
@@ -64,10 +73,7 @@ def test_watching_in_a_pipe_prints_a_line_with_time_for_each_event(capsys: pytes
 def test_watching_on_a_terminal_shows_stages_times_rewards_and_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output.err, "_force_terminal", True)
     view, _ = watched()
-    console = output.SafeConsole(width=80, force_terminal=True, record=True, quiet=False)
-    with console.capture():
-        console.print(view._view())
-    shown = console.export_text()
+    shown = rendered(view._view())
     rows = {line.split()[0]: line.split() for line in shown.splitlines() if line.strip().startswith("roll_")}
     assert rows["roll_b"] == ["roll_b", "swe-task-1", "running", "20", "20", "-"]
     assert rows["roll_a"] == ["roll_a", "swe-task-1", "done", "30", "1"]
@@ -85,10 +91,7 @@ def test_the_live_view_of_training_has_rollouts_curves_reasons_and_time_left() -
     for step in (1, 2):
         values = {"reward": step / 4, "skipped": skipped, "dropped_stale": 0, "step_seconds": 60.0}
         view.log("step", step, values)
-    console = output.SafeConsole(width=80, force_terminal=True, record=True)
-    with console.capture():
-        console.print(view.view())
-    shown = console.export_text()
+    shown = rendered(view.view())
     assert "step 3 of 4" in shown
     assert "running" in shown
     assert "▁█" in shown

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -178,7 +179,7 @@ def test_top_of_a_server_shows_engine_and_stages() -> None:
     activity = m.Activity(
         rates=m.ActivityRates(**dict.fromkeys(names, 0)), rollouts={"running": 2}, sessions=[], failures=[]
     )
-    console = output.SafeConsole(width=80, force_terminal=True, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console = output.SafeConsole(width=80, force_terminal=True, record=True, file=io.StringIO())
     console.print(top_view("http://127.0.0.1:8399", service, activity))
     shown = console.export_text()
     assert max(cell_len(line) for line in shown.splitlines()) <= 80
