@@ -122,7 +122,7 @@ def test_feed_example_runs(recorded: RecordedRun) -> None:
     reading, block = [block for block in of_language("python") if block.page == "docs/guide/data.md"]
     names_of_reading: dict[str, Any] = {"polar_proxy": polar_proxy, "polars": pytest.importorskip("polars")}
     exec(recorded.fill_in(reading.text), names_of_reading)
-    assert len(names_of_reading["db"].rollouts()) == 2
+    assert len(names_of_reading["db"].rollouts()) >= 2  # the recorded run, and what other commands submitted
 
     class Trainer:
         callbacks: list[object]
