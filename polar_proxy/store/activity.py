@@ -73,7 +73,7 @@ class ActivityRepository(Repository):
 
     async def sessions(self, seconds: float) -> list[ActiveSessionRow]:
         """Return the sessions with a call that ended in the last `seconds`, the newest first."""
-        recent = select(_c.session_id).where(_recent_calls, _c.ended_at >= time.time() - seconds).distinct()
+        recent = select(_c.session_id).where(_recent_calls, _c.ended_at >= time.time() - seconds)
         columns = [_s[name] for name in ActiveSessionRow.__dataclass_fields__]
         query = select(*columns).where(_s.session_id.in_(recent)).order_by(_s.last_call_at.desc()).limit(_LISTED)
         async with self._database.reading() as connection:
