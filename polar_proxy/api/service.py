@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 from polar_proxy import __version__
 from polar_proxy import api_models as m
 from polar_proxy.api.context import ApiContext, Routers, pause_timed_out, wait_or_undo, wait_until
+from polar_proxy.engines.base import EngineLoad
 from polar_proxy.errors import ApiError, EngineError
 from polar_proxy.records import recent_activity
 from polar_proxy.rollouts import RolloutService
@@ -39,7 +40,7 @@ def add_routes(routers: Routers, context: ApiContext) -> None:
     @trainer.get("/service", tags=["service"])
     async def service_state() -> m.ServiceState:
         """Return the state of the server and, if it has rollout workers, of its rollout service."""
-        return await _state(context)
+        return await read_service_state(context)
 
     @trainer.get("/activity", tags=["service"])
     async def activity() -> m.Activity:
@@ -57,7 +58,7 @@ def add_routes(routers: Routers, context: ApiContext) -> None:
             await _pause_all(context.store, body.seconds, body.wait_idle)
         else:
             await _pause_one(_worker(context), body.seconds, body.wait_idle)
-        return await _state(context)
+        return await read_service_state(context)
 
     @trainer.post("/service/resume", tags=["service"])
     async def resume_service(body: m.ServiceResumeRequest = m.ServiceResumeRequest()) -> m.ServiceState:
@@ -68,7 +69,7 @@ def add_routes(routers: Routers, context: ApiContext) -> None:
             context.wake()
         else:
             _worker(context).resume()
-        return await _state(context)
+        return await read_service_state(context)
 
     @admin.post("/service/drain", tags=["service"])
     async def drain_service(body: m.DrainRequest = m.DrainRequest()) -> m.ServiceState:
@@ -86,7 +87,7 @@ def add_routes(routers: Routers, context: ApiContext) -> None:
         if left:
             message = f"After {body.timeout:g} s, {len(left)} rollouts still run, so the drain was undone."
             raise ApiError(message, status=409, code="drain_timed_out", detail={"left": left})
-        return await _state(context)
+        return await read_service_state(context)
 
 
 def _worker(context: ApiContext) -> Worker:
@@ -167,7 +168,8 @@ async def _pause_until_idle(store: Store, seconds: float | None) -> list[str]:
             await store.fleet.update(before, only_if=pause)
 
 
-async def _state(context: ApiContext) -> m.ServiceState:
+async def read_service_state(context: ApiContext) -> m.ServiceState:
+    """Return the state of the server, its engine and its rollout service."""
     version, engine = await _engine_state(context)
     fleet = await context.store.fleet.get()
     state: Json = {
@@ -192,8 +194,6 @@ async def _state(context: ApiContext) -> m.ServiceState:
             "stages": counts["stages"],
             "pool": counts["pool"],
         }
-        if engine is not None:
-            engine["load"] = counts["engine"]
     return m.ServiceState.model_validate(state)
 
 
@@ -203,15 +203,17 @@ async def _engine_state(context: ApiContext) -> tuple[str | None, Json | None]:
         return None, None
     info = context.engine.info
     version: str | None = None
-    state: Json = {"kind": info.engine, "version": info.version, "model": info.model}
+    load: EngineLoad | None = None
     try:
         reason = await context.engine.health()
         version = await context.engine.weight_version()
-        if context.service is None and (load := await context.engine.load()) is not None:
-            state["load"] = asdict(load)
+        # A rollout service asks for the load every few seconds anyway.
+        load = await context.engine.load() if context.service is None else context.service.engine_monitor.load
     except EngineError as error:
         reason = str(error)
-    return version, {**state, "healthy": reason is None, "reason": reason}
+    state: Json = {"kind": info.engine, "version": info.version, "model": info.model}
+    loaded = None if load is None else asdict(load)
+    return version, {**state, "healthy": reason is None, "reason": reason, "load": loaded}
 
 
 class ServiceCollector(Collector):

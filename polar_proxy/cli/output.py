@@ -163,6 +163,10 @@ def format_seconds(seconds: float | None) -> str:
     return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
+def format_price(price: float | None) -> str:
+    return "-" if price is None else f"{price:.4f}"
+
+
 def format_number(value: float | None, form: str = "g") -> str:
     return "-" if value is None else f"{value:{form}}"
 

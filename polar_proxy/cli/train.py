@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -21,7 +20,6 @@ from polar_proxy.cli.common import (
     run_async,
 )
 from polar_proxy.cli.output import (
-    err,
     format_number,
     format_seconds,
     format_time,
@@ -126,7 +124,7 @@ def grpo(
     grpo_config = make_config(own, flags, read_assignments(setting or ()))
     folder = _run_folder(settings, run or time.strftime("grpo-%Y%m%d-%H%M%S"))
     print_note(f"run: {folder}")
-    run_async(_train(settings, grpo_config, folder, live=err.is_terminal and not as_json))
+    run_async(_train(settings, grpo_config, folder, quiet=as_json))
     _print_run(folder, as_json=as_json)
 
 
@@ -184,18 +182,24 @@ def write_adapter(
     print_note(f"{folder}: vllm serve ... --enable-lora --lora-modules NAME={folder}")
 
 
-async def _train(settings: Settings, config: GrpoConfig, folder: Path, *, live: bool) -> None:
-    from polar_proxy.training import metrics
-    from polar_proxy.training.run import train_locally, train_remotely
+async def _train(settings: Settings, config: GrpoConfig, folder: Path, *, quiet: bool) -> None:
+    view = TrainingProgressView(config.steps, quiet=quiet)
 
-    view = TrainingProgressView(config.steps, _step_lines(metrics.read_lines(folder))) if live else None
-    with contextlib.nullcontext() if view is None else view.show():
+    def report(line: str) -> None:
+        print_note(line)
+        view.headline = line
+
+    with view.show():
+        from polar_proxy.training import metrics  # takes seconds
+        from polar_proxy.training.run import train_locally, train_remotely
+
+        view.resume(_step_lines(metrics.read_lines(folder)))
         if config.feed is not None:
             key = api_key_for(settings.model_copy(update={"url": config.feed}))
-            await train_remotely(settings, config, folder, key, print_note, view)
+            await train_remotely(settings, config, folder, key, report, view)
             return
         async with open_database(settings, create=True) as store:
-            await train_locally(settings, config, folder, store, print_note, view)
+            await train_locally(settings, config, folder, store, report, view)
 
 
 def _step_lines(lines: Iterable[Json]) -> list[Json]:

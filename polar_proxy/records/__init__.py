@@ -28,6 +28,7 @@ _ACTIVE_SECONDS = 300.0
 _CALL_FIELDS = (
     *("call_id", "session_id", "dialect", "path", "stream", "model", "weight_version", "logprob_mode"),
     *("status", "http_status", "error", "edge", "parent_call_id", "rule", "ambiguous", "params", "sampling"),
+    *("engine_name", "route", "hooks", "price_usd"),
     *("started_at", "first_token_at", "ended_at", "cached_tokens"),
 )
 
@@ -185,10 +186,15 @@ async def _texts_of_calls(
     from polar_proxy.engines.token_texts import NoTextsError, token_texts
 
     groups: dict[EngineInfo | None, list[CallRecord]] = defaultdict(list)
-    for call in calls:
-        groups[call.engine].append(call)
     texts: dict[str, list[list[str]]] = {}
     problem = None
+    for call in calls:
+        if call.usage is None:
+            groups[call.engine].append(call)
+        elif (split := await asyncio.to_thread(_split_answers, call)) is not None:
+            texts[call.call_id] = split
+        else:
+            problem = "The encoding of this model is not known here."
     for info, group in groups.items():
         try:
             found = await token_texts([one.token_ids for call in group for one in call.choices], info, settings, engine)
@@ -205,6 +211,16 @@ async def _call(call: CallRecord, tokens_from: EngineSettings | None, engine: En
     return await asyncio.to_thread(_call_detail, call, texts.get(call.call_id), problem)
 
 
+def _split_answers(call: CallRecord) -> list[list[str]] | None:
+    """Return the answers of a hosted call split as tiktoken encodes them; None if it does not know the model."""
+    from polar_proxy.engines.hosted.token_counts import TokenCounter
+
+    counter, model = TokenCounter(), (call.usage.model if call.usage else None) or call.model
+    found = [counter.split(model, str(choice.message.content or "")) for choice in call.choices]
+    split = [texts for texts in found if texts is not None]
+    return split if len(split) == len(found) else None
+
+
 def _call_detail(call: CallRecord, texts: list[list[str]] | None, problem: str | None) -> m.CallDetail:
     """Return all data of a call.
 
@@ -212,12 +228,13 @@ def _call_detail(call: CallRecord, texts: list[list[str]] | None, problem: str |
     """
     from polar_proxy.export import conversation
     from polar_proxy.records.story import call_choices
-    from polar_proxy.sessions.reasons import reason_of
+    from polar_proxy.sessions.lineage_reasons import reason_of
 
     engine = call.engine
     return m.CallDetail(
         **{name: getattr(call, name) for name in _CALL_FIELDS},
         reason=reason_of(call.rule),
+        usage=None if call.usage is None else m.CallUsage(**asdict(call.usage)),
         engine=None if engine is None else {**asdict(engine), "capabilities": sorted(engine.capabilities)},
         messages=[orjson.loads(message) for message in call.messages],
         tools=None if call.tools is None else orjson.loads(call.tools),

@@ -11,7 +11,7 @@ from polar_proxy import api_models as m
 from polar_proxy.dialects import parse_recorded
 from polar_proxy.dialects.base import ParsedRequest
 from polar_proxy.errors import RequestError
-from polar_proxy.sessions.reasons import reason_of
+from polar_proxy.sessions.lineage_reasons import reason_of
 from polar_proxy.store.calls import CallSummary
 from polar_proxy.types import CallRecord, Choice, Message, TextRequest
 

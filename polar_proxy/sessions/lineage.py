@@ -10,8 +10,8 @@
    if old tool outputs were replaced by a short text.
 5. It extends nothing: a sub-agent, a compaction, or a `root`.
 
-A decision with an alternative is `ambiguous`. The rule that decided is recorded: one of `rules.RULES` or
-`reasons.REASONS`.
+A decision with an alternative is `ambiguous`. The rule that decided is recorded: one of `rules.py`, or one of
+`lineage_reasons.py`.
 
 `find_base` finds the answer whose exact tokens the prompt may begin with. It can differ from the parent: the parent of
 a rewind is the call whose answer was taken back, and its base is the turn before that answer.

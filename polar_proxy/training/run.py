@@ -59,7 +59,13 @@ async def train_locally(
     report: Callable[[str], None],
     observer: TrainingObserver | None = None,
 ) -> TrainerState:
-    """Start or resume the run in the folder `run`. `report` takes progress lines for people."""
+    """Start or resume the run in the folder `run`. `report` takes progress lines for people, `progress` the rollouts'
+    progress."""
+    if settings.routes:
+        raise UsageError(
+            "The settings have [[routes]], which send calls to other engines than the one that this run trains. "
+            "Remove them from polar.toml, or run them in a server and train with --feed."
+        )
     code = settings.code(config.task)
     source = get_source(config.task, code)
     weights = initial_weights(settings, config)
@@ -101,7 +107,7 @@ async def train_locally(
                     weight_sync=make_weight_sync(settings, config, engine, run),
                     feed=store.feed,
                     reader=StoreGroupReader(store),
-                    rollouts=ServiceRollouts(service, store, source, config, spec, own_id),
+                    rollouts=ServiceRollouts(service, store, source, config, spec, own_id, observer),
                     engine_busy_seconds=gateway.metrics.busy.seconds,
                     sink=StoreSink(store, own_id, run.name, config.to_json()),
                     observer=observer,
@@ -185,10 +191,18 @@ class ServiceRollouts:
     """
 
     def __init__(
-        self, service: RolloutService, store: Store, source: TaskSource, config: GrpoConfig, spec: JobSpec, run_id: str
+        self,
+        service: RolloutService,
+        store: Store,
+        source: TaskSource,
+        config: GrpoConfig,
+        spec: JobSpec,
+        run_id: str,
+        reporter: ProgressReporter | None = None,
     ) -> None:
+        """`reporter` gets each submitted rollout with its task. Its stages come from the service."""
         self._service, self._store, self._source, self._config = service, store, source, config
-        self._spec, self._run_id = spec, run_id
+        self._spec, self._run_id, self._reporter = spec, run_id, reporter
         self._sampler = TaskSampler(source, config)
 
     async def start_round(self, number: int) -> None:
@@ -208,6 +222,10 @@ class ServiceRollouts:
         tasks = [self._source.task(seed) for seed in seeds]
         spec = self._spec.model_copy(update=options)
         job, _ = await self._service.submit(tasks, spec, idempotency_key=f"{self._run_id}/{name}")
+        if self._reporter is not None:
+            for row in await self._store.rollouts.find(job_id=job.job_id):
+                if not row.final:
+                    self._reporter.stage(row.rollout_id, "queued", row.task_id)
         return job
 
 

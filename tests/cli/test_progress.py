@@ -81,8 +81,11 @@ def test_watching_on_a_terminal_shows_stages_times_rewards_and_what_is_left(monk
     assert max(cell_len(line) for line in shown.splitlines()) <= 80
 
 
-def test_the_live_view_of_training_has_rollouts_curves_reasons_and_time_left() -> None:
-    view = TrainingProgressView(4)
+def test_the_live_view_of_training_has_rollouts_curves_reasons_and_time_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(output.err, "_force_terminal", True)
+    view = TrainingProgressView(4, quiet=False)
     view.stage("roll_a", "preparing")
     view.session("roll_a", "sess_1")
     view.stage("roll_a", "running")
@@ -100,8 +103,11 @@ def test_the_live_view_of_training_has_rollouts_curves_reasons_and_time_left() -
     assert max(cell_len(line) for line in shown.splitlines()) <= 80
 
 
-def test_a_new_step_drops_the_rollouts_that_have_ended(capsys: pytest.CaptureFixture[str]) -> None:
-    view = TrainingProgressView(4)
+def test_a_new_step_drops_the_rollouts_that_have_ended(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output.err, "_force_terminal", True)
+    view = TrainingProgressView(4, quiet=False)
     for name, status in (("a", "done"), ("b", "running")):
         view.stage(f"roll_{name}", "preparing")
         view.stage(f"roll_{name}", status)

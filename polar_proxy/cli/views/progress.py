@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -28,10 +28,15 @@ _NEWEST_ENDS = 8
 """Rollouts that ended last and are shown."""
 
 
-def live_view(view: Callable[[], RenderableType], shown: bool) -> contextlib.AbstractContextManager[object]:
-    """Show what `view` returns, four times a second, until the block ends. Do nothing unless `shown`."""
-    live = Live(get_renderable=view, console=err, refresh_per_second=4, transient=True)
-    return live if shown else contextlib.nullcontext()
+@contextlib.contextmanager
+def live_view(view: Callable[[], RenderableType], shown: bool) -> Iterator[None]:
+    """Show what `view` returns from now on, four times a second, until the block ends. Do nothing unless `shown`."""
+    if not shown:
+        yield
+        return
+    with Live(get_renderable=view, console=err, refresh_per_second=4, transient=True) as live:
+        live.refresh()
+        yield
 
 
 def stage_text(stage: str) -> Text:
@@ -91,6 +96,9 @@ class RolloutProgressView:
         line = self._lines.get(rollout_id)
         if line is None:
             line = self._lines[rollout_id] = RolloutProgressLine(detail or rollout_id, len(self._lines) + 1)
+        elif status == "queued" and detail:  # a worker was quicker than the announcement, which names the task
+            line.task = detail
+            return
         elif line.status == "queued":
             line.since = time.monotonic()
         line.status, line.reward = status, reward

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import orjson
 from rich.padding import Padding
 from rich.text import Text
 
-from polar_proxy.cli.output import format_number, out, styled
+from polar_proxy.cli.output import format_number, format_price, out, styled
 from polar_proxy.terminal import message_lines, one_line
 
 if TYPE_CHECKING:
@@ -71,7 +72,11 @@ def print_rollout(rollout: RolloutRecord) -> None:
 def print_session(session: SessionDetail) -> None:
     """Print the calls of a session in order, then its traces and what is not trained on."""
     reward = "" if session.reward is None else f"  reward {session.reward:g}"
-    out.print(styled("session {}{}{}", session.session_id, f"  {session.label}" if session.label else "", reward))
+    price = "" if session.price_usd is None else f"  {format_price(session.price_usd)} USD"
+    label = f"  {session.label}" if session.label else ""
+    out.print(styled("session {}{}{}{}", session.session_id, label, reward, price))
+    if session.spent is not None:
+        out.print(styled("[yellow]its budget is spent ({}): further calls are refused[/]", session.spent))
     if any(call.answers for call in session.calls):
         _print_legend()
     numbers = {call.call_id: number for number, call in enumerate(session.calls, 1)}
@@ -90,7 +95,7 @@ def print_session(session: SessionDetail) -> None:
 
 def print_choice_tokens(choice: CallChoice) -> None:
     """Print the tokens of an answer: as coloured text on a terminal with colours, else one line for each token."""
-    if choice.token_texts is None or not out.is_terminal or out.no_color:
+    if choice.token_texts is None or not choice.token_ids or not out.is_terminal or out.no_color:
         out.print(_token_lines(choice), soft_wrap=True)
         return
     text = Text()
@@ -149,7 +154,8 @@ def _call_figures(call: SessionCall) -> str:
     cached = f" ({call.cached_tokens} cached)" if call.cached_tokens else ""
     choices = f", {call.choices} answers" if call.choices > 1 else ""
     return (
-        f"prompt {call.prompt_tokens or '-'}{cached}, sampled {call.completion_tokens}, "
+        f"prompt {call.prompt_tokens or call.input_tokens or '-'}{cached}, "
+        f"sampled {call.completion_tokens or call.output_tokens or 0}, "
         f"{call.ended_at - call.started_at:.2f} s, {call.finish_reason or '-'}{choices}"
     )
 
@@ -212,7 +218,15 @@ def _token_summary(choice: CallChoice) -> str:
 
 
 def _token_lines(choice: CallChoice) -> str:
-    """Return each token's id and log-probability, and its text in JSON's form, which shows spaces and line breaks."""
+    """Return each token's id and log-probability, and its text in JSON's form, which shows spaces and line breaks.
+
+    The tokens of a hosted answer have only their texts and the position of the character at which each begins.
+    """
+    if choice.token_texts is not None and not choice.token_ids:
+        starts = accumulate(map(len, choice.token_texts), initial=0)
+        return "\n".join(
+            f"{start} {orjson.dumps(text).decode()}" for start, text in zip(starts, choice.token_texts, strict=False)
+        )
     pairs: Sequence[tuple[int, float | None]] = list(zip(choice.token_ids, choice.logprobs, strict=True))
     shown = [f"{token}:{format_number(logprob, '.3f')}" for token, logprob in pairs]
     if choice.token_texts is None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from polar_proxy.cli.output import format_counts, format_number, format_seconds, make_table, styled
+from polar_proxy.cli.output import err, format_counts, format_number, format_seconds, make_table, styled
 from polar_proxy.cli.views.progress import RolloutProgressView, live_view
 from polar_proxy.types import Json
 
@@ -81,18 +81,26 @@ def seconds_left(steps: Sequence[Json], planned: int) -> float | None:
 
 
 class TrainingProgressView:
-    """The live view of `polar train grpo`. It is the run's TrainingObserver."""
+    """The progress of `polar train grpo`: a live view on a terminal, else one line for each stage of a rollout.
 
-    def __init__(self, planned: int, steps: Sequence[Json] = ()) -> None:
-        """`planned`: number of steps of the run. `steps`: the lines of the steps that a resumed run has done."""
+    It is the run's TrainingObserver.
+    """
+
+    def __init__(self, planned: int, *, quiet: bool) -> None:
+        """`planned`: number of steps of the run."""
         self._planned = planned
-        self._steps = list(steps)
-        self._rollouts = RolloutProgressView(quiet=True, prints=False)
-        self._doing = "starting"
+        self._steps: list[Json] = []
+        self._is_live = err.is_terminal and not quiet
+        self._rollouts = RolloutProgressView(quiet=True, prints=not self._is_live)
+        self.headline = "loading the trainer"
         self._since = time.monotonic()
 
     def show(self) -> AbstractContextManager[object]:
-        return live_view(self.view, True)
+        return live_view(self.view, self._is_live)
+
+    def resume(self, steps: Sequence[Json]) -> None:
+        """Show the curves of the steps that a resumed run has done, from their lines in metrics.jsonl."""
+        self._steps = list(steps)
 
     def stage(self, rollout_id: str, status: str, detail: str = "", reward: float | None = None) -> None:
         self._rollouts.stage(rollout_id, status, detail, reward)
@@ -104,7 +112,7 @@ class TrainingProgressView:
         self._rollouts.call(record)
 
     def log(self, kind: str, step: int, values: Json) -> None:
-        self._doing, self._since = f"after {kind} {step}", time.monotonic()
+        self.headline, self._since = f"after {kind} {step}", time.monotonic()
         if kind == "step":
             self._steps = [*(line for line in self._steps if line["step"] < step), {"step": step, **values}]
             self._rollouts.forget_ended()
