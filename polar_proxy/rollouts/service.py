@@ -69,10 +69,12 @@ class RolloutService:
         opener: SandboxOpener = open_sandbox,
         remote_scorer: RemoteScorer | None = None,
         code: AllowedCode = NO_CODE,
+        on_rollout_end: Callable[[str], None] = lambda rollout_id: None,
     ) -> None:
         """`harnesses` is the folder of installed agents. `code` lists the Python objects that tasks and rollouts may
         refer to by name. With `job_id` the service works only on that job. `remote_scorer` scores on another machine
-        when scoring here would have to wait."""
+        when scoring here would have to wait. `on_rollout_end` is called after each attempt at a rollout; unless it
+        failed and is repeated, the rollout then has its final status."""
         limits = limits or ServiceLimits()
         admission = limits.admission
         memory = MemoryAdmission(admission.memory_mb, admission.memory_reserve_mb)
@@ -117,6 +119,7 @@ class RolloutService:
             policy_version=self._read_policy_version,
             on_release=memory.release,
             on_settled=lambda group_id: self._settled.set(),
+            on_end=on_rollout_end,
             job_id=job_id,
         )
 
@@ -336,9 +339,11 @@ async def run_job(
     reporter: ProgressReporter,
     note: Callable[[str], None],
     code: AllowedCode | None = None,
+    on_rollout_end: Callable[[str], None] = lambda rollout_id: None,
 ) -> list[RolloutRow]:
     """Run a job, `run.concurrency` rollouts at a time; return its rollouts in order. `note` gets progress lines.
     `code`: the Python objects to which tasks and rollouts may refer by name; by default those that the settings allow.
+    `on_rollout_end`: see `RolloutService`.
 
     A rollout that fails is a result, not an error. A cancellation cancels the job, leaves nothing running, and is
     passed on. The job belongs to this process: no server works on it, and if this process is killed, the next start
@@ -358,6 +363,7 @@ async def run_job(
         note=note,
         job_id="",
         code=settings.code() if code is None else code,
+        on_rollout_end=on_rollout_end,
     ) as service:
         service.self_tests.start(choice.kind)
         try:

@@ -80,7 +80,13 @@ def run_all(ids: dict[str, str]) -> dict[str, CommandResult]:
         *("sessions", "status", "train list", "db stats", "db verify", "build", "key list", "service status"),
         *("db vacuum", "db prune --older-than 0d --dry-run", "harness list", "export --format nonsense"),
         *("export --format tokens-jsonl --out -", "export --format chat-jsonl --out -"),
-        *(f"show {ids['rollout']}", f"show {ids['session']}", f"show {ids['call']}", f"show {ids['call']} --tokens"),
+        *(
+            f"show {ids['rollout']} --tokens",
+            f"show {ids['rollout']}",
+            f"show {ids['session']}",
+            f"show {ids['call']}",
+            f"show {ids['call']} --tokens",
+        ),
         *(f"status {ids['job']}", f"results {ids['job']}", f"cancel {ids['job']}", f"watch {ids['job']}"),
         *(f"events {ids['job']}", f"show call_{WORD}\x1b[2J", f"status job_{WORD}\x1b[2J"),
         f"export --where harness={WORD}\x1b[2J --out -",
@@ -109,4 +115,6 @@ def test_no_command_prints_a_control_character(
             as_json = polar(*line.split(" "), "--json")
             assert not COMMANDS.findall(as_json.stdout), line
             orjson.loads(as_json.stdout)
+    if not terminal:  # on a terminal, the view is renewed without end
+        assert not COMMANDS.findall(polar("top").stdout)
     assert shown >= 12

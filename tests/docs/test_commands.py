@@ -58,8 +58,18 @@ RUN_ELSEWHERE = {
     "polar train adapter": "tests/training/test_lora.py",
     "python examples/trainer_over_http/train.py": "tests/training/test_http_feed.py",
     "export ": "tests/docs/test_quick_commands.py",
+    "sqlite3 ": "tests/deploy/test_backup.py",
+    "cp -a ": "tests/deploy/test_backup.py",
+    "pg_dump ": "tests/deploy/test_backup.py",
+    "createdb ": "tests/deploy/test_backup.py",
+    "pg_restore ": "tests/deploy/test_backup.py",
+    "docker build -t polar": "tests/test_image.py",
 }
 RUN_BY_HAND = {
+    "sudo ": "changes the machine; tests/deploy checks the unit",
+    "POLAR_DB_PASSWORD=": "pulls images; tests/deploy checks the file",
+    "kubectl ": "needs a cluster; tests/deploy checks the manifest",
+    "polar session new --label alice --url": "needs a server with a certificate; tests/deploy checks nginx's file",
     "python benchmarks/": "a campaign takes hours",
     ". .venv/bin/activate": "changes the user's shell only",
     "examples/tiny_policy/make.sh": "records and trains for an hour",
