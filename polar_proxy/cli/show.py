@@ -160,12 +160,12 @@ def _print_session(session: SessionDetail) -> None:
             call.completion_tokens or call.output_tokens or 0,
             f"{call.ended_at - call.started_at:.2f}",
             call.finish_reason,
-            call.said[:60],
+            call.said[:60] or (call.error or "")[:200],
         )
         for call in session.calls
     )
-    columns = ("call", "edge", "status", "prompt", "sampled", "s", "finish", "answer")
-    out.print(make_table(columns, rows, right=_NUMBERS, wrap=("answer",)))
+    columns = ("call", "edge", "status", "prompt", "sampled", "s", "finish", "answer or error")
+    out.print(make_table(columns, rows, right=_NUMBERS, wrap=("answer or error",)))
     if session.note:
         out.print(Text(session.note, "yellow"))
     for trace in session.traces:
