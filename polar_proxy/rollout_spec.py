@@ -44,6 +44,8 @@ class SessionBudget(DocumentedModel):
     """Budget: sampled tokens of all calls. A call begins while fewer are sampled."""
     max_prompt_tokens: int | None = Field(None, ge=1, le=MAX_INTEGER)
     """Budget: prompt tokens of all calls, cached ones included. A call begins while fewer are used."""
+    max_price_usd: float | None = Field(None, gt=0)
+    """Budget: known price of all hosted calls in US dollars. A call begins while less is spent."""
     max_idle_seconds: float | None = Field(None, gt=0)
     """Budget: seconds without a call, from the end of one to the start of the next."""
     max_repeats: int | None = Field(None, ge=2, le=MAX_INTEGER)
