@@ -14,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -134,6 +134,19 @@ class GatewaySettings(_Section):
     past_reasoning: Literal["keep", "strip"] = "keep"
     """Reasoning of earlier turns in continued prompts. `keep`: leave it as it was sampled. `strip`: if the model's chat
     template drops reasoning of earlier turns, let the engine render that request."""
+    prices: Path | None = None
+    """A file with the prices of hosted models, used in place of the one that Polar ships
+    (polar_proxy/assets/prices.toml)."""
+    provider_tools: Literal["remove", "refuse", "allow"] = "remove"
+    """Tools in a request that the model's provider would run itself, such as a web search or a code interpreter. They
+    are recorded with the call. `remove`: the model is not offered them. `refuse`: the request is refused with status
+    400. `allow`: they are left to an engine that can pass them on to its provider, and such answers are never trained;
+    other engines offer none."""
+    hooks: str | None = None
+    """A class of your own, as module:Class, that changes requests or answers (polar_proxy/gateway/hooks.py). Data can
+    never name it."""
+    hook_seconds: float = Field(10.0, gt=0)
+    """How long a hook may take. A call whose hook takes longer fails."""
     normalisers_off: frozenset[str] = frozenset()
     """Names of the normalisers (rules in polar_proxy/sessions/hashing.py for differences between messages that are
     ignored) to switch off."""
@@ -143,13 +156,16 @@ class EngineSettings(_Section):
     """The inference engine."""
 
     kind: str = "local"
-    """`local`, `vllm`, `llamacpp` (a llama-server), `openai`, or module:Class."""
+    """`local`, `vllm`, `llamacpp` (a llama-server), `openai` (or a compatible API), `anthropic`, `google`, or
+    module:Class."""
     url: str | None = None
-    """Where the engine listens (vllm, llamacpp, openai)."""
+    """Where the engine listens (not local). Default for openai, anthropic and google: the provider's own API."""
     model: str | None = None
     """local: a folder of weights, by default the bundled polar-tiny. Others: the name of the served model."""
     api_key: str | None = Field(None, repr=False)
-    """Key for the engine (not local). Best set as POLAR_ENGINE__API_KEY; Polar never writes it anywhere."""
+    """Key for the engine (not local). Best set as POLAR_ENGINE__API_KEY; Polar never writes it anywhere. Default for
+    openai, anthropic and google: the variable that the provider's own SDK reads (OPENAI_API_KEY, ANTHROPIC_API_KEY,
+    GEMINI_API_KEY or GOOGLE_API_KEY)."""
     model_folder: str | None = None
     """A folder with the model's configuration, tokenizer and chat template (vllm), if the server's own is on another
     machine. With a folder Polar renders conversations itself; without one it asks the server, several times a call."""
@@ -160,6 +176,22 @@ class EngineSettings(_Section):
     """Names of the server's tool parser and reasoning parser as given to `vllm serve`, in the form TOOL/REASONING
     (vllm); either may be empty. Needed only for models that need vLLM's parsers (see `vllm_python`), if Polar's tests
     of the server do not show which of the parsers it uses."""
+
+
+class RouteSettings(_Section):
+    """A rule that sends calls to one of the engines in [engines]. A call takes the first rule of which all conditions
+    fit; without one, it takes the engine of [engine]."""
+
+    name: str = Field(min_length=1, max_length=64)
+    """The rule's name, which is recorded with each call that it sends."""
+    engine: str
+    """Name of the engine in [engines]."""
+    models: tuple[str, ...] = ()
+    """Only calls whose request names one of these models, such as a sub-agent's. `*` stands for any text."""
+    labels: tuple[str, ...] = ()
+    """Only sessions with one of these labels. `*` stands for any text."""
+    share: float = Field(1.0, gt=0, le=1)
+    """Only this share of the sessions. A session's id decides, so that all its calls fall on the same side."""
 
 
 class RunSettings(RolloutSpec):
@@ -282,6 +314,12 @@ class Settings(BaseSettings):
     """The gateway."""
     engine: EngineSettings = EngineSettings()
     """The inference engine."""
+    user_engine: EngineSettings | None = None
+    """The engine of the model that plays the users of dialogues. Default: the engine of the rollouts."""
+    engines: dict[Annotated[str, Field(pattern=r"[a-z0-9][a-z0-9_-]{0,63}")], EngineSettings] = {}
+    """Further engines by name, each with the settings of [engine], for the rules in `routes`."""
+    routes: tuple[RouteSettings, ...] = ()
+    """Rules that send calls to the engines in [engines]."""
     run: RunSettings = RunSettings()
     """Rollouts."""
     admission: AdmissionSettings = AdmissionSettings()
@@ -313,6 +351,19 @@ class Settings(BaseSettings):
         """
         return AllowedCode(self.allowed_code.union(name for name in (self.run.harness, *named) if is_code(name)))
 
+    @field_validator("routes")
+    @classmethod
+    def _check_routes(cls, routes: tuple[RouteSettings, ...], info: ValidationInfo) -> tuple[RouteSettings, ...]:
+        engines = info.data.get("engines", {})  # missing if it is itself invalid
+        names = [route.name for route in routes]
+        for route in routes:
+            if "engines" in info.data and route.engine not in engines:
+                known = ", ".join(sorted(engines)) or "none"
+                raise ValueError(f"the route {route.name} names the engine {route.engine}; [engines] has {known}")
+            if names.count(route.name) > 1:
+                raise ValueError(f"two routes have the name {route.name}")
+        return routes
+
     def model_post_init(self, context: Any, /) -> None:
         self.home = self.home.expanduser().absolute()
 
@@ -337,6 +388,20 @@ def local_url(host: str, port: int) -> str:
     if host in ("0.0.0.0", "::"):
         host = "127.0.0.1"
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+_PROVIDER_KEYS = {
+    "openai": ("OPENAI_API_KEY",),
+    "anthropic": ("ANTHROPIC_API_KEY",),
+    "google": ("GEMINI_API_KEY", "GOOGLE_API_KEY"),
+}
+
+
+def provider_key(engine: EngineSettings) -> str | None:
+    """Return the key for an engine: the setting, or the variable that the SDK of the provider reads."""
+    if engine.api_key is not None:
+        return engine.api_key
+    return next((key for name in _PROVIDER_KEYS.get(engine.kind, ()) if (key := os.environ.get(name))), None)
 
 
 def child_environment(added: Mapping[str, str], *, without: Collection[str] = ()) -> dict[str, str]:

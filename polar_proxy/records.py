@@ -26,6 +26,7 @@ _COMMAND_LENGTH = 120
 _CALL_FIELDS = (
     *("call_id", "session_id", "dialect", "path", "stream", "model", "weight_version", "logprob_mode"),
     *("status", "http_status", "error", "edge", "parent_call_id", "params", "sampling"),
+    *("engine_name", "route", "hooks", "price_usd"),
     *("started_at", "first_token_at", "ended_at", "cached_tokens"),
 )
 
@@ -163,12 +164,25 @@ async def _call(call: CallRecord, tokens_from: EngineSettings | None, engine: En
 
     texts: list[list[str]] | None = None
     problem = None
-    if tokens_from is not None:
+    if tokens_from is not None and call.usage is not None:
+        texts = await asyncio.to_thread(_split_answers, call)
+        problem = None if texts else "The encoding of this model is not known here."
+    elif tokens_from is not None:
         try:
             texts = await token_texts([choice.token_ids for choice in call.choices], call.engine, tokens_from, engine)
         except NoTextsError as error:
             problem = str(error)
     return await asyncio.to_thread(_call_detail, call, texts, problem)
+
+
+def _split_answers(call: CallRecord) -> list[list[str]] | None:
+    """Return the answers of a hosted call split as tiktoken encodes them; None if it does not know the model."""
+    from polar_proxy.engines.hosted.token_counts import TokenCounter
+
+    counter, model = TokenCounter(), (call.usage.model if call.usage else None) or call.model
+    found = [counter.split(model, str(choice.message.content or "")) for choice in call.choices]
+    split = [texts for texts in found if texts is not None]
+    return split if len(split) == len(found) else None
 
 
 def _call_detail(call: CallRecord, texts: list[list[str]] | None, problem: str | None) -> m.CallDetail:
@@ -182,6 +196,7 @@ def _call_detail(call: CallRecord, texts: list[list[str]] | None, problem: str |
     return m.CallDetail(
         **{name: getattr(call, name) for name in _CALL_FIELDS},
         engine=None if engine is None else {**asdict(engine), "capabilities": sorted(engine.capabilities)},
+        usage=None if call.usage is None else m.CallUsage(**asdict(call.usage)),
         messages=[orjson.loads(message) for message in call.messages],
         tools=None if call.tools is None else orjson.loads(call.tools),
         conversation=conversation(call),

@@ -26,12 +26,16 @@ class SessionFields(ApiResponseModel):
     """When it was closed."""
     incomplete: str | None
     """Why it must not be trained on; null if all calls are recorded."""
+    spent: str | None
+    """The limit of its budget that was reached, such as max_calls; its further calls are refused."""
     failed_calls: int
     """Number of calls that failed: their status is `client_gone` or `upstream_error`."""
     prompt_tokens: int
-    """Sum of prompt tokens over all calls."""
+    """Sum of prompt tokens over all calls; of hosted calls as the provider counts them."""
     completion_tokens: int
     """Sum of sampled tokens over all calls."""
+    price_usd: float | None
+    """Sum of the known prices of its calls in US dollars; null if none is known."""
     last_call_at: float | None
     """When its last call ended."""
     reward: float | None = None
@@ -64,7 +68,7 @@ class SessionCall(ApiResponseModel):
     model: str
     """The model that the agent named."""
     status: str
-    """ok, client_gone, upstream_error or no_tokens."""
+    """ok, client_gone, upstream_error, no_tokens or budget."""
     http_status: int
     """HTTP status of the answer."""
     error: str | None
@@ -85,6 +89,12 @@ class SessionCall(ApiResponseModel):
     """Number of sampled tokens."""
     cached_tokens: int | None
     """Prompt tokens that the engine had in its cache."""
+    input_tokens: int | None
+    """Prompt tokens of a hosted call as the provider counts them."""
+    output_tokens: int | None
+    """Sampled tokens of a hosted call as the provider counts them."""
+    price_usd: float | None
+    """Price of a hosted call in US dollars; null if it is unknown."""
     weight_version: str | None
     """Policy version of the weights that sampled."""
     started_at: float
@@ -145,7 +155,30 @@ class CallChoice(ApiResponseModel):
     logprobs: list[float | None]
     """The log-probability of each token in nats; null if the engine did not report it."""
     token_texts: list[str] | None = None
-    """The text of each token, if it was asked for and can be decoded."""
+    """The text of each token, if it was asked for and can be decoded; of a hosted answer, as tiktoken splits it."""
+
+
+class CallUsage(ApiResponseModel):
+    """The tokens of a hosted call as the provider counts them; null where it does not report a count."""
+
+    input_tokens: int
+    """All prompt tokens, those read from the provider's cache or written to it included."""
+    output_tokens: int
+    """All sampled tokens, those of the reasoning included."""
+    cached_tokens: int | None
+    """Prompt tokens read from the provider's cache."""
+    cache_write_tokens: int | None
+    """Prompt tokens written to the provider's cache."""
+    cache_write_1h_tokens: int | None
+    """Those of them that are kept for an hour."""
+    reasoning_tokens: int | None
+    """Sampled tokens of the reasoning."""
+    model: str | None
+    """The model that answered, as the provider names it."""
+    service_tier: str | None
+    """The provider's service tier; null for the standard one."""
+    estimated: bool
+    """True if Polar counted the tokens, because the provider did not report them."""
 
 
 class CallDetail(ApiResponseModel):
@@ -171,11 +204,17 @@ class CallDetail(ApiResponseModel):
     """What the log-probabilities refer to. `processed`: the distribution that was sampled from; `raw`: the model's own
     distribution at temperature 1."""
     status: str
-    """ok, client_gone, upstream_error or no_tokens."""
+    """ok, client_gone, upstream_error, no_tokens or budget."""
     http_status: int
     """HTTP status of the answer."""
     error: str | None
     """Why the call failed."""
+    engine_name: str | None
+    """Name of the engine in the settings [engines]; null for the engine of [engine]."""
+    route: str | None
+    """The rule that chose the engine."""
+    hooks: dict[str, Any] | None
+    """What hooks changed: parts of the request as the model saw them, answers as they were sampled."""
     edge: str
     """How it relates to an earlier call."""
     parent_call_id: str | None
@@ -192,6 +231,10 @@ class CallDetail(ApiResponseModel):
     """When the answer ended."""
     cached_tokens: int | None
     """Prompt tokens that the engine had in its cache."""
+    usage: CallUsage | None
+    """The provider's count; null if the engine reports token ids."""
+    price_usd: float | None
+    """Price in US dollars; null if it is unknown or the call is not a hosted one."""
     messages: list[Any]
     """The messages in the agent's own format."""
     tools: Any

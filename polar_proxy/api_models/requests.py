@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, model_validator
 
 from polar_proxy.documented import DocumentedModel
-from polar_proxy.rollout_spec import MAX_INTEGER, JobSpec
+from polar_proxy.rollout_spec import MAX_INTEGER, JobSpec, SessionBudget
 
 Role = Literal["admin", "trainer"]
 Scope = Literal["server", "all"]
@@ -107,7 +107,7 @@ class RewardRequest(ApiRequestModel):
         return self
 
 
-class SessionRequest(ApiRequestModel):
+class SessionRequest(ApiRequestModel, SessionBudget):
     """A session for an agent that you start yourself. These settings override those of the agent's
     requests."""
 

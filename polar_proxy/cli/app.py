@@ -6,6 +6,7 @@ does not import what only other verbs need. `tests/cli/test_imports.py` checks w
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
 from collections.abc import Callable
@@ -70,6 +71,10 @@ VERBS = {
     "resume": Verb("rollouts:resume", "Resume a paused job."),
     "reward": Verb("rollouts:reward", "Add a reward to a rollout or a session. Earlier rewards are kept."),
     "sessions": Verb("show:sessions", "List sessions, newest first."),
+    "view": Verb(
+        "view:view",
+        "Show recorded runs in the browser: the pages of `polar serve`, read-only, over any database, until stopped.",
+    ),
     "show": Verb("show:show", "Show a rollout, a session or a call in full."),
     "export": Verb(
         "traces:export",
@@ -166,6 +171,7 @@ def _root(
 
 def main() -> None:
     """Run the command. An expected error is printed on standard error and determines the exit code."""
+    gc.disable()  # modules that are imported are no garbage; `run_async` enables it for commands that take longer
     configure_logging()
     try:
         app()

@@ -15,7 +15,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
@@ -28,7 +28,7 @@ from typer.core import TyperCommand
 from harness_adapters.base import Connection, Endpoint, get_adapter, list_adapters
 from harness_adapters.toolkit.adapter import ConnectableHarness, settings_files
 from polar_proxy.cli import options
-from polar_proxy.cli.common import is_local_url, load_client_settings, with_client
+from polar_proxy.cli.common import is_local_url, load_client_settings, load_settings, with_client
 from polar_proxy.cli.harness import find_adapter
 from polar_proxy.cli.output import make_table, print_note, print_result
 from polar_proxy.config import Settings, child_environment, local_url
@@ -54,6 +54,8 @@ class ConnectCommand(TyperCommand):
 class ModelCard:
     name: str
     context_length: int | None
+    max_answer: int | None
+    """Tokens of its longest answer, if it ends answers before the context is full."""
 
 
 @dataclass(frozen=True)
@@ -124,14 +126,15 @@ def connect(
 
 
 def _connectable() -> list[ConnectableHarness]:
-    adapters = map(get_adapter, list_adapters())
+    folder = load_settings().harness_cache
+    adapters = [get_adapter(name, folder) for name in list_adapters(folder)]
     return [adapter for adapter in adapters if isinstance(adapter, ConnectableHarness)]
 
 
 def _list_agents(as_json: bool) -> None:
     rows = [_describe(harness) for harness in _connectable()]
     table = make_table(
-        ("agent", "program", "here", "what it is"),
+        ("agent", "program", "on PATH", "what it is"),
         ((row["agent"], row["program"], Text("yes", "green") if row["path"] else "no", row["summary"]) for row in rows),
         wrap=("what it is",),
     )
@@ -181,7 +184,7 @@ def _open_session(
     server = _server_url(settings)
     served = _ask_model(server)
     if model is not None:
-        served = ModelCard(_printable("--model", model), served.context_length)
+        served = replace(served, name=_printable("--model", model))
     if key is not None:
         if not key.isascii() or not key.isprintable() or not key or " " in key:
             raise UsageError("--key must consist of visible ASCII characters, so that an HTTP header can carry it.")
@@ -222,11 +225,13 @@ def _ask_model(server: str) -> ModelCard:
         (card,) = reply.json()["data"]
         if card["owned_by"] != "polar":
             raise ValueError(card["owned_by"])
-        length = card["max_model_len"]
+        length, answer = card["max_model_len"], card["max_tokens"]
         name = str(card["id"])
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{server} is not a Polar server: its list of models is not Polar's.") from error
-    return ModelCard(_printable("The model of the server", name), length if isinstance(length, int) else None)
+    context_length = length if isinstance(length, int) else None
+    max_answer = answer if isinstance(answer, int) and answer != context_length else None
+    return ModelCard(_printable("The model of the server", name), context_length, max_answer)
 
 
 def _printable(what: str, name: str) -> str:
@@ -252,7 +257,7 @@ def _print_connection(harness: ConnectableHarness, session: AgentSession, folder
         "unset": connection.unset,
         "files": files,
         "start": _command_line(harness, connection),
-        "note": connection.note,
+        "notes": _notes(session, connection),
     }
     print_result(found, lambda: typer.echo(_shell_lines(harness, session, connection, files)), as_json)
 
@@ -275,9 +280,20 @@ def _shell_lines(
         lines.append(f"mkdir -p {shlex.quote(str(Path(path).parent))}")
         lines.append(f"cat > {shlex.quote(path)} <<'{_END_OF_FILE}'\n{text.rstrip()}\n{_END_OF_FILE}")
     lines.append(f"# Start it: {shlex.join(_command_line(harness, connection))}")
-    if connection.note:
-        lines.append(f"# {connection.note}")
+    lines += [f"# {note}" for note in _notes(session, connection)]
     return "\n".join(lines)
+
+
+def _notes(session: AgentSession, connection: Connection) -> list[str]:
+    """Return what the user should know before the agent is started."""
+    notes = [connection.note] if connection.note else []
+    if session.model.max_answer is not None:
+        notes.append(
+            f"The server's model ends each answer after {session.model.max_answer} tokens. Most agents need longer "
+            "ones: Claude Code stops with an error about max_tokens, others get cut answers. Serve another model: "
+            "polar serve --engine llamacpp --engine-url URL, or --engine vllm."
+        )
+    return notes
 
 
 # Starting
@@ -296,8 +312,8 @@ def _start(
             path = home / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
-        if connection.note:
-            print_note(connection.note)
+        for note in _notes(session, connection):
+            print_note(note)
         environment = child_environment(connection.env, without=connection.unset)
         code = _run_in_foreground([*argv, *connection.arguments, *arguments], environment)
     if session.session_id is not None:

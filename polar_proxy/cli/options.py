@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 
 from polar_proxy.documented import field_descriptions
 from polar_proxy.errors import UsageError
+from polar_proxy.rollout_spec import SessionBudget
 
 
 def require_choice(what: str, value: str, choices: Collection[str]) -> None:
@@ -41,16 +42,26 @@ ServerUrl = Annotated[
     typer.Option("--url", help="Server to point the agent at (or POLAR_URL). Default: this machine's."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")]
-Engine = Annotated[str | None, typer.Option("--engine", help="local, vllm, llamacpp, openai, or module:Class.")]
-EngineUrl = Annotated[str | None, typer.Option("--engine-url", help="URL of the engine (vllm, llamacpp, openai).")]
+Engine = Annotated[
+    str | None, typer.Option("--engine", help="local, vllm, llamacpp, openai, anthropic, google, or module:Class.")
+]
+EngineUrl = Annotated[
+    str | None, typer.Option("--engine-url", help="URL of the engine; by default a provider's own API.")
+]
 Model = Annotated[
-    str | None, typer.Option("--model", help="local: a folder of weights; vllm, openai: name of the served model.")
+    str | None, typer.Option("--model", help="local: a folder of weights; others: name of the served model.")
 ]
 PromptMode = Annotated[
     str | None,
     typer.Option(
         help="continue: begin each prompt with the exact tokens of the last turn; render: render each prompt anew.",
         show_default=False,
+    ),
+]
+Hooks = Annotated[
+    str | None,
+    typer.Option(
+        "--hooks", metavar="MODULE:CLASS", help="Your class that changes requests or answers (setting gateway.hooks)."
     ),
 ]
 PastReasoning = Annotated[
@@ -133,7 +144,8 @@ def _option(name: str, field: FieldInfo, text: str) -> inspect.Parameter:
     minimum: Any = next((limit.ge for limit in field.metadata if isinstance(limit, Ge)), None)
     members = [member for member in get_args(field.annotation) if member is not NoneType]
     value_type: Any = members[0] if NoneType in get_args(field.annotation) else field.annotation
-    option = typer.Option(help=text, min=minimum, show_default=False)
+    panel = "Budget of each session" if name in SessionBudget.model_fields else None
+    option = typer.Option(help=text, min=minimum, show_default=False, rich_help_panel=panel)
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[value_type | None, option]
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import accumulate
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import orjson
@@ -10,17 +12,26 @@ import typer
 from rich.text import Text
 
 from polar_proxy.cli import options
-from polar_proxy.cli.common import read_store_or_server
-from polar_proxy.cli.output import format_number, format_time, make_table, out, print_result, styled
+from polar_proxy.cli.common import load_client_settings, open_database, read_store_or_server, run_async
+from polar_proxy.cli.output import format_number, format_time, make_table, out, print_note, print_result, styled
+from polar_proxy.errors import UsageError
 from polar_proxy.terminal import message_lines
-from polar_proxy.types import Json
+from polar_proxy.types import Json, content_text
 
 if TYPE_CHECKING:
-    from polar_proxy.api_models import CallChoice, CallDetail, Record, RolloutRecord, SessionDetail, SessionList
+    from polar_proxy.api_models import (
+        CallChoice,
+        CallDetail,
+        CallUsage,
+        Record,
+        RolloutRecord,
+        SessionDetail,
+        SessionList,
+    )
     from polar_proxy.config import Settings
     from polar_proxy.store import Store
 
-_NUMBERS = ("calls", "failed", "prompt", "sampled", "s")
+_NUMBERS = ("calls", "failed", "prompt", "sampled", "USD", "s")
 
 
 def sessions(
@@ -38,7 +49,7 @@ def sessions(
 
     found = read_store_or_server(url, db, read, lambda client: client.sessions(limit=limit))
     columns = (
-        *("session", "label", "opened", "calls", "failed", "prompt", "sampled"),
+        *("session", "label", "opened", "calls", "failed", "prompt", "sampled", "USD"),
         *("last call", "incomplete", "rollout"),
     )
     cells = (
@@ -50,6 +61,7 @@ def sessions(
             row.failed_calls,
             row.prompt_tokens,
             row.completion_tokens,
+            format_price(row.price_usd),
             format_time(row.last_call_at),
             row.incomplete,
             row.rollout_id,
@@ -57,6 +69,8 @@ def sessions(
         for row in found.sessions
     )
     print_result(found, make_table(columns, cells, right=_NUMBERS), as_json)
+    if not found.sessions and not as_json:
+        print_note("No session is recorded yet. `polar serve`, then `polar connect`, records an agent that you start.")
 
 
 def show(
@@ -71,11 +85,18 @@ def show(
     tokens: Annotated[
         bool, typer.Option(help="For a call: print each token with its text and log-probability.")
     ] = False,
+    html: Annotated[
+        Path | None,
+        typer.Option(help="Write a rollout or session to this file, as one page that can be shared.", metavar="FILE"),
+    ] = None,
     url: options.Url = None,
     db: options.Db = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Show a rollout, a session or a call in full."""
+    if html is not None:
+        _write_html(name, html, load_client_settings(url, db))
+        return
 
     async def read(store: Store, settings: Settings) -> Record:
         from polar_proxy.records import find_record
@@ -89,6 +110,21 @@ def show(
         print_result(found.session, partial(_print_session, found.session), as_json)
     elif found.call is not None:
         print_result(found.call, partial(_print_call, found.call, tokens), as_json)
+
+
+def _write_html(name: str, file: Path, settings: Settings) -> None:
+    from polar_proxy.view.report import make_report
+
+    if settings.url is not None:
+        raise UsageError("--html reads a database. Give --db instead of --url.")
+
+    async def write() -> None:
+        async with open_database(settings) as store:
+            page = await make_report(store, settings, name)
+        file.write_text(page)
+
+    run_async(write())
+    out.print(styled("{}", str(file)), soft_wrap=True)
 
 
 def _print_rollout(rollout: RolloutRecord) -> None:
@@ -110,22 +146,26 @@ def _print_rollout(rollout: RolloutRecord) -> None:
 
 def _print_session(session: SessionDetail) -> None:
     reward = "" if session.reward is None else f"  reward {session.reward:g}"
-    out.print(styled("session {}{}{}", session.session_id, f"  {session.label}" if session.label else "", reward))
+    price = "" if session.price_usd is None else f"  {format_price(session.price_usd)} USD"
+    label = f"  {session.label}" if session.label else ""
+    out.print(styled("session {}{}{}{}", session.session_id, label, reward, price))
+    if session.spent is not None:
+        out.print(styled("[yellow]its budget is spent ({}): further calls are refused[/]", session.spent))
     rows = (
         (
             call.call_id,
             call.edge,
             call.status,
-            call.prompt_tokens or "-",
-            call.completion_tokens,
+            call.prompt_tokens or call.input_tokens or "-",
+            call.completion_tokens or call.output_tokens or 0,
             f"{call.ended_at - call.started_at:.2f}",
             call.finish_reason,
-            call.said[:60],
+            call.said[:60] or (call.error or "")[:200],
         )
         for call in session.calls
     )
-    columns = ("call", "edge", "status", "prompt", "sampled", "s", "finish", "answer")
-    out.print(make_table(columns, rows, right=_NUMBERS, wrap=("answer",)))
+    columns = ("call", "edge", "status", "prompt", "sampled", "s", "finish", "answer or error")
+    out.print(make_table(columns, rows, right=_NUMBERS, wrap=("answer or error",)))
     if session.note:
         out.print(Text(session.note, "yellow"))
     for trace in session.traces:
@@ -139,6 +179,14 @@ def _print_call(call: CallDetail, tokens: bool) -> None:
     say = partial(out.print, soft_wrap=True)  # recorded texts keep their own line breaks
     say(styled("[bold]{}[/]  {}  {} {}", call.call_id, call.status, call.dialect, call.path))
     say(f"session {call.session_id}  edge {call.edge}  parent {call.parent_call_id or '-'}")
+    if call.usage is not None:
+        say(_usage_line(call.usage, call.price_usd))
+    if not_carried := call.sampling.get("not_carried"):
+        say(styled("[yellow]not carried to the provider: {}[/]", ", ".join(not_carried)))
+    if call.route is not None:
+        say(styled("engine {}, chosen by the rule {}", call.engine_name, call.route))
+    if call.hooks is not None:
+        say(styled("[yellow]changed by hooks: {}[/]", orjson.dumps(call.hooks).decode()))
     if call.error:
         say(Text(message_lines(call.error), "yellow"))
     if problem := call.conversation.get("unparsed"):
@@ -162,8 +210,33 @@ def _print_call(call: CallDetail, tokens: bool) -> None:
         say(Text(message_lines(f"The tokens are shown without their texts. {call.texts_problem}"), "yellow"))
 
 
+def format_price(price: float | None) -> str:
+    return "-" if price is None else f"{price:.4f}"
+
+
+def _usage_line(usage: CallUsage, price: float | None) -> str:
+    parts = (
+        ("from the cache", usage.cached_tokens),
+        ("to the cache", usage.cache_write_tokens),
+        ("of reasoning", usage.reasoning_tokens),
+    )
+    details = [f"{count} {what}" for what, count in parts if count]
+    counted = "estimated: " if usage.estimated else ""
+    cost = "price unknown" if price is None else f"{format_price(price)} USD"
+    tokens = f"{counted}{usage.input_tokens} prompt tokens, {usage.output_tokens} sampled"
+    return f"{usage.model or 'provider'}  {', '.join([tokens, *details])}  {cost}"
+
+
 def _token_lines(choice: CallChoice) -> str:
-    """Return each token's id and log-probability, and its text in JSON's form, which shows spaces and line breaks."""
+    """Return each token's id and log-probability, and its text in JSON's form, which shows spaces and line breaks.
+
+    The tokens of a hosted answer have only their texts and the position of the character at which each begins.
+    """
+    if choice.token_texts is not None and not choice.token_ids:
+        starts = accumulate(map(len, choice.token_texts), initial=0)
+        return "\n".join(
+            f"{start} {orjson.dumps(text).decode()}" for start, text in zip(starts, choice.token_texts, strict=False)
+        )
     pairs = zip(choice.token_ids, choice.logprobs, strict=True)
     shown = [f"{token}:{format_number(logprob, '.3f')}" for token, logprob in pairs]
     if choice.token_texts is None:
@@ -189,12 +262,5 @@ def _message_text(message: Json) -> str:
     calls = [
         f"-> {call['function']['name']} {call['function']['arguments']}" for call in message.get("tool_calls") or []
     ]
-    text = _content_text(message.get("content"))
+    text = content_text(message.get("content"))
     return "\n".join(part for part in (f"({reasoning})" if reasoning else "", text, *calls) if part)
-
-
-def _content_text(content: Any) -> str:
-    """Return one line for each content part; images and files appear as their type."""
-    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
-        return content if isinstance(content, str) else orjson.dumps(content).decode() if content else ""
-    return "\n".join(str(part["text"]) if "text" in part else f"[{part.get('type')}]" for part in content)

@@ -21,6 +21,7 @@ from harness_adapters.base import (
 from polar_proxy.config import Settings
 from polar_proxy.engines.factory import POLAR_TINY, make_engine
 from polar_proxy.errors import PolarError
+from polar_proxy.prices import PriceTable
 from polar_proxy.store import Store
 from sandboxes.base import DockerRuntime, Mount, ResourceLimits, Sandbox, SandboxError, SandboxKind, SandboxSpec
 from sandboxes.choice import Availability, available, choose, open_sandbox
@@ -221,8 +222,8 @@ async def _sandbox(item: Availability, runtime: DockerRuntime) -> InstallCheck:
 def _harnesses(settings: Settings) -> list[InstallCheck]:
     """Return one check for each installed harness, and one for all others, which `polar run` installs."""
     checks, others = [], []
-    for name in list_adapters():
-        adapter = get_adapter(name)
+    for name in list_adapters(settings.harness_cache):
+        adapter = get_adapter(name, settings.harness_cache)
         if adapter.is_installed(settings.harness_cache):
             checks.append(InstallCheck(f"harness {name}", "ok", f"{adapter.default_version} installed"))
         else:
@@ -241,6 +242,19 @@ async def _database(database: AbstractAsyncContextManager[Store]) -> InstallChec
         return InstallCheck("database", "missing", str(error), fix)
 
 
+def _price(settings: Settings, model: str) -> InstallCheck:
+    """Return a check of the prices of a hosted model."""
+    try:
+        prices = PriceTable(settings.gateway.prices).find(model)
+    except PolarError as error:
+        return InstallCheck("price", "failed", str(error), "correct the setting gateway.prices")
+    if prices is None:
+        fix = "name a price file that has it by the setting gateway.prices"
+        return InstallCheck("price", "note", f"no price of {model} is known: its calls have none", fix)
+    per_token = f"{prices.input:g} USD for a million prompt tokens, {prices.output:g} for sampled ones"
+    return InstallCheck("price", "ok", f"{per_token} ({prices.date}, {prices.source})")
+
+
 async def _engine(settings: Settings) -> list[InstallCheck]:
     try:
         async with make_engine(settings.engine) as engine:
@@ -250,6 +264,8 @@ async def _engine(settings: Settings) -> list[InstallCheck]:
             problem = engine.continue_problem
     except PolarError as error:
         return [InstallCheck("engine", "failed", str(error), "start the server, or correct --engine-url")]
+    if "hosted" in info.capabilities:
+        return [InstallCheck("engine", "ok", detail), _price(settings, info.model)]
     works = "turns begin with the exact tokens of the turn before"
     remedy = ""
     if info.engine == "vllm":

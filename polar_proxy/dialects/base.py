@@ -8,7 +8,7 @@ the same events to the same encoder whether the client streams or not.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import orjson
@@ -16,13 +16,17 @@ import orjson
 from polar_proxy.errors import RequestError
 from polar_proxy.types import (
     ChatRequest,
+    ClientOptions,
     ConversationItem,
+    EngineInfo,
     EngineRequest,
     Json,
     Message,
+    ProviderTurn,
     SampleEvent,
     ToolCall,
     TopLogprob,
+    Usage,
 )
 
 
@@ -55,6 +59,7 @@ class AnswerChoice(AssistantDraft):
     top: list[tuple[TopLogprob, ...]] = field(default_factory=list)
     finish_reason: str | None = None
     stop_sequence: str | None = None
+    provider_turn: ProviderTurn | None = None
     versions: list[tuple[int, str]] = field(default_factory=list)
     """(position of the first token, policy version) of each run of tokens that were sampled under one version."""
     reasoning_tokens: int | None = None
@@ -90,6 +95,7 @@ class AnswerChoice(AssistantDraft):
         if event.finish_reason is not None:
             self.finish_reason = event.finish_reason
             self.stop_sequence = event.stop_sequence
+            self.provider_turn = event.provider_turn
         if event.versions:
             self.versions = list(event.versions)
 
@@ -102,8 +108,8 @@ class Answer:
     cached_tokens: int | None = None
     choices: dict[int, AnswerChoice] = field(default_factory=dict)
     """The choices by their index."""
-    usage: tuple[int, int] | None = None
-    """(prompt tokens, completion tokens); used only if the engine reports no token ids."""
+    usage: Usage | None = None
+    """The provider's own count; used only if the engine reports no token ids."""
     ended_at: float | None = None
     """When it ended, in seconds since the epoch."""
 
@@ -114,6 +120,7 @@ class Answer:
             self.cached_tokens = event.cached_tokens
         if event.usage is not None:
             self.usage = event.usage
+            self.cached_tokens = event.usage.cached_tokens
         choice = self.choices.get(event.index)
         if choice is None:
             choice = self.choices[event.index] = AnswerChoice()
@@ -135,18 +142,24 @@ class Answer:
     @property
     def prompt_tokens(self) -> int:
         if self.prompt_ids is None and self.usage is not None:
-            return self.usage[0]
+            return self.usage.input_tokens
         return len(self.prompt_ids or ())
+
+    @property
+    def cache_write_tokens(self) -> int | None:
+        return None if self.usage is None else self.usage.cache_write_tokens
 
     @property
     def reasoning_tokens(self) -> int:
         """Number of reasoning tokens; a choice counts as 0 if the end of its reasoning is unknown."""
+        if self.usage is not None and self.usage.reasoning_tokens is not None:
+            return self.usage.reasoning_tokens
         return sum(choice.reasoning_tokens or 0 for choice in self.choices.values())
 
     @property
     def completion_tokens(self) -> int:
         sampled = sum(len(choice.token_ids) for choice in self.choices.values())
-        return self.usage[1] if self.usage is not None and not sampled else sampled
+        return self.usage.output_tokens if self.usage is not None and not sampled else sampled
 
 
 @dataclass
@@ -204,6 +217,13 @@ class ParsedRequest:
     """False for a warm-up: nothing is sampled, and a later request may continue it by its id."""
     background: bool = False
     """The client gets an id at once and retrieves the answer later."""
+    provider_tools: tuple[str, ...] = ()
+    """The tools that the request wants the provider itself to run, such as a web search. They are not in `requests`."""
+
+
+def provider_tools(listed: Iterable[str], body: Json, *fields: str) -> tuple[str, ...]:
+    """Return the names of a body's provider-side tools: the types of its tools, and those of `fields` that it has."""
+    return tuple(dict.fromkeys([*listed, *(name for name in fields if body.get(name))]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,9 +289,20 @@ class Dialect(ABC):
         stored_tools = {} if tools is None else {"tools": orjson.loads(tools)}
         return {**params, **self.message_fields([orjson.loads(message) for message in messages]), **stored_tools}
 
+    def check_length(self, request: EngineRequest, engine: EngineInfo) -> None:
+        """Raise RequestError if the provider refuses requests for more tokens than the model's longest answer.
+
+        By default nothing is refused: the answer ends early.
+        """
+        return
+
     @abstractmethod
     def message_fields(self, stored: list[Json]) -> Json:
         """Return the fields of a body that hold these stored messages."""
+
+    @abstractmethod
+    def client_options(self, params: Json) -> ClientOptions:
+        """Return what a body asks for that only hosted models know. `params`: its fields as stored."""
 
     @abstractmethod
     def error_body(self, error: RequestError, request_id: str) -> bytes:

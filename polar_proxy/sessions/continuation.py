@@ -47,7 +47,14 @@ from polar_proxy.sessions.marked_rendering import (
     RenderingError,
     compare_renderings,
 )
-from polar_proxy.sessions.state import AnsweredCall, MarkedText, PromptConfig, SessionState, reasoning_prefix
+from polar_proxy.sessions.state import (
+    AnsweredCall,
+    MarkedText,
+    PromptConfig,
+    SessionState,
+    has_rewritten_text,
+    reasoning_prefix,
+)
 from polar_proxy.types import CallRecord, ChatRequest, EngineRequest, Json, PromptMode
 
 log = logging.getLogger(__name__)
@@ -60,7 +67,10 @@ PromptReason = Literal[
     "template_options_changed",  # the prompt's beginning changes with the template's options
     "constrained",  # the request asks for a certain tool call or form of the answer (`is_constrained`), or the engine
     # adds a grammar of its own, which it does not offer for exact prompts
-    "base_without_tokens",  # the base was recorded without token ids (engine `openai`), or with those of a hidden call
+    "hook",  # a hook changed the messages
+    "other_engine",  # another engine of the settings [engines] sampled the base's answer
+    "base_without_tokens",  # the base was recorded without token ids (engine `openai`), with those of a hidden call, or
+    # with messages or an answer that a hook changed
     "stop_sequence",  # the base's answer ended at a stop sequence
     "aborted",  # the base's answer ended neither by itself nor at a stop sequence or the token limit
     "no_end_of_turn",  # the template writes nothing that shows where the base's answer ends
@@ -125,9 +135,12 @@ class PromptBuilder:
         read_call: Callable[[str], Awaitable[CallRecord | None]],
         settings: GatewaySettings,
         thread: OffloadThread,
+        *,
+        engine_name: str | None = None,
     ) -> None:
         """`read_call` returns a stored call by its id; `thread` does the work on large requests."""
         self._engine = engine
+        self._engine_name = engine_name
         self._read_call = read_call
         self._settings = settings
         self._thread = thread
@@ -136,12 +149,16 @@ class PromptBuilder:
         """The marking that fitted last. It is tried first."""
         self._stop_texts: dict[int, str] = {}
 
-    async def build(self, request: EngineRequest, base: Base | None, session: SessionState) -> PromptPlan:
-        """Return the prompt of a call that extends `base`."""
+    async def build(
+        self, request: EngineRequest, base: Base | None, session: SessionState, *, rewritten: bool = False
+    ) -> PromptPlan:
+        """Return the prompt of a call that extends `base`. `rewritten`: a hook changed the messages of the request."""
         if not isinstance(request, ChatRequest):
             return PromptPlan(reason="raw_prompt")
         config = await self._thread.run(request.large, prompt_config, request)
         try:
+            if rewritten:
+                raise _NotContinued("hook")
             plan = await self._continue(request, config, base, session)
         except _NotContinued as obstacle:
             plan = PromptPlan(reason=obstacle.reason, past_reasoning=obstacle.past_reasoning)
@@ -165,6 +182,8 @@ class PromptBuilder:
         answered = session.answered_call(base) or await self._load(session, base)
         if answered is None:
             raise _NotContinued("base_without_tokens")
+        if answered.engine_name != self._engine_name:
+            raise _NotContinued("other_engine")
         if config.tools != answered.config.tools:
             raise _NotContinued("tools_changed")
         if config.options != answered.config.options:
@@ -211,7 +230,7 @@ class PromptBuilder:
         choice = next((choice for choice in call.choices if choice.index == base.choice), None) if call else None
         if call is None or choice is None or call.prompt_ids is None or not choice.token_ids.size:
             return None
-        if call.sampling.get("hidden_call"):
+        if call.sampling.get("hidden_call") or has_rewritten_text(call):
             return None
         try:
             request = recorded_request(call)
@@ -221,7 +240,9 @@ class PromptBuilder:
             return None
         reasoning = tuple(text for message in request.messages for text in reasoning_prefix(message))
         config, stop = prompt_config(request), tuple(call.sampling.get("stop", ()))
-        return session.remember_answer(call.call_id, call.prompt_ids, choice, stop, config, reasoning)
+        return session.remember_answer(
+            call.call_id, call.prompt_ids, choice, stop, config, reasoning, engine_name=call.engine_name
+        )
 
     async def _suffix(
         self, request: ChatRequest, base: Base, sampled_stop: int | None, session: SessionState

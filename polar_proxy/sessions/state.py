@@ -24,6 +24,7 @@ import numpy as np
 from cachetools import LRUCache
 
 from polar_proxy.dialects.base import ParsedRequest
+from polar_proxy.sessions.budget import BudgetUsage
 from polar_proxy.sessions.call_index import CallIndex, CallNode, fingerprint_of, node_from_store, quotes_of
 from polar_proxy.sessions.hashing import EMPTY, HashedConversation, MessageHasher, text_of
 from polar_proxy.sessions.identity import NO_METADATA, ClientMetadata
@@ -88,6 +89,8 @@ class AnsweredCall:
     finish_reason: str | None
     stop: tuple[str, ...]
     """The stop strings of its request."""
+    engine_name: str | None
+    """The engine that sampled the answer, as in `CallRecord`."""
     config: PromptConfig
     reasoning: tuple[str, ...]
     """The beginnings of the reasoning in this answer and in earlier ones."""
@@ -159,11 +162,14 @@ class SessionState:
         window: float = 10.0,
         cache: ConversationCache | None = None,
         record_required: bool = True,
+        label: str | None = None,
     ) -> None:
         """`record_required`: calls that cannot be recorded are refused. Otherwise they are answered, and are lost."""
         self.session_id = session_id
         self.record_required = record_required
         self.policy = policy
+        self.label = label
+        self.budget = BudgetUsage(policy)
         self._hasher = hasher or MessageHasher()
         self._index = CallIndex()
         self._window = window
@@ -290,6 +296,7 @@ class SessionState:
         if len(self._with_text) > _RECENT_TEXTS:
             self._with_text.popleft().text = ""
         self._index.add_answers(node)
+        self._count_repeats(node)
         return fingerprint_of(node)
 
     def forget(self, record: CallRecord) -> None:
@@ -325,6 +332,11 @@ class SessionState:
             if node is not None and node.call_id not in self._index.by_id:
                 self._index.add(node, self._index.by_id.get(node.parent_call_id or ""))
                 self._index.add_answers(node)
+                self._count_repeats(node)
+
+    def _count_repeats(self, node: CallNode) -> None:
+        if self.budget.limits.max_repeats is not None and node.state in ANSWERED:
+            self.budget.repeats = max(self.budget.repeats, self._index.repeats(node))
 
     @property
     def weight(self) -> int:
@@ -375,6 +387,8 @@ class SessionState:
         """
         if record.status != "ok" or record.prompt_ids is None or config is None or record.sampling.get("hidden_call"):
             return
+        if has_rewritten_text(record):
+            return
         before = self.answered_call(base) if base is not None else None
         reasoning = before.reasoning if before is not None else ()
         if base is not None and record.edge == "continues":
@@ -383,7 +397,9 @@ class SessionState:
             self._cache.pop((base.call_id, base.choice), None)
         for choice in record.choices:
             stop = tuple(record.sampling.get("stop", ()))
-            self.remember_answer(record.call_id, record.prompt_ids, choice, stop, config, reasoning)
+            self.remember_answer(
+                record.call_id, record.prompt_ids, choice, stop, config, reasoning, engine_name=record.engine_name
+            )
 
     def remember_answer(
         self,
@@ -393,13 +409,21 @@ class SessionState:
         stop: tuple[str, ...],
         config: PromptConfig,
         earlier_reasoning: tuple[str, ...],
+        *,
+        engine_name: str | None = None,
     ) -> AnsweredCall:
         """Keep the tokens of one choice of a call in memory. `stop`: the stop strings of the call's request."""
         ids = np.concatenate([prompt, choice.token_ids])
         reasoning = (*earlier_reasoning, *reasoning_prefix(choice.message))
-        answered = AnsweredCall(ids, prompt.size, choice.finish_reason, stop, config, reasoning)
+        answered = AnsweredCall(ids, prompt.size, choice.finish_reason, stop, engine_name, config, reasoning)
         self._cache.put((call_id, choice.index), answered)
         return answered
+
+
+def has_rewritten_text(call: CallRecord) -> bool:
+    """Return whether a hook changed the messages or the answer of a call, so that its tokens are of other texts."""
+    changes = call.hooks or {}
+    return "answer" in changes or "messages" in changes.get("request", {})
 
 
 def reasoning_prefix(message: Message) -> tuple[str, ...]:

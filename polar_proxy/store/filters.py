@@ -18,18 +18,20 @@ from polar_proxy.store.schema import rollouts, sessions, tasks
 
 _NUMBERS: dict[str, ColumnElement[Any]] = {
     "reward": rollouts.c.reward,
+    "rating": rollouts.c.rating,
     "seed": rollouts.c.seed,
     "exit_code": rollouts.c.exit_code,
     "calls": func.coalesce(sessions.c.calls, 0),
     "prompt_tokens": func.coalesce(sessions.c.prompt_tokens, 0),
     "completion_tokens": func.coalesce(sessions.c.completion_tokens, 0),
+    "price_usd": sessions.c.price_usd,
     "created_at": rollouts.c.created_at,
 }
 _TEXTS: dict[str, ColumnElement[Any]] = {
     name: rollouts.c[name]
     for name in (
         *("rollout_id", "group_id", "task_id", "session_id", "status"),
-        *("harness", "sandbox", "engine", "model", "job_id", "cause", "policy_version"),
+        *("harness", "sandbox", "engine", "model", "job_id", "cause", "policy_version", "label"),
     )
 }
 _FLAGS: dict[str, ColumnElement[Any]] = {name: rollouts.c[name] for name in ("masked", "incomplete")}
@@ -43,6 +45,8 @@ _OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
     "<": operator.lt,
     "<=": operator.le,
 }
+_VERSION_MARKS = {"harness": "@", "engine": " "}
+"""The sign between name and version in a column. A condition without a version matches all versions."""
 _CONDITION = re.compile(r"(\w+)\s*(>=|<=|!=|==|=|>|<)\s*(.+)")
 _LONGEST = 4096
 
@@ -104,8 +108,9 @@ def _clause(name: str, sign: str, value: str) -> ColumnElement[bool]:
         known = ", ".join(sorted([*_NUMBERS, *_TEXTS, *_FLAGS, "family"]))
         raise UsageError(f"Rollouts have no field {name!r}. Fields: {known}")
     column = _TEXTS[name]
-    if name == "harness" and sign in ("=", "==", "!=") and "@" not in value:
-        same = or_(column == value, column.startswith(f"{value}@", autoescape=True))
+    mark = _VERSION_MARKS.get(name)
+    if mark is not None and sign in ("=", "==", "!=") and mark not in value:
+        same = or_(column == value, column.startswith(f"{value}{mark}", autoescape=True))
         return not_(same) if sign == "!=" else same
     if sign == "!=":
         return or_(column != value, column.is_(None))

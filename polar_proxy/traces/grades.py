@@ -14,6 +14,7 @@ off_distribution  approximate  the log-probabilities are not those of softmax(lo
 weights_changed   approximate  the weights changed during an answer, and the engine did not report at which token
 canonical         approximate  the context before sampled tokens differs from the recorded prompt
 rescored          approximate  an engine computed the log-probabilities later
+summarised        approximate  the reasoning is the summary that a provider shows, not what its model sampled
 """
 
 from __future__ import annotations
@@ -30,14 +31,17 @@ GRADES: tuple[Grade, ...] = get_args(Grade)
 TRAINABLE = frozenset({"exact", "continued"})
 REJECTED = "rejected"
 
-Reason = Literal["continued", "off_distribution", "weights_changed", "canonical", "rescored"]
+Reason = Literal["continued", "off_distribution", "weights_changed", "canonical", "rescored", "summarised"]
 _GRADE_BY_REASON: Mapping[str, Grade] = {
     "continued": "continued",
     "off_distribution": "approximate",
     "weights_changed": "approximate",
     "canonical": "approximate",
     "rescored": "approximate",
+    "summarised": "approximate",
 }
+SUMMARISING_ENGINES = frozenset({"anthropic", "google"})
+"""Engines of providers that show a summary of the reasoning."""
 
 
 _NOTES = 20
@@ -133,6 +137,8 @@ def excluded_calls(calls: Sequence[CallRecord]) -> dict[str, str]:
 
 def exclusion_reason(call: CallRecord) -> str | None:
     """Return why this call by itself cannot be trained on, or None."""
+    if has_provider_tools(call):
+        return "provider_tools"
     if call.status != "ok":
         return call.status
     if call.edge == "side_call":
@@ -146,9 +152,16 @@ def exclusion_reason(call: CallRecord) -> str | None:
         return "images"  # the recorded token ids do not contain the images that the answer was sampled from
     if call.sampling.get("constrained"):
         return "constrained"  # a grammar limited the sampling: the tokens were not the policy's own choice
+    if "answer" in (call.hooks or {}):
+        return "hook"  # its tokens are not the answer that the agent got
     if call.sampling.get("hidden_call"):
         return "hidden_call"  # its tokens have a second tool call, which the agent was not shown
     return None
+
+
+def has_provider_tools(call: CallRecord) -> bool:
+    """Return whether the provider may have run a tool within the answer."""
+    return bool(call.sampling.get("provider_tools", {}).get("action") == "allowed")
 
 
 def in_start_order(calls: Sequence[CallRecord]) -> list[CallRecord]:

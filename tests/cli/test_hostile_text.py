@@ -10,6 +10,7 @@ from pathlib import Path
 
 import orjson
 import pytest
+from sqlalchemy import Text
 
 from polar_proxy.cli import output
 from polar_proxy.store import open_store, schema
@@ -61,7 +62,7 @@ def poison(database: Path) -> None:
         connection.execute("INSERT INTO training_runs (run_id, name, config, created_at) VALUES ('run', '', '{}', 0)")
         for table in schema.metadata.sorted_tables:
             for column in table.columns:
-                if isinstance(column.type, schema.Text) and column.name not in IDS | STATES:
+                if isinstance(column.type, Text) and column.name not in IDS | STATES:
                     unique = " || rowid" if column.unique or (column.primary_key and column.name != "task_id") else ""
                     connection.execute(f"UPDATE {table.name} SET {column.name} = ?{unique}", (HOSTILE,))
 

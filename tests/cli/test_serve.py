@@ -67,6 +67,7 @@ def test_serves_until_interrupted_and_records_calls(serving: Serving, polar_home
     check_api_keys(ready, polar_home)
     answer = httpx.post(ready["url"] + "/v1/chat/completions", json=CHAT, timeout=60)
     assert answer.json()["choices"][0]["message"]["content"] == "hello"
+    assert answer.headers["x-polar-session-id"] in httpx.get(ready["url"], timeout=60).text
     process.send_signal(signal.SIGINT)
     stdout, stderr = process.communicate(timeout=120)
     assert process.returncode == 130

@@ -15,7 +15,7 @@ from polar_proxy.cli import output
 from polar_proxy.engines.factory import POLAR_TINY
 from polar_proxy.store import open_store
 from polar_proxy.types import CallRecord, new_id
-from tests.cli.runner import polar_error, polar_json, polar_ok
+from tests.cli.runner import polar, polar_error, polar_json, polar_ok
 from tests.export.dialect_requests import BODIES, recorded
 from tests.factories import engine_info
 
@@ -75,6 +75,13 @@ def test_images_prompts_and_unknown_dialects_are_shown(polar_home: Path) -> None
     assert '"look [bold]here[/]"' in shown
 
 
+def test_a_session_shows_the_errors_of_its_failed_calls(polar_home: Path) -> None:
+    failed = replace(recorded("openai_chat"), choices=(), status="upstream_error", error="max_tokens: [257] > 256")
+    asyncio.run(save(polar_home, failed))
+    assert "upstream_error" in polar_ok("show", "last")
+    assert "max_tokens: [257] > 256" in polar_ok("show", "last")
+
+
 async def new_session(home: Path, label: str | None = None) -> str:
     home.mkdir(exist_ok=True)
     async with open_store(f"sqlite:///{home}/polar.db") as store:
@@ -90,6 +97,12 @@ def test_ids_are_not_cut_in_a_pipe_or_on_a_narrow_terminal(polar_home: Path, mon
     assert "a label of some length" in lines[1]
     monkeypatch.setattr(output.out, "_force_terminal", True)
     assert session_id in polar_ok("sessions")
+
+
+def test_a_list_without_sessions_says_how_to_record_one(polar_home: Path) -> None:
+    polar_ok("db", "upgrade")
+    assert "`polar serve`, then `polar connect`, records" in polar("sessions").stderr
+    assert polar_json("sessions") == {"sessions": []}
 
 
 def test_records_are_named_by_prefix_label_and_last(calls: dict[str, str], polar_home: Path) -> None:

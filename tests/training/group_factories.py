@@ -31,6 +31,8 @@ def rollout(
         attempt=1,
         cause=None,
         reward=reward,
+        label=None,
+        rating=None,
         exit_code=0,
         error=None,
         harness="h",
@@ -47,6 +49,7 @@ def rollout(
         calls=1,
         prompt_tokens=1,
         completion_tokens=1,
+        price_usd=None,
         traces=1,
         trained_tokens=1,
     )

@@ -18,11 +18,21 @@ from pydantic import Field
 from polar_proxy.dialects.anthropic.content import parse_messages, parse_system
 from polar_proxy.dialects.anthropic.encoder import AnthropicEncoder, error_object
 from polar_proxy.dialects.anthropic.tools import AnthropicTools, parse_tool_choice, parse_tools
-from polar_proxy.dialects.base import Dialect, ParsedRequest
-from polar_proxy.dialects.fields import Integer, Probability, RequestFields, Strings, Temperature, TopK, invalid
+from polar_proxy.dialects.base import Dialect, ParsedRequest, provider_tools
+from polar_proxy.dialects.fields import (
+    Integer,
+    Probability,
+    RequestFields,
+    Strings,
+    Temperature,
+    TopK,
+    invalid,
+    optional_string,
+    other_fields,
+)
 from polar_proxy.dialects.wire import storable_params, to_json
 from polar_proxy.errors import RequestError
-from polar_proxy.types import ChatRequest, Json, Sampling
+from polar_proxy.types import ChatRequest, ClientOptions, EngineInfo, EngineRequest, Json, Sampling
 
 _THINKING = ("enabled", "adaptive")
 """Types of `thinking` with which a client requests thinking blocks."""
@@ -88,7 +98,19 @@ class AnthropicMessages(Dialect):
                 send_thinking=fields.thinking.get("type") in _THINKING,
                 omit_thinking=fields.thinking.get("display") == "omitted",
             ),
+            provider_tools=provider_tools(tools.of_provider, body, "mcp_servers"),
         )
+
+    def check_length(self, request: EngineRequest, engine: EngineInfo) -> None:
+        # As Anthropic does. At an answer that ends early, Claude Code stops with an error that does not name the cause.
+        requested, limit = request.sampling.max_tokens, engine.max_answer
+        if limit is not None and requested is not None and requested > limit:
+            raise RequestError(
+                f"max_tokens: {requested} > {limit}, which is the maximum allowed number of output tokens for "
+                f"{engine.model}. Request at most {limit}, or serve another model: polar serve --engine llamacpp "
+                "--engine-url URL, or --engine vllm.",
+                param="max_tokens",
+            )
 
     def message_fields(self, stored: list[Json]) -> Json:
         # A client's own first message may have the role `system` too. It reads the same in the field `system`, unless
@@ -96,6 +118,21 @@ class AnthropicMessages(Dialect):
         if len(stored) > 1 and stored[0]["role"] == "system" and stored[0].get("content"):
             return {"system": stored[0]["content"], "messages": stored[1:]}
         return {"messages": stored}
+
+    def client_options(self, params: Json) -> ClientOptions:
+        thinking, output = params.get("thinking") or {}, params.get("output_config") or {}
+        kind, budget = thinking.get("type"), thinking.get("budget_tokens")
+        tokens = {"disabled": 0, "enabled": budget if isinstance(budget, int) else -1, "adaptive": -1}.get(str(kind))
+        return ClientOptions(
+            self.name,
+            effort=optional_string(output, "effort"),
+            thinking_tokens=tokens,
+            show_reasoning=kind in _THINKING and thinking.get("display") != "omitted",
+            fields={
+                **other_fields(params, MessagesFields, "output_format"),
+                **({"thinking": thinking} if thinking and tokens is None else {}),  # a type that is not translated
+            },
+        )
 
     def error_body(self, error: RequestError, request_id: str) -> bytes:
         return orjson.dumps(error_object(str(error), error.status, request_id, error.code))
@@ -121,8 +158,14 @@ def _parse_prompt(fields: PromptFields) -> tuple[ChatRequest, AnthropicTools]:
         tool_choice=tool_choice,
         parallel_tool_calls=parallel,
         template_kwargs=_template_kwargs(fields.thinking),
+        tools_cache_control=_last_cache_mark(fields.tools),
     )
     return request, tools
+
+
+def _last_cache_mark(tools: list[Any]) -> Json | None:
+    marks = [tool["cache_control"] for tool in tools if isinstance(tool, dict) and tool.get("cache_control")]
+    return marks[-1] if marks and isinstance(marks[-1], dict) else None
 
 
 def _stored_messages(fields: PromptFields) -> tuple[bytes, ...]:

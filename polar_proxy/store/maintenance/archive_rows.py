@@ -37,7 +37,7 @@ _LARGEST_INTEGER = 2**31 - 1
 _WORDS: Mapping[tuple[str, str], frozenset[str]] = {
     ("rollouts", "status"): schema.ROLLOUT_STATUSES,
     ("groups", "status"): frozenset({"open", "finished", "cancelled"}),
-    ("sessions", "origin"): frozenset({"key", "open", "rollout"}),
+    ("sessions", "origin"): frozenset({"key", "open", "rollout", "user"}),
     ("nodes", "kind"): frozenset({"message", "tools", "tokens"}),
     ("trace_spans", "kind"): frozenset(get_args(SpanKind)),
     ("calls", "edge"): frozenset(get_args(Edge)),
@@ -275,7 +275,7 @@ class UnpackedBytes:
                 )
             self._add(row["length"] * (4 if kind == "ids" else 1))
         elif table in ("completions", "rescores"):
-            for name in ("message", "token_ids", "logprobs"):
+            for name in ("message", "provider_turn", "token_ids", "logprobs"):
                 if row.get(name) is not None:
                     self._add(cells.unpacked_size(row[name]) or MAX_DEFLATE_LENGTH)
 

@@ -12,20 +12,23 @@ sessions = Table(
     Column("session_id", Text, primary_key=True),
     Column("key_hash", LargeBinary, unique=True),  # SHA-256 of the key, which is never stored
     Column("label", Text),
-    Column("origin", Text, nullable=False),  # key, open, rollout
+    Column("origin", Text, nullable=False),  # key, open, rollout, user
     # No foreign key: rollouts.session_id refers to this table, and a circle of keys could not be inserted.
     Column("rollout_id", Text, index=True),
     json_column("policy", nullable=True),
     Column("created_at", Double, nullable=False),
     Column("closed_at", Double),
     Column("incomplete", Text),  # machine-readable reason why it must not be trained on; null: all calls are recorded
+    Column("spent", Text),  # the limit of its budget that was reached, such as max_calls; further calls are refused
     # Updated in the transaction that adds the calls, so that listings need not count calls.
     counter_column("calls"),
     counter_column("failed_calls"),
     counter_column("prompt_tokens"),
     counter_column("completion_tokens"),
+    Column("price_usd", Double),  # sum of the known prices of its calls; null: none is known
     Column("last_call_at", Double),
     Column("reward", Double),  # the newest reward of a session without a rollout; all rewards are in `rewards`
+    Column("rating", Double),  # the newest rating that a person gave, 1 to 5
 )
 
 open_calls = Table(
@@ -77,6 +80,8 @@ calls = Table(
     Column("stream", Boolean, nullable=False),
     Column("model", Text, nullable=False),
     Column("engine_hash", LargeBinary, ForeignKey("engines.engine_hash")),
+    Column("engine_name", Text),  # in the settings [engines]; null: the engine of [engine]
+    Column("route", Text),  # the rule that chose the engine
     Column("weight_version", Text),
     Column("logprob_mode", Text, nullable=False),
     Column("status", Text, nullable=False),
@@ -88,6 +93,7 @@ calls = Table(
     Column("rule", Text),  # the lineage rule that decided the edge
     Column("ambiguous", Boolean, nullable=False),
     Column("thread", Text),
+    Column("hooks", PackedJson),  # what hooks changed: parts of the request as the model saw them, answers as sampled
     Column("fingerprint", PackedJson),  # for recognising the conversation after a restart
     Column("prompt_mode", Text, nullable=False),  # render (by the engine), continue (tokens of the base)
     Column("prompt_reason", Text),  # why it does not continue the tokens of the base
@@ -103,6 +109,16 @@ calls = Table(
     Column("prompt_tokens", Integer),  # null: the engine returned no ids
     Column("completion_tokens", Integer, nullable=False),
     Column("cached_tokens", Integer),
+    # The provider's count of a hosted call; null: the engine returned token ids.
+    Column("input_tokens", Integer),
+    Column("output_tokens", Integer),
+    Column("cache_write_tokens", Integer),
+    Column("cache_write_1h_tokens", Integer),
+    Column("reasoning_tokens", Integer),
+    Column("usage_model", Text),  # the model that answered, as the provider names it
+    Column("service_tier", Text),
+    Column("usage_estimated", Boolean),  # counted by Polar
+    Column("price_usd", Double),  # null: unknown
     Column("started_at", Double, nullable=False),
     Column("first_token_at", Double),
     Column("ended_at", Double, nullable=False),
@@ -121,6 +137,7 @@ completions = Table(
     Column("token_ids", LargeBinary, nullable=False),
     Column("logprobs", LargeBinary, nullable=False),
     Column("reasoning_tokens", Integer),  # tokens up to the end of the reasoning; null: none, or not known
+    Column("provider_turn", LargeBinary),  # packed JSON: the answer with the signatures that its provider wants back
     json_column("versions", nullable=True),  # [[first position, policy version], ...] if the version changed
 )
 
