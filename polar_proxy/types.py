@@ -304,9 +304,9 @@ class EngineInfo:
     logprob_mode: LogprobMode
     capabilities: frozenset[str]
     """Any of: token_ids, logprobs, tools, json_schema, tool_choice_required, token_prompt, score, images, continue (a
-    chat request is sampled from exact ids and its answer parsed as usual), weight_versions (reported per event), hosted
-    (a provider's model, whose own sampling defaults hold), signed_answers (the provider wants its signatures back),
-    single_calls (the chat template refuses an answer with two tool calls)."""
+    chat request is sampled from exact ids and its answer parsed as usual), weight_versions (reported per event),
+    single_calls (the chat template refuses an answer with two tool calls), hosted (a provider's model, whose own
+    sampling defaults hold), signed_answers (the provider wants its signatures back)."""
     eos_token_ids: tuple[int, ...] = ()
     precision: str | None = None
     """Number format of its computations, such as float32 or "bfloat16, fp8 weights"; None if it does not report it."""
