@@ -124,7 +124,7 @@ class TrainingProgressView:
         waited = format_seconds(time.monotonic() - self._since)
         parts: list[RenderableType] = [
             styled(
-                "[bold]step {} of {}[/]  {}, {} ago", min(done + 1, self._planned), self._planned, self._doing, waited
+                "[bold]step {} of {}[/]  {}, {} ago", min(done + 1, self._planned), self._planned, self.headline, waited
             )
         ]
         parts.append(self._rollouts.table())
