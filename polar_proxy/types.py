@@ -49,15 +49,11 @@ def new_id(prefix: str) -> str:
     with _id_lock:
         _id_last = max(time.time_ns() // 1000, _id_last + 1)
         stamp = _id_last
-    return _id_of(prefix, (stamp << 40) | secrets.randbits(40))
+    return encode_id(prefix, (stamp << 40) | secrets.randbits(40))
 
 
-def id_at(prefix: str, seconds: float) -> str:
-    """Return the lowest id of a time in seconds since the epoch: ids that are created later sort after it."""
-    return _id_of(prefix, int(max(0.0, seconds) * 1e6) << 40)
-
-
-def _id_of(prefix: str, value: int) -> str:
+def encode_id(prefix: str, value: int) -> str:
+    """Return an id of microseconds since the epoch, shifted by 40 bits for a random part."""
     return prefix + "_" + "".join([_ALPHABET[(value >> shift) & 31] for shift in range(95, -5, -5)])
 
 

@@ -13,7 +13,7 @@ from sqlalchemy import bindparam, case, func, select
 
 from polar_proxy.store import schema
 from polar_proxy.store.database import Repository
-from polar_proxy.types import FAILED, Json, id_at
+from polar_proxy.types import FAILED, Json, encode_id
 
 _RANGE_SECONDS = 1800.0
 """Calls that began earlier are not looked at, although they may have ended just now."""
@@ -109,3 +109,8 @@ class ActivityRepository(Repository):
 
 def _bounds() -> Json:
     return {"first_id": id_at("call", time.time() - _RANGE_SECONDS)}
+
+
+def id_at(prefix: str, seconds: float) -> str:
+    """Return the lowest id of a time in seconds since the epoch: ids that are created later sort after it."""
+    return encode_id(prefix, int(seconds * 1e6) << 40)

@@ -17,6 +17,7 @@ from polar_proxy.cli.views.training import TrainingProgressView
 from tests.factories import call_record
 
 ROLLOUT: dict[str, Any] = {
+    **dict.fromkeys(m.Rollout.model_fields),
     **dict.fromkeys(("job_id", "seed", "cause", "reward", "exit_code", "error", "session_id", "started_at")),
     **dict.fromkeys(("ended_at", "wall_seconds")),
     **dict.fromkeys(("calls", "traces", "prompt_tokens", "completion_tokens", "trained_tokens", "group_index"), 3),
