@@ -24,7 +24,7 @@ from harness_adapters.base import (
 from harness_adapters.toolkit.adapter import RunLimit, make_launch_plan
 from harness_adapters.toolkit.python_venv import LITELLM_ENV, LITELLM_UNSET, VenvHarness
 
-_RUNNER = Path(__file__).with_name("terminus_2_runner.py")
+RUNNER = Path(__file__).with_name("terminus_2_runner.py")
 
 
 class Terminus2(VenvHarness):
@@ -55,7 +55,7 @@ class Terminus2(VenvHarness):
 
     def install(self, cache_root: Path, version: str | None = None) -> Installation:
         found = super().install(cache_root, version)
-        return replace(found, mounts=(*found.mounts, _RUNNER))
+        return replace(found, mounts=(*found.mounts, RUNNER))
 
     def make_connection(self, endpoint: Endpoint, wire_api: WireApi) -> Connection:
         return Connection(
@@ -69,7 +69,7 @@ class Terminus2(VenvHarness):
 
     def make_plan(self, installed: Installation, context: LaunchContext, wire_api: WireApi) -> LaunchPlan:
         connection = self.make_connection(context, wire_api)
-        argv = [str(installed.program), str(_RUNNER)]
+        argv = [str(installed.program), str(RUNNER)]
         argv += ["--model", f"openai/{context.model}", "--api-base", context.base_url]
         argv += ["--max-turns", str(context.max_steps), "--request-timeout", str(context.request_timeout_seconds)]
         argv += ["--logs", f"{context.home}/terminus-2"]

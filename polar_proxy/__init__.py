@@ -1,3 +1,20 @@
 """Polar: a flight recorder for coding agents (see docs/architecture.md)."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from polar_proxy.reading import Recording
+
 __version__ = "0.1.0"
+
+
+def read(db: str | None = None) -> Recording:
+    """Return a database to read from Python: `polar_proxy.read("polar.db").rollouts(where="reward>=1").to_pandas()`.
+
+    `db`: a file or a URL. Default: the database of the settings.
+    """
+    from polar_proxy.reading import Recording
+
+    return Recording(db)

@@ -253,6 +253,22 @@ class LogSettings(_Section):
     """`text`: lines for people. `json`: one JSON object per line, with the ids in fields of their own."""
 
 
+class TelemetrySettings(_Section):
+    """OpenTelemetry traces of rollouts, stages and calls (`pip install 'polar-proxy[otel]'`)."""
+
+    endpoint: str | None = None
+    """Where traces are sent, over OTLP/HTTP: the whole URL, such as http://127.0.0.1:4318/v1/traces. Without it,
+    nothing is traced."""
+    headers: dict[str, str] = Field({}, repr=False)
+    """Headers of the requests to the endpoint, such as a key. Polar never writes them anywhere."""
+    content: bool = False
+    """Also send the messages of calls, shortened. They may hold anything that an agent read."""
+    queue: int = Field(2048, ge=1)
+    """Calls and rollouts that may wait for the endpoint. Further ones are not traced."""
+    service_name: str = "polar"
+    """The name under which this server appears."""
+
+
 class ApiSettings(_Section):
     """The HTTP API."""
 
@@ -314,6 +330,8 @@ class Settings(BaseSettings):
     """The gateway."""
     engine: EngineSettings = EngineSettings()
     """The inference engine."""
+    user_engine: EngineSettings | None = None
+    """The engine of the model that plays the users of dialogues. Default: the engine of the rollouts."""
     engines: dict[Annotated[str, Field(pattern=r"[a-z0-9][a-z0-9_-]{0,63}")], EngineSettings] = {}
     """Further engines by name, each with the settings of [engine], for the rules in `routes`."""
     routes: tuple[RouteSettings, ...] = ()
@@ -328,6 +346,8 @@ class Settings(BaseSettings):
     """The HTTP API."""
     log: LogSettings = LogSettings()
     """The log."""
+    telemetry: TelemetrySettings = TelemetrySettings()
+    """OpenTelemetry traces."""
 
     @classmethod
     def settings_customise_sources(

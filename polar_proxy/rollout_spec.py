@@ -44,6 +44,8 @@ class SessionBudget(DocumentedModel):
     """Budget: sampled tokens of all calls. A call begins while fewer are sampled."""
     max_prompt_tokens: int | None = Field(None, ge=1, le=MAX_INTEGER)
     """Budget: prompt tokens of all calls, cached ones included. A call begins while fewer are used."""
+    max_price_usd: float | None = Field(None, gt=0)
+    """Budget: known price of all hosted calls in US dollars. A call begins while less is spent."""
     max_idle_seconds: float | None = Field(None, gt=0)
     """Budget: seconds without a call, from the end of one to the start of the next."""
     max_repeats: int | None = Field(None, ge=2, le=MAX_INTEGER)
@@ -62,7 +64,7 @@ class RolloutSpec(SessionBudget):
     """The options of one rollout. Its task is given separately."""
 
     harness: str = "mini-swe-agent"
-    """The agent: NAME[@VERSION], module:Class, or shell:COMMAND."""
+    """The agent: NAME[@VERSION], acp:NAME (by the Agent Client Protocol), module:Class, or shell:COMMAND."""
     sandbox: Literal["auto", "docker", "bubblewrap", "process"] = "auto"
     """Kind of sandbox; auto takes the strongest that works here."""
     temperature: float = Field(1.0, ge=0)
@@ -71,6 +73,8 @@ class RolloutSpec(SessionBudget):
     """Seconds that the agent may run, without the time for preparing, waiting and scoring."""
     max_tokens: int = Field(2048, ge=1, le=MAX_INTEGER)
     """Maximum number of tokens in one answer."""
+    max_user_turns: int = Field(20, ge=1, le=MAX_INTEGER)
+    """In tasks that are dialogues: maximum number of texts of the user, the instruction included."""
     train_timed_out: bool = False
     """Also train on rollouts whose agent ran out of time."""
     train_over_budget: bool = False

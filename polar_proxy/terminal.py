@@ -7,6 +7,7 @@ through here. `configure_logging` is the only place that configures the log.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import logging
@@ -14,7 +15,9 @@ import re
 import sys
 import time
 import traceback
-from types import TracebackType
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 _COMMANDS = (
@@ -64,15 +67,35 @@ def message_lines(text: str, limit: int = _LONGEST_MESSAGE) -> str:
     return escape_controls(cut).replace("\n", "\n  ")
 
 
+_log_ids: ContextVar[Mapping[str, str]] = ContextVar("polar_log_ids", default=MappingProxyType({}))
+
+
+@contextlib.contextmanager
+def log_context(**ids: str | None) -> Iterator[None]:
+    """Add these ids to every line that is logged in the block, also by tasks that it starts. None: not known."""
+    known = {name: value for name, value in ids.items() if value is not None}
+    token = _log_ids.set({**_log_ids.get(), **known})
+    try:
+        yield
+    finally:
+        _log_ids.reset(token)
+
+
 class SafeLogFormatter(logging.Formatter):
-    """Formats a record, with its traceback, as one message."""
+    """Formats a record, with its traceback, as one message. Ids of the context that it does not name follow it."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        line = super().formatMessage(record)
+        rest = [f"{name}={one_line(value)}" for name, value in _log_ids.get().items() if value not in line]
+        return f"{line} ({' '.join(rest)})" if rest else line
 
     def format(self, record: logging.LogRecord) -> str:
         return message_lines(super().format(record), 4 * _LONGEST_MESSAGE)
 
 
 class JsonLogFormatter(logging.Formatter):
-    """Formats a record as one line of JSON: time, level, logger, message, and the dict that was logged as `fields`."""
+    """Formats a record as one line of JSON: time, level, logger, message, ids of the context, and the dict that was
+    logged as `fields`."""
 
     def format(self, record: logging.LogRecord) -> str:
         seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
@@ -81,6 +104,7 @@ class JsonLogFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage()[:_LONGEST_MESSAGE],
+            **_log_ids.get(),
             **getattr(record, "fields", {}),
         }
         if record.exc_info:

@@ -49,7 +49,15 @@ def new_id(prefix: str) -> str:
     with _id_lock:
         _id_last = max(time.time_ns() // 1000, _id_last + 1)
         stamp = _id_last
-    value = (stamp << 40) | secrets.randbits(40)
+    return _id_of(prefix, (stamp << 40) | secrets.randbits(40))
+
+
+def id_at(prefix: str, seconds: float) -> str:
+    """Return the lowest id of a time in seconds since the epoch: ids that are created later sort after it."""
+    return _id_of(prefix, int(max(0.0, seconds) * 1e6) << 40)
+
+
+def _id_of(prefix: str, value: int) -> str:
     return prefix + "_" + "".join([_ALPHABET[(value >> shift) & 31] for shift in range(95, -5, -5)])
 
 
@@ -297,7 +305,8 @@ class EngineInfo:
     capabilities: frozenset[str]
     """Any of: token_ids, logprobs, tools, json_schema, tool_choice_required, token_prompt, score, images, continue (a
     chat request is sampled from exact ids and its answer parsed as usual), weight_versions (reported per event), hosted
-    (a provider's model, whose own sampling defaults hold), signed_answers (the provider wants its signatures back)."""
+    (a provider's model, whose own sampling defaults hold), signed_answers (the provider wants its signatures back),
+    single_calls (the chat template refuses an answer with two tool calls)."""
     eos_token_ids: tuple[int, ...] = ()
     precision: str | None = None
     """Number format of its computations, such as float32 or "bfloat16, fp8 weights"; None if it does not report it."""

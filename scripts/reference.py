@@ -1,9 +1,10 @@
 """Write the reference pages of docs/reference from the code: command line, settings, request fields, HTTP API, schema.
 
-    python scripts/reference.py            write cli.md, settings.md, fields.md, api.md and schema.md
+    python scripts/reference.py            write cli.md, settings.md, fields.md, harnesses.md, api.md and schema.md
     python scripts/reference.py --check    exit with 1 if a page is not up to date
 
-The texts are the help texts of the commands, the docstrings of settings and API models, and the comments of the schema.
+The texts are what the adapters declare, the help texts of the commands, the docstrings of settings and API models, and
+the comments of the schema.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ sys.path.insert(0, str(ROOT))
 def pages() -> dict[str, str]:
     """Return the text of each page by its file name."""
     builders: dict[str, Callable[[], Iterable[str]]] = {
+        "harnesses.md": harnesses_page,
         "cli.md": cli_page,
         "settings.md": settings_page,
         "fields.md": fields_page,
@@ -67,6 +69,35 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[st
         yield "|" + "---|" * len(columns)
         yield from lines
         yield ""
+
+
+def harnesses_page() -> Iterator[str]:
+    from harness_adapters.base import Endpoint, get_adapter, list_adapters
+    from harness_adapters.toolkit.adapter import ConnectableHarness, settings_files
+
+    endpoint = Endpoint(base_url="http://polar.example/v1", api_key="key", model="model", home="/home")
+    rows = []
+    for adapter in map(get_adapter, list_adapters()):
+        if not isinstance(adapter, ConnectableHarness):
+            continue
+        connection, info = adapter.connect(endpoint), adapter.info
+        places = {
+            "variables": "\n".join(connection.env.values()),
+            "arguments": "\n".join(connection.arguments),
+            "a settings file": "\n".join(settings_files(connection.settings).values()),
+        }
+        caught = [place for place, text in places.items() if endpoint.root_url in text]
+        turns = ["resumes"] if "resume" in info.features and not adapter.speaks_only_acp else []
+        turns += ["ACP"] if adapter.speaks_acp or adapter.speaks_only_acp else []
+        package = info.package.replace("npm:", "npm ").replace("pypi:", "PyPI ")
+        version = f"{package} {adapter.default_version}"
+        rows.append((adapter.name, version, ", ".join(info.wire_apis), ", ".join(caught), ", ".join(turns) or "one"))
+    yield from _heading("Agents that Polar installs")
+    yield "How each is pointed at Polar, and how it takes another text of the user."
+    yield ""
+    yield from _table(("agent", "package", "speaks", "Polar's address is in", "user turns"), rows)
+    notes = [(name, get_adapter(name).info.notes) for name, *_ in rows]
+    yield from _table(("agent", "to know"), [(name, text) for name, text in notes if text])
 
 
 def _cell(text: str) -> str:

@@ -40,7 +40,7 @@ def test_every_command_and_option_has_a_help_text(reference: ModuleType) -> None
 
 def test_every_setting_has_a_description(reference: ModuleType) -> None:
     sections = dict(reference.settings_models())
-    assert {"", "gateway", "engine", "run", "admission", "sandboxes", "api", "log"} == sections.keys()
+    assert {"", "gateway", "engine", "run", "admission", "sandboxes", "api", "log", "telemetry"} == sections.keys()
     undescribed = [
         f"{name}.{key}"
         for name, model in sections.items()

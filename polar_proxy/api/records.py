@@ -43,7 +43,7 @@ def add_routes(routers: Routers, context: ApiContext) -> None:
             str,
             Query(description="An id, the beginning of an id, a session's label, or `last` (the last used session)."),
         ],
-        tokens: Annotated[bool, Query(description="Return the text of each token of a call.")] = False,
+        tokens: Annotated[bool, Query(description="Return the sampled tokens with their texts.")] = False,
     ) -> Response:
         """Return a rollout, a session or a call in full."""
         settings = context.settings.engine if tokens else None

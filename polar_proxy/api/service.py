@@ -19,6 +19,7 @@ from polar_proxy import api_models as m
 from polar_proxy.api.context import ApiContext, Routers, pause_timed_out, wait_or_undo, wait_until
 from polar_proxy.engines.base import EngineLoad
 from polar_proxy.errors import ApiError, EngineError
+from polar_proxy.records import recent_activity
 from polar_proxy.rollouts import RolloutService
 from polar_proxy.rollouts.worker import Worker
 from polar_proxy.store import Store
@@ -40,6 +41,11 @@ def add_routes(routers: Routers, context: ApiContext) -> None:
     async def service_state() -> m.ServiceState:
         """Return the state of the server and, if it has rollout workers, of its rollout service."""
         return await read_service_state(context)
+
+    @trainer.get("/activity", tags=["service"])
+    async def activity() -> m.Activity:
+        """Return the rates of the last minute, active sessions and the newest failures, of all servers."""
+        return await recent_activity(context.store)
 
     @trainer.post("/service/pause", tags=["service"])
     async def pause_service(body: m.ServicePauseRequest = m.ServicePauseRequest()) -> m.ServiceState:

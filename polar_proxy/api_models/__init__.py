@@ -4,6 +4,7 @@ Times are seconds since the epoch, durations are seconds. The docstrings of clas
 the OpenAPI document.
 """
 
+from polar_proxy.api_models.activity import *  # noqa: F403
 from polar_proxy.api_models.records import *  # noqa: F403
 from polar_proxy.api_models.requests import *  # noqa: F403
 from polar_proxy.api_models.responses import *  # noqa: F403

@@ -56,8 +56,53 @@ class SessionList(ApiResponseModel):
     """The sessions, newest first. The next page: `before` = the id of the last session here."""
 
 
+class StoryToolCall(ApiResponseModel):
+    """A tool call of an answer, shortened."""
+
+    name: str
+    """The name of the tool."""
+    arguments: str
+    """The arguments as the model wrote them. The middle of a long text is left out."""
+    left_out: int = 0
+    """Number of characters that were left out."""
+
+
+class StoryMessage(ApiResponseModel):
+    """A message of a conversation, shortened."""
+
+    role: str
+    """The role: system, user, assistant, tool, ...; `prompt` for a plain prompt; `raw` if it cannot be parsed."""
+    text: str
+    """The text. Images and files appear as their type; the middle of a long text is left out."""
+    left_out: int = 0
+    """Number of characters that were left out."""
+    reasoning: str | None = None
+    """The reasoning of an answer."""
+    tool: str | None = None
+    """The tool whose result this is."""
+    tool_calls: list[StoryToolCall] = Field([])
+    """The tool calls of an answer."""
+
+
+class CallChoice(ApiResponseModel):
+    """One answer of a call."""
+
+    index: int
+    """Its number."""
+    message: dict[str, Any]
+    """The answer in OpenAI's form."""
+    finish_reason: str | None
+    """Why it ended."""
+    token_ids: list[int]
+    """The sampled token ids, with the end-of-turn token."""
+    logprobs: list[float | None]
+    """The log-probability of each token in nats; null if the engine did not report it."""
+    token_texts: list[str] | None = None
+    """The text of each token, if it was asked for and can be decoded; of a hosted answer, as tiktoken splits it."""
+
+
 class SessionCall(ApiResponseModel):
-    """A call of a session, without its messages and tokens."""
+    """A call of a session, with what it adds to the conversation of the earlier call."""
 
     call_id: str
     """The id of the call."""
@@ -77,6 +122,16 @@ class SessionCall(ApiResponseModel):
     """How it relates to an earlier call: root, continues, retries, rewinds, compacts, subagent or side_call."""
     parent_call_id: str | None
     """The earlier call."""
+    rule: str | None = None
+    """Name of the rule that decided the edge."""
+    reason: str | None = None
+    """The rule in words."""
+    ambiguous: bool = False
+    """True if another edge or parent was possible as well."""
+    prompt_mode: str | None = None
+    """continue: the prompt begins with the exact tokens of the call that it extends; render: the engine rendered it."""
+    prompt_reason: str | None = None
+    """Why the prompt does not continue the tokens of an earlier call."""
     message_count: int
     """Number of messages in the request."""
     choices: int
@@ -105,6 +160,12 @@ class SessionCall(ApiResponseModel):
     """When the answer ended."""
     said: str
     """The last command of the first answer, or its text, shortened."""
+    new_messages: list[StoryMessage] = Field([])
+    """The messages that the earlier call and its answer do not have."""
+    answer: StoryMessage | None = None
+    """The first answer."""
+    answers: list[CallChoice] = Field([])
+    """All answers with their tokens, if they were asked for."""
 
 
 class SessionTrace(ApiResponseModel):
@@ -139,23 +200,8 @@ class SessionDetail(SessionFields):
     """Calls that are in no trace, each with the reason."""
     rewards: list[Reward]
     """All rewards ever given to it, oldest first."""
-
-
-class CallChoice(ApiResponseModel):
-    """One answer of a call."""
-
-    index: int
-    """Its number."""
-    message: dict[str, Any]
-    """The answer in OpenAI's form."""
-    finish_reason: str | None
-    """Why it ended."""
-    token_ids: list[int]
-    """The sampled token ids, with the end-of-turn token."""
-    logprobs: list[float | None]
-    """The log-probability of each token in nats; null if the engine did not report it."""
-    token_texts: list[str] | None = None
-    """The text of each token, if it was asked for and can be decoded; of a hosted answer, as tiktoken splits it."""
+    texts_problem: str | None = None
+    """Why some tokens have no texts, if they were asked for."""
 
 
 class CallUsage(ApiResponseModel):
@@ -219,6 +265,12 @@ class CallDetail(ApiResponseModel):
     """How it relates to an earlier call."""
     parent_call_id: str | None
     """The earlier call."""
+    rule: str | None = None
+    """Name of the rule that decided the edge."""
+    reason: str | None = None
+    """The rule in words."""
+    ambiguous: bool = False
+    """True if another edge or parent was possible as well."""
     params: dict[str, Any]
     """The request body without messages and tools."""
     sampling: dict[str, Any]

@@ -65,6 +65,10 @@ VERBS = {
         "rollouts:watch",
         "Show the progress of a job until it has ended. The exit code is 0 if it is done, 1 if it was cancelled.",
     ),
+    "top": Verb(
+        "top:top",
+        "Show what a server or a database does now: engine, stages, rates, active sessions and newest failures.",
+    ),
     "events": Verb("rollouts:events", "Print events as they happen, one JSON object per line."),
     "cancel": Verb("rollouts:cancel", "Cancel a job, a group or a rollout."),
     "pause": Verb("rollouts:pause", "Pause a job: start no more of its rollouts. Running rollouts continue."),
@@ -75,7 +79,11 @@ VERBS = {
         "view:view",
         "Show recorded runs in the browser: the pages of `polar serve`, read-only, over any database, until stopped.",
     ),
-    "show": Verb("show:show", "Show a rollout, a session or a call in full."),
+    "show": Verb("show:show", "Show a rollout or a session as a story, or a call in full."),
+    "sql": Verb(
+        "sql:sql",
+        "Run one reading SQL statement on the database, with functions that unpack texts and tokens.",
+    ),
     "export": Verb(
         "traces:export",
         "Write recorded runs as JSON lines, and print counts of what was left out to standard error.",
@@ -141,6 +149,7 @@ _EXTRAS = {
     "peft": "lora",
     "matplotlib": "curves",
     "tensorboard": "tensorboard",
+    "opentelemetry": "otel",
 }
 """Optional packages, each with the extra of pyproject.toml that installs it."""
 

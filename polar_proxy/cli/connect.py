@@ -28,7 +28,7 @@ from typer.core import TyperCommand
 from harness_adapters.base import Connection, Endpoint, get_adapter, list_adapters
 from harness_adapters.toolkit.adapter import ConnectableHarness, settings_files
 from polar_proxy.cli import options
-from polar_proxy.cli.common import is_local_url, load_client_settings, with_client
+from polar_proxy.cli.common import is_local_url, load_client_settings, load_settings, with_client
 from polar_proxy.cli.harness import find_adapter
 from polar_proxy.cli.output import make_table, print_note, print_result
 from polar_proxy.config import Settings, child_environment, local_url
@@ -126,7 +126,8 @@ def connect(
 
 
 def _connectable() -> list[ConnectableHarness]:
-    adapters = map(get_adapter, list_adapters())
+    folder = load_settings().harness_cache
+    adapters = [get_adapter(name, folder) for name in list_adapters(folder)]
     return [adapter for adapter in adapters if isinstance(adapter, ConnectableHarness)]
 
 

@@ -1,4 +1,4 @@
-"""Output of the commands: JSON documents, tables, progress bars and live views."""
+"""Output of the commands: JSON documents, tables and progress bars. `views` has what takes more than a table."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import contextlib
 import re
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -16,7 +14,6 @@ import typer
 from pydantic import BaseModel
 from rich.cells import cell_len
 from rich.console import Console, ConsoleDimensions, ConsoleOptions, RenderableType
-from rich.live import Live
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Span, Text
@@ -24,9 +21,7 @@ from rich.text import Span, Text
 from polar_proxy.terminal import escape_controls, escape_json_controls, message_lines, one_line
 
 if TYPE_CHECKING:
-    from polar_proxy.api_models import Event, Job
     from polar_proxy.conformance.preflight import PreflightCheck
-    from polar_proxy.types import CallRecord
 
 
 class SafeConsole(Console):
@@ -71,9 +66,7 @@ def styled(template: str, *values: object) -> Text:
 out = SafeConsole()
 err = SafeConsole(stderr=True)
 
-_END_COLOURS = {"done": "green", "failed": "red", "timed_out": "yellow", "cancelled": "yellow"}
 _CHECK_COLOURS = {"ok": "green", "note": "cyan", "missing": "yellow", "failed": "red"}
-_MAX_LIVE_ROWS = 24
 _UNLIMITED = 1_000_000
 """Width, in columns, of output to a file or a pipe, so that nothing is cut there."""
 
@@ -160,6 +153,20 @@ def format_time(seconds: float | None) -> str:
     return "-" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
+def format_seconds(seconds: float | None) -> str:
+    """Return a duration such as `4.2 s`, `3 min 20 s` or `2 h 5 min`."""
+    if seconds is None:
+        return "-"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def format_price(price: float | None) -> str:
+    return "-" if price is None else f"{price:.4f}"
+
+
 def format_number(value: float | None, form: str = "g") -> str:
     return "-" if value is None else f"{value:{form}}"
 
@@ -199,165 +206,3 @@ def spinner(text: str, *, quiet: bool) -> Iterator[None]:
         return
     with err.status(one_line(text)):
         yield
-
-
-@contextlib.contextmanager
-def _live(table: Callable[[], Table], shown: bool) -> Iterator[Live | None]:
-    """Show the table from now on, four times a second, until the block ends."""
-    if not shown:
-        yield None
-        return
-    with Live(get_renderable=table, console=err, refresh_per_second=4, transient=True) as live:
-        live.refresh()
-        yield live
-
-
-@dataclass(slots=True)
-class RolloutProgressLine:
-    """The state of one rollout in `RolloutProgressView`."""
-
-    task: str
-    number: int
-    status: str = "queued"
-    calls: int = 0
-    tokens: int = 0
-    reward: float | None = None
-    command: str = ""
-    since: float = field(default_factory=time.monotonic)
-    until: float | None = None
-    """When it ended; None while it has not."""
-
-    @property
-    def seconds(self) -> str:
-        return f"{(self.until or time.monotonic()) - self.since:.0f}"
-
-
-class RolloutProgressView:
-    """The progress of `polar run` and `polar train`: a live table on a terminal, else one line for each stage of a
-    rollout.
-
-    The table shows all rollouts if they fit into it, otherwise only active ones, below the `headline` if there is one.
-
-    It is the rollout service's ProgressReporter and an observer of the gateway's calls.
-    """
-
-    def __init__(self, *, quiet: bool, headline: str = "") -> None:
-        self.headline = headline
-        self._is_live = err.is_terminal and not quiet
-        self._lines: dict[str, RolloutProgressLine] = {}
-        self._rollout_of: dict[str, str] = {}
-        """Rollout id by session id."""
-
-    def show(self) -> contextlib.AbstractContextManager[object]:
-        return _live(self._table, self._is_live)
-
-    @property
-    def rollout_ids(self) -> list[str]:
-        return list(self._lines)
-
-    def stage(self, rollout_id: str, status: str, detail: str = "", reward: float | None = None) -> None:
-        line = self._lines.get(rollout_id)
-        if line is None:
-            line = self._lines[rollout_id] = RolloutProgressLine(detail or rollout_id, len(self._lines) + 1)
-        elif status == "queued" and detail:  # a worker was quicker than the announcement, which names the task
-            line.task = detail
-            return
-        elif line.status == "queued":
-            line.since = time.monotonic()
-        line.status, line.reward = status, reward
-        end = ""
-        if status in _END_COLOURS:
-            line.until = time.monotonic()
-            end = f", reward {format_number(reward)} ({line.calls} calls, {line.tokens} tokens) {detail}".rstrip()
-        if not self._is_live and status != "queued":
-            err.print(one_line(f"{line.task} {rollout_id}: {status}{end}"))
-
-    def session(self, rollout_id: str, session_id: str) -> None:
-        self._rollout_of[session_id] = rollout_id
-
-    def call(self, record: CallRecord) -> None:
-        """Count a recorded model call."""
-        rollout_id = self._rollout_of.get(record.session_id)
-        if rollout_id is None:
-            return
-        line = self._lines[rollout_id]
-        line.calls += 1
-        line.tokens += sum(len(choice.token_ids) for choice in record.choices)
-        if record.choices:
-            from polar_proxy.records import last_command
-
-            line.command = last_command(record.choices[0].message) or line.command
-
-    def _table(self) -> Table:
-        lines = list(self._lines.values())
-        active = [line for line in lines if line.status not in _END_COLOURS and line.status != "queued"]
-        rows = (
-            (
-                one.number,
-                one.task,
-                Text(one.status, _END_COLOURS.get(one.status, "dim" if one.status == "queued" else "cyan")),
-                one.calls,
-                one.tokens,
-                format_number(one.reward),
-                "-" if one.status == "queued" else one.seconds,
-                one.command,
-            )
-            for one in (lines if len(lines) <= _MAX_LIVE_ROWS else active[:_MAX_LIVE_ROWS])
-        )
-        numbers = ("calls", "tokens", "reward", "s")
-        table = make_table(("", "task", "stage", *numbers, "last command"), rows, right=("", *numbers))
-        finished = sum(line.status in _END_COLOURS for line in lines)
-        queued = sum(line.status == "queued" for line in lines)
-        table.caption = f"{finished} finished, {len(active)} active, {queued} queued"
-        table.title = Text(one_line(self.headline)) if self.headline else None
-        return table
-
-
-class JobProgressView:
-    """The progress of `polar watch`: a live table on a terminal, else one line for each event."""
-
-    def __init__(self, job: Job, *, quiet: bool) -> None:
-        self._job = job
-        self._quiet = quiet
-        self._is_live = err.is_terminal and not quiet
-        self._stages: dict[str, str] = {}
-        self._since: dict[str, float] = {}
-
-    def show(self) -> contextlib.AbstractContextManager[object]:
-        return _live(self._table, self._is_live)
-
-    def update(self, event: Event) -> None:
-        data = event.data
-        if event.event == "stage":
-            self._stages[data["rollout_id"]] = data["to"]
-            self._since[data["rollout_id"]] = time.monotonic()
-        if self._is_live or self._quiet:
-            return
-        match event.event:
-            case "stage":
-                cause = f" ({data['cause']})" if data.get("cause") else ""
-                line = f"{data['rollout_id']}: {data['to']}{cause}"
-            case "group":
-                line = f"{data['group_id']}: {data.get('status')}"
-            case "job":
-                line = f"{data['job_id']}: {data.get('status')}"
-            case _:
-                return
-        err.print(one_line(line), soft_wrap=True)
-
-    def _table(self) -> Table:
-        active = {one: to for one, to in self._stages.items() if to not in _END_COLOURS and to != "queued"}
-        rows = (
-            (rollout_id, Text(stage, "cyan"), _seconds_since(self._since[rollout_id]))
-            for rollout_id, stage in list(active.items())[:_MAX_LIVE_ROWS]
-        )
-        table = make_table(("rollout", "stage", "s"), rows)
-        ends = Counter(to for to in self._stages.values() if to in _END_COLOURS)
-        counts = [f"[{colour}]{ends[name]} {name}[/]" for name, colour in _END_COLOURS.items() if ends[name]]
-        queued = sum(self._job.rollouts.values()) - len(active) - ends.total()
-        table.caption = styled(", ".join([*counts, f"{len(active)} active", f"{queued} queued"]))
-        return table
-
-
-def _seconds_since(start: float) -> str:
-    return f"{time.monotonic() - start:.0f}"

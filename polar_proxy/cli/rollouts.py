@@ -31,8 +31,6 @@ from polar_proxy.cli.common import (
     with_client,
 )
 from polar_proxy.cli.output import (
-    JobProgressView,
-    RolloutProgressView,
     format_counts,
     format_number,
     make_table,
@@ -41,7 +39,8 @@ from polar_proxy.cli.output import (
     print_refused_task,
     print_result,
 )
-from polar_proxy.cli.run_summary import print_run
+from polar_proxy.cli.views.progress import JobProgressView, RolloutProgressView
+from polar_proxy.cli.views.run_summary import print_run
 from polar_proxy.config import Settings
 from polar_proxy.errors import UsageError
 from polar_proxy.rollout_spec import JobSpec, RolloutSpec
@@ -139,6 +138,7 @@ async def _run(
     from polar_proxy.engines.bundled import OtherAgentWarning, is_bundled
     from polar_proxy.engines.factory import make_engine
     from polar_proxy.rollouts import local_gateway, recover, run_job
+    from polar_proxy.telemetry import traced
     from polar_proxy.traces.grades import DistributionNotes
 
     view = RolloutProgressView(quiet=quiet)
@@ -154,9 +154,13 @@ async def _run(
                 if is_bundled(settings.engine):
                     gateway.observe(OtherAgentWarning())
                 spec = settings.run.job_spec()
+                tracing = traced(settings.telemetry, store, gateway.observe, gateway.sessions.rollout_of)
                 try:
-                    with view.show():
-                        rows = await run_job(tasks, spec, settings, engine, store, gateway, view, print_note, code)
+                    async with tracing as on_rollout_end:
+                        with view.show():
+                            rows = await run_job(
+                                tasks, spec, settings, engine, store, gateway, view, print_note, code, on_rollout_end
+                            )
                 except asyncio.CancelledError:
                     known = [await store.rollouts.get(rollout_id) for rollout_id in view.rollout_ids]
                     report([row for row in known if row is not None and row.final and row.status != "cancelled"])
@@ -279,14 +283,16 @@ def results(job: JobId, url: options.Url = None, db: options.Db = None, as_json:
 def watch(job: JobId, url: options.Url = None, db: options.Db = None, as_json: options.AsJson = False) -> None:
     """Show the progress of a job until it has ended. The exit code is 0 if it is done, 1 if it was cancelled.
 
-    If the server restarts meanwhile, the command waits for it. Ctrl-C ends this command, not the job.
+    Each rollout is shown with its stage, times and reward. If the server restarts meanwhile, the command waits for it.
+    Ctrl-C ends this command, not the job.
     """
 
     async def follow(client: AsyncClient) -> JobDetail:
-        view = JobProgressView(await client.job(job), quiet=as_json)
+        view = JobProgressView((await client.job_rollouts(job)).rollouts, quiet=as_json)
         with view.show():
             async for event in client.events(job):  # from the start of the job, so that no event is missed
-                view.update(event)
+                ended = await client.rollout(event.data["rollout_id"]) if view.has_ended(event) else None
+                view.update(event, ended)
         return await client.job(job)
 
     ended = with_client(url, db, follow, patient=True)

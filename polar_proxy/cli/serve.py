@@ -107,6 +107,7 @@ async def _serve(settings: Settings, as_json: bool, *, with_workers: bool, ray_a
     from polar_proxy.export.processes import ExportProcesses
     from polar_proxy.gateway import Gateway
     from polar_proxy.rollouts import RolloutService, ServiceLimits, recover
+    from polar_proxy.telemetry import traced
     from polar_proxy.traces.grades import DistributionNotes
     from polar_proxy.view import create_view_router
 
@@ -116,11 +117,20 @@ async def _serve(settings: Settings, as_json: bool, *, with_workers: bool, ray_a
         engine = await stack.enter_async_context(make_engine(settings.engine))
         engines = await stack.enter_async_context(open_engines(settings.engines))
         gateway = Gateway(engine, store, settings.gateway, engines=engines, routes=settings.routes)
+        tracing = traced(settings.telemetry, store, gateway.observe, gateway.sessions.rollout_of)
+        on_rollout_end = await stack.enter_async_context(tracing)
         service: RolloutService | None = None
         if with_workers:
             limits = ServiceLimits.of(settings, backlog=settings.run.backlog)
             service = RolloutService(
-                store, gateway, engine, settings.harness_cache, limits=limits, note=log.info, code=settings.code()
+                store,
+                gateway,
+                engine,
+                settings.harness_cache,
+                limits=limits,
+                note=log.info,
+                code=settings.code(),
+                on_rollout_end=on_rollout_end,
             )
         # The API is added before the gateway listens, so that a client that waits for this server never gets a 404.
         exports = await stack.enter_async_context(ExportProcesses(store.database.url))

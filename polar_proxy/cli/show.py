@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,25 +12,18 @@ from rich.text import Text
 
 from polar_proxy.cli import options
 from polar_proxy.cli.common import load_client_settings, open_database, read_store_or_server, run_async
-from polar_proxy.cli.output import format_number, format_time, make_table, out, print_note, print_result, styled
+from polar_proxy.cli.output import format_price, format_time, make_table, out, print_note, print_result, styled
+from polar_proxy.cli.views.story import print_choice_tokens, print_rollout, print_session
 from polar_proxy.errors import UsageError
 from polar_proxy.terminal import message_lines
 from polar_proxy.types import Json, content_text
 
 if TYPE_CHECKING:
-    from polar_proxy.api_models import (
-        CallChoice,
-        CallDetail,
-        CallUsage,
-        Record,
-        RolloutRecord,
-        SessionDetail,
-        SessionList,
-    )
+    from polar_proxy.api_models import CallDetail, CallUsage, Record, SessionList
     from polar_proxy.config import Settings
     from polar_proxy.store import Store
 
-_NUMBERS = ("calls", "failed", "prompt", "sampled", "USD", "s")
+_NUMBERS = ("calls", "failed", "prompt", "sampled", "USD")
 
 
 def sessions(
@@ -83,7 +75,11 @@ def show(
         ),
     ],
     tokens: Annotated[
-        bool, typer.Option(help="For a call: print each token with its text and log-probability.")
+        bool,
+        typer.Option(
+            help="Show the sampled tokens: as text coloured by log-probability on a terminal, else one line for each "
+            "token with its text and log-probability."
+        ),
     ] = False,
     html: Annotated[
         Path | None,
@@ -93,7 +89,7 @@ def show(
     db: options.Db = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Show a rollout, a session or a call in full."""
+    """Show a rollout or a session as a story, or a call in full."""
     if html is not None:
         _write_html(name, html, load_client_settings(url, db))
         return
@@ -105,9 +101,9 @@ def show(
 
     found = read_store_or_server(url, db, read, lambda client: client.record(name, tokens=tokens))
     if found.rollout is not None:
-        print_result(found.rollout, partial(_print_rollout, found.rollout), as_json)
+        print_result(found.rollout, partial(print_rollout, found.rollout), as_json)
     elif found.session is not None:
-        print_result(found.session, partial(_print_session, found.session), as_json)
+        print_result(found.session, partial(print_session, found.session), as_json)
     elif found.call is not None:
         print_result(found.call, partial(_print_call, found.call, tokens), as_json)
 
@@ -127,58 +123,12 @@ def _write_html(name: str, file: Path, settings: Settings) -> None:
     out.print(styled("{}", str(file)), soft_wrap=True)
 
 
-def _print_rollout(rollout: RolloutRecord) -> None:
-    reward = format_number(rollout.reward)
-    out.print(styled("[bold]{}[/]  {}  reward {}", rollout.rollout_id, rollout.status, reward))
-    out.print(styled("task {}  harness {}  sandbox {}", rollout.task_id, rollout.harness, rollout.sandbox))
-    out.print(styled("engine {}  model {}", rollout.engine, rollout.model))
-    if rollout.error:
-        out.print(Text(message_lines(rollout.error), "yellow"))
-    if signs := sorted({sign for given in rollout.rewards for sign in given.detail.get("signs", ())}):
-        out.print(styled("[yellow]signs of reward hacking: {}[/]", ", ".join(signs)))
-    if rollout.instruction:
-        out.print(f"\n{rollout.instruction.strip()}\n")
-    for item in rollout.artifacts:
-        out.print(styled("artifact {}: {}", item.name, item.path), soft_wrap=True)
-    if rollout.session is not None:
-        _print_session(rollout.session)
-
-
-def _print_session(session: SessionDetail) -> None:
-    reward = "" if session.reward is None else f"  reward {session.reward:g}"
-    price = "" if session.price_usd is None else f"  {format_price(session.price_usd)} USD"
-    label = f"  {session.label}" if session.label else ""
-    out.print(styled("session {}{}{}{}", session.session_id, label, reward, price))
-    if session.spent is not None:
-        out.print(styled("[yellow]its budget is spent ({}): further calls are refused[/]", session.spent))
-    rows = (
-        (
-            call.call_id,
-            call.edge,
-            call.status,
-            call.prompt_tokens or call.input_tokens or "-",
-            call.completion_tokens or call.output_tokens or 0,
-            f"{call.ended_at - call.started_at:.2f}",
-            call.finish_reason,
-            call.said[:60],
-        )
-        for call in session.calls
-    )
-    columns = ("call", "edge", "status", "prompt", "sampled", "s", "finish", "answer")
-    out.print(make_table(columns, rows, right=_NUMBERS, wrap=("answer",)))
-    if session.note:
-        out.print(Text(session.note, "yellow"))
-    for trace in session.traces:
-        size = f"{trace.tokens} tokens, {trace.trained_tokens} trained, {len(trace.calls)} calls"
-        out.print(f"trace {trace.trace_id}: {trace.grade}, {size}")
-    for call_id, reason in session.excluded.items():
-        out.print(styled("not trained: {} ({})", call_id, reason))
-
-
 def _print_call(call: CallDetail, tokens: bool) -> None:
     say = partial(out.print, soft_wrap=True)  # recorded texts keep their own line breaks
     say(styled("[bold]{}[/]  {}  {} {}", call.call_id, call.status, call.dialect, call.path))
     say(f"session {call.session_id}  edge {call.edge}  parent {call.parent_call_id or '-'}")
+    if call.reason:
+        say(styled("[dim]{}: {}[/]", call.rule, call.reason))
     if call.usage is not None:
         say(_usage_line(call.usage, call.price_usd))
     if not_carried := call.sampling.get("not_carried"):
@@ -205,13 +155,9 @@ def _print_call(call: CallDetail, tokens: bool) -> None:
         say(styled("\n[green]assistant[/] [dim]({})[/]", details))
         say(_message_text(choice.message))
         if tokens:
-            say(_token_lines(choice))
+            print_choice_tokens(choice)
     if call.texts_problem:
         say(Text(message_lines(f"The tokens are shown without their texts. {call.texts_problem}"), "yellow"))
-
-
-def format_price(price: float | None) -> str:
-    return "-" if price is None else f"{price:.4f}"
 
 
 def _usage_line(usage: CallUsage, price: float | None) -> str:
@@ -225,24 +171,6 @@ def _usage_line(usage: CallUsage, price: float | None) -> str:
     cost = "price unknown" if price is None else f"{format_price(price)} USD"
     tokens = f"{counted}{usage.input_tokens} prompt tokens, {usage.output_tokens} sampled"
     return f"{usage.model or 'provider'}  {', '.join([tokens, *details])}  {cost}"
-
-
-def _token_lines(choice: CallChoice) -> str:
-    """Return each token's id and log-probability, and its text in JSON's form, which shows spaces and line breaks.
-
-    The tokens of a hosted answer have only their texts and the position of the character at which each begins.
-    """
-    if choice.token_texts is not None and not choice.token_ids:
-        starts = accumulate(map(len, choice.token_texts), initial=0)
-        return "\n".join(
-            f"{start} {orjson.dumps(text).decode()}" for start, text in zip(starts, choice.token_texts, strict=False)
-        )
-    pairs = zip(choice.token_ids, choice.logprobs, strict=True)
-    shown = [f"{token}:{format_number(logprob, '.3f')}" for token, logprob in pairs]
-    if choice.token_texts is None:
-        return " ".join(shown)
-    texts = (orjson.dumps(text).decode() for text in choice.token_texts)
-    return "\n".join(f"{pair} {text}" for pair, text in zip(shown, texts, strict=True))
 
 
 def _tool_names(tools: Any) -> list[str]:

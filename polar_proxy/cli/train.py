@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,15 +20,15 @@ from polar_proxy.cli.common import (
     run_async,
 )
 from polar_proxy.cli.output import (
-    RolloutProgressView,
-    format_counts,
     format_number,
+    format_seconds,
     format_time,
     make_table,
     out,
     print_note,
     print_result,
 )
+from polar_proxy.cli.views.training import TrainingProgressView, curve_table, left_out_lines, seconds_left
 from polar_proxy.config import Settings
 from polar_proxy.errors import UsageError
 from polar_proxy.rollout_spec import RolloutSpec
@@ -182,21 +183,27 @@ def write_adapter(
 
 
 async def _train(settings: Settings, config: GrpoConfig, folder: Path, *, quiet: bool) -> None:
-    view = RolloutProgressView(quiet=quiet, headline="loading the trainer")
+    view = TrainingProgressView(config.steps, quiet=quiet)
 
     def report(line: str) -> None:
         print_note(line)
         view.headline = line
 
     with view.show():
-        from polar_proxy.training.run import train_locally, train_remotely  # takes seconds
+        from polar_proxy.training import metrics  # takes seconds
+        from polar_proxy.training.run import train_locally, train_remotely
 
+        view.resume(_step_lines(metrics.read_lines(folder)))
         if config.feed is not None:
             key = api_key_for(settings.model_copy(update={"url": config.feed}))
-            await train_remotely(settings, config, folder, key, report)
+            await train_remotely(settings, config, folder, key, report, view)
             return
         async with open_database(settings, create=True) as store:
             await train_locally(settings, config, folder, store, report, view)
+
+
+def _step_lines(lines: Iterable[Json]) -> list[Json]:
+    return [line for line in lines if line["kind"] == "step"]
 
 
 def _run_folder(settings: Settings, run: str) -> Path:
@@ -218,11 +225,15 @@ def _print_run(folder: Path, *, as_json: bool) -> None:
     from polar_proxy.training import metrics
 
     found = metrics.run_summary(folder)
-    steps = [line for line in metrics.read_lines(folder) if line["kind"] == "step"]
-    print_result(found, lambda: _print_steps(steps[-_SHOWN_STEPS:], found), as_json)
+    steps = _step_lines(metrics.read_lines(folder))
+    planned = metrics.planned_steps(folder)
+    left = None if planned is None or not steps else seconds_left(steps, planned)
+    found |= {"planned_steps": planned, "seconds_left": left}
+    print_result(found, lambda: _print_steps(steps, found), as_json)
 
 
-def _print_steps(steps: list[Json], found: Json) -> None:
+def _print_steps(all_steps: list[Json], found: Json) -> None:
+    steps = all_steps[-_SHOWN_STEPS:]
     names = ("reward", "reward_interval", "solved_share", "entropy", "approx_kl", "clipped_share", "mismatch_max")
     rows = (
         (
@@ -235,14 +246,19 @@ def _print_steps(steps: list[Json], found: Json) -> None:
     )
     columns = ("step", "reward", "+-", "solved", "entropy", "kl", "clipped", "mismatch", "trained", "s")
     out.print(make_table(columns, rows, right=columns))
+    if all_steps:
+        out.print(curve_table(all_steps))
     for one in found["heldout"]:
         out.print(f"held-out reward after {one['step']} steps: {format_number(one['reward'], '.3g')}")
     total = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in found["seconds"].items())
-    out.print(f"time: {total}", soft_wrap=True)
+    out.print(f"time: {total}")
     mean = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in found["seconds_per_step"].items())
     share = found["engine_busy_share"]
     busy = "" if share is None else f"; engine busy {share:.0%} of the time"
-    out.print(f"mean per step: {mean}{busy}", soft_wrap=True)
-    if found["skipped"]:
-        out.print(f"rollouts skipped: {format_counts(found['skipped'])}")
+    out.print(f"mean per step: {mean}{busy}")
+    for line in left_out_lines(all_steps):
+        out.print(line)
+    if found["planned_steps"] is not None and found["seconds_left"]:
+        left = format_seconds(found["seconds_left"])
+        out.print(f"step {found['steps']} of {found['planned_steps']}, about {left} left")
     out.print(f"checkpoint: {found['checkpoint']}", soft_wrap=True)

@@ -152,7 +152,7 @@ class ApiMethods:
         """Return a rollout, a session or a call in full.
 
         `name`: its id, the beginning of its id, a session's label, or `last` for the session that was used last.
-        `tokens`: return the text of each token of a call.
+        `tokens`: return the sampled tokens with their texts.
         """
         return _get("/records", m.Record, name=name, tokens=tokens)
 
@@ -251,6 +251,11 @@ class ApiMethods:
     @api_method
     def service(self) -> ApiCall[m.ServiceState]:
         return _get("/service", m.ServiceState)
+
+    @api_method
+    def activity(self) -> ApiCall[m.Activity]:
+        """Return the rates of the last minute, active sessions and the newest failures, of all servers."""
+        return _get("/activity", m.Activity)
 
     @api_method
     def pause_service(

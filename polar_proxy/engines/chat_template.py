@@ -38,7 +38,7 @@ class _GenerationBlock(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-class _TemplateEnvironment(ImmutableSandboxedEnvironment):
+class _TemplateSandbox(ImmutableSandboxedEnvironment):
     """The sandbox of Transformers and vLLM. Two frequent lookups give the same results in less time: those of fields of
     messages, and of what an attribute's type allows."""
 
@@ -80,7 +80,7 @@ class ModelTemplate:
     """A compiled chat template with the settings of Transformers."""
 
     def __init__(self, source: str, special_tokens: Json | None = None) -> None:
-        environment = _TemplateEnvironment(
+        environment = _TemplateSandbox(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
         )
         environment.filters["tojson"] = _tojson

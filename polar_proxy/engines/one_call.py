@@ -1,5 +1,7 @@
 """`parallel_tool_calls = false`: the sampling of an answer ends where a second tool call begins.
 
+The same holds for every request if the chat template refuses answers with two calls, as the next prompt would fail.
+
 The agent gets one call. Tokens of a second one would be trained although no later prompt has them, and a prompt that
 continues from them would hold a call that was never answered. So the answer ends with its first call: what was sampled
 after it is dropped, and no grammar is needed. An answer that makes one call keeps its own end of turn.
@@ -11,11 +13,13 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
-from polar_proxy.types import ChatRequest, EngineRequest, SampleEvent
+from polar_proxy.types import ChatRequest, EngineInfo, EngineRequest, SampleEvent
 
 
-def wants_one_call(request: EngineRequest) -> bool:
-    return isinstance(request, ChatRequest) and bool(request.tools) and request.parallel_tool_calls is False
+def wants_one_call(request: EngineRequest, info: EngineInfo) -> bool:
+    if not isinstance(request, ChatRequest) or not request.tools:
+        return False
+    return request.parallel_tool_calls is False or "single_calls" in info.capabilities
 
 
 @dataclass(slots=True)

@@ -204,7 +204,7 @@ async def _selected(
     before = None
     while where is None and (page := await store.sessions.recent(limit=_PAGE, before=before)):
         for summary in page:
-            if summary.rollout_id is None and summary.calls:
+            if summary.rollout_id is None and summary.calls and summary.origin != "user":
                 yield summary.session_id, None
         before = page[-1].session_id
 

@@ -38,7 +38,8 @@ from polar_proxy.gateway.reply import send_error, send_wrong_method
 from polar_proxy.gateway.responses_websocket import ResponsesWebSocket
 from polar_proxy.gateway.routing import EngineRouter
 from polar_proxy.gateway.stored_responses import StoredResponseRoute, StoredResponseRoutes
-from polar_proxy.types import EngineInfo
+from polar_proxy.terminal import log_context
+from polar_proxy.types import EngineInfo, new_id
 
 _MODEL_ROUTES: dict[str, Dialect] = {
     "/messages": get_dialect("anthropic_messages"),
@@ -81,7 +82,11 @@ class GatewayApp:
         self._rest.openapi_schema = None  # generated again when it is next requested
 
     async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
-        send = asgi.with_request_id(send)
+        request_id = new_id("req")
+        with log_context(request_id=request_id):
+            await self._serve(scope, receive, asgi.with_request_id(send, request_id))
+
+    async def _serve(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
         path = scope["raw_path"].decode("latin-1")
         inside_sandbox = asgi.INSIDE_SANDBOX in scope.get("state", {})
         if self._hosts is not None and not inside_sandbox:

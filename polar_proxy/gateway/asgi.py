@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextvars import ContextVar
 from typing import Any, Protocol
 
 import numpy as np
@@ -125,6 +126,9 @@ def _reject_constant(name: str) -> object:
     raise ValueError(f"{name} is not JSON")
 
 
+_request_id: ContextVar[str | None] = ContextVar("polar_request_id", default=None)
+
+
 def request_id_headers(request_id: str) -> list[tuple[bytes, bytes]]:
     """Return the request id under the header names of OpenAI (`x-request-id`) and Anthropic (`request-id`)."""
     return [(b"x-request-id", request_id.encode()), (b"request-id", request_id.encode())]
@@ -140,8 +144,8 @@ class ErrorFormat(Protocol):
 def error_response(
     error: RequestError, form: ErrorFormat, *, request_id: str | None = None
 ) -> tuple[list[tuple[bytes, bytes]], bytes]:
-    """Return headers and body of the response for an error, with a new request id unless one is given."""
-    request_id = request_id or new_id("req")
+    """Return headers and body of the response for an error. Default: with the id that `with_request_id` gave."""
+    request_id = request_id or _request_id.get() or new_id("req")
     headers = [(b"content-type", b"application/json"), *request_id_headers(request_id)]
     # Clients such as Codex give up at once on a 429 without a retry-after header.
     after = error.retry_after or ("1" if error.status in (429, 503) else None)
@@ -151,14 +155,15 @@ def error_response(
     return [*headers, (b"content-length", b"%d" % len(body))], body
 
 
-def with_request_id(send: Send) -> Send:
-    """Return a `send` that adds a new request id to the headers of a response that has none."""
+def with_request_id(send: Send, request_id: str) -> Send:
+    """Return a `send` that adds the id to the headers of a response that has none, as an answer of a call has."""
+    _request_id.set(request_id)
 
     async def identified_send(message: Any) -> None:
         if message["type"] in ("http.response.start", "websocket.http.response.start"):
             headers = list(message.get("headers", ()))
             if all(name != b"x-request-id" for name, _ in headers):
-                message = {**message, "headers": headers + request_id_headers(new_id("req"))}
+                message = {**message, "headers": headers + request_id_headers(request_id)}
         await send(message)
 
     return identified_send

@@ -52,6 +52,7 @@ from polar_proxy.sessions.identity import key_of_request, key_without_api_key, r
 from polar_proxy.sessions.registry import SessionClosedError, SessionRegistry
 from polar_proxy.sessions.state import SessionState
 from polar_proxy.store import Store
+from polar_proxy.terminal import log_context
 from polar_proxy.types import ChatRequest, EngineRequest, SampleEvent, new_id
 
 log = logging.getLogger(__name__)
@@ -116,7 +117,11 @@ class RequestHandler:
         try:
             headers = asgi.read_headers(scope)
             session = await self.find_session(headers, path_key, scope)
-            with session.in_request(), self.bodies.reserve(session.session_id) as reservation:
+            with (
+                log_context(session_id=session.session_id, rollout_id=session.rollout_id),
+                session.in_request(),
+                self.bodies.reserve(session.session_id) as reservation,
+            ):
                 parsed, body = await self._reader.read(dialect, receive, session, reservation, resumable)
                 self._check_provider_tools(parsed)
                 metadata = read_client_metadata(headers, parsed.params)
@@ -200,7 +205,12 @@ class RequestHandler:
             await self.store_spent(session.session_id, session.budget)
             if reservation.refusal is not None:
                 raise reservation.refusal
-            return await self._answer_reserved(request, reservation, buffer, receive, send, repeatable=repeatable)
+            calls = await self._place(request, buffer.size, reservation.final_answer)
+            # The id of its first call is also the request's id in the headers of the answer.
+            with log_context(call_id=calls[0].call_id, request_id=calls[0].call_id):
+                return await self._answer_reserved(
+                    request, calls, reservation, buffer, receive, send, repeatable=repeatable
+                )
 
     async def store_spent(self, session_id: str, budget: BudgetUsage) -> None:
         """Store that a session's budget is spent, if it is. A failure is left to the session's next call."""
@@ -213,6 +223,7 @@ class RequestHandler:
     async def _answer_reserved(
         self,
         request: RequestContext,
+        calls: Sequence[PendingCall],
         reservation: Reservation,
         buffer: ResponseBuffer,
         receive: asgi.Receive,
@@ -222,7 +233,6 @@ class RequestHandler:
     ) -> bool | None:
         """Answer a request whose calls have places in the session's budget (see `_answer`)."""
         session = request.session
-        calls = await self._place(request, buffer.size, reservation.final_answer)
         kind = BackgroundReply if request.parsed.background else Reply
         reply = kind(buffer.wrap(send), request, calls[0], self._settings)
         session.begin(len(calls))
@@ -276,7 +286,8 @@ class RequestHandler:
             lineage = session.place(call_id, engine_request, request.metadata, hashed, now=request.started_at)
             engine = self.router.choose(session, engine_request.model)
             engine_request = self._as_sampled(request, engine_request, engine)
-            limit = OneCallLimit(engine_request.sampling.n) if wants_one_call(engine_request) else None
+            one_call = wants_one_call(engine_request, engine.served.engine.info)
+            limit = OneCallLimit(engine_request.sampling.n) if one_call else None
             calls.append(
                 PendingCall(call_id, engine_request, lineage, messages, engine, limit=limit, final_answer=final_answer)
             )

@@ -39,6 +39,8 @@ class ProviderTurns:
 
     def remember(self, session_id: str, calls: Iterable[PendingCall]) -> None:
         for call in calls:
+            if call.shown is not None:
+                continue  # a hook changed what the provider signed
             for _, choice in call.answer.in_order:
                 self._add(session_id, choice.tool_calls, choice.provider_turn)
 
@@ -60,6 +62,8 @@ class ProviderTurns:
             log.warning("the signed answers of session %s cannot be read: %s", session_id, error)
             return
         for call in calls:
+            if "answer" in (call.hooks or {}):
+                continue
             for choice in call.choices:
                 self._add(session_id, choice.message.tool_calls, choice.provider_turn)
 

@@ -204,7 +204,7 @@ class CallRecorder:
                 session.refusal = None
                 for observer in self.observers:
                     observer(record)
-            reservation.count(call.answer.prompt_tokens, call.answer.completion_tokens, ended_at)
+            reservation.count(call.answer.prompt_tokens, call.answer.completion_tokens, ended_at, record.price_usd)
             self._metrics.commit.observe(time.perf_counter() - started)
             if self._in_flight is not None:
                 self._in_flight.finished([call.call_id])

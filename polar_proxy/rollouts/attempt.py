@@ -18,7 +18,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from harness_adapters.base import HarnessError, LaunchContext, LaunchPlan
+import orjson
+
+from harness_adapters.base import HarnessError, LaunchContext
 from polar_proxy.allowed_code import NO_CODE, AllowedCode
 from polar_proxy.config import SandboxSettings
 from polar_proxy.engines.base import Engine
@@ -27,10 +29,12 @@ from polar_proxy.gateway import Gateway
 from polar_proxy.rewards import EvaluationInput, Score, apply_sign_policy, reward_source
 from polar_proxy.rollout_spec import RolloutSpec
 from polar_proxy.rollouts.admission import AdmissionRequest, StageLimits
-from polar_proxy.rollouts.agent_patch import BaseTree, read_patch, save_base
-from polar_proxy.rollouts.harnesses import HarnessInstaller, PrebuiltImageCache, ReadyHarness
+from polar_proxy.rollouts.agent_patch import read_patch, save_base
+from polar_proxy.rollouts.dialogue import AgentRun, UserModel, play_dialogue, read_last_answer
+from polar_proxy.rollouts.harnesses import HarnessInstaller, PrebuiltImageCache
 from polar_proxy.rollouts.infrastructure import InfrastructureError, UnsafeSandboxError, infrastructure_errors
 from polar_proxy.rollouts.pool import SandboxPool
+from polar_proxy.rollouts.prepared_agent import PreparedAgent, write_files
 from polar_proxy.rollouts.recovery import exclude_earlier_attempts
 from polar_proxy.rollouts.scoring import score_work
 from polar_proxy.rollouts.stopping import (
@@ -47,6 +51,7 @@ from polar_proxy.sessions.identity import hash_key, new_key
 from polar_proxy.store import RolloutStatus, Store
 from polar_proxy.store.rollouts import Claim, ClaimLostError
 from polar_proxy.tasks import Task, check_task, task_from_json
+from polar_proxy.terminal import log_context
 from polar_proxy.traces.operations import build_traces
 from polar_proxy.types import CallRecord
 from sandboxes.base import Mount, Sandbox, SandboxKind, uncancellable
@@ -61,10 +66,8 @@ _IDLE_SECONDS = 30.0
 _RELEASE_IDLE_SECONDS = 5.0
 """How long to wait for calls in flight on other gateways when the attempt is abandoned. Shorter than `_IDLE_SECONDS`,
 because no traces are built."""
-# OpenHands prints its complete first prompt after the event that says why it failed.
 _PROVIDER_LIMITS = frozenset({402, 429})
 """Statuses with which a provider refuses because of its own limits (credit, rate), whatever the request is."""
-_LOG_TAIL_BYTES = 200_000
 _FINAL_STATUS: Mapping[str, tuple[RolloutStatus, str | None]] = {
     "ok": ("done", None),
     "failed": ("failed", "agent"),
@@ -112,18 +115,6 @@ class AttemptInput:
 
 
 @dataclass(frozen=True, slots=True)
-class PreparedAgent:
-    """An agent that is ready to start: its sandbox with the workspace and the harness's files, and its launch plan."""
-
-    harness: ReadyHarness
-    task_sandboxes: TaskSandboxes
-    sandbox: Sandbox
-    base: BaseTree
-    """The workspace before the agent starts. The agent's patch is the difference from it."""
-    plan: LaunchPlan
-
-
-@dataclass(frozen=True, slots=True)
 class AgentResult:
     """How the agent's run ended, and the patch that it made."""
 
@@ -154,13 +145,18 @@ class AttemptRunner:
     """Provides docker images that contain the agent. None: the agent is mounted."""
     sandbox_settings: SandboxSettings
     self_tests: SelfTests
+    user_model: UserModel
     code: AllowedCode = NO_CODE
     """The functions that tasks may name."""
     _task_sandboxes: dict[SandboxKind, TaskSandboxes] = field(default_factory=dict)
 
     async def run(self, claim: Claim) -> None:
         """Run one attempt to a final status in the store (see `worker.AttemptFunction`)."""
-        attempt = RunningAttempt(claim)
+        with log_context(rollout_id=claim.rollout_id):
+            await self._run(RunningAttempt(claim))
+
+    async def _run(self, attempt: RunningAttempt) -> None:
+        claim = attempt.claim
         try:
             given = await self._read_input(claim)
             memory_mb = given.task.environment.memory_mb
@@ -230,6 +226,8 @@ class AttemptRunner:
         """Open the sandbox and put workspace and agent into it. Errors count as infrastructure errors."""
         with infrastructure_errors("harness"):
             harness = await self.harnesses.get(given.spec.harness)
+        if given.task.user is not None and "resume" not in harness.adapter.info.features:
+            raise HarnessError(f"{harness.label} cannot resume a conversation, so it cannot play a dialogue")
         with infrastructure_errors("sandbox"):
             kind = await self._sandbox_kind(attempt, given.spec)
             self.self_tests.start(kind, given.task.environment.image)
@@ -244,11 +242,11 @@ class AttemptRunner:
                 await prepare_workspace(given.task, sandbox, await task_sandboxes.bundle(given.task))
                 base = await save_base(sandbox, snapshot=given.task.environment.snapshot)
                 url = await sandbox_stack.enter_async_context(self._gateway_url(sandbox))
-                plan = self._launch_plan(harness, given.task, sandbox, url, key)
-                for name, text in plan.files.items():
-                    await sandbox.write(f"{sandbox.home}/{name}", text.encode(), 0o600)
+                context = self._launch_context(given.task, sandbox, url, key)
+                plan = harness.adapter.launch(harness.installed, context)
+                await write_files(sandbox, plan)
             await self.self_tests.require(kind)
-        return PreparedAgent(harness, task_sandboxes, sandbox, base, plan)
+        return PreparedAgent(harness, task_sandboxes, sandbox, base, context, plan)
 
     async def _run_agent(self, attempt: RunningAttempt, given: AttemptInput, agent: PreparedAgent) -> AgentResult:
         task, spec, sandbox = given.task, given.spec, agent.sandbox
@@ -257,20 +255,14 @@ class AttemptRunner:
         assert attempt.session_id is not None
         budget = stop_over_budget(sandbox, self.gateway, attempt.session_id, limited=bool(spec.as_policy()))
         async with stop_early(sandbox, given.early_stop) as early, budget:
-            process = await sandbox.exec(
-                agent.plan.argv,
-                env=agent.plan.env,
-                cwd=sandbox.workdir,
-                timeout=min(spec.timeout, task.agent_seconds or spec.timeout),
-            )
-        output = process.stdout + process.stderr
-        await self.store.artifacts.add(attempt.rollout_id, "agent.log", output)
-        exit_code = None if process.timed_out or early.reason is not None else process.exit_code
+            run = await self._play(attempt, given, agent)
+        await self.store.artifacts.add(attempt.rollout_id, "agent.log", run.output)
+        if run.messages:
+            dialogue = {"end": run.end, "messages": [message.to_json() for message in run.messages]}
+            await self.store.artifacts.add(attempt.rollout_id, "dialogue.json", orjson.dumps(dialogue))
         spent = await self._spent_budget(attempt, spec)
-        if early.reason is None:
-            tail = output[-_LOG_TAIL_BYTES:].decode(errors="replace")
-            outcome, detail = agent.harness.adapter.interpret(exit_code, tail)
-        else:
+        exit_code, outcome, detail = agent.interpret(run.last, stopped=early.reason is not None)
+        if early.reason is not None:
             outcome, detail = "ok", early.reason
         if spent is not None:
             ended = "was stopped" if exit_code is None else f"exited with {exit_code}"
@@ -301,6 +293,25 @@ class AttemptRunner:
             no_patch,
             masked=over_budget or (outcome == "timed_out" and not train_timed_out),
         )
+
+    async def _play(self, attempt: RunningAttempt, given: AttemptInput, agent: PreparedAgent) -> AgentRun:
+        """Run the agent on the instruction, and in a dialogue on each further text of the user."""
+        task, spec = given.task, given.spec
+        seconds = min(spec.timeout, task.agent_seconds or spec.timeout)
+        if task.user is None:
+            process = await agent.exec(task.instruction, False, seconds)
+            return AgentRun(process, process.stdout + process.stderr)
+        assert attempt.session_id is not None
+        async with self.user_model.player(task.user, attempt.rollout_id) as user:
+            return await play_dialogue(
+                task.instruction,
+                user,
+                agent.exec,
+                lambda: read_last_answer(self.store, attempt.session_id or ""),
+                lambda process: agent.sandbox.exceeded is None and agent.interpret(process)[1] == "ok",
+                max_turns=spec.max_user_turns,
+                seconds=seconds,
+            )
 
     async def _score(
         self,
@@ -440,9 +451,9 @@ class AttemptRunner:
             return f"the engine failed to answer the agent's last call: {calls[-1].error}"
         return None
 
-    def _launch_plan(self, harness: ReadyHarness, task: Task, sandbox: Sandbox, url: str, key: str) -> LaunchPlan:
+    def _launch_context(self, task: Task, sandbox: Sandbox, url: str, key: str) -> LaunchContext:
         info = self.engine.info
-        context = LaunchContext(
+        return LaunchContext(
             base_url=url + "/v1",
             api_key=key,
             model=info.model,
@@ -451,7 +462,6 @@ class AttemptRunner:
             home=sandbox.home,
             workdir=sandbox.workdir,
         )
-        return harness.adapter.launch(harness.installed, context)
 
     @contextlib.asynccontextmanager
     async def _gateway_url(self, sandbox: Sandbox) -> AsyncIterator[str]:

@@ -25,6 +25,7 @@ from polar_proxy.gateway import Gateway
 from polar_proxy.rollout_spec import JobSpec
 from polar_proxy.rollouts.admission import EngineMonitor, MemoryAdmission, ServiceLimits, StageLimits
 from polar_proxy.rollouts.attempt import AttemptRunner, ProgressReporter, RemoteScorer
+from polar_proxy.rollouts.dialogue import UserModel
 from polar_proxy.rollouts.harnesses import HarnessInstaller, PrebuiltImageCache, harness_label
 from polar_proxy.rollouts.infrastructure import UnsafeSandboxError
 from polar_proxy.rollouts.pool import SandboxOpener, SandboxPool
@@ -68,10 +69,12 @@ class RolloutService:
         opener: SandboxOpener = open_sandbox,
         remote_scorer: RemoteScorer | None = None,
         code: AllowedCode = NO_CODE,
+        on_rollout_end: Callable[[str], None] = lambda rollout_id: None,
     ) -> None:
         """`harnesses` is the folder of installed agents. `code` lists the Python objects that tasks and rollouts may
         refer to by name. With `job_id` the service works only on that job. `remote_scorer` scores on another machine
-        when scoring here would have to wait."""
+        when scoring here would have to wait. `on_rollout_end` is called after each attempt at a rollout; unless it
+        failed and is repeated, the rollout then has its final status."""
         limits = limits or ServiceLimits()
         admission = limits.admission
         memory = MemoryAdmission(admission.memory_mb, admission.memory_reserve_mb)
@@ -83,6 +86,7 @@ class RolloutService:
         self._checked_version: str | None = None
         self._prebuilt = PrebuiltImageCache() if limits.prebuild else None
         self.harnesses = HarnessInstaller(harnesses, note, code)
+        self._user_model = UserModel(store, gateway, engine, limits.user_engine)
         self.pool = SandboxPool(limits.pool_size, refill=limits.refill, opener=opener)
         self.engine_monitor = EngineMonitor(engine, limits.engine_patience, admission)
         self.stages = StageLimits(
@@ -105,6 +109,7 @@ class RolloutService:
             self._prebuilt,
             limits.sandboxes,
             self.self_tests,
+            self._user_model,
             code,
         )
         self.worker = Worker(
@@ -114,13 +119,14 @@ class RolloutService:
             policy_version=self._read_policy_version,
             on_release=memory.release,
             on_settled=lambda group_id: self._settled.set(),
+            on_end=on_rollout_end,
             job_id=job_id,
         )
 
     async def __aenter__(self) -> Self:
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(self.self_tests.close)
-            for part in (self.pool, self.engine_monitor, self.worker):
+            for part in (self.pool, self.engine_monitor, self._user_model, self.worker):
                 await stack.enter_async_context(part)
             self._stack = stack.pop_all()
         return self
@@ -167,6 +173,7 @@ class RolloutService:
             idempotency_key=idempotency_key,
             policy_version=version,
             code=self._code,
+            harnesses=self.harnesses.folder,
         )
         self.worker.wake()
         return job
@@ -238,13 +245,15 @@ async def submit(
     harness: str | None = None,
     policy_version: str | None = None,
     code: AllowedCode = NO_CODE,
+    harnesses: Path | None = None,
 ) -> tuple[JobRow, bool]:
     """Queue a job, whether or not a worker runs. Return the job, and whether it is new (see `store.jobs.submit`).
 
     `info` (the engine) and `harness` (name and version of the agent, by default those that `spec` names) are recorded
     with the rollouts. `owned`: the job belongs to this process. `policy_version`: the current one, if it is known; kept
-    rollouts that are too old for it are not carried over to this job. `code`: the agents that the job may name besides
-    Polar's own. Raises UsageError."""
+    rollouts that are too old for it are not carried over to this job. `code` and `harnesses`
+    (the folder with the user's definition files): the agents that the job may name besides Polar's own. Raises
+    UsageError."""
     check_job(spec)
     keep = spec.overflow == "keep"
     if keep and owned:
@@ -253,7 +262,7 @@ async def submit(
             "the rollouts that are kept. Use `polar submit`."
         )
     if harness is None:
-        harness = await asyncio.to_thread(harness_label, spec.harness, code)
+        harness = await asyncio.to_thread(harness_label, spec.harness, harnesses, code)
     for task in tasks:
         await store.tasks.put(task.task_id, task.family, task.seed, task.instruction, task_to_json(task))
     config = spec.rollout().model_dump(mode="json")
@@ -330,9 +339,11 @@ async def run_job(
     reporter: ProgressReporter,
     note: Callable[[str], None],
     code: AllowedCode | None = None,
+    on_rollout_end: Callable[[str], None] = lambda rollout_id: None,
 ) -> list[RolloutRow]:
     """Run a job, `run.concurrency` rollouts at a time; return its rollouts in order. `note` gets progress lines.
     `code`: the Python objects to which tasks and rollouts may refer by name; by default those that the settings allow.
+    `on_rollout_end`: see `RolloutService`.
 
     A rollout that fails is a result, not an error. A cancellation cancels the job, leaves nothing running, and is
     passed on. The job belongs to this process: no server works on it, and if this process is killed, the next start
@@ -352,6 +363,7 @@ async def run_job(
         note=note,
         job_id="",
         code=settings.code() if code is None else code,
+        on_rollout_end=on_rollout_end,
     ) as service:
         service.self_tests.start(choice.kind)
         try:

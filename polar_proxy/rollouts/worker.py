@@ -58,12 +58,13 @@ class Worker:
         policy_version: Callable[[], Awaitable[str | None]] | None = None,
         on_release: Callable[[str], None] = lambda rollout_id: None,
         on_settled: Callable[[str], None] = lambda group_id: None,
+        on_end: Callable[[str], None] = lambda rollout_id: None,
         job_id: str | None = None,
     ) -> None:
-        """`policy_version` is called before every claim, `on_release` with each rollout whose attempt has ended, and
-        `on_settled` with each group that has ended. With `job_id` the worker claims only rollouts of that job; with ""
-        it claims nothing until `work_on` names a job. Without `job_id` it claims the rollouts of all jobs, except those
-        that one process runs for itself."""
+        """`policy_version` is called before every claim, `on_release` with each rollout whose attempt has ended,
+        `on_end` when the end of the attempt is recorded, and `on_settled` with each group that has ended. With `job_id`
+        the worker claims only rollouts of that job; with "" it claims nothing until `work_on` names a job. Without
+        `job_id` it claims the rollouts of all jobs, except those that one process runs for itself."""
         self.name = f"{socket.gethostname()}:{os.getpid()}:{new_id('w')[-8:]}"
         """The name under which this worker claims rollouts: host, process id and a random part."""
         self._store = store
@@ -72,6 +73,7 @@ class Worker:
         self._policy_version = policy_version
         self._on_release = on_release
         self._on_settled = on_settled
+        self._on_end = on_end
         self._job_id = job_id
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._claimed: set[str] = set()
@@ -267,6 +269,7 @@ class Worker:
             if self._tasks.get(claim.rollout_id) is asyncio.current_task():
                 del self._tasks[claim.rollout_id]
                 self._claimed.discard(claim.rollout_id)
+            self._on_end(claim.rollout_id)
             self.wake()
 
     async def _try(self, claim: Claim) -> InfrastructureError | None:

@@ -3,8 +3,8 @@
 Promises:
 
 * A call begins only while no limit is reached. The calls in flight count towards `max_calls`, so that this limit is
-  never exceeded by one gateway. Tokens and repeats are counted when a call ends, so that at most the calls in flight
-  go beyond those limits.
+  never exceeded by one gateway. Tokens, prices and repeats are counted when a call ends, so that at most the calls in
+  flight go beyond those limits.
 * Once spent, a budget stays spent: the store keeps the name of the limit (`sessions.spent`).
 * After a restart the counters are those of the session's row, and repeats are counted from the stored fingerprints.
 * Several gateways of one database read the row before each call (setting `gateway.shared`). What they exceed a limit by
@@ -43,6 +43,8 @@ class StoredUsage(Protocol):
     @property
     def completion_tokens(self) -> int: ...
     @property
+    def price_usd(self) -> float | None: ...
+    @property
     def last_call_at(self) -> float | None: ...
     @property
     def spent(self) -> str | None: ...
@@ -67,6 +69,7 @@ class BudgetUsage:
         """Calls that have begun and are not counted in `_calls` yet."""
         self._prompt_tokens = 0
         self._sampled_tokens = 0
+        self._price_usd = 0.0
         self._last_end: float | None = None
         self._final_answers = 0
 
@@ -75,6 +78,7 @@ class BudgetUsage:
         self._calls = max(self._calls, row.calls)
         self._prompt_tokens = max(self._prompt_tokens, row.prompt_tokens)
         self._sampled_tokens = max(self._sampled_tokens, row.completion_tokens)
+        self._price_usd = max(self._price_usd, row.price_usd or 0.0)
         self._last_end = max(self._last_end or 0.0, row.last_call_at or 0.0) or None
         self.spent, self.stored = row.spent or self.spent, row.spent is not None
 
@@ -115,6 +119,7 @@ class BudgetUsage:
         for name, used in (
             ("max_sampled_tokens", self._sampled_tokens),
             ("max_prompt_tokens", self._prompt_tokens),
+            ("max_price_usd", self._price_usd),
             ("max_repeats", self.repeats),
         ):
             limit = getattr(limits, name)
@@ -124,11 +129,12 @@ class BudgetUsage:
             return "max_idle_seconds"
         return None
 
-    def count(self, prompt_tokens: int, sampled_tokens: int, ended_at: float) -> None:
+    def count(self, prompt_tokens: int, sampled_tokens: int, ended_at: float, price_usd: float) -> None:
         """Count a call that has ended."""
         self._calls += 1
         self._prompt_tokens += prompt_tokens
         self._sampled_tokens += sampled_tokens
+        self._price_usd += price_usd
         self._last_end = max(self._last_end or 0.0, ended_at)
 
     def release(self, calls: int) -> None:
@@ -147,9 +153,9 @@ class Reservation:
     final_answer: str | None = None
     """The text that Polar answers with in place of the model, because the budget is spent."""
 
-    def count(self, prompt_tokens: int, sampled_tokens: int, ended_at: float) -> None:
-        """Count one call that has ended, in place of its reservation."""
-        self.usage.count(prompt_tokens, sampled_tokens, ended_at)
+    def count(self, prompt_tokens: int, sampled_tokens: int, ended_at: float, price_usd: float | None = None) -> None:
+        """Count one call that has ended, in place of its reservation. `price_usd`: None if it is not known."""
+        self.usage.count(prompt_tokens, sampled_tokens, ended_at, price_usd or 0.0)
         if self.calls:
             self.usage.release(1)
             self.calls -= 1

@@ -213,8 +213,14 @@ class SessionRegistry:
             window=self._settings.retry_window_seconds,
             cache=self._cache,
             record_required=self._requires_record(rollout_id),
+            rollout_id=rollout_id,
             label=label,
         )
+
+    def rollout_of(self, session_id: str) -> str | None:
+        """Return the rollout of a session that is in memory, or None."""
+        session = self._by_id.get(session_id)
+        return None if session is None else session.rollout_id
 
     def _requires_record(self, rollout_id: str | None) -> bool:
         if self._settings.record is None:

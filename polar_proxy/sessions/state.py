@@ -162,10 +162,13 @@ class SessionState:
         window: float = 10.0,
         cache: ConversationCache | None = None,
         record_required: bool = True,
+        rollout_id: str | None = None,
         label: str | None = None,
     ) -> None:
-        """`record_required`: calls that cannot be recorded are refused. Otherwise they are answered, and are lost."""
+        """`record_required`: calls that cannot be recorded are refused. Otherwise they are answered, and are lost.
+        `rollout_id`: the rollout that the session records."""
         self.session_id = session_id
+        self.rollout_id = rollout_id
         self.record_required = record_required
         self.policy = policy
         self.label = label

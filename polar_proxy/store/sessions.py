@@ -21,8 +21,9 @@ from polar_proxy.types import Json, new_id
 
 log = logging.getLogger(__name__)
 
-SessionOrigin = Literal["key", "open", "rollout"]
-"""Created by `polar session new`, by an unknown key on the loopback interface, or for a rollout."""
+SessionOrigin = Literal["key", "open", "rollout", "user"]
+"""Created by `polar session new`, by an unknown key on the loopback interface, for a rollout, or for the model that
+plays the user of a dialogue. Exports take the last kind only if it is named."""
 IncompleteReason = Literal["unrecorded_calls"]
 """Why a session must not be trained on: calls were answered that could not be recorded."""
 ApiRole = Literal["admin", "trainer"]

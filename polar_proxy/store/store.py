@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from polar_proxy.store import migrate
+from polar_proxy.store.activity import ActivityRepository
 from polar_proxy.store.artifacts import ArtifactRepository, RewardRepository
 from polar_proxy.store.database import Database
 from polar_proxy.store.names import NameRepository
@@ -62,6 +63,7 @@ class Store:
         # The whole database (the rollout service, training, maintenance, archive: below)
         self.api_keys = ApiKeyRepository(database)
         self.names = NameRepository(database)
+        self.activity = ActivityRepository(database)
 
     @cached_property
     def _writer(self) -> GroupCommit:

@@ -34,11 +34,13 @@ MAY_CHANGE = frozenset(
         "weight_transfer",
         "weight_transfer_host",
         "pause_mode",
+        "report_to",
     }
 )
 """Settings that may differ when a run is resumed. A change of any other would make it a different run."""
 
 BuilderName = Literal["merged", "per_call", "tree"]
+TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 
 
 class LoraSettings(BaseModel):
@@ -170,6 +172,9 @@ class GrpoConfig(BaseModel):
     # The run
     steps: int = Field(100, ge=1)
     seed: int = 0
+    report_to: tuple[TrackerName, ...] = ()
+    """Experiment trackers that get the run's metrics, besides metrics.jsonl and the database. Each needs the extra of
+    its name."""
     sync_every: int = Field(1, ge=1)
     """Send new weights to the engine every n steps."""
     weight_transfer: Literal["disk", "nccl"] = "disk"

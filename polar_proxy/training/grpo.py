@@ -41,6 +41,7 @@ from polar_proxy.training.feed import GroupFeed, GroupReader, OpenLeases
 from polar_proxy.training.metrics import MetricsLog, MetricsSink, StepTimer, drop_lines_after, mean_reward
 from polar_proxy.training.model import Learner
 from polar_proxy.training.step_stats import StepStats
+from polar_proxy.training.trackers import MetricsTracker
 from polar_proxy.training.weight_sync import WeightSync, probe, probe_ids
 from polar_proxy.types import Json
 
@@ -87,17 +88,19 @@ class GrpoTrainer:
         rollouts: RolloutSource,
         engine_busy_seconds: Callable[[], float] | None = None,
         sink: MetricsSink | None = None,
+        observer: MetricsTracker | None = None,
         on_point: Callable[[str], None] = lambda point: None,
         report: Callable[[str], None] = log.info,
     ) -> None:
         """`model`: the folder that the learner was loaded from. `engine_busy_seconds`: total seconds in which the
-        engine had at least one call. `sink`: a second place for the metrics. `on_point` is called at each named point
-        of the loop, so that tests can inject faults. `report` takes progress lines for people."""
+        engine had at least one call. `sink`: a second place for the metrics. `observer` gets each line of the metrics
+        as it is written. `on_point` is called at each named point of the loop, so that tests can inject faults.
+        `report` takes progress lines for people."""
         self._run, self._config, self._learner, self._model = run, config, learner, model
         self._engine, self._weight_sync, self._reader, self._rollouts = engine, weight_sync, reader, rollouts
         self._engine_busy_seconds, self._on_point, self._report = engine_busy_seconds, on_point, report
         self._leases = OpenLeases(feed, run, config.lease_seconds, report)
-        self._metrics = MetricsLog(run, sink)
+        self._metrics = MetricsLog(run, sink, report_to=config.report_to, config=config.to_json(), observer=observer)
         self.state = TrainerState(0, 0, "0", ())
         self._unsaved: list[str] = []
         """Groups trained since the last checkpoint."""

@@ -1,7 +1,7 @@
 """Write the metrics of a training run, and compute totals and curves from them.
 
 `MetricsLog` writes one JSON line per event to RUN/metrics.jsonl. It sends copies of the lines to a `MetricsSink` (the
-database, or a Polar server), and their numbers to TensorBoard, if that is installed.
+database, or a Polar server), and their numbers to the trackers of `report_to`.
 
 A line of `kind` "step" describes one training step, "eval" an evaluation, "sync" a weight sync, "checkpoint" a
 checkpoint and "start" a start or resume. A resumed run first drops the lines of steps that its checkpoint does not
@@ -11,7 +11,6 @@ contain, because those steps are repeated. `draw` needs matplotlib (`pip install
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import io
 import math
 import time
@@ -26,6 +25,7 @@ import orjson
 from polar_proxy.errors import UsageError
 from polar_proxy.store import Store
 from polar_proxy.training import checkpoint
+from polar_proxy.training.trackers import MetricsTracker, open_trackers
 from polar_proxy.types import Json
 
 FILE = "metrics.jsonl"
@@ -109,32 +109,45 @@ class StoreSink:
 
 
 class MetricsLog:
-    """Writer of one run's metrics: `with MetricsLog(run) as log`. `write` goes to the file, `publish` to the sink."""
+    """Writer of one run's metrics: `with MetricsLog(run) as log`.
 
-    def __init__(self, run: Path, sink: MetricsSink | None = None) -> None:
+    `write` goes to the file and to the trackers, `publish` to the sink.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        sink: MetricsSink | None = None,
+        *,
+        report_to: Sequence[str] = (),
+        config: Json | None = None,
+        observer: MetricsTracker | None = None,
+    ) -> None:
+        """`report_to`: names of trackers, which get the run's `config`. `observer`: gets every line too."""
         self._run = run
         self._sink = sink
+        self._report_to = report_to
+        self._config = config or {}
+        self._trackers: list[MetricsTracker] = []
+        self._observer = observer
         self._published = 0
         """Number of lines that the sink holds. 0: unknown, so the next `publish` replaces them all."""
         self._unpublished: list[Json] = []
         self._file: Any = None
-        self._tensorboard: Any = None
 
     def __enter__(self) -> MetricsLog:
         self._run.mkdir(parents=True, exist_ok=True)
         self._file = (self._run / FILE).open("ab")
-        if importlib.util.find_spec("tensorboard") is not None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            last = max((line["step"] for line in read_lines(self._run)), default=0)
-            # Like the file, TensorBoard drops what a killed process wrote after its last checkpoint.
-            self._tensorboard = SummaryWriter(str(self._run / "tensorboard"), purge_step=last + 1)  # type: ignore[no-untyped-call, unused-ignore]
+        last = max((line["step"] for line in read_lines(self._run)), default=0)
+        self._trackers = open_trackers(self._report_to, self._run, self._config, last)
+        if self._observer is not None:
+            self._trackers.append(self._observer)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+        for tracker in self._trackers:
+            tracker.close()
 
     def write(self, kind: str, step: int, values: Json) -> None:
         """Append a line. `step` is the number of steps done."""
@@ -145,11 +158,8 @@ class MetricsLog:
         self._file.flush()
         if self._sink is not None:
             self._unpublished.append(orjson.loads(line))
-        if self._tensorboard is not None:
-            for name, value in values.items():
-                if isinstance(value, int | float) and not isinstance(value, bool):
-                    self._tensorboard.add_scalar(f"{kind}/{name}", value, step)
-            self._tensorboard.flush()
+        for tracker in self._trackers:
+            tracker.log(kind, step, values)
 
     async def publish(self) -> None:
         """Send the new lines to the sink. The first time, and after a failure, send the whole file."""
@@ -198,6 +208,12 @@ def read_lines(run: Path) -> Iterator[Json]:
             yield orjson.loads(line)
         except orjson.JSONDecodeError:
             continue
+
+
+def planned_steps(run: Path) -> int | None:
+    """Return the number of steps that the run is to have; None if its settings are not stored."""
+    file = run / "config.json"
+    return int(orjson.loads(file.read_bytes())["steps"]) if file.exists() else None
 
 
 def drop_lines_after(run: Path, step: int) -> int:

@@ -25,12 +25,14 @@ from polar_proxy.rollouts.recovery import recover
 from polar_proxy.store import Store
 from polar_proxy.store.service.jobs import JobRow
 from polar_proxy.tasks import TaskList, TaskSource, get_source
+from polar_proxy.telemetry import traced
 from polar_proxy.training.checkpoint import TrainerState
 from polar_proxy.training.config import GrpoConfig
 from polar_proxy.training.feed import HttpFeed, HttpSink, StoreGroupReader
 from polar_proxy.training.grpo import GrpoTrainer, RolloutSource
 from polar_proxy.training.metrics import StoreSink
 from polar_proxy.training.model import Learner, load_model
+from polar_proxy.training.trackers import MetricsTracker
 from polar_proxy.training.weight_sync import LocalSync, VllmControl, WeightSync, make_vllm_sync
 from polar_proxy.types import CallRecord, Json, new_id
 from sandboxes.choice import choose
@@ -41,10 +43,12 @@ EVAL_PRIORITY = 10
 """Priority of the jobs of an evaluation, which come before the rollouts of later rounds."""
 
 
-class CallReporter(ProgressReporter, Protocol):
-    """Receives the progress of rollouts, and their recorded calls."""
+class TrainingObserver(ProgressReporter, MetricsTracker, Protocol):
+    """Receives the progress of a run: the stages of its rollouts, its calls, and its metrics."""
 
-    def call(self, record: CallRecord) -> None: ...
+    def call(self, record: CallRecord) -> None:
+        """Take a call that was recorded."""
+        ...
 
 
 async def train_locally(
@@ -53,7 +57,7 @@ async def train_locally(
     run: Path,
     store: Store,
     report: Callable[[str], None],
-    progress: CallReporter | None = None,
+    observer: TrainingObserver | None = None,
 ) -> TrainerState:
     """Start or resume the run in the folder `run`. `report` takes progress lines for people, `progress` the rollouts'
     progress."""
@@ -74,13 +78,25 @@ async def train_locally(
         for line in await recover(store):
             report(line)
         report(f"database: {store.display_url}")
-        async with make_engine(settings.engine) as engine, local_gateway(settings, engine, store) as gateway:
+        async with (
+            make_engine(settings.engine) as engine,
+            local_gateway(settings, engine, store) as gateway,
+            traced(settings.telemetry, store, gateway.observe, gateway.sessions.rollout_of) as on_rollout_end,
+        ):
             report(f"engine: {engine.info.engine} {engine.info.version}, model {engine.info.model}")
-            if progress is not None:
-                gateway.observe(progress.call)
+            if observer is not None:
+                gateway.observe(observer.call)
             cache = settings.harness_cache
             async with RolloutService(
-                store, gateway, engine, cache, limits=limits, reporter=progress, note=report, code=code
+                store,
+                gateway,
+                engine,
+                cache,
+                limits=limits,
+                reporter=observer,
+                note=report,
+                code=code,
+                on_rollout_end=on_rollout_end,
             ) as service:
                 return await GrpoTrainer(
                     run,
@@ -91,15 +107,21 @@ async def train_locally(
                     weight_sync=make_weight_sync(settings, config, engine, run),
                     feed=store.feed,
                     reader=StoreGroupReader(store),
-                    rollouts=ServiceRollouts(service, store, source, config, spec, own_id, progress),
+                    rollouts=ServiceRollouts(service, store, source, config, spec, own_id, observer),
                     engine_busy_seconds=gateway.metrics.busy.seconds,
                     sink=StoreSink(store, own_id, run.name, config.to_json()),
+                    observer=observer,
                     report=report,
                 ).train()
 
 
 async def train_remotely(
-    settings: Settings, config: GrpoConfig, run: Path, api_key: str | None, report: Callable[[str], None]
+    settings: Settings,
+    config: GrpoConfig,
+    run: Path,
+    api_key: str | None,
+    report: Callable[[str], None],
+    observer: MetricsTracker | None = None,
 ) -> TrainerState:
     """Start or resume a run on the groups of `config.feed`. New weights go to the vLLM that the server samples from."""
     if settings.engine.kind != "vllm" or settings.engine.url is None:
@@ -112,7 +134,9 @@ async def train_remotely(
         report(f"engine: {engine.info.engine} {engine.info.version}, model {engine.info.model}")
         control = VllmControl(settings.engine.url, config.pause_mode)
         weight_sync = make_vllm_sync(config, control, (run / "weights").absolute())
-        return await train_with_engine(settings, config, run, api_key, report, engine=engine, weight_sync=weight_sync)
+        return await train_with_engine(
+            settings, config, run, api_key, report, engine=engine, weight_sync=weight_sync, observer=observer
+        )
 
 
 async def train_with_engine(
@@ -124,6 +148,7 @@ async def train_with_engine(
     *,
     engine: Engine,
     weight_sync: WeightSync,
+    observer: MetricsTracker | None = None,
 ) -> TrainerState:
     """Like `train_remotely`, with an engine that is already open."""
     assert config.feed is not None
@@ -153,6 +178,7 @@ async def train_with_engine(
             reader=feed,
             rollouts=rollouts,
             sink=HttpSink(client, own_id, run.name, config.to_json(), report),
+            observer=observer,
             report=report,
         ).train()
 

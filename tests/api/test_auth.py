@@ -56,6 +56,7 @@ TRAINERS = {
     ("GET", "/api/v1/training/{run_id}"),
     ("GET", "/api/v1/events"),
     ("GET", "/api/v1/service"),
+    ("GET", "/api/v1/activity"),
     ("POST", "/api/v1/service/pause"),
     ("POST", "/api/v1/service/resume"),
 }

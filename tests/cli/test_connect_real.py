@@ -1,18 +1,20 @@
 """`polar connect AGENT -- ARGUMENTS` with the real agents, each with an empty home.
 
-terminus-2 is missing: users start it by harbor, on tasks that need Docker.
+Harbor starts terminus-2 on tasks, in an environment that is Docker for its users and this machine here.
 """
 
 from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from harness_adapters import terminus_2
 from harness_adapters.base import Installation, get_adapter
 from harness_adapters.toolkit.adapter import ConnectableHarness
 from harness_adapters.toolkit.npm import NpmHarness
@@ -27,6 +29,8 @@ ARGUMENTS = {
     "claude-code": ["--print", "Say hello."],
     "cline": ["Say hello."],
     "codex": ["exec", "--skip-git-repo-check", "Say hello."],
+    "continue": ["--print", "Say hello."],
+    "copilot": ["--allow-all-tools", "--prompt", "Say hello."],
     "gemini-cli": ["--skip-trust", "--prompt", "Say hello."],
     "mini-swe-agent": [
         *("--yolo", "--exit-immediately", "--task", "Say hello.", "--output", "trajectory.json"),
@@ -38,9 +42,23 @@ ARGUMENTS = {
 }
 TAKE_MINUTES_TO_INSTALL = {
     "aider": ["--yes-always", "--no-git", "--message", "Say hello."],
+    "grok-cli": ["--prompt", "Say hello."],
+    "hermes": ["--quiet", "--query", "Say hello."],
     "mistral-vibe": ["--prompt", "Say hello."],
+    "nanocoder": ["--trust-directory", "run", "Say hello."],
     "openhands": ["--headless", "--always-approve", "--task", "Say hello."],
+    "terminus-2": [
+        *("--path", "task", "--env", "local_environment:LocalEnvironment", "--yes", "--disable-verification"),
+        *("--agent-kwarg", "max_turns=2", "--agent-kwarg", "record_terminal_session=false"),
+    ],
 }
+TASK = {
+    "task.toml": 'version = "1.0"\n[agent]\ntimeout_sec = 120.0\n',
+    "instruction.md": "Say hello.\n",
+    "environment/Dockerfile": "FROM scratch\n",
+    "tests/test.sh": "#!/bin/sh\n",
+}
+"""A task of harbor, by file."""
 
 
 @pytest.fixture
@@ -57,6 +75,18 @@ def put_on_path(harness: ConnectableHarness, installed: Installation, folder: Pa
     program = folder / harness.info.command
     program.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
     program.chmod(0o755)
+
+
+def prepare_harbor(work: Path) -> dict[str, str]:
+    """Write a task, and the module of its environment; return the variables that harbor needs for it."""
+    if shutil.which("tmux") is None:
+        pytest.skip("terminus-2 needs tmux: apt-get install tmux")
+    for name, text in TASK.items():
+        file = work / "task" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    shutil.copy(terminus_2.RUNNER, work / "local_environment.py")
+    return {"PYTHONPATH": str(work), "TMUX_TMPDIR": str(work), "HARBOR_TELEMETRY": "0"}
 
 
 @pytest.mark.parametrize(
@@ -81,6 +111,8 @@ def test_agent_talks_to_the_server(
         "POLAR_URL": server.url,
         "POLAR_HOME": str(server.home),
     }
+    if name == "terminus-2":
+        env |= prepare_harbor(work)
     ended = subprocess.run(
         [POLAR, "connect", name, "--", *arguments],
         env=env,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import orjson
 import pytest
+from sqlalchemy import Text
 
 from polar_proxy.cli import output
 from polar_proxy.store import open_store, schema
@@ -61,7 +62,7 @@ def poison(database: Path) -> None:
         connection.execute("INSERT INTO training_runs (run_id, name, config, created_at) VALUES ('run', '', '{}', 0)")
         for table in schema.metadata.sorted_tables:
             for column in table.columns:
-                if isinstance(column.type, schema.Text) and column.name not in IDS | STATES:
+                if isinstance(column.type, Text) and column.name not in IDS | STATES:
                     unique = " || rowid" if column.unique or (column.primary_key and column.name != "task_id") else ""
                     connection.execute(f"UPDATE {table.name} SET {column.name} = ?{unique}", (HOSTILE,))
 
@@ -79,7 +80,13 @@ def run_all(ids: dict[str, str]) -> dict[str, CommandResult]:
         *("sessions", "status", "train list", "db stats", "db verify", "build", "key list", "service status"),
         *("db vacuum", "db prune --older-than 0d --dry-run", "harness list", "export --format nonsense"),
         *("export --format tokens-jsonl --out -", "export --format chat-jsonl --out -"),
-        *(f"show {ids['rollout']}", f"show {ids['session']}", f"show {ids['call']}", f"show {ids['call']} --tokens"),
+        *(
+            f"show {ids['rollout']} --tokens",
+            f"show {ids['rollout']}",
+            f"show {ids['session']}",
+            f"show {ids['call']}",
+            f"show {ids['call']} --tokens",
+        ),
         *(f"status {ids['job']}", f"results {ids['job']}", f"cancel {ids['job']}", f"watch {ids['job']}"),
         *(f"events {ids['job']}", f"show call_{WORD}\x1b[2J", f"status job_{WORD}\x1b[2J"),
         f"export --where harness={WORD}\x1b[2J --out -",
@@ -108,4 +115,6 @@ def test_no_command_prints_a_control_character(
             as_json = polar(*line.split(" "), "--json")
             assert not COMMANDS.findall(as_json.stdout), line
             orjson.loads(as_json.stdout)
+    if not terminal:  # on a terminal, the view is renewed without end
+        assert not COMMANDS.findall(polar("top").stdout)
     assert shown >= 12

@@ -16,10 +16,14 @@ import pytest
 
 from polar_proxy.engines.scripted import ScriptedEngine
 from polar_proxy.errors import EngineError
+from polar_proxy.sessions.identity import hash_key
+from polar_proxy.store import Store
 from polar_proxy.terminal import JsonLogFormatter, configure_logging
 from tests.cli.process import POLAR, environment
 from tests.cli.runner import polar_error
 from tests.cli.test_serve import CHAT
+from tests.conftest import Serve
+from tests.factories import new_rollout
 
 KEY = "sk-a-secret-key-0123456789abcdef"
 HOSTILE = "said \x1b]0;title\x07 \u202e\nINFO forged"
@@ -67,7 +71,7 @@ def log_of_serve(tmp_path: Path, *options: str) -> tuple[list[str], str]:
 def test_a_session_and_a_failed_call_are_one_line_each(polar_home: Path, tmp_path: Path) -> None:
     lines, session_id = log_of_serve(tmp_path)
     opened, failed = (line for line in lines if session_id in line)
-    assert re.fullmatch(rf"[-\d]+ [:\d]+ INFO session {session_id} opened", opened)
+    assert re.fullmatch(rf"[-\d]+ [:\d]+ INFO session {session_id} opened \(request_id=req_\w+\)", opened)
     assert "WARNING call call_" in failed
     assert "failed after" in failed
     assert "HTTP status 502; `polar show call_" in failed
@@ -113,3 +117,28 @@ def test_the_level_is_that_of_polar_and_libraries_only_warn(capsys: pytest.Captu
 def test_an_unknown_level_or_format_is_refused(polar_home: Path, verb: tuple[str, ...]) -> None:
     assert "log.level" in polar_error(*verb, "--log-level", "loud")
     assert "log.format" in polar_error(*verb, "--log-format", "xml")
+
+
+@pytest.mark.usefixtures("restored_logging")
+@pytest.mark.parametrize("form", ["text", "json"])
+async def test_every_line_about_a_call_has_the_ids_of_call_session_rollout_and_request(
+    serve: Serve, store: Store, form: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key = "sk-polar-rollout"
+    rollout_id = await new_rollout(store)
+    session = await store.sessions.create(key_hash=hash_key(key), label=None, origin="rollout", rollout_id=rollout_id)
+    configure_logging("debug", form)
+    async with serve(QuotingEngine()) as gateway, httpx.AsyncClient(timeout=60) as http:
+        headers = {"authorization": f"Bearer {key}"}
+        failed = await http.post(f"{gateway.url}/v1/chat/completions", json=CHAT, headers=headers)
+        refused = await http.post(f"{gateway.url}/v1/chat/completions", json={"model": 1}, headers=headers)
+    lines = capsys.readouterr().err.splitlines()
+    request_id = failed.headers["x-request-id"]
+    (line,) = (one for one in lines if "failed after" in one)
+    for name in (request_id, session.session_id, rollout_id):
+        assert name in line
+    (line,) = (one for one in lines if "was refused with status" in one)
+    assert refused.headers["x-request-id"] in line
+    if form == "json":
+        found = orjson.loads(line)
+        assert found["request_id"] == refused.headers["x-request-id"]

@@ -10,8 +10,8 @@ import pytest
 from rich.live import Live
 
 from polar_proxy.cli import output
-from polar_proxy.cli.output import RolloutProgressView
-from polar_proxy.cli.run_summary import next_steps, print_run
+from polar_proxy.cli.views.progress import RolloutProgressView
+from polar_proxy.cli.views.run_summary import next_steps, print_run
 from polar_proxy.store import RolloutRow
 from tests.factories import call_record
 from tests.training.group_factories import rollout

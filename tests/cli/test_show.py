@@ -75,6 +75,13 @@ def test_images_prompts_and_unknown_dialects_are_shown(polar_home: Path) -> None
     assert '"look [bold]here[/]"' in shown
 
 
+def test_a_session_shows_the_errors_of_its_failed_calls(polar_home: Path) -> None:
+    failed = replace(recorded("openai_chat"), choices=(), status="upstream_error", error="max_tokens: [257] > 256")
+    asyncio.run(save(polar_home, failed))
+    assert "upstream_error" in polar_ok("show", "last")
+    assert "max_tokens: [257] > 256" in polar_ok("show", "last")
+
+
 async def new_session(home: Path, label: str | None = None) -> str:
     home.mkdir(exist_ok=True)
     async with open_store(f"sqlite:///{home}/polar.db") as store:

@@ -14,10 +14,12 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from openai import OpenAI
 
+import polar_proxy
 from polar_proxy.cli import output
 from polar_proxy.client import Client
 from polar_proxy.export.formats.feed import FeedGroups
@@ -32,7 +34,7 @@ pytestmark = pytest.mark.slow
 QUICK = (
     *("polar sessions", "polar show", "polar status", "polar results", "polar watch", "polar cancel", "polar submit"),
     *("polar build", "polar export", "python -m polar_proxy.traces.check", "polar db stats --db runs.db"),
-    *("polar service", "polar harness list", "polar train list", "polar connect"),
+    *("polar service", "polar harness list", "polar train list", "polar connect", "polar top", "polar sql"),
 )
 NEEDS_MORE = (
     *("polar export --format tokens-jsonl --builder rescored", "polar connect claude-code", "polar connect codex -"),
@@ -117,7 +119,10 @@ def test_feed_example_runs(recorded: RecordedRun) -> None:
     """Python blocks of other pages are run by tests/client/test_docs.py."""
     pages = {block.page for block in BLOCKS if block.language == "python"}
     assert pages == {"docs/guide/data.md", "docs/guide/rollouts.md", "docs/reference/api_examples.md"}
-    (block,) = [block for block in of_language("python") if block.page == "docs/guide/data.md"]
+    reading, block = [block for block in of_language("python") if block.page == "docs/guide/data.md"]
+    names_of_reading: dict[str, Any] = {"polar_proxy": polar_proxy, "polars": pytest.importorskip("polars")}
+    exec(recorded.fill_in(reading.text), names_of_reading)
+    assert len(names_of_reading["db"].rollouts()) >= 2  # the recorded run, and what other commands submitted
 
     class Trainer:
         callbacks: list[object]

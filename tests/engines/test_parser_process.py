@@ -14,7 +14,7 @@ import pytest_asyncio
 
 from polar_proxy.engines.vllm import parser_process
 from polar_proxy.engines.vllm.answer_parser import ProcessAnswerParser, parser_request
-from polar_proxy.engines.vllm.parser_process import ParserProcess, Rendering, find_vllm_python, read_parsers
+from polar_proxy.engines.vllm.parser_process import ParserProcess, RenderedChat, find_vllm_python, read_parsers
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.types import Message, SampleEvent, ToolCall
 from tests.engines.engine_contract import WEATHER, chat
@@ -88,7 +88,10 @@ async def test_an_error_of_a_parser_is_reported_and_the_process_stays(process: P
 
 
 async def test_conversations_are_rendered_or_refused(process: ParserProcess) -> None:
-    assert await process.render([{"messages": [1, 2]}, {"messages": [1]}]) == [Rendering([2], "x"), Rendering([1], "x")]
+    assert await process.render([{"messages": [1, 2]}, {"messages": [1]}]) == [
+        RenderedChat([2], "x"),
+        RenderedChat([1], "x"),
+    ]
     with pytest.raises(RequestError, match="refuses this conversation: no messages"):
         await process.render([{"messages": [1]}, {"messages": []}])
 

@@ -262,6 +262,13 @@ async def test_a_server_that_adds_its_own_grammar_is_noticed(limits: frozenset[s
         assert not await engine.constrains(chat())
 
 
+@pytest.mark.parametrize("limits", [frozenset(), frozenset({"one_call"})], ids=["two calls", "one call"])
+async def test_notices_a_template_that_refuses_two_calls(limits: frozenset[str]) -> None:
+    async with FakeVllm(limits=limits) as fake, VllmEngine(fake.url) as engine:
+        assert engine.continue_problem is None
+        assert ("single_calls" in engine.info.capabilities) == bool(limits)
+
+
 async def test_rejects_prompt_that_ends_in_unproved_open_reasoning() -> None:
     async with FakeVllm() as fake, VllmEngine(fake.url) as engine:
         with pytest.raises(RequestError, match="at the end of this prompt, reasoning is 'open'"):

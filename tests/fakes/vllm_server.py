@@ -105,7 +105,8 @@ class FakeVllm(FakeServer):
     no_choice (structured outputs are ignored), own_grammar (with tools, it samples a call by a grammar of its own
     instead), other_form (calls are `name(arguments)` between the tags, for template
     and chat), chat_library (chats are rendered otherwise than by `/tokenize`, as vLLM renders gpt-oss),
-    strict_level (with tools, a grammar also allows a call, as with --tool-strict-level).
+    one_call (its template refuses an answer with two calls), strict_level (with tools, a grammar also allows a call, as
+    with --tool-strict-level).
 
     `thinks`: it has a reasoning parser. `derenders`: as with --enable-scale-out. `reports_versions`: as vLLM 0.33.
     """
@@ -191,6 +192,8 @@ class FakeVllm(FakeServer):
             card = {"id": self.model, "root": self.folder or self.model, "max_model_len": self.context_length}
             return 200, {"object": "list", "data": [card]}
         if path == "/tokenize" and "no_tokenize" not in self.limits:
+            if "one_call" in self.limits and any(len(m.get("tool_calls") or ()) > 1 for m in body.get("messages", ())):
+                return 400, error("This model only supports single tool-calls at once!", 400, None)
             tokens = self.render(body) if "messages" in body else tokenized(body["prompt"])
             return 200, {"count": len(tokens), "max_model_len": self.context_length, "tokens": tokens}
         if path == "/detokenize" and "no_tokenize" not in self.limits:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from polar_proxy.engines.scripted import END, ScriptedEngine, ScriptedReply, cal
 from polar_proxy.store import Store
 from polar_proxy.traces.builders import build
 from polar_proxy.traces.grades import excluded_calls
-from polar_proxy.types import ChatRequest, EngineRequest, Json, SampleEvent, ToolCall, ToolDelta
+from polar_proxy.types import ChatRequest, EngineInfo, EngineRequest, Json, SampleEvent, ToolCall, ToolDelta
 from tests.conftest import Serve
 from tests.factories import call
 from tests.gateway.agents import client, recorded_calls
@@ -50,6 +51,21 @@ async def test_an_answer_ends_at_its_second_call(serve: Serve, store: Store, str
     assert "pwd" not in decode(two.prompt_ids.tolist())  # type: ignore[union-attr]
     (trace,) = build([one, two]).traces
     assert trace.call_ids == (one.call_id, two.call_id)
+
+
+class SingleCallEngine(ScriptedEngine):
+    """An engine whose chat template refuses an answer with two calls, as Llama 3 does."""
+
+    @property
+    def info(self) -> EngineInfo:
+        return replace(super().info, capabilities=super().info.capabilities | {"single_calls"})
+
+
+async def test_an_answer_has_one_call_if_the_template_refuses_two(serve: Serve, store: Store) -> None:
+    async with serve(SingleCallEngine(script(LS, PWD))) as gateway, client(gateway.url) as http:
+        await http.post("/chat/completions", json={"model": "m", "tools": [TOOL], "messages": [USER]})
+    (found,) = await recorded_calls(store, 1)
+    assert found.choices[0].message.tool_calls == (LS,)
 
 
 async def test_an_answer_with_one_call_keeps_its_end_of_turn(serve: Serve, store: Store) -> None:

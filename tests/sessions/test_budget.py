@@ -19,6 +19,7 @@ class Row:
     calls: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    price_usd: float | None = None
     last_call_at: float | None = None
     spent: str | None = None
 
@@ -27,10 +28,11 @@ def usage(**limits: object) -> BudgetUsage:
     return BudgetUsage(SessionBudget.model_validate(limits).as_policy())
 
 
-def make_call(budget: BudgetUsage, *, prompt: int = 10, sampled: int = 5, now: float = 100.0) -> Reservation:
+def make_call(budget: BudgetUsage, *, now: float = 100.0) -> Reservation:
+    """Make a call of ten prompt tokens and five sampled ones, for a quarter of a dollar."""
     with budget.reserve(1, now) as reservation:
         if reservation.refusal is None:
-            reservation.count(prompt, sampled, now)
+            reservation.count(10, 5, now, 0.25)
         return reservation
 
 
@@ -47,10 +49,12 @@ def test_a_session_without_limits_is_never_spent() -> None:
         ({"max_sampled_tokens": 11}, 3),
         ({"max_sampled_tokens": 10}, 2),
         ({"max_prompt_tokens": 15}, 2),
+        ({"max_price_usd": 0.6}, 3),
+        ({"max_price_usd": 0.25}, 1),
         ({"max_calls": 4, "max_prompt_tokens": 100, "max_sampled_tokens": 5}, 1),
     ],
 )
-def test_refuses_calls_after_a_limit(limits: dict[str, int], answered: int) -> None:
+def test_refuses_calls_after_a_limit(limits: dict[str, float], answered: int) -> None:
     budget = usage(**limits)
     refused = [make_call(budget).refusal for _ in range(answered + 5)]
     assert [error is None for error in refused] == [True] * answered + [False] * 5
@@ -106,7 +110,7 @@ def test_a_restart_changes_nothing(steps: list[bool], most: int) -> None:
         reservation = make_call(budget)
         if reservation.refusal is None:
             answered += 1
-            row = Row(answered, 10 * answered, 5 * answered, 100.0)
+            row = Row(answered, 10 * answered, 5 * answered, last_call_at=100.0)
         row = replace(row, spent=budget.spent)
     assert answered == min(len(steps), most)
 

@@ -42,7 +42,7 @@ def read_events(run: Path) -> Any:
 
 @pytest.mark.usefixtures("one_thread")
 async def test_tensorboard_has_every_metric_of_a_run(tmp_path: Path, model: Path) -> None:
-    config = CONFIG.model_copy(update={"steps": 2})
+    config = CONFIG.model_copy(update={"steps": 2, "report_to": ("tensorboard",)})
     async with opened(tmp_path, model) as (store, engine):
         await trainer(tmp_path, model, store, engine, config).train()
     events, lines = read_events(tmp_path / "run"), list(metrics.read_lines(tmp_path / "run"))
@@ -65,14 +65,14 @@ async def test_tensorboard_has_every_metric_of_a_run(tmp_path: Path, model: Path
 
 def test_steps_after_the_checkpoint_disappear_from_tensorboard(tmp_path: Path) -> None:
     """Steps 2 and 3 come after the checkpoint, so the resumed run makes them again."""
-    with MetricsLog(tmp_path) as before:
+    with MetricsLog(tmp_path, report_to=["tensorboard"]) as before:
         for step in (1, 2, 3):
             before.write("step", step, {"reward": step / 10})
         # Not closed, as after a kill: what was written is on disk anyway.
         assert [event.step for event in read_events(tmp_path).Scalars("step/reward")] == [1, 2, 3]
     assert drop_lines_after(tmp_path, 1) == 2
     time.sleep(1)  # TensorBoard orders the files of two writers by the second in which they began
-    with MetricsLog(tmp_path) as after:
+    with MetricsLog(tmp_path, report_to=["tensorboard"]) as after:
         after.write("step", 2, {"reward": 0.9})
     assert [event.step for event in read_events(tmp_path).Scalars("step/reward")] == [1, 2]
     assert [event.value for event in read_events(tmp_path).Scalars("step/reward")] == pytest.approx([0.1, 0.9])

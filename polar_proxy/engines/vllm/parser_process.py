@@ -40,7 +40,7 @@ Parsers = tuple[str | None, str | None]
 """The names of a tool parser and a reasoning parser, as given to `vllm serve`."""
 
 
-class Rendering(NamedTuple):
+class RenderedChat(NamedTuple):
     """A rendered conversation: its token ids, and their text with special tokens."""
 
     ids: list[int]
@@ -118,7 +118,7 @@ class ParserProcess:
         reply = await self._ask(line | {"parsers": parsers}, START_SECONDS)
         return [(number, list(body)) for number, body in reply["answers"]]
 
-    async def render(self, bodies: Sequence[Json]) -> list[Rendering]:
+    async def render(self, bodies: Sequence[Json]) -> list[RenderedChat]:
         """Render conversations as the chat route does. Raises RequestError for a conversation that vLLM refuses.
 
         A body is that of a chat; `add_generation_prompt: false` leaves out the tokens that open the answer.
@@ -127,7 +127,7 @@ class ParserProcess:
         reply = await self._ask({"op": "render", "requests": list(bodies)}, START_SECONDS)
         if "refused" in reply:
             raise RequestError(f"vLLM refuses this conversation: {reply['refused']}", param="messages")
-        return [Rendering(ids, text) for ids, text in reply["renderings"]]
+        return [RenderedChat(ids, text) for ids, text in reply["renderings"]]
 
     async def open(self, parsers: Parsers, request: Json, prompt: Sequence[int]) -> ParsedStream:
         """Begin to parse the answer to a request. Raises EngineError if vLLM refuses the request."""

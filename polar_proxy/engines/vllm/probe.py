@@ -21,7 +21,7 @@ from polar_proxy.engines.logprobs import logprob_mode
 from polar_proxy.engines.openai_stream import MISSING_BELOW, version_runs
 from polar_proxy.engines.vllm.client import CHAT, COMPLETIONS, VllmClient, unless_refused
 from polar_proxy.engines.vllm.forced_sampling import adds_grammar
-from polar_proxy.engines.vllm.own_forms import TOOL, USER
+from polar_proxy.engines.vllm.own_forms import ARGUMENTS, TOOL, USER, call_turn
 from polar_proxy.engines.vllm.parser_process import ParserProcess, Parsers
 from polar_proxy.engines.vllm.parser_proof import REMEDY, ParserProofs
 from polar_proxy.errors import EngineError, RequestError
@@ -127,6 +127,7 @@ class ServerProbe:
             "score": scores is not None,
             "continue": isinstance(parsers, ParserProofs),
             "weight_versions": token_versions,
+            "single_calls": tools and renders and await self._refuses_two_calls(),
         }
         info = EngineInfo(
             engine="vllm",
@@ -307,6 +308,15 @@ class ServerProbe:
         with_tools = {"tools": [TOOL]} if tools else {}
         forms = [equal(USER), equal(USER, **with_tools), equal(_WITH_REASONING), equal(_CANONICAL, **with_tools)]
         return all(await asyncio.gather(*forms))
+
+    async def _refuses_two_calls(self) -> bool:
+        one, two = await asyncio.gather(
+            *(
+                unless_refused(self._render([*USER, call_turn(calls)], add_generation_prompt=False, tools=[TOOL]))
+                for calls in (ARGUMENTS[:1], ARGUMENTS)
+            )
+        )
+        return one is not None and two is None
 
     async def _template_hash(self, renders: bool) -> str | None:
         """Return `render:` and a hash of the ids of a canonical conversation, because a server does not show its

@@ -36,6 +36,7 @@ from polar_proxy.rollouts.service import RolloutService
 from polar_proxy.rollouts.task_sandboxes import TaskSandboxes
 from polar_proxy.store import default_url, open_store
 from polar_proxy.tasks import Task
+from polar_proxy.telemetry import traced
 from polar_proxy.terminal import configure_logging
 from sandboxes import orphans
 from sandboxes.base import SandboxKind, uncancellable
@@ -155,6 +156,7 @@ async def run_node(config: NodeConfig, remote_scorer: RemoteScorer | None = None
             make_engine(settings.engine) as engine,
             open_engines(settings.engines) as engines,
             Gateway(engine, store, gateways, engines=engines, routes=settings.routes) as gateway,
+            traced(settings.telemetry, store, gateway.observe, gateway.sessions.rollout_of) as on_rollout_end,
         ):
             service = RolloutService(
                 store,
@@ -165,6 +167,7 @@ async def run_node(config: NodeConfig, remote_scorer: RemoteScorer | None = None
                 note=lambda line: log.info("%s", line),
                 remote_scorer=remote_scorer,
                 code=settings.code(),
+                on_rollout_end=on_rollout_end,
             )
             await service.test_sandbox(settings.run.sandbox)
             async with service:

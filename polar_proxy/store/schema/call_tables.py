@@ -12,7 +12,7 @@ sessions = Table(
     Column("session_id", Text, primary_key=True),
     Column("key_hash", LargeBinary, unique=True),  # SHA-256 of the key, which is never stored
     Column("label", Text),
-    Column("origin", Text, nullable=False),  # key, open, rollout
+    Column("origin", Text, nullable=False),  # key, open, rollout, user
     # No foreign key: rollouts.session_id refers to this table, and a circle of keys could not be inserted.
     Column("rollout_id", Text, index=True),
     json_column("policy", nullable=True),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import math
-from collections.abc import Collection, Iterable
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, TypeVar
 
@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from polar_proxy import api_models as m
 from polar_proxy.errors import UsageError
 from polar_proxy.store import RolloutRow, Store
-from polar_proxy.types import CallRecord, Message
+from polar_proxy.types import CallRecord, EngineInfo
 
 if TYPE_CHECKING:
     from polar_proxy.config import EngineSettings
@@ -22,10 +22,12 @@ if TYPE_CHECKING:
 
 M = TypeVar("M", bound=BaseModel)
 
-_COMMAND_LENGTH = 120
+_RATE_SECONDS = 60.0
+_ACTIVE_SECONDS = 300.0
+"""A session is active this long after its last call."""
 _CALL_FIELDS = (
     *("call_id", "session_id", "dialect", "path", "stream", "model", "weight_version", "logprob_mode"),
-    *("status", "http_status", "error", "edge", "parent_call_id", "params", "sampling"),
+    *("status", "http_status", "error", "edge", "parent_call_id", "rule", "ambiguous", "params", "sampling"),
     *("engine_name", "route", "hooks", "price_usd"),
     *("started_at", "first_token_at", "ended_at", "cached_tokens"),
 )
@@ -93,25 +95,37 @@ async def list_training_runs(store: Store) -> m.TrainingRunList:
     return m.TrainingRunList(runs=convert_all(m.TrainingRun, await store.training.runs()))
 
 
+async def recent_activity(store: Store) -> m.Activity:
+    """Return the rates of the last minute, the active sessions and the newest failures."""
+    return m.Activity(
+        rates=m.ActivityRates(**await store.activity.rates(_RATE_SECONDS)),
+        rollouts=await store.activity.unfinished(),
+        sessions=convert_all(m.ActiveSession, await store.activity.sessions(_ACTIVE_SECONDS)),
+        failures=convert_all(m.Failure, await store.activity.failures()),
+    )
+
+
 async def find_record(
     store: Store, name: str, *, tokens_from: EngineSettings | None = None, engine: Engine | None = None
 ) -> m.Record:
     """Return the rollout, session or call that `name` refers to (see `store.names`). Raises UsageError.
 
-    With `tokens_from`, the tokens of a call are decoded too: by `engine` if it serves the call's model, otherwise with
-    the model's files or by the engine of these settings.
+    With `tokens_from`, the sampled tokens are decoded too: by `engine` if it serves the call's model, otherwise with
+    the model's files or by the engine of these settings. A session's calls then have their tokens.
     """
     found = await store.names.find(name)
-    if found.kind == "rollout" and (rollout := await _rollout(store, found.record_id)) is not None:
+    if found.kind == "rollout" and (rollout := await _rollout(store, found.record_id, tokens_from, engine)) is not None:
         return m.Record(rollout=rollout)
-    if found.kind == "session" and (session := await _session(store, found.record_id)) is not None:
+    if found.kind == "session" and (session := await _session(store, found.record_id, tokens_from, engine)) is not None:
         return m.Record(session=session)
     if found.kind == "call" and (call := await store.calls.get(found.record_id)) is not None:
         return m.Record(call=await _call(call, tokens_from, engine))
     raise UsageError(f"The {found.kind} {found.record_id} was removed while it was read.")
 
 
-async def _rollout(store: Store, rollout_id: str) -> m.RolloutRecord | None:
+async def _rollout(
+    store: Store, rollout_id: str, tokens_from: EngineSettings | None, engine: Engine | None
+) -> m.RolloutRecord | None:
     row = await store.rollouts.get(rollout_id)
     if row is None:
         return None
@@ -126,23 +140,29 @@ async def _rollout(store: Store, rollout_id: str) -> m.RolloutRecord | None:
         artifacts=[
             convert(m.Artifact, item, path=str(item.path)) for item in await store.artifacts.of_rollout(rollout_id)
         ],
-        session=await _session(store, row.session_id) if row.session_id else None,
+        session=await _session(store, row.session_id, tokens_from, engine) if row.session_id else None,
     )
 
 
-async def _session(store: Store, session_id: str) -> m.SessionDetail | None:
+async def _session(
+    store: Store, session_id: str, tokens_from: EngineSettings | None = None, engine: Engine | None = None
+) -> m.SessionDetail | None:
+    from polar_proxy.records.story import session_calls
     from polar_proxy.traces.grades import off_distribution_note
 
     summary = await store.sessions.summary(session_id)
     if summary is None:
         return None
     calls = await store.calls.of_session(session_id)
-    answers = {call.call_id: last_command(call.choices[0].message) if call.choices else "" for call in calls}
     rows = await store.calls.summaries(session_id)
+    texts, problem = None, None
+    if tokens_from is not None:
+        texts, problem = await _texts_of_calls(calls, tokens_from, engine)
     return convert(
         m.SessionDetail,
         summary,
-        calls=[convert(m.SessionCall, row, said=answers.get(row.call_id, "")) for row in rows],
+        calls=await asyncio.to_thread(session_calls, rows, calls, texts),
+        texts_problem=problem,
         note=next(filter(None, map(off_distribution_note, calls)), None),
         traces=[
             convert(
@@ -159,20 +179,36 @@ async def _session(store: Store, session_id: str) -> m.SessionDetail | None:
     )
 
 
-async def _call(call: CallRecord, tokens_from: EngineSettings | None, engine: Engine | None) -> m.CallDetail:
+async def _texts_of_calls(
+    calls: Sequence[CallRecord], settings: EngineSettings, engine: Engine | None
+) -> tuple[dict[str, list[list[str]]], str | None]:
+    """Return the texts of the tokens of each call's answers, by call id, and why the others have none."""
     from polar_proxy.engines.token_texts import NoTextsError, token_texts
 
-    texts: list[list[str]] | None = None
+    groups: dict[EngineInfo | None, list[CallRecord]] = defaultdict(list)
+    texts: dict[str, list[list[str]]] = {}
     problem = None
-    if tokens_from is not None and call.usage is not None:
-        texts = await asyncio.to_thread(_split_answers, call)
-        problem = None if texts else "The encoding of this model is not known here."
-    elif tokens_from is not None:
+    for call in calls:
+        if call.usage is None:
+            groups[call.engine].append(call)
+        elif (split := await asyncio.to_thread(_split_answers, call)) is not None:
+            texts[call.call_id] = split
+        else:
+            problem = "The encoding of this model is not known here."
+    for info, group in groups.items():
         try:
-            texts = await token_texts([choice.token_ids for choice in call.choices], call.engine, tokens_from, engine)
+            found = await token_texts([one.token_ids for call in group for one in call.choices], info, settings, engine)
         except NoTextsError as error:
             problem = str(error)
-    return await asyncio.to_thread(_call_detail, call, texts, problem)
+            continue
+        answers = iter(found)
+        texts |= {call.call_id: [next(answers) for _ in call.choices] for call in group}
+    return texts, problem
+
+
+async def _call(call: CallRecord, tokens_from: EngineSettings | None, engine: Engine | None) -> m.CallDetail:
+    texts, problem = ({}, None) if tokens_from is None else await _texts_of_calls([call], tokens_from, engine)
+    return await asyncio.to_thread(_call_detail, call, texts.get(call.call_id), problem)
 
 
 def _split_answers(call: CallRecord) -> list[list[str]] | None:
@@ -191,40 +227,19 @@ def _call_detail(call: CallRecord, texts: list[list[str]] | None, problem: str |
     `messages` and `tools` are in the dialect's own form, as the agent sent them; `conversation` has both in OpenAI's.
     """
     from polar_proxy.export import conversation
+    from polar_proxy.records.story import call_choices
+    from polar_proxy.sessions.lineage_reasons import reason_of
 
     engine = call.engine
     return m.CallDetail(
         **{name: getattr(call, name) for name in _CALL_FIELDS},
-        engine=None if engine is None else {**asdict(engine), "capabilities": sorted(engine.capabilities)},
+        reason=reason_of(call.rule),
         usage=None if call.usage is None else m.CallUsage(**asdict(call.usage)),
+        engine=None if engine is None else {**asdict(engine), "capabilities": sorted(engine.capabilities)},
         messages=[orjson.loads(message) for message in call.messages],
         tools=None if call.tools is None else orjson.loads(call.tools),
         conversation=conversation(call),
         prompt_ids=None if call.prompt_ids is None else call.prompt_ids.tolist(),
-        choices=[
-            m.CallChoice(
-                index=choice.index,
-                message=choice.message.to_openai(),
-                finish_reason=choice.finish_reason,
-                token_ids=choice.token_ids.tolist(),
-                logprobs=[None if math.isnan(value) else value for value in choice.logprobs.tolist()],
-                token_texts=None if texts is None else texts[position],
-            )
-            for position, choice in enumerate(call.choices)
-        ],
+        choices=call_choices(call.choices, texts),
         texts_problem=problem,
     )
-
-
-def last_command(message: Message) -> str:
-    """Return the command of an answer's last tool call, or the answer's text if it has none, in one line."""
-    if message.tool_calls:
-        arguments = message.tool_calls[-1].arguments
-        try:
-            value = orjson.loads(arguments)
-        except orjson.JSONDecodeError:
-            value = arguments
-        if isinstance(value, dict):
-            value = value.get("command") or value.get("cmd") or arguments
-        return " ".join(str(value).split())[:_COMMAND_LENGTH]
-    return " ".join(str(message.content or "").split())[:_COMMAND_LENGTH]

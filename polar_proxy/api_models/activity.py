@@ -1,0 +1,71 @@
+"""Response bodies that describe what happens now. `polar top` shows them."""
+
+from __future__ import annotations
+
+from polar_proxy.api_models.responses import ApiResponseModel
+
+
+class ActivityRates(ApiResponseModel):
+    """Counts of what ended in the last minute."""
+
+    calls: int
+    """Calls."""
+    failed_calls: int
+    """Calls without a complete answer."""
+    prompt_tokens: int
+    """Prompt tokens of the calls."""
+    cached_tokens: int
+    """Prompt tokens that the engine had in its cache."""
+    completion_tokens: int
+    """Sampled tokens of the calls."""
+    rollouts: int
+    """Rollouts."""
+    rollouts_not_done: int
+    """Rollouts that failed, timed out or were cancelled."""
+
+
+class ActiveSession(ApiResponseModel):
+    """A session with a call in the last five minutes. The counts are those of the whole session."""
+
+    session_id: str
+    """The id of the session."""
+    label: str | None
+    """The name given to it."""
+    rollout_id: str | None
+    """The rollout that it records."""
+    calls: int
+    """Number of recorded calls."""
+    failed_calls: int
+    """Number of calls that failed."""
+    completion_tokens: int
+    """Sum of sampled tokens."""
+    last_call_at: float | None
+    """When its last call ended."""
+
+
+class Failure(ApiResponseModel):
+    """A call or a rollout that failed."""
+
+    at: float
+    """When it ended."""
+    record_id: str
+    """The id of the call or of the rollout."""
+    session_id: str | None
+    """Its session."""
+    what: str
+    """The status of the call, or status and cause of the rollout."""
+    error: str | None
+    """Why it failed, shortened."""
+
+
+class Activity(ApiResponseModel):
+    """What happens now in the database, on all servers."""
+
+    rates: ActivityRates
+    """What ended in the last minute."""
+    rollouts: dict[str, int]
+    """Number of rollouts by status, without those that have ended."""
+    sessions: list[ActiveSession]
+    """The active sessions, at most ten, the newest first."""
+    failures: list[Failure]
+    """The newest failures of the last half hour, at most ten, newest first."""
