@@ -39,8 +39,6 @@ def session_calls(
             m.SessionCall(
                 **{name: getattr(row, name) for name in m.SessionCall.model_fields if hasattr(row, name)},
                 reason=reason_of(row.rule),
-                prompt_mode=None if call is None else call.prompt_mode,
-                prompt_reason=None if call is None else call.prompt_reason,
                 said=last_command(choices[0].message) if choices else "",
                 new_messages=new,
                 answer=_story_message(choices[0].message, {}) if choices else None,
