@@ -13,8 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
-import orjson
-
 if TYPE_CHECKING:  # importing numpy takes a fifth of the time of a command that reads no tokens
     import numpy as np
     import numpy.typing as npt
@@ -130,13 +128,6 @@ class Message:
         if self.name is not None:
             out["name"] = self.name
         return out
-
-
-def content_text(content: Any) -> str:
-    """Return one line for each content part; images and files appear as their type."""
-    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
-        return content if isinstance(content, str) else orjson.dumps(content).decode() if content else ""
-    return "\n".join(str(part["text"]) if "text" in part else f"[{part.get('type')}]" for part in content)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,9 @@ from polar_proxy.cli.common import load_client_settings, open_database, read_sto
 from polar_proxy.cli.output import format_price, format_time, make_table, out, print_note, print_result, styled
 from polar_proxy.cli.views.story import print_choice_tokens, print_rollout, print_session
 from polar_proxy.errors import UsageError
+from polar_proxy.message_text import content_text
 from polar_proxy.terminal import message_lines
-from polar_proxy.types import Json, content_text
+from polar_proxy.types import Json
 
 if TYPE_CHECKING:
     from polar_proxy.api_models import CallDetail, CallUsage, Record, SessionList

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from polar_proxy.export import conversation
+from polar_proxy.message_text import content_text
 from polar_proxy.store.calls import CallSummary
-from polar_proxy.types import CallRecord, Edge, Json, TokenIds, content_text
+from polar_proxy.types import CallRecord, Edge, Json, TokenIds
 from polar_proxy.view.conversation import readable_arguments
 
 _LONGEST = 4000

@@ -9,7 +9,8 @@ from typing import Any
 import orjson
 
 from polar_proxy.export import conversation
-from polar_proxy.types import CallRecord, Json, content_text
+from polar_proxy.message_text import content_text
+from polar_proxy.types import CallRecord, Json
 
 
 @dataclass(frozen=True, slots=True)
