@@ -19,7 +19,7 @@ LAYERS = [
     {"types", "errors", "terminal", "temporary", "offload", "memory", "documented"},
     {"rollout_spec", "sequences", "allowed_code", "clean_git"},
     {"config", "api_models"},
-    {"webhooks"},
+    {"webhooks", "intercept"},
     {"dialects", "engines", "store", "rewards", "client"},
     {"sessions", "traces", "tasks"},
     {"gateway"},
@@ -33,7 +33,7 @@ LAYERS = [
 """Parts of `polar_proxy`, lowest layer first. A part imports only from lower layers."""
 
 LAYER_OF = {part: level for level, parts in enumerate(LAYERS) for part in parts}
-USERS_OF_AGENTS_AND_SANDBOXES = ("temporary", "rollouts", "conformance", "training", "cli")
+USERS_OF_AGENTS_AND_SANDBOXES = ("temporary", "intercept", "rollouts", "conformance", "training", "cli")
 
 
 @cache

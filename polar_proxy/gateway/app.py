@@ -2,7 +2,8 @@
 
 Each model route is served with and without its version (such as `/v1`), because only some clients add the version to
 the base URL.
-Every route is also served below `/s/{key}`, for programs that cannot send an API key.
+Every route is also served below `/s/{key}`, for programs that cannot send an API key. Requests for a provider's host
+that were intercepted are mapped to these routes first (`intercepted.py`).
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from polar_proxy.gateway import asgi
 from polar_proxy.gateway.conversations import ConversationRoute, ConversationRoutes
 from polar_proxy.gateway.docs_page import serve_docs
 from polar_proxy.gateway.handler import RequestHandler
+from polar_proxy.gateway.intercepted import InterceptedRequest
 from polar_proxy.gateway.metrics import GatewayMetrics
 from polar_proxy.gateway.reply import send_error, send_wrong_method
 from polar_proxy.gateway.responses_websocket import ResponsesWebSocket
@@ -91,6 +93,12 @@ class GatewayApp:
                 await send_error(refuse, error, error_format(path))
                 return
         path_key, path = split_path(path)
+        if (intercepted := InterceptedRequest.of_scope(scope)) is not None:
+            path_key = intercepted.key or path_key
+            if (served := intercepted.route) is None:
+                await intercepted.answer(send, error_format(intercepted.path))
+                return
+            path = served
         if scope["type"] == "websocket":
             await self._serve_websocket(path, path_key, scope, receive, send)
             return
@@ -237,6 +245,7 @@ def _add_models(app: FastAPI, engine: Engine) -> None:
             "created": started_at,
             "owned_by": "polar",
             "max_model_len": engine.info.context_length,
+            "engine": engine.info.engine,
             # Anthropic's clients read the same list by these names.
             "type": "model",
             "display_name": name,

@@ -23,6 +23,9 @@ Headers = Iterable[tuple[bytes, bytes]]
 
 INSIDE_SANDBOX = "polar_inside_sandbox"
 """Key that the scope's `state` has if the request came through a socket inside a sandbox."""
+SANDBOX_KEY = "polar_sandbox_key"
+"""Key that the scope's `state` has if the request came through a socket that model hosts resolve to: its value is the
+key of the sandbox's session."""
 CONNECTION = "polar_connection"
 """Key of the connection's random id in the scope's `state`."""
 WEBSOCKET_PIECE = "polar.websocket.piece"
