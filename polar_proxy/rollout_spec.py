@@ -47,6 +47,9 @@ class RolloutSpec(DocumentedModel):
     """Seconds that the agent may run, without the time for preparing, waiting and scoring."""
     max_tokens: int = Field(2048, ge=1, le=MAX_INTEGER)
     """Maximum number of tokens in one answer."""
+    intercept: bool = False
+    """Also answer the agent's calls to the hosts of OpenAI, Anthropic, Google and other providers. For agents whose
+    endpoint cannot be set; agents that Polar knows to need it are always intercepted. Not in process sandboxes."""
     train_timed_out: bool = False
     """Also train on rollouts whose agent ran out of time."""
     signs: Literal["note", "zero", "exclude"] = "note"

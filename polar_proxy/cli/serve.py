@@ -116,7 +116,14 @@ async def _serve(settings: Settings, as_json: bool, *, with_workers: bool, ray_a
         if with_workers:
             limits = ServiceLimits.of(settings, backlog=settings.run.backlog)
             service = RolloutService(
-                store, gateway, engine, settings.harness_cache, limits=limits, note=log.info, code=settings.code()
+                store,
+                gateway,
+                engine,
+                settings.harness_cache,
+                limits=limits,
+                note=log.info,
+                code=settings.code(),
+                home=settings.home,
             )
         # The API is added before the gateway listens, so that a client that waits for this server never gets a 404.
         exports = await stack.enter_async_context(ExportProcesses(store.database.url))

@@ -11,11 +11,13 @@ Promises:
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import fcntl
 import os
 import ssl
 import tempfile
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,11 +152,21 @@ def _write_trust_files(authority: CertificateAuthority) -> None:
     pem = system.read_bytes().rstrip() + b"\n" + authority.certificate.read_bytes()
     if authority.bundle.exists() and authority.java_store.exists() and authority.bundle.read_bytes() == pem:
         return
-    certificates = enumerate(x509.load_pem_x509_certificates(pem))
-    trusted = [pkcs12.PKCS12Certificate(one, b"polar-%d" % number) for number, one in certificates]
+    trusted = [pkcs12.PKCS12Certificate(one, b"polar-%d" % number) for number, one in enumerate(_readable(pem))]
     store = pkcs12.serialize_java_truststore(trusted, serialization.BestAvailableEncryption(JAVA_PASSWORD.encode()))
     _replace(authority.bundle, pem, 0o644)
     _replace(authority.java_store, store, 0o644)
+
+
+def _readable(pem: bytes) -> list[x509.Certificate]:
+    """Return the certificates in a bundle, without those that the library refuses or warns of (bad serial numbers)."""
+    end = b"-----END CERTIFICATE-----"
+    found = []
+    for part in pem.split(end)[:-1]:
+        with warnings.catch_warnings(), contextlib.suppress(ValueError, UserWarning):
+            warnings.simplefilter("error")
+            found.append(x509.load_pem_x509_certificate(part + end))
+    return found
 
 
 def _system_bundle(own_folder: Path) -> Path:

@@ -30,6 +30,7 @@ from polar_proxy.rollouts.admission import AdmissionRequest, StageLimits
 from polar_proxy.rollouts.agent_patch import BaseTree, read_patch, save_base
 from polar_proxy.rollouts.harnesses import HarnessInstaller, PrebuiltImageCache, ReadyHarness
 from polar_proxy.rollouts.infrastructure import InfrastructureError, UnsafeSandboxError, infrastructure_errors
+from polar_proxy.rollouts.interception import SandboxInterception
 from polar_proxy.rollouts.pool import SandboxPool
 from polar_proxy.rollouts.recovery import exclude_earlier_attempts
 from polar_proxy.rollouts.scoring import score_work
@@ -145,6 +146,7 @@ class AttemptRunner:
     """Provides docker images that contain the agent. None: the agent is mounted."""
     sandbox_settings: SandboxSettings
     self_tests: SelfTests
+    interception: SandboxInterception
     code: AllowedCode = NO_CODE
     """The functions that tasks may name."""
     _task_sandboxes: dict[SandboxKind, TaskSandboxes] = field(default_factory=dict)
@@ -230,11 +232,15 @@ class AttemptRunner:
             spec = await task_sandboxes.spec(given.task, labels=attempt.labels, mounts=mounts)
             if kind == "docker" and self.prebuilt is not None:
                 spec = await self.prebuilt.spec(spec, harness.installed.mounts)
+            if intercepted := given.spec.intercept or harness.adapter.info.intercepted:
+                spec = await self.interception.spec(kind, spec)
             async with asyncio.timeout(_PREPARE_SECONDS):
                 sandbox = await sandbox_stack.enter_async_context(await self.pool.take(kind, spec))
                 await prepare_workspace(given.task, sandbox, await task_sandboxes.bundle(given.task))
                 base = await save_base(sandbox, snapshot=given.task.environment.snapshot)
                 url = await sandbox_stack.enter_async_context(self._gateway_url(sandbox))
+                if intercepted:
+                    await sandbox_stack.enter_async_context(self.interception.serve(self.gateway, sandbox, key))
                 plan = self._launch_plan(harness, given.task, sandbox, url, key)
                 for name, text in plan.files.items():
                     await sandbox.write(f"{sandbox.home}/{name}", text.encode(), 0o600)

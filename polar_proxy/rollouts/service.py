@@ -26,6 +26,7 @@ from polar_proxy.rollouts.admission import EngineMonitor, MemoryAdmission, Servi
 from polar_proxy.rollouts.attempt import AttemptRunner, ProgressReporter, RemoteScorer
 from polar_proxy.rollouts.harnesses import HarnessInstaller, PrebuiltImageCache, harness_label
 from polar_proxy.rollouts.infrastructure import UnsafeSandboxError
+from polar_proxy.rollouts.interception import SandboxInterception
 from polar_proxy.rollouts.pool import SandboxOpener, SandboxPool
 from polar_proxy.rollouts.stopping import get_group_policy
 from polar_proxy.rollouts.worker import Worker
@@ -67,8 +68,10 @@ class RolloutService:
         opener: SandboxOpener = open_sandbox,
         remote_scorer: RemoteScorer | None = None,
         code: AllowedCode = NO_CODE,
+        home: Path | None = None,
     ) -> None:
-        """`harnesses` is the folder of installed agents. `code` lists the Python objects that tasks and rollouts may
+        """`harnesses` is the folder of installed agents, `home` that of the certificate authority for agents whose
+        calls are intercepted. `code` lists the Python objects that tasks and rollouts may
         refer to by name. With `job_id` the service works only on that job. `remote_scorer` scores on another machine
         when scoring here would have to wait."""
         limits = limits or ServiceLimits()
@@ -104,6 +107,7 @@ class RolloutService:
             self._prebuilt,
             limits.sandboxes,
             self.self_tests,
+            SandboxInterception(home),
             code,
         )
         self.worker = Worker(
@@ -348,6 +352,7 @@ async def run_job(
         note=note,
         job_id="",
         code=settings.code() if code is None else code,
+        home=settings.home,
     ) as service:
         service.self_tests.start(choice.kind)
         try:

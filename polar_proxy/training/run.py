@@ -58,7 +58,10 @@ async def train_locally(
         async with make_engine(settings.engine) as engine, local_gateway(settings, engine, store) as gateway:
             report(f"engine: {engine.info.engine} {engine.info.version}, model {engine.info.model}")
             cache = settings.harness_cache
-            async with RolloutService(store, gateway, engine, cache, limits=limits, note=report, code=code) as service:
+            service = RolloutService(
+                store, gateway, engine, cache, limits=limits, note=report, code=code, home=settings.home
+            )
+            async with service:
                 return await GrpoTrainer(
                     run,
                     config,

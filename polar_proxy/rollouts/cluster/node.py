@@ -161,6 +161,7 @@ async def run_node(config: NodeConfig, remote_scorer: RemoteScorer | None = None
                 note=lambda line: log.info("%s", line),
                 remote_scorer=remote_scorer,
                 code=settings.code(),
+                home=settings.home,
             )
             await service.test_sandbox(settings.run.sandbox)
             async with service:
