@@ -96,7 +96,7 @@ class GatewayApp:
         if (intercepted := InterceptedRequest.of_scope(scope)) is not None:
             path_key = intercepted.key or path_key
             if (served := intercepted.route) is None:
-                await intercepted.answer(send, error_format(intercepted.path))
+                await intercepted.answer(asgi.read_headers(scope), send, error_format(intercepted.path))
                 return
             path = served
         if scope["type"] == "websocket":

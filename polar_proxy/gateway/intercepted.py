@@ -9,7 +9,9 @@ The table in `intercept/hosts.py` maps each path to a route of the gateway, answ
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import logging
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 import orjson
@@ -18,6 +20,8 @@ from polar_proxy.errors import RequestError
 from polar_proxy.gateway import asgi
 from polar_proxy.gateway.reply import send_error
 from polar_proxy.intercept.hosts import INTERCEPT_PREFIX, InterceptedPath, find_path
+
+log = logging.getLogger(__name__)
 
 
 class InterceptedRequest(NamedTuple):
@@ -57,10 +61,22 @@ class InterceptedRequest(NamedTuple):
         """The gateway's route for this request; None if `answer` answers it."""
         return None if self.found is None else self.found.to
 
-    async def answer(self, send: asgi.Send, form: asgi.ErrorFormat) -> None:
+    async def answer(self, headers: Mapping[str, str], send: asgi.Send, form: asgi.ErrorFormat) -> None:
         """Answer a request that is not mapped to a route: with the table's own answer, or with an error."""
         if self.found is not None and self.found.rule is not None:
-            await asgi.send_json(send, 200, orjson.dumps(self.found.rule.body))
+            await asgi.send_json(send, 200, orjson.dumps(_filled_in(self.found.rule.body, headers)))
             return
+        log.debug("an intercepted request for %s%s was refused", self.host, self.path)
         what = "no model host" if self.found is None else f"not served in place of {self.found.host.provider}"
         await send_error(send, RequestError(f"{self.host}{self.path} is {what} here.", status=404), form)
+
+
+def _filled_in(value: Any, headers: Mapping[str, str]) -> Any:
+    """Return an answer of the table with the request's headers in place of their names."""
+    if isinstance(value, dict):
+        return {name: _filled_in(inner, headers) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_filled_in(inner, headers) for inner in value]
+    if isinstance(value, str) and value.startswith("{"):
+        return headers.get(value[1:-1], "")
+    return value

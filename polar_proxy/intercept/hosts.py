@@ -28,7 +28,7 @@ class PathRule:
     call: bool = True
     """With `to`: a model call, which the passthrough engine sends to the provider and records."""
     body: Json | None = None
-    """Without `to`: the JSON object that answers them."""
+    """Without `to`: the JSON object that answers them. A text `{name}` stands for the request's header of that name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +65,23 @@ _GOOGLE_REGIONS = (
     *("europe-west4", "europe-west8", "europe-west9", "asia-east1", "asia-east2", "asia-northeast1"),
     *("asia-northeast3", "asia-south1", "asia-southeast1", "australia-southeast1", "me-central1"),
 )
+_CHATGPT_ACCOUNTS = {
+    "accounts": [
+        {
+            "id": "{chatgpt-account-id}",
+            "name": "Personal",
+            "structure": "personal",
+            "plan_type": "pro",
+            "can_access_with_session": True,
+            "is_deactivated": False,
+            "is_fedramp_compliant_workspace": False,
+            "workspace_backend_origin": "https://chatgpt.com",
+            "account_routing_override": "us",
+        }
+    ],
+    "default_account_id": "{chatgpt-account-id}",
+    "account_ordering": ["{chatgpt-account-id}"],
+}
 
 MODEL_HOSTS: tuple[ModelHost, ...] = (
     ModelHost(
@@ -82,6 +99,8 @@ MODEL_HOSTS: tuple[ModelHost, ...] = (
         (
             PathRule(r"/backend-api/codex/(responses(?:/compact)?)", r"/v1/\1"),
             PathRule(r"/backend-api/codex/(responses/.+)", r"/v1/\1", call=False),
+            # Without its workspace Codex makes no call.
+            PathRule(r"/backend-api/wham/accounts/check", body=_CHATGPT_ACCOUNTS),
             PathRule(r"/(?:backend-api/)?(?:ces/.*|codex/analytics-events/.*|o11y/.*)", body={}),  # telemetry
         ),
     ),
