@@ -134,6 +134,9 @@ class GatewaySettings(_Section):
     past_reasoning: Literal["keep", "strip"] = "keep"
     """Reasoning of earlier turns in continued prompts. `keep`: leave it as it was sampled. `strip`: if the model's chat
     template drops reasoning of earlier turns, let the engine render that request."""
+    prices: Path | None = None
+    """A file with the prices of hosted models, used in place of the one that Polar ships
+    (polar_proxy/assets/prices.toml)."""
     normalisers_off: frozenset[str] = frozenset()
     """Names of the normalisers (rules in polar_proxy/sessions/hashing.py for differences between messages that are
     ignored) to switch off."""
@@ -143,13 +146,16 @@ class EngineSettings(_Section):
     """The inference engine."""
 
     kind: str = "local"
-    """`local`, `vllm`, `llamacpp` (a llama-server), `openai`, or module:Class."""
+    """`local`, `vllm`, `llamacpp` (a llama-server), `openai` (or a compatible API), `anthropic`, `google`, or
+    module:Class."""
     url: str | None = None
-    """Where the engine listens (vllm, llamacpp, openai)."""
+    """Where the engine listens (not local). Default for openai, anthropic and google: the provider's own API."""
     model: str | None = None
     """local: a folder of weights, by default the bundled polar-tiny. Others: the name of the served model."""
     api_key: str | None = Field(None, repr=False)
-    """Key for the engine (not local). Best set as POLAR_ENGINE__API_KEY; Polar never writes it anywhere."""
+    """Key for the engine (not local). Best set as POLAR_ENGINE__API_KEY; Polar never writes it anywhere. Default for
+    openai, anthropic and google: the variable that the provider's own SDK reads (OPENAI_API_KEY, ANTHROPIC_API_KEY,
+    GEMINI_API_KEY or GOOGLE_API_KEY)."""
     model_folder: str | None = None
     """A folder with the model's configuration, tokenizer and chat template (vllm), if the server's own is on another
     machine. With a folder Polar renders conversations itself; without one it asks the server, several times a call."""
@@ -337,6 +343,20 @@ def local_url(host: str, port: int) -> str:
     if host in ("0.0.0.0", "::"):
         host = "127.0.0.1"
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+_PROVIDER_KEYS = {
+    "openai": ("OPENAI_API_KEY",),
+    "anthropic": ("ANTHROPIC_API_KEY",),
+    "google": ("GEMINI_API_KEY", "GOOGLE_API_KEY"),
+}
+
+
+def provider_key(engine: EngineSettings) -> str | None:
+    """Return the key for an engine: the setting, or the variable that the SDK of the provider reads."""
+    if engine.api_key is not None:
+        return engine.api_key
+    return next((key for name in _PROVIDER_KEYS.get(engine.kind, ()) if (key := os.environ.get(name))), None)
 
 
 def child_environment(added: Mapping[str, str], *, without: Collection[str] = ()) -> dict[str, str]:

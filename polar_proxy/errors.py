@@ -56,11 +56,15 @@ class RequestError(PolarError):
 
 
 class EngineError(PolarError):
-    """The engine failed, could not be reached, or cannot do what recording needs. The agent gets the HTTP `status`."""
+    """The engine failed, could not be reached, or cannot do what recording needs. The agent gets the HTTP `status`.
 
-    def __init__(self, message: str, *, status: int = 502) -> None:
+    `code` is a hosted provider's machine-readable code.
+    """
+
+    def __init__(self, message: str, *, status: int = 502, code: str | None = None) -> None:
         super().__init__(message)
         self.status = status
+        self.code = code
 
 
 class EngineDroppedError(EngineError):

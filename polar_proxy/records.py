@@ -26,7 +26,7 @@ _COMMAND_LENGTH = 120
 _CALL_FIELDS = (
     *("call_id", "session_id", "dialect", "path", "stream", "model", "weight_version", "logprob_mode"),
     *("status", "http_status", "error", "edge", "parent_call_id", "params", "sampling"),
-    *("started_at", "first_token_at", "ended_at", "cached_tokens"),
+    *("started_at", "first_token_at", "ended_at", "cached_tokens", "price_usd"),
 )
 
 
@@ -182,6 +182,7 @@ def _call_detail(call: CallRecord, texts: list[list[str]] | None, problem: str |
     return m.CallDetail(
         **{name: getattr(call, name) for name in _CALL_FIELDS},
         engine=None if engine is None else {**asdict(engine), "capabilities": sorted(engine.capabilities)},
+        usage=None if call.usage is None else m.CallUsage(**asdict(call.usage)),
         messages=[orjson.loads(message) for message in call.messages],
         tools=None if call.tools is None else orjson.loads(call.tools),
         conversation=conversation(call),

@@ -64,6 +64,16 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True)
+class ProviderTurn:
+    """An answer with its signatures in the provider's own form, in which the provider wants it back."""
+
+    provider: str
+    """anthropic or google."""
+    content: tuple[Json, ...]
+    """Content blocks (Anthropic) or parts (Google)."""
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
     """One message of a conversation.
 
@@ -76,6 +86,11 @@ class Message:
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
     name: str | None = None
+    cache_control: tuple[tuple[int, Json], ...] = field(default=(), compare=False, repr=False)
+    """(index of a content part, the client's mark to cache the prompt up to it). Only Anthropic's API reads such marks.
+    """
+    provider_turn: ProviderTurn | None = field(default=None, compare=False, repr=False)
+    """This answer as a hosted model wrote it. Not part of `to_openai`."""
 
     @property
     def has_images(self) -> bool:
@@ -137,6 +152,21 @@ SAMPLING_FIELDS = tuple(one.name for one in fields(Sampling))
 
 
 @dataclass(frozen=True, slots=True)
+class ClientOptions:
+    """What a client asked for beyond the conversation and its sampling. Only hosted models know such options."""
+
+    dialect: str
+    effort: str | None = None
+    """How much to reason: none, minimal, low, medium, high, xhigh or max."""
+    thinking_tokens: int | None = None
+    """Limit of reasoning tokens; 0 turns reasoning off, -1 leaves it to the model."""
+    show_reasoning: bool = False
+    """The client wants to read the reasoning."""
+    fields: Json = field(default_factory=dict)
+    """The other fields of the body that have no effect on open models, by name (`a.b` for a field of an object)."""
+
+
+@dataclass(frozen=True, slots=True)
 class ChatRequest:
     """A conversation to answer, in the form that is the same for all dialects."""
 
@@ -148,6 +178,9 @@ class ChatRequest:
     parallel_tool_calls: bool | None = None
     response_format: Json | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    tools_cache_control: Json | None = field(default=None, compare=False)
+    """The client's mark to cache the prompt up to the end of the tools (see `Message.cache_control`)."""
+    options: ClientOptions | None = field(default=None, compare=False)
     large: bool = field(default=False, compare=False)
     """True if the request is so large that work on the whole of it runs in an `OffloadThread`."""
 
@@ -184,6 +217,30 @@ class TopLogprob:
 
 
 @dataclass(frozen=True, slots=True)
+class Usage:
+    """The tokens of one call as the provider counts them. None: the provider does not report this count."""
+
+    input_tokens: int
+    """All tokens of the prompt, including those read from the provider's cache or written to it."""
+    output_tokens: int
+    """All sampled tokens, including those of the reasoning."""
+    cached_tokens: int | None = None
+    """The part of `input_tokens` that was read from the provider's cache."""
+    cache_write_tokens: int | None = None
+    """The part of `input_tokens` that was written to the provider's cache."""
+    cache_write_1h_tokens: int | None = None
+    """The part of `cache_write_tokens` that is kept for an hour, which costs more."""
+    reasoning_tokens: int | None = None
+    """The part of `output_tokens` that is reasoning."""
+    model: str | None = None
+    """The model that answered, as the provider names it: its price counts."""
+    service_tier: str | None = None
+    """The provider's service tier; None for the standard one. Other tiers have other prices."""
+    estimated: bool = False
+    """Polar counted the tokens, because the provider did not report them."""
+
+
+@dataclass(frozen=True, slots=True)
 class SampleEvent:
     """One step of an engine's answer.
 
@@ -211,8 +268,10 @@ class SampleEvent:
     """The policy version that sampled these ids, if the engine reports it with every event."""
     versions: tuple[tuple[int, str], ...] = ()
     """The value for `Choice.versions`, from engines that report versions only at the end, with the `finish_reason`."""
-    usage: tuple[int, int] | None = None
-    """(prompt tokens, completion tokens); comes with the last event, from engines that report no token ids."""
+    usage: Usage | None = None
+    """Comes from engines that report no token ids. The last one of an answer counts."""
+    provider_turn: ProviderTurn | None = None
+    """The choice as the provider wrote it, if it holds signatures. Comes with the `finish_reason`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +286,8 @@ class EngineInfo:
     logprob_mode: LogprobMode
     capabilities: frozenset[str]
     """Any of: token_ids, logprobs, tools, json_schema, tool_choice_required, token_prompt, score, images, continue (a
-    chat request is sampled from exact ids and its answer parsed as usual), weight_versions (reported per event)."""
+    chat request is sampled from exact ids and its answer parsed as usual), weight_versions (reported per event), hosted
+    (a provider's model, whose own sampling defaults hold), signed_answers (the provider wants its signatures back)."""
     eos_token_ids: tuple[int, ...] = ()
     precision: str | None = None
     """Number format of its computations, such as float32 or "bfloat16, fp8 weights"; None if it does not report it."""
@@ -247,6 +307,8 @@ class Choice:
     call's `weight_version` holds for all tokens."""
     reasoning_tokens: int | None = None
     """Number of tokens up to the end of the reasoning, if that is known."""
+    provider_turn: ProviderTurn | None = None
+    """The answer in the form in which its provider wants it back, if it holds signatures."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,6 +363,10 @@ class CallRecord:
     ended_at: float
     """Seconds since the epoch."""
     cached_tokens: int | None = None
+    usage: Usage | None = None
+    """The provider's own count; None if the engine reports token ids."""
+    price_usd: float | None = None
+    """What the provider charges for the call, in US dollars, by the price file (`prices.py`); None if unknown."""
     rule: str | None = None
     """Name of the rule that decided the edge; None for a root to which no rule applies."""
     ambiguous: bool = False
@@ -320,6 +386,20 @@ class CallRecord:
     """When its client deleted the response, in seconds since the epoch. The call stays, and is trained on."""
     conversation: ConversationTurn | None = None
     """What its commit adds to a conversation; None in a record that is read back."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Number of prompt tokens; by the provider's count if there are no ids."""
+        if self.usage is not None:
+            return self.usage.input_tokens
+        return 0 if self.prompt_ids is None else int(self.prompt_ids.size)
+
+    @property
+    def completion_tokens(self) -> int:
+        """Number of sampled tokens; by the provider's count if there are no ids."""
+        if self.usage is not None:
+            return self.usage.output_tokens
+        return sum(int(choice.token_ids.size) for choice in self.choices)
 
 
 @dataclass(frozen=True, slots=True)

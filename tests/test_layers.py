@@ -17,7 +17,7 @@ SOURCES = sorted(path for name in PACKAGES for path in (ROOT / name).rglob("*.py
 
 LAYERS = [
     {"types", "errors", "terminal", "temporary", "offload", "memory", "documented"},
-    {"rollout_spec", "sequences", "allowed_code", "clean_git"},
+    {"rollout_spec", "sequences", "allowed_code", "clean_git", "prices"},
     {"config", "api_models"},
     {"webhooks", "intercept"},
     {"dialects", "engines", "store", "rewards", "client"},

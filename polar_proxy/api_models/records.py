@@ -29,9 +29,11 @@ class SessionFields(ApiResponseModel):
     failed_calls: int
     """Number of calls that failed: their status is `client_gone` or `upstream_error`."""
     prompt_tokens: int
-    """Sum of prompt tokens over all calls."""
+    """Sum of prompt tokens over all calls; of hosted calls as the provider counts them."""
     completion_tokens: int
     """Sum of sampled tokens over all calls."""
+    price_usd: float | None
+    """Sum of the known prices of its calls in US dollars; null if none is known."""
     last_call_at: float | None
     """When its last call ended."""
     reward: float | None = None
@@ -85,6 +87,12 @@ class SessionCall(ApiResponseModel):
     """Number of sampled tokens."""
     cached_tokens: int | None
     """Prompt tokens that the engine had in its cache."""
+    input_tokens: int | None
+    """Prompt tokens of a hosted call as the provider counts them."""
+    output_tokens: int | None
+    """Sampled tokens of a hosted call as the provider counts them."""
+    price_usd: float | None
+    """Price of a hosted call in US dollars; null if it is unknown."""
     weight_version: str | None
     """Policy version of the weights that sampled."""
     started_at: float
@@ -148,6 +156,29 @@ class CallChoice(ApiResponseModel):
     """The text of each token, if it was asked for and can be decoded."""
 
 
+class CallUsage(ApiResponseModel):
+    """The tokens of a hosted call as the provider counts them; null where it does not report a count."""
+
+    input_tokens: int
+    """All prompt tokens, those read from the provider's cache or written to it included."""
+    output_tokens: int
+    """All sampled tokens, those of the reasoning included."""
+    cached_tokens: int | None
+    """Prompt tokens read from the provider's cache."""
+    cache_write_tokens: int | None
+    """Prompt tokens written to the provider's cache."""
+    cache_write_1h_tokens: int | None
+    """Those of them that are kept for an hour."""
+    reasoning_tokens: int | None
+    """Sampled tokens of the reasoning."""
+    model: str | None
+    """The model that answered, as the provider names it."""
+    service_tier: str | None
+    """The provider's service tier; null for the standard one."""
+    estimated: bool
+    """True if Polar counted the tokens, because the provider did not report them."""
+
+
 class CallDetail(ApiResponseModel):
     """A call with its conversation and tokens."""
 
@@ -192,6 +223,10 @@ class CallDetail(ApiResponseModel):
     """When the answer ended."""
     cached_tokens: int | None
     """Prompt tokens that the engine had in its cache."""
+    usage: CallUsage | None
+    """The provider's count; null if the engine reports token ids."""
+    price_usd: float | None
+    """Price in US dollars; null if it is unknown or the call is not a hosted one."""
     messages: list[Any]
     """The messages in the agent's own format."""
     tools: Any

@@ -182,6 +182,8 @@ class Rollout(ApiResponseModel):
     """Sum of prompt tokens over all calls."""
     completion_tokens: int
     """Sum of sampled tokens over all calls."""
+    price_usd: float | None
+    """Sum of the known prices of its calls in US dollars; null if none is known."""
     trained_tokens: int
     """Number of tokens with loss mask 1 in the rollout's traces."""
     created_at: float

@@ -41,10 +41,14 @@ ServerUrl = Annotated[
     typer.Option("--url", help="Server to point the agent at (or POLAR_URL). Default: this machine's."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")]
-Engine = Annotated[str | None, typer.Option("--engine", help="local, vllm, llamacpp, openai, or module:Class.")]
-EngineUrl = Annotated[str | None, typer.Option("--engine-url", help="URL of the engine (vllm, llamacpp, openai).")]
+Engine = Annotated[
+    str | None, typer.Option("--engine", help="local, vllm, llamacpp, openai, anthropic, google, or module:Class.")
+]
+EngineUrl = Annotated[
+    str | None, typer.Option("--engine-url", help="URL of the engine; by default a provider's own API.")
+]
 Model = Annotated[
-    str | None, typer.Option("--model", help="local: a folder of weights; vllm, openai: name of the served model.")
+    str | None, typer.Option("--model", help="local: a folder of weights; others: name of the served model.")
 ]
 PromptMode = Annotated[
     str | None,

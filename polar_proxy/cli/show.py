@@ -16,11 +16,19 @@ from polar_proxy.terminal import message_lines
 from polar_proxy.types import Json
 
 if TYPE_CHECKING:
-    from polar_proxy.api_models import CallChoice, CallDetail, Record, RolloutRecord, SessionDetail, SessionList
+    from polar_proxy.api_models import (
+        CallChoice,
+        CallDetail,
+        CallUsage,
+        Record,
+        RolloutRecord,
+        SessionDetail,
+        SessionList,
+    )
     from polar_proxy.config import Settings
     from polar_proxy.store import Store
 
-_NUMBERS = ("calls", "failed", "prompt", "sampled", "s")
+_NUMBERS = ("calls", "failed", "prompt", "sampled", "USD", "s")
 
 
 def sessions(
@@ -38,7 +46,7 @@ def sessions(
 
     found = read_store_or_server(url, db, read, lambda client: client.sessions(limit=limit))
     columns = (
-        *("session", "label", "opened", "calls", "failed", "prompt", "sampled"),
+        *("session", "label", "opened", "calls", "failed", "prompt", "sampled", "USD"),
         *("last call", "incomplete", "rollout"),
     )
     cells = (
@@ -50,6 +58,7 @@ def sessions(
             row.failed_calls,
             row.prompt_tokens,
             row.completion_tokens,
+            format_price(row.price_usd),
             format_time(row.last_call_at),
             row.incomplete,
             row.rollout_id,
@@ -110,14 +119,16 @@ def _print_rollout(rollout: RolloutRecord) -> None:
 
 def _print_session(session: SessionDetail) -> None:
     reward = "" if session.reward is None else f"  reward {session.reward:g}"
-    out.print(styled("session {}{}{}", session.session_id, f"  {session.label}" if session.label else "", reward))
+    price = "" if session.price_usd is None else f"  {format_price(session.price_usd)} USD"
+    label = f"  {session.label}" if session.label else ""
+    out.print(styled("session {}{}{}{}", session.session_id, label, reward, price))
     rows = (
         (
             call.call_id,
             call.edge,
             call.status,
-            call.prompt_tokens or "-",
-            call.completion_tokens,
+            call.prompt_tokens or call.input_tokens or "-",
+            call.completion_tokens or call.output_tokens or 0,
             f"{call.ended_at - call.started_at:.2f}",
             call.finish_reason,
             call.said[:60],
@@ -139,6 +150,10 @@ def _print_call(call: CallDetail, tokens: bool) -> None:
     say = partial(out.print, soft_wrap=True)  # recorded texts keep their own line breaks
     say(styled("[bold]{}[/]  {}  {} {}", call.call_id, call.status, call.dialect, call.path))
     say(f"session {call.session_id}  edge {call.edge}  parent {call.parent_call_id or '-'}")
+    if call.usage is not None:
+        say(_usage_line(call.usage, call.price_usd))
+    if not_carried := call.sampling.get("not_carried"):
+        say(styled("[yellow]not carried to the provider: {}[/]", ", ".join(not_carried)))
     if call.error:
         say(Text(message_lines(call.error), "yellow"))
     if problem := call.conversation.get("unparsed"):
@@ -160,6 +175,23 @@ def _print_call(call: CallDetail, tokens: bool) -> None:
             say(_token_lines(choice))
     if call.texts_problem:
         say(Text(message_lines(f"The tokens are shown without their texts. {call.texts_problem}"), "yellow"))
+
+
+def format_price(price: float | None) -> str:
+    return "-" if price is None else f"{price:.4f}"
+
+
+def _usage_line(usage: CallUsage, price: float | None) -> str:
+    parts = (
+        ("from the cache", usage.cached_tokens),
+        ("to the cache", usage.cache_write_tokens),
+        ("of reasoning", usage.reasoning_tokens),
+    )
+    details = [f"{count} {what}" for what, count in parts if count]
+    counted = "estimated: " if usage.estimated else ""
+    cost = "price unknown" if price is None else f"{format_price(price)} USD"
+    tokens = f"{counted}{usage.input_tokens} prompt tokens, {usage.output_tokens} sampled"
+    return f"{usage.model or 'provider'}  {', '.join([tokens, *details])}  {cost}"
 
 
 def _token_lines(choice: CallChoice) -> str:

@@ -288,7 +288,8 @@ def export(
         str,
         typer.Option(
             "--format",
-            help="jsonl, chat-jsonl, tokens-jsonl; for other trainers: trl, verl, slime, nemo-rl, tinker.",
+            help="jsonl, chat-jsonl, preference-jsonl, tokens-jsonl; for other trainers: trl, verl, slime, nemo-rl, "
+            "tinker.",
         ),
     ] = "jsonl",
     where: options.Where = None,

@@ -16,13 +16,16 @@ import orjson
 from polar_proxy.errors import RequestError
 from polar_proxy.types import (
     ChatRequest,
+    ClientOptions,
     ConversationItem,
     EngineRequest,
     Json,
     Message,
+    ProviderTurn,
     SampleEvent,
     ToolCall,
     TopLogprob,
+    Usage,
 )
 
 
@@ -55,6 +58,7 @@ class AnswerChoice(AssistantDraft):
     top: list[tuple[TopLogprob, ...]] = field(default_factory=list)
     finish_reason: str | None = None
     stop_sequence: str | None = None
+    provider_turn: ProviderTurn | None = None
     versions: list[tuple[int, str]] = field(default_factory=list)
     """(position of the first token, policy version) of each run of tokens that were sampled under one version."""
     reasoning_tokens: int | None = None
@@ -90,6 +94,7 @@ class AnswerChoice(AssistantDraft):
         if event.finish_reason is not None:
             self.finish_reason = event.finish_reason
             self.stop_sequence = event.stop_sequence
+            self.provider_turn = event.provider_turn
         if event.versions:
             self.versions = list(event.versions)
 
@@ -102,8 +107,8 @@ class Answer:
     cached_tokens: int | None = None
     choices: dict[int, AnswerChoice] = field(default_factory=dict)
     """The choices by their index."""
-    usage: tuple[int, int] | None = None
-    """(prompt tokens, completion tokens); used only if the engine reports no token ids."""
+    usage: Usage | None = None
+    """The provider's own count; used only if the engine reports no token ids."""
     ended_at: float | None = None
     """When it ended, in seconds since the epoch."""
 
@@ -114,6 +119,7 @@ class Answer:
             self.cached_tokens = event.cached_tokens
         if event.usage is not None:
             self.usage = event.usage
+            self.cached_tokens = event.usage.cached_tokens
         choice = self.choices.get(event.index)
         if choice is None:
             choice = self.choices[event.index] = AnswerChoice()
@@ -135,18 +141,24 @@ class Answer:
     @property
     def prompt_tokens(self) -> int:
         if self.prompt_ids is None and self.usage is not None:
-            return self.usage[0]
+            return self.usage.input_tokens
         return len(self.prompt_ids or ())
+
+    @property
+    def cache_write_tokens(self) -> int | None:
+        return None if self.usage is None else self.usage.cache_write_tokens
 
     @property
     def reasoning_tokens(self) -> int:
         """Number of reasoning tokens; a choice counts as 0 if the end of its reasoning is unknown."""
+        if self.usage is not None and self.usage.reasoning_tokens is not None:
+            return self.usage.reasoning_tokens
         return sum(choice.reasoning_tokens or 0 for choice in self.choices.values())
 
     @property
     def completion_tokens(self) -> int:
         sampled = sum(len(choice.token_ids) for choice in self.choices.values())
-        return self.usage[1] if self.usage is not None and not sampled else sampled
+        return self.usage.output_tokens if self.usage is not None and not sampled else sampled
 
 
 @dataclass
@@ -272,6 +284,10 @@ class Dialect(ABC):
     @abstractmethod
     def message_fields(self, stored: list[Json]) -> Json:
         """Return the fields of a body that hold these stored messages."""
+
+    @abstractmethod
+    def client_options(self, params: Json) -> ClientOptions:
+        """Return what a body asks for that only hosted models know. `params`: its fields as stored."""
 
     @abstractmethod
     def error_body(self, error: RequestError, request_id: str) -> bytes:

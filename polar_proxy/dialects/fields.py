@@ -119,6 +119,12 @@ def optional_string(item: Json, key: str) -> str | None:
     return value if isinstance(value, str) else None
 
 
+def other_fields(params: Json, known: type[BaseModel], *read: str) -> Json:
+    """Return the fields of a body that are neither null, nor in the model `known`, nor in `read`."""
+    names = {field.alias or name for name, field in known.model_fields.items()}
+    return {key: value for key, value in params.items() if value is not None and key not in names and key not in read}
+
+
 def function_tool(name: str, description: object, parameters: Json | None) -> Json:
     """Return the definition of a function tool in the form of OpenAI's Chat Completions API."""
     function: Json = {"name": name}

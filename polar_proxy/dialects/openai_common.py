@@ -187,6 +187,9 @@ def _usage(answers: list[Answer]) -> Json:
     cached = [answer.cached_tokens for answer in answers if answer.cached_tokens is not None]
     if cached:
         out["prompt_tokens_details"] = {"cached_tokens": sum(cached)}
+    written = [answer.cache_write_tokens for answer in answers if answer.cache_write_tokens is not None]
+    if written:
+        out["prompt_tokens_details"] = {**out.get("prompt_tokens_details", {}), "cache_write_tokens": sum(written)}
     return out
 
 

@@ -12,10 +12,10 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from polar_proxy.dialects.base import Answer, AnswerChoice, ParsedRequest
-from polar_proxy.dialects.fields import Integer, invalid, unsupported
+from polar_proxy.dialects.fields import Integer, invalid, other_fields, unsupported
 from polar_proxy.dialects.openai_common import OpenAIDialect, OpenAIEncoder, StreamFields, make_choice
 from polar_proxy.dialects.wire import storable_params, to_json
-from polar_proxy.types import Json, SampleEvent, TextRequest
+from polar_proxy.types import ClientOptions, Json, SampleEvent, TextRequest
 
 _MAX_PROMPTS = 128
 
@@ -55,6 +55,9 @@ class OpenAICompletions(OpenAIDialect):
     def message_fields(self, stored: list[Json]) -> Json:
         (prompt,) = stored
         return {"prompt": prompt}
+
+    def client_options(self, params: Json) -> ClientOptions:
+        return ClientOptions(self.name, fields=other_fields(params, CompletionsFields))
 
 
 def _parse_prompts(value: Any) -> list[str | tuple[int, ...]]:

@@ -83,6 +83,10 @@ class Engine(ABC):
             raise CannotContinueError(f"the engine {self.info.engine} cannot sample a conversation from exact ids.")
         return ExactPrompt(token_ids)
 
+    def not_carried(self, request: EngineRequest) -> tuple[str, ...]:
+        """Return the names of what a request asks for and the engine cannot hand to its provider. It is recorded."""
+        return ()
+
     async def constrains(self, request: EngineRequest) -> bool:
         """Return whether the engine, not the request, constrains the answer by a grammar.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from pathlib import Path
 
-from polar_proxy.config import EngineSettings
+from polar_proxy.config import EngineSettings, provider_key
 from polar_proxy.engines.base import Engine
 from polar_proxy.engines.bundled import MAX_ANSWER_TOKENS, POLAR_TINY_NAME, is_bundled
 from polar_proxy.errors import UsageError
@@ -37,16 +37,28 @@ def make_engine(settings: EngineSettings) -> Engine:
 
         url = _url(settings, "http://127.0.0.1:8080")
         return LlamaCppEngine(url, model=settings.model, api_key=settings.api_key)
-    if settings.kind == "openai":
-        from polar_proxy.engines.openai import OpenAIEngine
-
-        url = _url(settings, "https://api.example.com/v1")
-        return OpenAIEngine(url, model=settings.model, api_key=settings.api_key)
+    if settings.kind in ("openai", "anthropic", "google"):
+        return _hosted(settings)
     if settings.kind == "scripted":
         from polar_proxy.engines.scripted import ScriptedEngine
 
         return ScriptedEngine()
     return _by_name(settings.kind)
+
+
+def _hosted(settings: EngineSettings) -> Engine:
+    from polar_proxy.engines.hosted.anthropic import ANTHROPIC_URL, AnthropicEngine
+    from polar_proxy.engines.hosted.google import GOOGLE_URL, GoogleEngine
+    from polar_proxy.engines.hosted.openai import OPENAI_URL, OpenAIEngine
+
+    key = provider_key(settings)
+    if settings.kind == "openai":
+        return OpenAIEngine(settings.url or OPENAI_URL, model=settings.model, api_key=key)
+    if settings.model is None:
+        raise UsageError(f"--engine {settings.kind} needs --model, the name of one of the provider's models.")
+    if settings.kind == "anthropic":
+        return AnthropicEngine(settings.url or ANTHROPIC_URL, model=settings.model, api_key=key)
+    return GoogleEngine(settings.url or GOOGLE_URL, model=settings.model, api_key=key)
 
 
 def _url(settings: EngineSettings, example: str) -> str:
@@ -58,7 +70,7 @@ def _url(settings: EngineSettings, example: str) -> str:
 def _local(settings: EngineSettings) -> Engine:
     if settings.url:
         raise UsageError(
-            "--engine-url is for --engine vllm, llamacpp or openai; the local engine runs in this process."
+            "--engine-url is for the other engines (vllm, openai, ...); the local engine runs in this process."
         )
     path = POLAR_TINY if is_bundled(settings) else Path(str(settings.model)).expanduser()
     if not (path / "config.json").is_file():
@@ -77,7 +89,8 @@ def _by_name(kind: str) -> Engine:
     module_name, separator, class_name = kind.partition(":")
     if not separator:
         raise UsageError(
-            f"There is no engine {kind!r}: choose local, vllm, llamacpp, openai, scripted, or module:Class."
+            f"There is no engine {kind!r}: choose local, vllm, llamacpp, openai, anthropic, google, scripted, or "
+            "module:Class."
         )
     try:
         engine = getattr(importlib.import_module(module_name), class_name)()

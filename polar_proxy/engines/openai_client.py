@@ -9,15 +9,15 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import abstractmethod
-from collections.abc import AsyncGenerator, Sequence
-from types import TracebackType
-from typing import Any, Self
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType, TracebackType
+from typing import Any, Protocol, Self
 
 import orjson
 
 from polar_proxy.engines.base import Engine
 from polar_proxy.engines.http_client import HttpClient, HttpResponse, NoResponseError, NotSentError
-from polar_proxy.engines.openai_stream import ChunkDecoder, SseDecoder, api_error, parse_json
+from polar_proxy.engines.openai_stream import SseDecoder, api_error, parse_json
 from polar_proxy.errors import EngineDroppedError, EngineError, PolarError, RequestError
 from polar_proxy.offload import OffloadThread
 from polar_proxy.types import EngineInfo, Json, Message, SampleEvent, Sampling
@@ -31,13 +31,36 @@ RETRY_WITHIN_SECONDS = 1.0
 FINISH_SECONDS = 1.0
 
 
+class AnswerDecoder(Protocol):
+    """Turns the JSON objects of one answer into events."""
+
+    def feed(self, chunks: Iterable[Json]) -> list[SampleEvent]:
+        """Return the events that these objects complete. Raises EngineError or RequestError for an error object."""
+
+    def end(self) -> list[SampleEvent]:
+        """Return the last events. Raises EngineError if the answer is not complete."""
+
+
+ErrorReader = Callable[[Any, int, str], PolarError]
+"""Returns the typed error for the body of a failed response, its status and the server's name."""
+
+
 class OpenAIClient:
     """Connections to one server. Every error it raises is an `EngineError` or a `RequestError`."""
 
-    def __init__(self, url: str, api_key: str | None = None, *, keep_alive: bool = True) -> None:
-        """`url` is the server's root, with or without `/v1`; `api_key` is sent as a bearer token.
+    def __init__(
+        self,
+        url: str,
+        api_key: str | None = None,
+        *,
+        keep_alive: bool = True,
+        auth: tuple[str, str] = ("authorization", "Bearer "),
+        headers: Mapping[str, str] = MappingProxyType({}),
+        read_error: ErrorReader = api_error,
+    ) -> None:
+        """`url` is the server's root, with or without `/v1`; `api_key` is sent in the header `auth`, after its prefix.
 
-        `keep_alive=False` opens a connection for each request."""
+        `keep_alive=False` opens a connection for each request. `headers` are sent with every request."""
         if not url.startswith(("http://", "https://")):
             raise RequestError(f"The engine's URL must begin with http:// or https://, got {url!r}.")
         self.url = url.rstrip("/").removesuffix("/v1")
@@ -46,13 +69,15 @@ class OpenAIClient:
         """Whether the engine is entered and not left yet. Requests are sent only then."""
         self.name = f"The engine at {self.url}"
         """Name of the server in error messages."""
-        headers = {"content-type": "application/json", "accept": "*/*", "user-agent": "polar-proxy"}
+        self._key = api_key
+        self._read_error = read_error
+        sent = {"content-type": "application/json", "accept": "*/*", "user-agent": "polar-proxy", **headers}
         if not keep_alive:
-            headers["connection"] = "close"
+            sent["connection"] = "close"
         if api_key:
-            headers["authorization"] = f"Bearer {api_key}"
+            sent[auth[0]] = auth[1] + api_key
         try:
-            self._http = HttpClient(self.url, headers, connect_seconds=CONNECT_SECONDS, keep_seconds=KEEPALIVE_SECONDS)
+            self._http = HttpClient(self.url, sent, connect_seconds=CONNECT_SECONDS, keep_seconds=KEEPALIVE_SECONDS)
         except ValueError as error:
             raise RequestError(f"The engine's URL or its key cannot be used: {error}.") from error
 
@@ -106,7 +131,7 @@ class OpenAIClient:
         return parse_json(await self.read(response), self.url)
 
     async def events(
-        self, response: HttpResponse, decoder: ChunkDecoder, *, stream: bool
+        self, response: HttpResponse, decoder: AnswerDecoder, *, stream: bool
     ) -> AsyncGenerator[list[SampleEvent], None]:
         """Yield the events of an answer as they arrive. Closing it before the end makes the server stop generating."""
         try:
@@ -156,12 +181,14 @@ class OpenAIClient:
     async def failure(self, response: HttpResponse) -> PolarError:
         """Read the body of a response with a status other than 200, and return the typed error for it."""
         raw = await self.read(response)
+        if self._key:  # some servers quote the key, and the agent must not read it
+            raw = raw.replace(self._key.encode(), b"[secret removed]")
         try:
             body = orjson.loads(raw)
         except orjson.JSONDecodeError:
             body = raw.decode(errors="replace")[:300]
-        error = api_error(body, response.status, self.name)
-        error.retry_after = response.headers.get("retry-after")
+        error = self._read_error(body, response.status, self.name)
+        error.retry_after = response.headers.get("retry-after") or error.retry_after
         return error
 
     async def _read_some(self, response: HttpResponse) -> bytes:

@@ -24,7 +24,7 @@ from typing import Any
 import orjson
 
 from polar_proxy.errors import EngineError, PolarError, RequestError
-from polar_proxy.types import Json, SampleEvent, Sampling, ToolDelta, TopLogprob
+from polar_proxy.types import Json, SampleEvent, Sampling, ToolDelta, TopLogprob, Usage
 
 MISSING_BELOW = -9000.0
 """vLLM floors log-probabilities at -9999.0; no float32 softmax over real logits gives such a small value."""
@@ -69,7 +69,7 @@ class ChunkDecoder:
         self._started = False
         self._held: dict[int, _PendingEvent] = {}
         self._cached: int | None = None
-        self._usage: tuple[int, int] | None = None
+        self._usage: Usage | None = None
 
     def feed(self, chunks: Iterable[Json]) -> list[SampleEvent]:
         """Return the events that these chunks complete. Raises EngineError or RequestError for an error chunk."""
@@ -97,7 +97,7 @@ class ChunkDecoder:
             if self._prompt is None and not self._started:
                 self._find_prompt(chunk, choices or ())
             if usage := chunk.get("usage"):
-                self._add_usage(usage)
+                self._add_usage(usage, chunk)
             if not choices:
                 if "error" in chunk:
                     raise self._error(chunk)
@@ -139,12 +139,11 @@ class ChunkDecoder:
         status = code if isinstance(code, int) and not (self._started and code < 500) else 500
         return api_error(chunk, status, self._name)
 
-    def _add_usage(self, usage: Json) -> None:
+    def _add_usage(self, usage: Json, chunk: Json) -> None:
         if details := usage.get("prompt_tokens_details"):
             self._cached = details.get("cached_tokens")
-        counts = usage.get("prompt_tokens"), usage.get("completion_tokens")
-        if isinstance(counts[0], int) and isinstance(counts[1], int):
-            self._usage = counts[0], counts[1]
+        if not self._expect_ids:
+            self._usage = openai_usage(usage, chunk)
 
     def _find_prompt(self, chunk: Json, choices: Sequence[Json]) -> None:
         """Find the prompt's ids. Chat answers have them at the top level, completions in each choice."""
@@ -229,6 +228,24 @@ class ChunkDecoder:
                 usage=self._usage if last and not self._expect_ids else None,
             )
         )
+
+
+def openai_usage(usage: Json, answer: Json) -> Usage | None:
+    """Return the token counts of a chat or completions answer; None if it has no whole numbers."""
+    prompt, sampled = usage.get("prompt_tokens"), usage.get("completion_tokens")
+    if not isinstance(prompt, int) or not isinstance(sampled, int):
+        return None
+    details = usage.get("prompt_tokens_details") or {}
+    tier = answer.get("service_tier")
+    return Usage(
+        input_tokens=prompt,
+        output_tokens=sampled,
+        cached_tokens=details.get("cached_tokens"),
+        cache_write_tokens=details.get("cache_write_tokens"),
+        reasoning_tokens=(usage.get("completion_tokens_details") or {}).get("reasoning_tokens"),
+        model=answer.get("model"),
+        service_tier=None if tier in (None, "auto", "default") else str(tier),
+    )
 
 
 def version_runs(spans: Sequence[Json]) -> tuple[tuple[int, str], ...]:

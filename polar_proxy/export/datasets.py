@@ -1,7 +1,8 @@
 """The dataset formats: each a pure function from one rollout's (or session's) calls and traces to rows.
 
 jsonl         one line for each rollout: its reward, and the request and answers of each call; no tokens
-chat-jsonl    one line for each trace: the conversation in OpenAI form with its tools, for SFT on text
+chat-jsonl    one line for each trace, and for each conversation of a hosted model: the messages in OpenAI form with
+              its tools, for SFT on text
 tokens-jsonl  one line for each trace: ids, mask, log-probabilities and certificate (`traces/rows.py`)
 
 Messages and tools are those that the engine received, converted from the agent's dialect to OpenAI's form. A call that
@@ -11,7 +12,7 @@ cannot be converted is written raw, with the reason in `unparsed`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import orjson
@@ -19,6 +20,7 @@ import orjson
 from polar_proxy.dialects import parse_recorded
 from polar_proxy.dialects.base import ParsedRequest
 from polar_proxy.errors import RequestError
+from polar_proxy.export.text_conversations import text_conversations
 from polar_proxy.traces.rows import SCHEMA, trace_identity, write_row
 from polar_proxy.types import CallRecord, Json, TextRequest, Trace
 
@@ -59,8 +61,10 @@ def jsonl(session: SessionExport) -> Iterator[Json]:
                     {"message": choice.message.to_openai(), "finish_reason": choice.finish_reason}
                     for choice in call.choices
                 ],
-                "prompt_tokens": 0 if call.prompt_ids is None else len(call.prompt_ids),
-                "completion_tokens": sum(len(choice.token_ids) for choice in call.choices),
+                "prompt_tokens": call.prompt_tokens,
+                "completion_tokens": call.completion_tokens,
+                "usage": None if call.usage is None else asdict(call.usage),
+                "price_usd": call.price_usd,
             }
             for call in session.calls
         ),
@@ -70,7 +74,10 @@ def jsonl(session: SessionExport) -> Iterator[Json]:
 
 
 def chat_jsonl(session: SessionExport) -> Iterator[Json]:
-    """Yield a row for each trace: the conversation of its last call, and the answer that ends the trace."""
+    """Yield a row for each trace: the conversation of its last call, and the answer that ends the trace.
+
+    Then yield a row for each conversation that was recorded as text; it has no trace, and no grade.
+    """
     calls = {call.call_id: call for call in session.calls}
     reader = ConversationReader()
     for trace in session.traces:
@@ -82,6 +89,15 @@ def chat_jsonl(session: SessionExport) -> Iterator[Json]:
         if row["tools"] is None:
             del row["tools"]
         yield {**row, **trace_identity(trace, session.rollout)}
+    for conversation in text_conversations(session.calls, session.excluded):
+        call = conversation.last
+        row = reader.read(call)
+        row["messages"].append(call.choices[0].message.to_openai())
+        if row["tools"] is None:
+            del row["tools"]
+        identity = {"schema": SCHEMA, **session.rollout, "trace_id": None, "grade": None, "call_id": call.call_id}
+        prices = [one.price_usd for one in conversation.calls]
+        yield {**row, **identity, "price_usd": None if None in prices else sum(filter(None, prices))}
 
 
 def tokens_jsonl(session: SessionExport) -> Iterator[Json]:

@@ -15,7 +15,9 @@ from typing import Any
 from polar_proxy.errors import UsageError
 from polar_proxy.export.datasets import DATASET_FORMATS, SessionExport
 from polar_proxy.export.formats import TRAINER_FORMATS, RecordConverter, with_advantages
+from polar_proxy.export.preferences import PreferencePairs
 from polar_proxy.export.reasons import explain
+from polar_proxy.export.text_conversations import text_conversations
 from polar_proxy.store import FINAL_STATUSES, RolloutRow, Store, json_codec
 from polar_proxy.store.rescores import RESCORED_BUILDER
 from polar_proxy.store.traces import SessionTraces
@@ -26,6 +28,7 @@ from polar_proxy.training.advantages import ADVANTAGES
 from polar_proxy.types import CallRecord, Json, Trace
 
 Convert = Callable[[list[Json]], list[Json]]
+PREFERENCES = "preference-jsonl"
 _PAGE = 500
 _ROLLOUT_FIELDS = (
     "rollout_id",
@@ -93,8 +96,11 @@ async def export_lines(
     A session is read and converted inside `turn`, so that several exports have one session in memory at a time. It
     must be a context manager that can be entered again.
     """
-    _require_known(form, builder, (*DATASET_FORMATS, *TRAINER_FORMATS))
+    _require_known(form, builder, (*DATASET_FORMATS, PREFERENCES, *TRAINER_FORMATS))
     convert: Convert = list
+    pairs = PreferencePairs()
+    if form == PREFERENCES:
+        form, convert = "chat-jsonl", pairs.add
     records: RecordConverter | None = None
     if form in TRAINER_FORMATS:
         rewards = await _rewards_by_group(store, advantage, builder)
@@ -112,6 +118,10 @@ async def export_lines(
         for line in lines:
             yield line
         report.rows += len(lines)
+    for pair in pairs.pairs():
+        yield json_codec.dumps_object(pair) + b"\n"
+        report.rows += 1
+    report.left_out.update(pairs.left_out)
     if records is not None:
         report.left_out.update(records.left_out)
     if not report.rows:
@@ -260,8 +270,12 @@ def _trainable(traces: Sequence[Trace], all_grades: bool, report: ExportReport) 
 def _counted_lines(
     session: SessionExport, form: str, all_grades: bool, report: ExportReport, convert: Convert
 ) -> list[bytes]:
-    """Return a session's rows, and count in `report` the calls that are in none of its traces."""
-    report.left_out.update(session.excluded.values())
+    """Return a session's rows, and count in `report` the calls that are in none of them."""
+    as_text: set[str] = set()
+    if form == "chat-jsonl":
+        conversations = text_conversations(session.calls, session.excluded)
+        as_text = {call.call_id for conversation in conversations for call in conversation.calls}
+    report.left_out.update(reason for call_id, reason in session.excluded.items() if call_id not in as_text)
     placed = {call_id for trace in session.traces for call_id in trace.call_ids} | set(session.excluded)
     # The traces of a rollout are built when it ends.
     if unplaced := sum(call.call_id not in placed for call in session.calls):

@@ -46,6 +46,7 @@ ROWS: Mapping[str, str] = {
     "choose tokens-jsonl",
     "no_reward": "traces of rollouts without a reward: this trainer's format needs one (`polar reward`)",
     "no_advantage": "traces without an advantage, because their rollout or its whole group has no reward",
+    "no_spread": "groups whose conversations all have the same reward, so that none is preferred",
     "masked": "traces of rollouts that count in the baseline but are not trained",
     "group_size": "traces of groups of another size than the trainer's",
     "several_traces": "traces of rollouts with several traces: this trainer's format holds one sequence for each "

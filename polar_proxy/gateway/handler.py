@@ -38,18 +38,20 @@ from polar_proxy.gateway.health import StoreMonitor
 from polar_proxy.gateway.in_flight import InFlightCalls
 from polar_proxy.gateway.limits import BodyBudget
 from polar_proxy.gateway.metrics import GatewayMetrics
+from polar_proxy.gateway.provider_turns import ProviderTurns
 from polar_proxy.gateway.recording import CallOutcome, CallRecorder, PendingCall, RequestContext, apply_policy
 from polar_proxy.gateway.reply import BackgroundReply, Reply, send_error, send_stream
 from polar_proxy.gateway.request_reader import RequestReader
 from polar_proxy.gateway.retries import ResponseBuffer, RetryCache
 from polar_proxy.gateway.stored_responses import StoredCalls
 from polar_proxy.offload import OffloadThread
+from polar_proxy.prices import PriceTable
 from polar_proxy.sessions.continuation import PromptBuilder
 from polar_proxy.sessions.identity import key_of_request, key_without_api_key, read_client_metadata
 from polar_proxy.sessions.registry import SessionClosedError, SessionRegistry
 from polar_proxy.sessions.state import SessionState
 from polar_proxy.store import Store
-from polar_proxy.types import CallRecord, EngineRequest, new_id
+from polar_proxy.types import CallRecord, ChatRequest, EngineRequest, new_id
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +84,8 @@ class RequestHandler:
         self.bodies = BodyBudget(settings.limits.bodies_mb << 20)
         self._thread = OffloadThread("polar-large-requests")
         self._prompts = PromptBuilder(engine, self._read_call, settings, self._thread)
-        self.recorder = CallRecorder(engine, store, monitor, sessions, metrics, in_flight)
+        self.recorder = CallRecorder(engine, store, monitor, sessions, metrics, in_flight, PriceTable(settings.prices))
+        self._provider_turns = ProviderTurns(engine, store, monitor, settings.cache_mb << 20)
         self.retries = RetryCache(settings)
         self.failed_requests = FailedRequests(engine, self._prompts)
         self.background = BackgroundCalls()
@@ -187,6 +190,7 @@ class RequestHandler:
             if isinstance(reply, BackgroundReply):
                 receive = await self.background.begin(calls[0].call_id, session, reply, buffer)
             outcome = await self._sample(request, calls, reply, buffer, receive)
+            self._provider_turns.remember(session.session_id, calls)
             if outcome.engine_failed and session.record_required and not session.ended:
                 self.failed_requests.keep(session, calls)
             unrecorded = await _run_to_end(self.recorder.commit(request, calls, outcome, seen=reply.started))
@@ -233,11 +237,15 @@ class RequestHandler:
 
     def _as_sampled(self, request: RequestContext, engine_request: EngineRequest) -> EngineRequest:
         """Return the request as it is sampled: with the session's policy, and a model if the client named none."""
-        return replace(
-            apply_policy(engine_request, request.session.policy),
+        hosted = "hosted" in self._engine.info.capabilities
+        sampled = replace(
+            apply_policy(engine_request, request.session.policy, hosted=hosted),
             model=engine_request.model or self._engine.info.model,
             large=request.large,
         )
+        if hosted and isinstance(sampled, ChatRequest):
+            return replace(sampled, options=request.dialect.client_options(request.parsed.params))
+        return sampled
 
     async def _sample(
         self,
@@ -303,6 +311,8 @@ class RequestHandler:
         async with EngineWait(self._timeouts) as wait:
             call.plan = await self._prompts.build(call.request, call.lineage.base, request.session)
             call.version = await self._engine.weight_version()
+            call.request = await self._provider_turns.attach(request.session.session_id, call.request)
+            call.not_carried = self._engine.not_carried(call.request)
             # The limit needs to see where the first call ends.
             stream = request.parsed.stream or call.limit is not None
             events = self._engine.sample(call.request, stream=stream, prompt=call.plan.prompt)

@@ -52,6 +52,7 @@ class GatewayMetrics:
         self.prompt_tokens = counter("polar_prompt_tokens", "Prompt tokens of all calls.")
         self.cached_tokens = counter("polar_cached_tokens", "Prompt tokens that were in the engine's prefix cache.")
         self.completion_tokens = counter("polar_completion_tokens", "Sampled tokens.")
+        self.price = counter("polar_price_usd", "Known prices of hosted calls in US dollars.")
         self.in_flight = gauge("polar_calls_in_flight", "Calls being answered now.")
         self.busy = BusyClock()
         help_text = "Seconds in which at least one call was in the engine, since the start."
@@ -67,9 +68,10 @@ class GatewayMetrics:
         if calls is None:  # looking up a label costs as much as the rest of this function
             calls = self._calls_by_outcome[outcome] = self.calls.labels(*outcome)
         calls.inc()
-        self.prompt_tokens.inc(0 if record.prompt_ids is None else len(record.prompt_ids))
+        self.prompt_tokens.inc(record.prompt_tokens)
         self.cached_tokens.inc(record.cached_tokens or 0)
-        self.completion_tokens.inc(sum(len(choice.token_ids) for choice in record.choices))
+        self.completion_tokens.inc(record.completion_tokens)
+        self.price.inc(record.price_usd or 0.0)
         if record.first_token_at is not None:
             self.first_token.observe(record.first_token_at - record.started_at)
         self.duration.observe(record.ended_at - record.started_at)

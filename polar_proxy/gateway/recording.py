@@ -20,6 +20,7 @@ from polar_proxy.errors import EngineError, RequestError, StoreError
 from polar_proxy.gateway.health import StoreMonitor
 from polar_proxy.gateway.in_flight import InFlightCalls
 from polar_proxy.gateway.metrics import GatewayMetrics
+from polar_proxy.prices import PriceTable
 from polar_proxy.sessions.continuation import PromptPlan
 from polar_proxy.sessions.identity import ClientMetadata
 from polar_proxy.sessions.lineage import Lineage
@@ -93,6 +94,8 @@ class PendingCall:
     limit: OneCallLimit | None = None
     """Ends an answer after its first tool call; None unless the request allows only one tool call."""
     first_token_at: float | None = None
+    not_carried: tuple[str, ...] = ()
+    """What the request asks for and the engine's provider cannot be given (`Engine.not_carried`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +127,7 @@ class CallRecorder:
         sessions: SessionRegistry,
         metrics: GatewayMetrics,
         in_flight: InFlightCalls | None,
+        prices: PriceTable,
     ) -> None:
         self._engine = engine
         self._store = store
@@ -131,6 +135,7 @@ class CallRecorder:
         self._sessions = sessions
         self._metrics = metrics
         self._in_flight = in_flight
+        self._prices = prices
         self.observers: list[CallObserver] = []
 
     async def commit(
@@ -151,7 +156,8 @@ class CallRecorder:
             fingerprint = session.record_answer(call.lineage, answers, outcome.status, now=ended_at)
             version_range = weight_version_of(call.answer, call.version, version or call.version)
             call.answer.ended_at = ended_at
-            record = make_record(request, call, outcome, ended_at, self._engine.info, version_range, fingerprint)
+            price = self._prices.price(call.answer.usage)
+            record = make_record(request, call, outcome, ended_at, self._engine.info, version_range, fingerprint, price)
             session.remember_tokens(record, call.plan.config, call.lineage.base)
             self._metrics.count(record)
             _log_call(record)
@@ -229,6 +235,7 @@ def make_record(
     engine: EngineInfo,
     weight_version: str | None,
     fingerprint: Json,
+    price_usd: float | None = None,
 ) -> CallRecord:
     """Return the record of a call. Status `ok` becomes `no_tokens` if token ids or log-probabilities are missing."""
     answer, lineage, plan = call.answer, call.lineage, call.plan
@@ -241,6 +248,7 @@ def make_record(
             logprobs=np.array(choice.logprobs, dtype=np.float32),
             versions=_version_runs(choice, weight_version),
             reasoning_tokens=choice.reasoning_tokens,
+            provider_turn=choice.provider_turn,
         )
         for index, choice in answer.in_order
     )
@@ -268,13 +276,16 @@ def make_record(
         params=request.parsed.params,
         sampling=recorded_sampling(call.request, engine, plan.past_reasoning)
         | ({"constrained": True} if plan.constrained else {})
-        | ({"hidden_call": True} if call.limit is not None and call.limit.hides_tokens else {}),
+        | ({"hidden_call": True} if call.limit is not None and call.limit.hides_tokens else {})
+        | ({"not_carried": list(call.not_carried)} if call.not_carried else {}),
         prompt_ids=None if answer.prompt_ids is None else to_token_ids(answer.prompt_ids),
         choices=choices,
         started_at=request.started_at,
         first_token_at=call.first_token_at,
         ended_at=ended_at,
         cached_tokens=answer.cached_tokens,
+        usage=answer.usage,
+        price_usd=price_usd,
         rule=lineage.rule,
         ambiguous=lineage.ambiguous,
         thread=lineage.thread,
@@ -340,14 +351,16 @@ _REPLACED = (
 )
 
 
-def apply_policy(request: EngineRequest, policy: Json) -> EngineRequest:
-    """Return the request with the session's sampling policy applied and every default written out.
+def apply_policy(request: EngineRequest, policy: Json, *, hosted: bool = False) -> EngineRequest:
+    """Return the request with the session's sampling policy applied and, unless the model is hosted, every default
+    written out.
 
     `policy` may hold the parameters in `_REPLACED`; each replaces the client's value. It may also hold max_tokens,
     which limits the client's value, and replaces it if the client gave none.
     """
     sampling = request.sampling
-    changes: Json = {name: value for name, value in _DEFAULTS.items() if getattr(sampling, name) is None}
+    defaults = {} if hosted else _DEFAULTS
+    changes: Json = {name: value for name, value in defaults.items() if getattr(sampling, name) is None}
     changes |= {name: policy[name] for name in _REPLACED if name in policy}
     limit = policy.get("max_tokens")
     if limit is not None:

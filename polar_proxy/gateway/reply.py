@@ -24,7 +24,7 @@ async def send_error(
 ) -> None:
     """Send an error as the whole response. `call_id`: the id of the call that failed."""
     if isinstance(error, EngineError):
-        failure, error = error, RequestError(str(error), status=error.status, code="engine_error")
+        failure, error = error, RequestError(str(error), status=error.status, code=error.code or "engine_error")
         error.retry_after = failure.retry_after
     own, body = asgi.error_response(error, form, request_id=call_id)
     await send({"type": "http.response.start", "status": error.status, "headers": [*headers, *own]})

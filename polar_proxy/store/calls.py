@@ -19,7 +19,7 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 
-from sqlalchemy import Connection, and_, delete, func, insert, or_, select, update
+from sqlalchemy import Connection, and_, delete, exists, func, insert, or_, select, update
 
 from polar_proxy.errors import StoreError
 from polar_proxy.store import schema
@@ -65,6 +65,10 @@ class CallSummary:
     prompt_tokens: int | None
     completion_tokens: int
     cached_tokens: int | None
+    input_tokens: int | None
+    output_tokens: int | None
+    """The provider's counts of a hosted call (`Usage`)."""
+    price_usd: float | None
     weight_version: str | None
     started_at: float
     first_token_at: float | None
@@ -112,6 +116,14 @@ class CallRepository(Repository):
         """Return the calls with these ids that the session has, ordered by start. Shared messages are read once."""
         async with self._database.reading() as connection:
             loader = await fetch(connection, and_(_c.session_id == session_id, _c.call_id.in_(list(call_ids))))
+        return await asyncio.to_thread(loader.records)
+
+    async def with_provider_turns(self, session_id: str) -> list[CallRecord]:
+        """Return the calls of a session that have an answer with signatures of its provider, ordered by start."""
+        signed = schema.completions.alias("signed")  # its own name, because `fetch` reads the same table
+        has_turn = exists().where(signed.c.call_id == _c.call_id, signed.c.provider_turn.is_not(None))
+        async with self._database.reading() as connection:
+            loader = await fetch(connection, and_(_c.session_id == session_id, has_turn))
         return await asyncio.to_thread(loader.records)
 
     async def message_bytes(self, session_id: str, call_ids: Collection[str]) -> int:

@@ -23,6 +23,7 @@ _NUMBERS: dict[str, ColumnElement[Any]] = {
     "calls": func.coalesce(sessions.c.calls, 0),
     "prompt_tokens": func.coalesce(sessions.c.prompt_tokens, 0),
     "completion_tokens": func.coalesce(sessions.c.completion_tokens, 0),
+    "price_usd": sessions.c.price_usd,
     "created_at": rollouts.c.created_at,
 }
 _TEXTS: dict[str, ColumnElement[Any]] = {

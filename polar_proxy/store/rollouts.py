@@ -82,6 +82,8 @@ class RolloutRow:
     calls: int
     prompt_tokens: int
     completion_tokens: int
+    price_usd: float | None
+    """Sum of the known prices of its session's calls in US dollars; None if none is known."""
     traces: int
     trained_tokens: int
 
@@ -336,6 +338,7 @@ def _select_rollouts(builder: str) -> Select[Any]:
         RolloutRow,
         schema.rollouts,
         **{name: func.coalesce(_s[name], 0) for name in ("calls", "prompt_tokens", "completion_tokens")},
+        price_usd=_s.price_usd,
         traces=select(func.count()).select_from(schema.traces).where(of_rollout).scalar_subquery(),
         trained_tokens=trained_tokens.scalar_subquery(),
     )

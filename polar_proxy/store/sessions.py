@@ -59,6 +59,8 @@ class SessionSummary:
     """Calls without a complete answer (`FAILED`)."""
     prompt_tokens: int
     completion_tokens: int
+    price_usd: float | None
+    """Sum of the known prices of its calls in US dollars; None if none is known."""
     last_call_at: float | None
     reward: float | None
     """The newest reward of a session without a rollout."""

@@ -15,7 +15,7 @@ import pytest
 
 from polar_proxy.cli.traces import NO_ROWS
 from polar_proxy.config import GatewaySettings
-from polar_proxy.engines.openai import OpenAIEngine
+from polar_proxy.engines.hosted.openai import OpenAIEngine
 from polar_proxy.engines.scripted import ScriptedEngine, decode
 from polar_proxy.gateway import Gateway
 from polar_proxy.store import open_store

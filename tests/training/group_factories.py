@@ -47,6 +47,7 @@ def rollout(
         calls=1,
         prompt_tokens=1,
         completion_tokens=1,
+        price_usd=None,
         traces=1,
         trained_tokens=1,
     )

@@ -7,7 +7,7 @@
   a tool that a server ran lies inside the assistant's turn, and becomes a `tool` message in the middle of the turn.
 * A message with the role `system` keeps its place.
 * Content that is a single text becomes a string, whether it came as a string or as a block: Claude Code alternates
-  between the two. `cache_control`, citations and other marks that no model reads are dropped.
+  between the two. Citations and other marks that no model reads are dropped; `cache_control` is kept apart.
 * A tool error is marked in its text by the prefix `Error: `, unless the text begins with it already.
 * An image or a file becomes OpenAI's content part, which the engine accepts or refuses. Unknown blocks are shown to
   the model as JSON. Everything that the API itself renders is kept.
@@ -16,6 +16,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -106,9 +107,9 @@ class _BlockReader:
                 results.append(self._result(block, path))
             else:
                 rest.append((block, path))
-        parts = self._parts(rest)
+        parts, marks = self._marked_parts(rest)
         if parts or not results:
-            results.append(Message(role, as_content(parts)))
+            results.append(Message(role, as_content(parts), cache_control=marks))
         return results
 
     def assistant(self, blocks: list[Json]) -> list[Message]:
@@ -129,7 +130,8 @@ class _BlockReader:
             else:
                 draft.text += [_as_text(part) for part in self._parts([(block, path)])]
         if not draft.empty or not messages:
-            messages.append(draft.message)
+            mark = _cache_mark(blocks[-1]) if blocks else None
+            messages.append(replace(draft.message, cache_control=() if mark is None else ((0, mark),)))
         return messages
 
     def _result(self, block: Json, path: str) -> Message:
@@ -140,10 +142,28 @@ class _BlockReader:
         parts = self._nested(content, f"{path}.content")
         if block.get("is_error"):
             parts = _marked_as_error(parts)
-        return Message("tool", as_content(parts), tool_call_id=string_field(block, "tool_use_id", path))
+        mark = _cache_mark(block)
+        return Message(
+            "tool",
+            as_content(parts),
+            tool_call_id=string_field(block, "tool_use_id", path),
+            cache_control=() if mark is None else ((max(0, len(parts) - 1), mark),),
+        )
 
     def _nested(self, content: Any, path: str) -> list[Json]:
         return self._parts(_rendered(_content_blocks(content, path), path))
+
+    def _marked_parts(self, blocks: list[tuple[Json, str]]) -> tuple[list[Json], tuple[tuple[int, Json], ...]]:
+        """Return the parts of blocks, and the marks to cache with the index of the part that each ends."""
+        if not any("cache_control" in block for block, _ in blocks):
+            return self._parts(blocks), ()
+        parts: list[Json] = []
+        marks: list[tuple[int, Json]] = []
+        for block, path in blocks:
+            parts += self._parts([(block, path)])
+            if (mark := _cache_mark(block)) is not None and parts:
+                marks.append((len(parts) - 1, mark))
+        return parts, tuple(marks)
 
     def _parts(self, blocks: list[tuple[Json, str]]) -> list[Json]:
         """Return blocks as OpenAI content parts. Consecutive tool references become one list of definitions."""
@@ -213,6 +233,11 @@ _BLOCK_READERS: dict[str, Callable[[_BlockReader, Json, str], list[Json]]] = {
 def _rendered(blocks: list[Json], path: str) -> list[tuple[Json, str]]:
     """Return the blocks that Anthropic's API would show to the model, each with its path."""
     return [(block, f"{path}[{number}]") for number, block in enumerate(blocks) if block["type"] not in _NOT_RENDERED]
+
+
+def _cache_mark(block: Json) -> Json | None:
+    mark = block.get("cache_control")
+    return mark if isinstance(mark, dict) else None
 
 
 def _thinking(block: Json) -> str:

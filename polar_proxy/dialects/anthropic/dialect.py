@@ -19,10 +19,20 @@ from polar_proxy.dialects.anthropic.content import parse_messages, parse_system
 from polar_proxy.dialects.anthropic.encoder import AnthropicEncoder, error_object
 from polar_proxy.dialects.anthropic.tools import AnthropicTools, parse_tool_choice, parse_tools
 from polar_proxy.dialects.base import Dialect, ParsedRequest
-from polar_proxy.dialects.fields import Integer, Probability, RequestFields, Strings, Temperature, TopK, invalid
+from polar_proxy.dialects.fields import (
+    Integer,
+    Probability,
+    RequestFields,
+    Strings,
+    Temperature,
+    TopK,
+    invalid,
+    optional_string,
+    other_fields,
+)
 from polar_proxy.dialects.wire import storable_params, to_json
 from polar_proxy.errors import RequestError
-from polar_proxy.types import ChatRequest, Json, Sampling
+from polar_proxy.types import ChatRequest, ClientOptions, Json, Sampling
 
 _THINKING = ("enabled", "adaptive")
 """Types of `thinking` with which a client requests thinking blocks."""
@@ -97,6 +107,21 @@ class AnthropicMessages(Dialect):
             return {"system": stored[0]["content"], "messages": stored[1:]}
         return {"messages": stored}
 
+    def client_options(self, params: Json) -> ClientOptions:
+        thinking, output = params.get("thinking") or {}, params.get("output_config") or {}
+        kind, budget = thinking.get("type"), thinking.get("budget_tokens")
+        tokens = {"disabled": 0, "enabled": budget if isinstance(budget, int) else -1, "adaptive": -1}.get(str(kind))
+        return ClientOptions(
+            self.name,
+            effort=optional_string(output, "effort"),
+            thinking_tokens=tokens,
+            show_reasoning=kind in _THINKING and thinking.get("display") != "omitted",
+            fields={
+                **other_fields(params, MessagesFields, "output_format"),
+                **({"thinking": thinking} if thinking and tokens is None else {}),  # a type that is not translated
+            },
+        )
+
     def error_body(self, error: RequestError, request_id: str) -> bytes:
         return orjson.dumps(error_object(str(error), error.status, request_id, error.code))
 
@@ -121,8 +146,14 @@ def _parse_prompt(fields: PromptFields) -> tuple[ChatRequest, AnthropicTools]:
         tool_choice=tool_choice,
         parallel_tool_calls=parallel,
         template_kwargs=_template_kwargs(fields.thinking),
+        tools_cache_control=_last_cache_mark(fields.tools),
     )
     return request, tools
+
+
+def _last_cache_mark(tools: list[Any]) -> Json | None:
+    marks = [tool["cache_control"] for tool in tools if isinstance(tool, dict) and tool.get("cache_control")]
+    return marks[-1] if marks and isinstance(marks[-1], dict) else None
 
 
 def _stored_messages(fields: PromptFields) -> tuple[bytes, ...]:

@@ -211,11 +211,12 @@ def _is_complete(arguments: str) -> bool:
 
 
 def _usage(answer: Answer) -> Json:
-    """Return the token counts. Anthropic's `input_tokens` does not count tokens that were read from a cache."""
+    """Return the token counts. Anthropic's `input_tokens` leaves out what was read from a cache or written to it."""
     cached = min(answer.cached_tokens or 0, answer.prompt_tokens)
+    written = min(answer.cache_write_tokens or 0, answer.prompt_tokens - cached)
     return {
-        "input_tokens": answer.prompt_tokens - cached,
-        "cache_creation_input_tokens": 0,
+        "input_tokens": answer.prompt_tokens - cached - written,
+        "cache_creation_input_tokens": written,
         "cache_read_input_tokens": cached,
         "output_tokens": answer.completion_tokens,
     }
@@ -291,6 +292,8 @@ def error_object(message: str, status: int, request_id: str, code: str | None = 
 
 def _context_message(message: str) -> str:
     """Return an engine's context-length error in the words that Anthropic's clients recognise."""
+    if message.startswith(("prompt is too long", "input length and `max_tokens` exceed")):
+        return message  # Anthropic's own
     limit, prompt, output = (_number(pattern, message) for pattern in (_CONTEXT, _INPUT, _OUTPUT))
     if limit is not None and prompt is not None:
         if output and prompt < limit:

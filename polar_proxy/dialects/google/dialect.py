@@ -17,19 +17,20 @@ from urllib.parse import parse_qs
 import orjson
 
 from polar_proxy.dialects.base import Dialect, ParsedRequest
-from polar_proxy.dialects.fields import invalid, missing, unsupported
+from polar_proxy.dialects.fields import invalid, missing, other_fields, unsupported
 from polar_proxy.dialects.google.contents import parse_contents, parse_system
 from polar_proxy.dialects.google.encoder import GoogleEncoder, google_error
 from polar_proxy.dialects.google.schema import (
     CountTokensRequest,
     GenerateContentRequest,
     GenerationConfig,
+    ThinkingConfig,
     camel_case,
 )
 from polar_proxy.dialects.google.tools import json_schema, parse_tool_choice, parse_tools
 from polar_proxy.dialects.wire import storable_params, to_json
 from polar_proxy.errors import RequestError
-from polar_proxy.types import ChatRequest, Json, Sampling
+from polar_proxy.types import ChatRequest, ClientOptions, Json, Sampling
 
 _ROUTE = re.compile(
     r"(?:/v1(?:alpha|beta)?[0-9]*)?"  # /v1, /v1beta, /v1alpha, Vertex's /v1beta1; or nothing
@@ -92,8 +93,24 @@ class GoogleGenerateContent(Dialect):
             return {**stored[0], "contents": stored[1:]}
         return {"contents": stored}
 
+    def client_options(self, params: Json) -> ClientOptions:
+        body = {camel_case(key): value for key, value in params.items() if value is not None}
+        config = {camel_case(key): value for key, value in (body.get(_CONFIG) or {}).items() if value is not None}
+        thinking = {camel_case(key): value for key, value in (config.get("thinkingConfig") or {}).items()}
+        level = thinking.get("thinkingLevel")
+        return ClientOptions(
+            self.name,
+            effort=level.lower() if isinstance(level, str) else None,
+            thinking_tokens=ThinkingConfig.read(thinking).thinking_budget,
+            show_reasoning=bool(thinking.get("includeThoughts")),
+            fields={
+                **other_fields(body, GenerateContentRequest),
+                **{f"{_CONFIG}.{key}": value for key, value in other_fields(config, GenerationConfig).items()},
+            },
+        )
+
     def error_body(self, error: RequestError, request_id: str) -> bytes:
-        return orjson.dumps(google_error(str(error), error.status, error.param))
+        return orjson.dumps(google_error(str(error), error.status, error.param, error.retry_after))
 
     def parse_count(self, body: Json) -> ChatRequest:
         inner = CountTokensRequest.read(body).generate_content_request

@@ -250,7 +250,7 @@ def _usage(answers: list[Answer]) -> Json:
     return usage
 
 
-def google_error(message: str, status: int, param: str | None = None) -> Json:
+def google_error(message: str, status: int, param: str | None = None, retry_after: str | None = None) -> Json:
     """Return the body of an error, a google.rpc.Status. Source: https://cloud.google.com/apis/design/errors
 
     A BadRequest detail names the wrong field. 429 and 503 carry a RetryInfo, because Gemini CLI reads the delay there
@@ -266,7 +266,9 @@ def google_error(message: str, status: int, param: str | None = None) -> Json:
             {"@type": _TYPE + "ErrorInfo", "reason": "API_KEY_INVALID", "domain": "googleapis.com", "metadata": {}}
         ]
     elif status in (429, 503):
-        error["details"] = [{"@type": _TYPE + "RetryInfo", "retryDelay": "1s"}]
+        # The header may be a date; the delay is seconds.
+        seconds = retry_after if retry_after is not None and retry_after.isdecimal() else "1"
+        error["details"] = [{"@type": _TYPE + "RetryInfo", "retryDelay": f"{seconds}s"}]
     elif param is not None:
         violation = {"field": param, "description": message}
         error["details"] = [{"@type": _TYPE + "BadRequest", "fieldViolations": [violation]}]

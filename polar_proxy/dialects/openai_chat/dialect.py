@@ -15,13 +15,13 @@ import orjson
 from pydantic import Field
 
 from polar_proxy.dialects.base import ParsedRequest
-from polar_proxy.dialects.fields import Integer, invalid, invalid_type, optional_string
+from polar_proxy.dialects.fields import Integer, invalid, invalid_type, optional_string, other_fields
 from polar_proxy.dialects.openai_chat.encoder import ChatEncoder
 from polar_proxy.dialects.openai_chat.tools import legacy_call_id, parse_calls, parse_tools
 from polar_proxy.dialects.openai_common import OpenAIDialect, StreamFields
 from polar_proxy.dialects.wire import storable_params, to_json
 from polar_proxy.errors import RequestError
-from polar_proxy.types import ChatRequest, Json, Message
+from polar_proxy.types import ChatRequest, ClientOptions, Json, Message
 
 _ROLES = {"system", "developer", "user", "assistant", "tool", "function"}
 
@@ -86,6 +86,13 @@ class OpenAIChat(OpenAIDialect):
 
     def message_fields(self, stored: list[Json]) -> Json:
         return {"messages": stored}
+
+    def client_options(self, params: Json) -> ClientOptions:
+        return ClientOptions(
+            self.name,
+            effort=optional_string(params, "reasoning_effort"),
+            fields=other_fields(params, ChatFields, "reasoning_effort"),
+        )
 
 
 def _parse_messages(raw: list[Any], previous: ParsedRequest | None) -> tuple[tuple[Message, ...], tuple[bytes, ...]]:

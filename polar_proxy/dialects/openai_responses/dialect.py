@@ -27,7 +27,16 @@ import orjson
 from pydantic import Field
 
 from polar_proxy.dialects.base import Answer, ParsedRequest, ReferencedCall
-from polar_proxy.dialects.fields import Integer, Strings, invalid, invalid_type, missing, unsupported
+from polar_proxy.dialects.fields import (
+    Integer,
+    Strings,
+    invalid,
+    invalid_type,
+    missing,
+    optional_string,
+    other_fields,
+    unsupported,
+)
 from polar_proxy.dialects.openai_common import OpenAIDialect, SamplingFields, choice_mode
 from polar_proxy.dialects.openai_responses.encoder import ResponsesEncoder
 from polar_proxy.dialects.openai_responses.input import collect_tools, input_items, to_messages
@@ -39,7 +48,7 @@ from polar_proxy.dialects.openai_responses.references import (
 )
 from polar_proxy.dialects.openai_responses.tools import Toolbox
 from polar_proxy.dialects.wire import storable_params, to_json
-from polar_proxy.types import ChatRequest, ConversationItem, Json
+from polar_proxy.types import ChatRequest, ClientOptions, ConversationItem, Json
 
 _LOGPROBS = "message.output_text.logprobs"
 _ECHOED = (
@@ -47,6 +56,10 @@ _ECHOED = (
     *("prompt_cache_key", "safety_identifier", "top_logprobs", "user"),
 )
 """Fields of the request that every response object repeats unchanged."""
+_PROVIDER_FIELDS = (
+    *("max_tool_calls", "metadata", "prompt_cache_key", "safety_identifier", "service_tier", "truncation", "user"),
+)
+"""Fields of `ResponsesFields` that are only repeated in the response."""
 
 
 class ResponsesFields(SamplingFields):
@@ -107,6 +120,20 @@ class OpenAIResponses(OpenAIDialect):
         if stored and stored[0].get("type") == "instructions" and stored[0].get("content"):
             return {"instructions": stored[0]["content"], "input": stored[1:]}
         return {"input": stored}
+
+    def client_options(self, params: Json) -> ClientOptions:
+        reasoning, text = params.get("reasoning") or {}, params.get("text") or {}
+        nested = {"text.verbosity": text.get("verbosity")}
+        provider = {name: params.get(name) for name in _PROVIDER_FIELDS}
+        return ClientOptions(
+            self.name,
+            effort=optional_string(reasoning, "effort"),
+            show_reasoning=bool(reasoning.get("summary")),
+            fields={
+                **other_fields(params, ResponsesFields),
+                **{key: value for key, value in {**provider, **nested}.items() if value is not None},
+            },
+        )
 
     def referenced_calls(self, body: Json) -> set[str]:
         return referenced_calls(body)

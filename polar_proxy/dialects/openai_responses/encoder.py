@@ -382,9 +382,12 @@ def usage_object(answer: Answer) -> Json | None:
         return None
     return {
         "input_tokens": answer.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": answer.cached_tokens or 0, "cache_write_tokens": 0},
+        "input_tokens_details": {
+            "cached_tokens": answer.cached_tokens or 0,
+            "cache_write_tokens": answer.cache_write_tokens or 0,
+        },
         "output_tokens": answer.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": answer.first.reasoning_tokens or 0},
+        "output_tokens_details": {"reasoning_tokens": answer.reasoning_tokens},
         "total_tokens": answer.prompt_tokens + answer.completion_tokens,
     }
 

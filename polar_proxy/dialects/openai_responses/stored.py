@@ -65,7 +65,7 @@ def recorded_answer(call: CallRecord) -> Answer:
         for choice in call.choices
     }
     prompt_ids = None if call.prompt_ids is None else call.prompt_ids.tolist()
-    return Answer(prompt_ids, call.cached_tokens, choices, ended_at=call.ended_at)
+    return Answer(prompt_ids, call.cached_tokens, choices, call.usage, call.ended_at)
 
 
 def listed_input(call: CallRecord) -> list[Json]:

@@ -15,12 +15,13 @@ from polar_proxy.errors import StoreError
 from polar_proxy.store import json_codec
 from polar_proxy.store.encoding.cells import CONTEXT, CellCodec, TokenPrefix, bytes_before
 from polar_proxy.store.encoding.chains import NodeKind
-from polar_proxy.store.encoding.serializer import SAME_COLUMNS
+from polar_proxy.store.encoding.serializer import SAME_COLUMNS, USAGE_COLUMNS
 from polar_proxy.store.schema import calls, completions, engines, nodes, settings
-from polar_proxy.types import CallRecord, Choice, EngineInfo, Json, Message, TokenIds
+from polar_proxy.types import CallRecord, Choice, EngineInfo, Json, Message, ProviderTurn, TokenIds, Usage
 
 _c = calls.c
 _UNPACKED = ("engine_hash", "params_hash", "sampling_hash", "prompt_node", "prompt_tail", "prompt_tokens")
+_USAGE = tuple(USAGE_COLUMNS.values())
 _TEXT = ("fingerprint", "message_count", "messages_node", "tools_node", "completion_tokens")
 _COPIED = tuple(name for name in SAME_COLUMNS if name not in _TEXT)
 
@@ -30,12 +31,12 @@ async def fetch(connection: AsyncConnection, where: ColumnElement[bool], *, text
 
     Without `text` the records have tokens, but no messages, tools or fingerprint, and their answers are empty.
     """
-    names = (*_COPIED, *_UNPACKED, *(_TEXT if text else ()))
+    names = (*_COPIED, *_UNPACKED, *_USAGE, *(_TEXT if text else ()))
     query = select(*(_c[name] for name in names)).where(where).order_by(_c.started_at, _c.call_id)
     call_rows = (await connection.execute(query)).all()
     if not call_rows:
         return CallLoader(())
-    answer_columns = [column for column in completions.c if text or column.name != "message"]
+    answer_columns = [column for column in completions.c if text or column.name not in ("message", "provider_turn")]
     answer_query = (
         select(*answer_columns)
         .join(calls, _c.call_id == completions.c.call_id)
@@ -130,6 +131,7 @@ class CallLoader:
             **dict(zip(_COPIED, row, strict=False)),
             engine=None if row.engine_hash is None else self._engine(row.engine_hash),
             fingerprint=fingerprint,
+            usage=_usage(row),
             messages=messages,
             tools=tools,
             params=self._shared_value(row.params_hash),
@@ -139,9 +141,11 @@ class CallLoader:
         )
 
     def _choice(self, answer: Any, prompt: TokenPrefix, before: bytes) -> Choice:
+        message = self._codec.unpack_bytes(answer.message, before) if self._text else None
         return Choice(
             index=answer.choice_index,
-            message=self._message(answer.message, before) if self._text else Message("assistant"),
+            message=Message("assistant") if message is None else Message.from_openai(json_codec.loads(message)),
+            provider_turn=None if message is None else self._provider_turn(answer.provider_turn, message),
             finish_reason=answer.finish_reason,
             token_ids=self._codec.unpack_ids(answer.token_ids, prompt),
             logprobs=self._codec.unpack_logprobs(answer.logprobs),
@@ -149,8 +153,11 @@ class CallLoader:
             reasoning_tokens=answer.reasoning_tokens,
         )
 
-    def _message(self, cell: bytes, before: bytes) -> Message:
-        return Message.from_openai(json_codec.loads(self._codec.unpack_bytes(cell, before)))
+    def _provider_turn(self, cell: bytes | None, message: bytes) -> ProviderTurn | None:
+        if cell is None:
+            return None
+        turn = json_codec.loads(self._codec.unpack_bytes(cell, message))
+        return ProviderTurn(turn["provider"], tuple(turn["content"]))
 
     def _engine(self, key: bytes) -> EngineInfo:
         if key not in self._engines:
@@ -230,6 +237,13 @@ class CallLoader:
         if tail not in self._tails:  # cached, because most calls have the same: the generation prompt
             self._tails[tail] = self._codec.unpack_id_bytes(tail)
         return prompt.extended(*self._tails[tail])
+
+
+def _usage(row: Any) -> Usage | None:
+    if row.input_tokens is None:
+        return None
+    values = {field: getattr(row, column) for field, column in USAGE_COLUMNS.items()}
+    return Usage(**values, cached_tokens=row.cached_tokens)
 
 
 def engine_info(info: Json) -> EngineInfo:

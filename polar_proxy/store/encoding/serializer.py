@@ -26,7 +26,7 @@ from polar_proxy.store.encoding.chains import (
 )
 from polar_proxy.store.schema import calls
 from polar_proxy.store.secrets import bytes_without_secrets, json_without_secrets, without_secrets
-from polar_proxy.types import FAILED, CallRecord, Choice, EngineInfo, Json, TokenIds
+from polar_proxy.types import FAILED, CallRecord, Choice, EngineInfo, Json, TokenIds, Usage
 
 TableRow = dict[str, object]
 
@@ -36,6 +36,12 @@ DEFAULT_CACHE_BYTES = 32 << 20
 
 SAME_COLUMNS = tuple(field.name for field in fields(CallRecord) if field.name in calls.c)
 """The fields of a record that are columns of `calls` with the same name."""
+USAGE_COLUMNS = {
+    field.name: {"model": "usage_model", "estimated": "usage_estimated"}.get(field.name, field.name)
+    for field in fields(Usage)
+    if field.name != "cached_tokens"
+}
+"""The column of `calls` for each field of a usage, except `cached_tokens`, which is a field of the record too."""
 _same_columns = attrgetter(*SAME_COLUMNS)
 
 
@@ -47,6 +53,7 @@ class SessionCounters:
     failed_calls: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    price_usd: float | None = None
     last_call_at: float = 0.0
 
 
@@ -68,8 +75,10 @@ class RowBatch:
         counters = self.sessions.setdefault(record.session_id, SessionCounters())
         counters.calls += 1
         counters.failed_calls += record.status in FAILED
-        counters.prompt_tokens += 0 if record.prompt_ids is None else int(record.prompt_ids.size)
-        counters.completion_tokens += sum(int(choice.token_ids.size) for choice in record.choices)
+        counters.prompt_tokens += record.prompt_tokens
+        counters.completion_tokens += record.completion_tokens
+        if record.price_usd is not None:
+            counters.price_usd = (counters.price_usd or 0.0) + record.price_usd
         counters.last_call_at = max(counters.last_call_at, record.ended_at)
 
     def node_rows(self) -> list[TableRow]:
@@ -178,6 +187,7 @@ class CallSerializer:
                 "prompt_tail": tail,
                 "prompt_tokens": None if record.prompt_ids is None else int(record.prompt_ids.size),
                 "completion_tokens": sum(int(choice.token_ids.size) for choice in record.choices),
+                **_usage_columns(record.usage),
             }
         )
         batch.completions += completions
@@ -226,12 +236,15 @@ class CallSerializer:
                 f"choice {choice.index} has {choice.token_ids.size} tokens and {choice.logprobs.size} log-probabilities"
             )
         prompt = NO_IDS if record.prompt_ids is None else record.prompt_ids
+        message = json_codec.dumps(choice.message.to_openai())
+        turn = None if choice.provider_turn is None else json_codec.dumps(asdict(choice.provider_turn))
         return {
             "call_id": record.call_id,
             "choice_index": choice.index,
             "finish_reason": choice.finish_reason,
             "tokens": int(choice.token_ids.size),
-            "message": self._codec.pack_bytes(json_codec.dumps(choice.message.to_openai()), before),
+            "message": self._codec.pack_bytes(message, before),
+            "provider_turn": None if turn is None else self._codec.pack_bytes(turn, message),
             "token_ids": self._codec.pack_ids(choice.token_ids, prompt),
             "logprobs": self._codec.pack_logprobs(choice.logprobs),
             "reasoning_tokens": choice.reasoning_tokens,
@@ -242,6 +255,14 @@ class CallSerializer:
         if info not in self._engines:
             self._engines[info] = engine_row(info)
         return self._engines[info]
+
+
+def _usage_columns(usage: Usage | None) -> TableRow:
+    """Return the columns of a usage. `cached_tokens` is a column of every call."""
+    values: TableRow = {} if usage is None else asdict(usage)
+    if usage is not None and usage.model is not None:
+        values["model"] = json_codec.clean_text(usage.model)
+    return {column: values.get(field) for field, column in USAGE_COLUMNS.items()}
 
 
 def engine_row(info: EngineInfo) -> tuple[bytes, TableRow]:

@@ -275,7 +275,7 @@ class UnpackedBytes:
                 )
             self._add(row["length"] * (4 if kind == "ids" else 1))
         elif table in ("completions", "rescores"):
-            for name in ("message", "token_ids", "logprobs"):
+            for name in ("message", "provider_turn", "token_ids", "logprobs"):
                 if row.get(name) is not None:
                     self._add(cells.unpacked_size(row[name]) or MAX_DEFLATE_LENGTH)
 

@@ -178,7 +178,7 @@ class MaintenanceRepository(Repository):
             values: dict[str, int | None] = dict.fromkeys(
                 ("calls", "failed_calls", "prompt_tokens", "completion_tokens"), 0
             )
-            values |= dict.fromkeys(("last_call_at", "reward"))
+            values |= dict.fromkeys(("last_call_at", "reward", "price_usd"))
             await connection.execute(update(schema.sessions).where(_s.session_id.in_(sessions)).values(values))
         pruned.sessions += sessions
 

@@ -23,6 +23,9 @@ ProgressCallback = Callable[[str, int, int], None]
 """Called with (kind of row, number done, total number)."""
 
 _PAGE = 500
+_PRICE_TOLERANCE = 1e-6
+"""US dollars by which a session's price may differ from the sum of its calls, which floating point adds in any order.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,8 +193,8 @@ async def _check_counters(connection: AsyncConnection) -> Faults:
     counts = {
         s.calls: func.count(c.call_id),
         s.failed_calls: func.coalesce(func.sum(case((c.status.in_(FAILED), 1), else_=0)), 0),
-        s.prompt_tokens: func.coalesce(func.sum(c.prompt_tokens), 0),
-        s.completion_tokens: func.coalesce(func.sum(c.completion_tokens), 0),
+        s.prompt_tokens: func.coalesce(func.sum(func.coalesce(c.input_tokens, c.prompt_tokens)), 0),
+        s.completion_tokens: func.coalesce(func.sum(func.coalesce(c.output_tokens, c.completion_tokens)), 0),
     }
     query = (
         select(s.session_id, *counts, *counts.values())
@@ -205,6 +208,16 @@ async def _check_counters(connection: AsyncConnection) -> Faults:
             if stored != found:
                 problem = f"its counter {counter.name} is {stored}, its calls have {found}"
                 yield IntegrityFault(f"sessions {session_id}", problem)
+    price = func.sum(c.price_usd)
+    differs = func.abs(func.coalesce(s.price_usd, 0.0) - func.coalesce(price, 0.0)) > _PRICE_TOLERANCE
+    prices = (
+        select(s.session_id, s.price_usd, price)
+        .outerjoin(schema.calls, c.session_id == s.session_id)
+        .group_by(s.session_id)
+        .having(differs)
+    )
+    for session_id, stored, found in await connection.execute(prices):
+        yield IntegrityFault(f"sessions {session_id}", f"its price is {stored}, its calls cost {found}")
 
 
 async def _check_traces(connection: AsyncConnection) -> Faults:

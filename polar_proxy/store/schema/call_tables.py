@@ -24,6 +24,7 @@ sessions = Table(
     counter_column("failed_calls"),
     counter_column("prompt_tokens"),
     counter_column("completion_tokens"),
+    Column("price_usd", Double),  # sum of the known prices of its calls; null: none is known
     Column("last_call_at", Double),
     Column("reward", Double),  # the newest reward of a session without a rollout; all rewards are in `rewards`
 )
@@ -103,6 +104,16 @@ calls = Table(
     Column("prompt_tokens", Integer),  # null: the engine returned no ids
     Column("completion_tokens", Integer, nullable=False),
     Column("cached_tokens", Integer),
+    # The provider's count of a hosted call; null: the engine returned token ids.
+    Column("input_tokens", Integer),
+    Column("output_tokens", Integer),
+    Column("cache_write_tokens", Integer),
+    Column("cache_write_1h_tokens", Integer),
+    Column("reasoning_tokens", Integer),
+    Column("usage_model", Text),  # the model that answered, as the provider names it
+    Column("service_tier", Text),
+    Column("usage_estimated", Boolean),  # counted by Polar
+    Column("price_usd", Double),  # null: unknown
     Column("started_at", Double, nullable=False),
     Column("first_token_at", Double),
     Column("ended_at", Double, nullable=False),
@@ -121,6 +132,7 @@ completions = Table(
     Column("token_ids", LargeBinary, nullable=False),
     Column("logprobs", LargeBinary, nullable=False),
     Column("reasoning_tokens", Integer),  # tokens up to the end of the reasoning; null: none, or not known
+    Column("provider_turn", LargeBinary),  # packed JSON: the answer with the signatures that its provider wants back
     json_column("versions", nullable=True),  # [[first position, policy version], ...] if the version changed
 )
 

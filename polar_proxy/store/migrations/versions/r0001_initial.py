@@ -50,7 +50,7 @@ def _views(dialect: str) -> dict[str, str]:
             SELECT r.rollout_id, r.task_id, t.family, r.seed, r.group_id, r.group_index, r.job_id, r.status, r.cause,
                 r.attempt, r.reward, r.masked, r.harness, r.sandbox, r.engine, r.model, r.policy_version, r.session_id,
                 COALESCE(s.calls, 0) AS calls, COALESCE(s.prompt_tokens, 0) AS prompt_tokens,
-                COALESCE(s.completion_tokens, 0) AS completion_tokens,
+                COALESCE(s.completion_tokens, 0) AS completion_tokens, s.price_usd,
                 (SELECT COUNT(*) FROM traces x WHERE x.rollout_id = r.rollout_id AND x.builder = 'merged') AS traces,
                 (SELECT COALESCE(SUM(x.trained_tokens), 0) FROM traces x
                     WHERE x.rollout_id = r.rollout_id AND x.builder = 'merged') AS trained_tokens,
@@ -64,6 +64,8 @@ def _views(dialect: str) -> dict[str, str]:
                 c.status, c.http_status, c.error, c.edge, c.parent_call_id, c.rule, c.ambiguous, c.thread,
                 c.prompt_mode, c.prompt_reason, c.base_call_id, c.base_choice,
                 c.message_count AS messages, c.prompt_tokens, c.completion_tokens, c.cached_tokens,
+                c.input_tokens, c.output_tokens, c.cache_write_tokens, c.cache_write_1h_tokens, c.reasoning_tokens,
+                c.usage_model, c.service_tier, c.usage_estimated, c.price_usd,
                 (SELECT COUNT(*) FROM completions x WHERE x.call_id = c.call_id) AS choices,
                 (SELECT x.finish_reason FROM completions x WHERE x.call_id = c.call_id
                     ORDER BY x.choice_index LIMIT 1) AS finish_reason,

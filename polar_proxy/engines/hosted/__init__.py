@@ -1,0 +1,15 @@
+"""Engines that ask a provider's API, in the provider's own form: OpenAI (and compatible APIs), Anthropic and Google.
+
+They return no token ids. Their calls are recorded as text, with the provider's own count of the tokens and its price,
+and have the status `no_tokens`: `polar rescore` turns them into off-policy rows, with the tokens of another engine.
+
+Promises, each with a test:
+
+* Whatever the client's dialect, the provider gets its own form. What that form cannot hold is refused, or named by
+  `not_carried`, which is recorded with the call (`carried.py` lists both).
+* The provider's key comes from the settings or the environment, goes to the provider only, and is removed from errors.
+* An error keeps its status, except that a refused key is 502: the agent's own key is not at fault. `retry-after` is
+  handed on.
+* A request is sent once. Retries and fallbacks are the client's. The one exception is a compatible API that refuses a
+  field and names the one that it wants (`openai.py`), which it does before it samples.
+"""

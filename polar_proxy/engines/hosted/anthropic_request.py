@@ -1,0 +1,210 @@
+"""A request in the form of Anthropic's Messages API. Source: https://docs.anthropic.com/en/api/messages
+
+* System messages at the beginning are the field `system`. Later ones keep their place as messages of the role `system`.
+* Results of tools and the user's messages after them are one message of the role `user`, results first.
+* An answer that the provider signed is written as it came, with its thinking, as far as the client did not change it.
+  Reasoning without a signature is left out: the API accepts none.
+* Arguments of a tool call that are no JSON object become the field `arguments` of one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from polar_proxy.engines.hosted.carried import passed_fields, refuse_sampling
+from polar_proxy.engines.hosted.content import (
+    TEXT_PARTS,
+    arguments_object,
+    forced_tool,
+    part_text,
+    parts_of,
+    read_media,
+    schema_of,
+    unsupported_part,
+)
+from polar_proxy.errors import RequestError
+from polar_proxy.types import ChatRequest, ClientOptions, Json, Message, ToolCall
+
+_NOT_IN_ID = re.compile("[^a-zA-Z0-9_-]")
+_SYSTEM = frozenset({"system", "developer"})
+_THINKING = frozenset({"thinking", "redacted_thinking"})
+_EFFORTS = {"minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "xhigh", "max": "max"}
+LEAST_BUDGET = 1024
+"""The smallest budget of thinking tokens that the API accepts."""
+
+
+def anthropic_body(request: ChatRequest, model: str, max_tokens: int, *, stream: bool) -> Json:
+    """Return the body. `max_tokens`: the limit if the client gives none. Raises RequestError."""
+    sampling = request.sampling
+    refuse_sampling(sampling, "anthropic")
+    body: Json = {
+        **anthropic_prompt(request, model),
+        "max_tokens": max_tokens if sampling.max_tokens is None else sampling.max_tokens,
+        **passed_fields(request, "anthropic"),
+    }
+    if sampling.temperature is not None:
+        body["temperature"] = sampling.temperature
+    if sampling.top_p is not None and sampling.top_p != 1.0:
+        body["top_p"] = sampling.top_p
+    if sampling.top_k:
+        body["top_k"] = sampling.top_k
+    if sampling.stop:
+        body["stop_sequences"] = list(sampling.stop)
+    if request.response_format is not None and (not request.tools or request.tool_choice == "none"):
+        schema = schema_of(request.response_format)
+        if schema is None:
+            text = "'response_format' is not supported here without a schema: Anthropic has no plain JSON mode."
+            raise RequestError(text, param="response_format", code="unsupported_parameter")
+        body.setdefault("output_config", {})["format"] = {"type": "json_schema", "schema": schema}
+    if stream:
+        body["stream"] = True
+    return body
+
+
+def anthropic_prompt(request: ChatRequest, model: str) -> Json:
+    """Return the fields that determine the prompt, which the route that counts tokens takes too."""
+    messages = list(request.messages)
+    leading = 0
+    while leading < len(messages) and messages[leading].role in _SYSTEM:
+        leading += 1
+    body: Json = {"model": model, "messages": _messages(messages[leading:])}
+    if system := [block for message in messages[:leading] for block in _input_blocks(message)]:
+        body["system"] = system
+    if request.tools:
+        body["tools"] = [_tool(tool) for tool in request.tools]
+        if request.tools_cache_control is not None:
+            body["tools"][-1]["cache_control"] = request.tools_cache_control
+        if (choice := _tool_choice(request)) is not None:
+            body["tool_choice"] = choice
+    if request.options is not None:
+        body |= _reasoning(request.options)
+    return body
+
+
+def _messages(messages: Iterable[Message]) -> list[Json]:
+    out: list[Json] = []
+    for message in messages:
+        role = {"assistant": "assistant", "system": "system", "developer": "system"}.get(message.role, "user")
+        blocks = _assistant_blocks(message) if role == "assistant" else _input_blocks(message)
+        if not blocks:
+            continue  # the API refuses empty messages
+        if out and out[-1]["role"] == role:
+            out[-1]["content"] += blocks
+        else:
+            out.append({"role": role, "content": blocks})
+    return out
+
+
+def _input_blocks(message: Message) -> list[Json]:
+    parts = parts_of(message)
+    marks = dict(message.cache_control)
+    blocks = [_block(part, marks.get(number)) for number, part in enumerate(parts) if not _is_blank(part)]
+    if message.role != "tool":
+        return blocks
+    # The mark of a result is on the result, not on a block inside of it.
+    content = [{key: value for key, value in block.items() if key != "cache_control"} for block in blocks]
+    result: Json = {"type": "tool_result", "tool_use_id": tool_id(message.tool_call_id or ""), "content": content}
+    return [result | ({"cache_control": next(iter(marks.values()))} if marks else {})]
+
+
+def _assistant_blocks(message: Message) -> list[Json]:
+    texts = [part_text(part) for part in parts_of(message)]
+    text = "".join(texts)
+    calls = {tool_id(call.id): call for call in message.tool_calls}
+    blocks: list[Json] = []
+    turn = message.provider_turn
+    if turn is not None and turn.provider == "anthropic":
+        signed_text = "".join(block["text"] for block in turn.content if block["type"] == "text")
+        for block in turn.content:
+            if block["type"] in _THINKING:
+                blocks.append(dict(block))
+            elif block["type"] == "tool_use" and block["id"] in calls:
+                blocks.append(_tool_use(calls.pop(block["id"])))
+            elif block["type"] == "text" and signed_text == text:
+                blocks.append(dict(block))
+        if signed_text == text:
+            text = ""
+    if text.strip():
+        # After the thinking, before the calls.
+        place = sum(block["type"] in _THINKING for block in blocks)
+        blocks.insert(place, {"type": "text", "text": text})
+    blocks += [_tool_use(call) for call in calls.values()]
+    if message.cache_control and blocks:
+        blocks[-1]["cache_control"] = message.cache_control[-1][1]
+    return blocks
+
+
+def _tool_use(call: ToolCall) -> Json:
+    return {"type": "tool_use", "id": tool_id(call.id), "name": call.name, "input": arguments_object(call.arguments)}
+
+
+def tool_id(call_id: str) -> str:
+    """Return the id of a tool call with the characters that the API accepts."""
+    return _NOT_IN_ID.sub("_", call_id) or "_"
+
+
+def _is_blank(part: Json) -> bool:
+    return part.get("type") in TEXT_PARTS and not part_text(part).strip()
+
+
+def _block(part: Json, mark: Json | None) -> Json:
+    mark = mark or part.get("cache_control")
+    block = {"type": "text", "text": part_text(part)} if part.get("type") in TEXT_PARTS else _media_block(part)
+    return block if mark is None else {**block, "cache_control": mark}
+
+
+def _media_block(part: Json) -> Json:
+    media = read_media(part)
+    source: Json = {"type": "url", "url": media.url}
+    if not media.url:
+        source = {"type": "base64", "media_type": media.mime, "data": media.data}
+    if media.kind == "image" or media.mime.startswith("image/"):
+        return {"type": "image", "source": source}
+    title = {} if media.name is None else {"title": media.name}
+    if media.kind == "file" and (media.url or media.mime == "application/pdf"):
+        return {"type": "document", "source": source, **title}
+    if media.kind == "file" and media.mime.startswith("text/"):
+        text = {"type": "text", "media_type": "text/plain", "data": media.text()}
+        return {"type": "document", "source": text, **title}
+    raise unsupported_part(f"a {media.kind} of type {media.mime or 'unknown'!r:.80}")
+
+
+def _tool(tool: Json) -> Json:
+    function = tool["function"]
+    out: Json = {"name": function["name"], "input_schema": function.get("parameters") or {"type": "object"}}
+    if function.get("description"):
+        out["description"] = function["description"]
+    if function.get("strict"):
+        out["strict"] = True
+    return out
+
+
+def _tool_choice(request: ChatRequest) -> Json | None:
+    choice, out = request.tool_choice, None
+    if (name := forced_tool(choice)) is not None:
+        out = {"type": "tool", "name": name}
+    elif choice is not None:
+        out = {"type": {"required": "any"}.get(str(choice), str(choice))}
+    if request.parallel_tool_calls is False and choice != "none":
+        return {**(out or {"type": "auto"}), "disable_parallel_tool_use": True}
+    return out
+
+
+def _reasoning(options: ClientOptions) -> Json:
+    """Return `thinking` and `output_config`."""
+    thinking: dict[str, Any] = {}
+    tokens = 0 if options.effort == "none" else options.thinking_tokens
+    if tokens == 0:
+        return {"thinking": {"type": "disabled"}}
+    if tokens is not None and tokens > 0:
+        thinking = {"type": "enabled", "budget_tokens": max(LEAST_BUDGET, tokens)}
+    elif tokens is not None or options.show_reasoning:
+        thinking = {"type": "adaptive"}
+    if thinking and options.show_reasoning and thinking["type"] == "adaptive":
+        thinking["display"] = "summarized"
+    out: Json = {"thinking": thinking} if thinking else {}
+    if options.effort is not None and (effort := _EFFORTS.get(options.effort)) is not None:
+        out["output_config"] = {"effort": effort}
+    return out

@@ -1,0 +1,102 @@
+"""The base of the engines that ask a provider's API: one request out, its answer as events."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import abstractmethod
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from types import MappingProxyType
+from typing import ClassVar
+
+from polar_proxy.engines.base import ExactPrompt
+from polar_proxy.engines.hosted.carried import not_carried
+from polar_proxy.engines.hosted.errors import hosted_error
+from polar_proxy.engines.hosted.token_counts import TokenCounter, request_text
+from polar_proxy.engines.http_client import HttpResponse
+from polar_proxy.engines.openai_client import AnswerDecoder, OpenAIClient, ServerEngine
+from polar_proxy.errors import EngineDroppedError, EngineError, RequestError
+from polar_proxy.types import ChatRequest, EngineRequest, Json, SampleEvent, Usage
+
+CONTEXT_LENGTH = 128_000
+"""Reported to harnesses if the API does not say how long its model's context is."""
+
+
+class HostedEngine(ServerEngine):
+    """An engine that asks a provider's API."""
+
+    provider: ClassVar[str]
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: str | None,
+        auth: tuple[str, str] = ("authorization", "Bearer "),
+        headers: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        self.client = OpenAIClient(url, api_key, auth=auth, headers=headers, read_error=hosted_error)
+        self._counter = TokenCounter()
+
+    @abstractmethod
+    def _encode(self, request: EngineRequest, stream: bool) -> tuple[str, Json]:
+        """Return the path below the server's root, and the body. Raises RequestError for what it cannot hold."""
+
+    @abstractmethod
+    def _decoder(self, request: EngineRequest) -> AnswerDecoder:
+        """Return a new decoder of one answer."""
+
+    def not_carried(self, request: EngineRequest) -> tuple[str, ...]:
+        return not_carried(request, self.provider)
+
+    async def sample(
+        self, request: EngineRequest, *, stream: bool = True, prompt: ExactPrompt | None = None
+    ) -> AsyncGenerator[SampleEvent, None]:
+        """Generate an answer; its events carry no ids.
+
+        Log-probabilities are not requested even if the client wants them: without ids they cannot be assigned to
+        tokens. If the provider does not count the tokens, the last event has Polar's estimate.
+        """
+        decoder = self._decoder(request)
+        try:
+            response = await self._start(request, stream)
+        except EngineDroppedError as error:  # which the gateway would answer by a second request
+            raise EngineError(str(error)) from error
+        usage: Usage | None = None
+        sampled: list[str] = []
+        async with aclosing(self.client.events(response, decoder, stream=stream)) as steps:
+            async for events in steps:
+                for event in events:
+                    usage = event.usage or usage
+                    sampled += [event.text, event.reasoning, *(call.arguments for call in event.tool_calls)]
+                    yield event
+        if usage is None:
+            yield SampleEvent(usage=await self._estimate(request, "".join(sampled)))
+
+    async def _start(self, request: EngineRequest, stream: bool) -> HttpResponse:
+        path, body = await self.client.thread.run(request.large, self._encode, request, stream)
+        return await self.client.post(path, body, large=request.large)
+
+    async def _estimate(self, request: EngineRequest, answer: str) -> Usage:
+        model = self.info.model
+        prompt, _ = await asyncio.to_thread(self._counter.count, model, request_text(request))
+        sampled, _ = await asyncio.to_thread(self._counter.count, model, answer)
+        return Usage(prompt, sampled, model=model, estimated=True)
+
+    async def render(self, request: ChatRequest, *, generation: bool = True) -> list[int]:
+        raise RequestError(f"{self.client.name} does not return a prompt's tokens.", status=501, code="unsupported")
+
+    async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]:
+        raise RequestError(f"{self.client.name} does not accept token ids.", status=501, code="unsupported")
+
+    async def count_tokens(self, request: ChatRequest) -> int:
+        """Return the length of the prompt by tiktoken; an estimate from its bytes if that does not know the model."""
+        tokens, _ = await asyncio.to_thread(self._counter.count, self.info.model, request_text(request))
+        return tokens
+
+    async def health(self) -> str | None:
+        try:
+            await self._connect()
+        except (EngineError, RequestError) as error:
+            return str(error)
+        return None

@@ -1,0 +1,108 @@
+"""What reaches a provider of a request that was made in another provider's form, as data.
+
+A client's body has three kinds of fields. The conversation, its tools and its sampling are in `ChatRequest`, and each
+engine writes them in its provider's form. Reasoning options are translated (`ClientOptions`). All other fields
+(`ClientOptions.fields`) steer a provider's own service: they are passed on if client and provider use the same API
+(`PASSED`). What is neither carried nor refused is named by `not_carried`, and recorded with the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from polar_proxy.errors import RequestError
+from polar_proxy.types import ChatRequest, EngineRequest, Sampling
+
+PASSED: Mapping[str, Mapping[str, Mapping[str, str]]] = {
+    "openai": {
+        "openai_chat": {
+            name: name
+            for name in (
+                *("metadata", "moderation", "prediction", "prompt_cache_key", "prompt_cache_options"),
+                *("prompt_cache_retention", "safety_identifier", "service_tier", "store", "user", "verbosity"),
+            )
+        },
+        "openai_responses": {
+            **{
+                name: name
+                for name in (
+                    *("metadata", "moderation", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+                    *("safety_identifier", "service_tier", "user"),
+                )
+            },
+            "text.verbosity": "verbosity",
+        },
+    },
+    "anthropic": {
+        "anthropic_messages": {
+            name: name for name in ("cache_control", "inference_geo", "metadata", "service_tier", "speed", "thinking")
+        }
+    },
+    "google": {
+        "google_generate_content": {
+            name: name
+            for name in (
+                *("labels", "modelArmorConfig", "safetySettings", "serviceTier"),
+                *("generationConfig.mediaResolution", "generationConfig.enableEnhancedCivicAnswers"),
+            )
+        }
+    },
+}
+"""provider -> dialect -> the client's field -> the provider's field."""
+
+SAMPLING: Mapping[str, frozenset[str]] = {
+    "openai": frozenset(
+        {"temperature", "top_p", "max_tokens", "seed", "stop", "n", "presence_penalty", "frequency_penalty"}
+        | {"logit_bias"}
+    ),
+    "anthropic": frozenset({"temperature", "top_p", "top_k", "max_tokens", "stop"}),
+    "google": frozenset(
+        {"temperature", "top_p", "top_k", "max_tokens", "seed", "stop", "n", "presence_penalty", "frequency_penalty"}
+    ),
+}
+"""The sampling parameters that each provider's form can hold."""
+REFUSED_SAMPLING = frozenset({"n", "logit_bias"})
+"""A request is refused rather than answered without these, because the answer would not be the one asked for."""
+NEUTRAL = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0} | {
+    "frequency_penalty": 0.0,
+    "n": 1,
+    "logprobs": False,
+    "top_logprobs": 0,
+    "stop": (),
+}
+"""Values that change nothing."""
+
+
+def set_sampling(sampling: Sampling) -> dict[str, object]:
+    """Return the parameters that have an effect."""
+    names = Sampling.__dataclass_fields__
+    values = {name: getattr(sampling, name) for name in names}
+    return {name: value for name, value in values.items() if value is not None and value != NEUTRAL.get(name)}
+
+
+def refuse_sampling(sampling: Sampling, provider: str) -> None:
+    """Raise RequestError for a parameter of `REFUSED_SAMPLING` that the provider's form cannot hold."""
+    for name in sorted((REFUSED_SAMPLING & set_sampling(sampling).keys()) - SAMPLING[provider]):
+        text = f"'{name}' is not supported here: {provider} has no such parameter."
+        raise RequestError(text, param=name, code="unsupported_parameter")
+
+
+def passed_fields(request: ChatRequest, provider: str) -> dict[str, object]:
+    """Return the provider's fields of a request that came in its own API."""
+    options = request.options
+    if options is None:
+        return {}
+    names = PASSED[provider].get(options.dialect, {})
+    return {names[name]: value for name, value in options.fields.items() if name in names}
+
+
+def not_carried(request: EngineRequest, provider: str) -> tuple[str, ...]:
+    """Return the names of what a request asks for and the provider is not given, in alphabetical order."""
+    missing = {name for name in set_sampling(request.sampling) if name not in SAMPLING[provider]}
+    if isinstance(request, ChatRequest):
+        options = request.options
+        if options is not None:
+            missing |= options.fields.keys() - PASSED[provider].get(options.dialect, {}).keys()
+        if provider != "anthropic" and any(message.cache_control for message in request.messages):
+            missing.add("cache_control")
+    return tuple(sorted(missing))

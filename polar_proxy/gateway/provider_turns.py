@@ -1,0 +1,73 @@
+"""Earlier answers of hosted models, in the form in which their provider wants them back.
+
+Anthropic and Google sign their reasoning, and refuse the result of a tool call if the signatures of the answer with the
+call do not come back. Most agents cannot keep them: their API has no field for them, or they drop it. So the signed
+answer is recorded with its call, and given to the engine with each later request of the session that repeats it. It is
+found by the ids of its tool calls; answers without tool calls need no signatures.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+
+import orjson
+from cachetools import LRUCache
+
+from polar_proxy.engines.base import Engine
+from polar_proxy.errors import StoreError
+from polar_proxy.gateway.health import StoreMonitor
+from polar_proxy.gateway.recording import PendingCall
+from polar_proxy.store import Store
+from polar_proxy.types import ChatRequest, EngineRequest, Message, ProviderTurn, ToolCall
+
+log = logging.getLogger(__name__)
+
+_TurnKey = tuple[str, str]
+"""(session id, id of the first tool call)"""
+
+
+class ProviderTurns:
+    def __init__(self, engine: Engine, store: Store, monitor: StoreMonitor, size: int) -> None:
+        """`size`: bytes of memory for signed answers. Those that do not fit are read from the store."""
+        self._engine = engine
+        self._store = store
+        self._monitor = monitor
+        self._turns: LRUCache[_TurnKey, ProviderTurn] = LRUCache(size, lambda turn: len(orjson.dumps(turn)))
+
+    def remember(self, session_id: str, calls: Iterable[PendingCall]) -> None:
+        for call in calls:
+            for _, choice in call.answer.in_order:
+                self._add(session_id, choice.tool_calls, choice.provider_turn)
+
+    async def attach(self, session_id: str, request: EngineRequest) -> EngineRequest:
+        """Return the request with the signed form of its earlier answers, as far as the session has recorded them."""
+        if "signed_answers" not in self._engine.info.capabilities or not isinstance(request, ChatRequest):
+            return request
+        answers = [message for message in request.messages if message.role == "assistant" and message.tool_calls]
+        if any(self._find(session_id, message) is None for message in answers):
+            await self._load(session_id)
+        messages = [replace(message, provider_turn=self._find(session_id, message)) for message in request.messages]
+        return replace(request, messages=tuple(messages)) if answers else request
+
+    async def _load(self, session_id: str) -> None:
+        """Read the session's signed answers: another gateway recorded them, or this one before a restart."""
+        try:
+            calls = await self._monitor.run(partial(self._store.calls.with_provider_turns, session_id))
+        except StoreError as error:  # the provider may refuse the request, and its error then reaches the agent
+            log.warning("the signed answers of session %s cannot be read: %s", session_id, error)
+            return
+        for call in calls:
+            for choice in call.choices:
+                self._add(session_id, choice.message.tool_calls, choice.provider_turn)
+
+    def _add(self, session_id: str, tool_calls: Sequence[ToolCall], turn: ProviderTurn | None) -> None:
+        if turn is not None and tool_calls:
+            with suppress(ValueError):  # larger than the whole cache: read from the store when it is needed
+                self._turns[session_id, tool_calls[0].id] = turn
+
+    def _find(self, session_id: str, message: Message) -> ProviderTurn | None:
+        return self._turns.get((session_id, message.tool_calls[0].id)) if message.tool_calls else None
