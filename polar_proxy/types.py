@@ -9,9 +9,9 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
 if TYPE_CHECKING:  # importing numpy takes a fifth of the time of a command that reads no tokens
     import numpy as np
@@ -166,6 +166,42 @@ class ClientOptions:
     """The other fields of the body that have no effect on open models, by name (`a.b` for a field of an object)."""
 
 
+class ProviderSocket(Protocol):
+    """A WebSocket to a provider, on which requests are sent one after the other."""
+
+    def exchange(self, raw: ProviderRequest) -> AsyncIterator[tuple[ProviderPiece, list[Json]]]:
+        """Send a request. Yield its answer in pieces, each with the JSON objects in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProviderRequest:
+    """A model request as the agent sent it, with the agent's own key: the passthrough engine sends it on."""
+
+    host: str
+    target: str
+    """Path and query."""
+    headers: tuple[tuple[bytes, bytes], ...] = field(repr=False)
+    """By lower-case name."""
+    body: bytes = field(repr=False)
+    dialect: str
+    read_items: Callable[[list[Json]], Sequence[Message]]
+    """Reads the output items of a response (OpenAI Responses) like the same items in a later request."""
+    socket: ProviderSocket | None = None
+    """None: the request is sent over HTTP."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProviderPiece:
+    """A piece of a provider's response, for the agent to get as it came."""
+
+    data: bytes
+    last: bool = False
+    """The answer ends in this piece, so it is sent after the call is recorded."""
+    headers: tuple[tuple[bytes, bytes], ...] = ()
+    """With the first piece only, as the status."""
+    status: int = 200
+
+
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
     """A conversation to answer, in the form that is the same for all dialects."""
@@ -183,6 +219,8 @@ class ChatRequest:
     options: ClientOptions | None = field(default=None, compare=False)
     large: bool = field(default=False, compare=False)
     """True if the request is so large that work on the whole of it runs in an `OffloadThread`."""
+    raw: ProviderRequest | None = field(default=None, compare=False, repr=False)
+    """The request as it came, if it is passed on to its provider."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +232,8 @@ class TextRequest:
     sampling: Sampling = field(default_factory=Sampling)
     large: bool = field(default=False, compare=False)
     """True if the request is large (see `ChatRequest.large`)."""
+    raw: ProviderRequest | None = field(default=None, compare=False, repr=False)
+    """As in `ChatRequest`."""
 
 
 EngineRequest = ChatRequest | TextRequest
@@ -272,6 +312,8 @@ class SampleEvent:
     """Comes from engines that report no token ids. The last one of an answer counts."""
     provider_turn: ProviderTurn | None = None
     """The choice as the provider wrote it, if it holds signatures. Comes with the `finish_reason`."""
+    raw: ProviderPiece | None = None
+    """From the passthrough engine: the bytes that the agent gets in place of this event's encoding."""
 
 
 @dataclass(frozen=True, slots=True)

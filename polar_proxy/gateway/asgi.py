@@ -26,6 +26,10 @@ INSIDE_SANDBOX = "polar_inside_sandbox"
 SANDBOX_KEY = "polar_sandbox_key"
 """Key that the scope's `state` has if the request came through a socket that model hosts resolve to: its value is the
 key of the sandbox's session."""
+PROVIDER_PATH = "polar_provider_path"
+"""Key of the host and of the path with its query, (str, str), to which an intercepted request was sent."""
+PROVIDER_SOCKET = "polar_provider_socket"
+"""Key of the WebSocket to the provider to which the messages of a WebSocket are passed on."""
 CONNECTION = "polar_connection"
 """Key of the connection's random id in the scope's `state`."""
 WEBSOCKET_PIECE = "polar.websocket.piece"
@@ -160,7 +164,7 @@ def with_request_id(send: Send) -> Send:
     async def identified_send(message: Any) -> None:
         if message["type"] in ("http.response.start", "websocket.http.response.start"):
             headers = list(message.get("headers", ()))
-            if all(name != b"x-request-id" for name, _ in headers):
+            if all(name not in (b"x-request-id", b"request-id") for name, _ in headers):
                 message = {**message, "headers": headers + request_id_headers(new_id("req"))}
         await send(message)
 

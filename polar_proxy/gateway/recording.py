@@ -38,6 +38,7 @@ from polar_proxy.types import (
     EngineInfo,
     EngineRequest,
     Json,
+    ProviderRequest,
     TokenIds,
 )
 
@@ -77,6 +78,8 @@ class RequestContext:
     large: bool = False
     """True if the request is large (see `ChatRequest.large`)."""
     conversation: ContinuedConversation | None = None
+    raw: ProviderRequest | None = None
+    """The request as it came, if it is passed on to its provider."""
 
 
 @dataclass(slots=True)
