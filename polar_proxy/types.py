@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:  # importing numpy takes a fifth of the time of a command that reads no tokens
     import numpy as np
@@ -166,13 +166,6 @@ class ClientOptions:
     """The other fields of the body that have no effect on open models, by name (`a.b` for a field of an object)."""
 
 
-class ProviderSocket(Protocol):
-    """A WebSocket to a provider, on which requests are sent one after the other."""
-
-    def exchange(self, raw: ProviderRequest) -> AsyncIterator[tuple[ProviderPiece, list[Json]]]:
-        """Send a request. Yield its answer in pieces, each with the JSON objects in it."""
-
-
 @dataclass(frozen=True, slots=True)
 class ProviderRequest:
     """A model request as the agent sent it, with the agent's own key: the passthrough engine sends it on."""
@@ -186,8 +179,8 @@ class ProviderRequest:
     dialect: str
     read_items: Callable[[list[Json]], Sequence[Message]]
     """Reads the output items of a response (OpenAI Responses) like the same items in a later request."""
-    socket: ProviderSocket | None = None
-    """None: the request is sent over HTTP."""
+    exchange: Callable[[ProviderRequest], AsyncIterator[tuple[ProviderPiece, list[Json]]]] | None = None
+    """Sends the request over a WebSocket to the provider, and yields its pieces, each with the JSON objects in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -442,20 +435,6 @@ class CallRecord:
         if self.usage is not None:
             return self.usage.output_tokens
         return sum(int(choice.token_ids.size) for choice in self.choices)
-
-
-@dataclass(frozen=True, slots=True)
-class StoredLineage:
-    """A stored call's relation to the other calls of its session."""
-
-    call_id: str
-    edge: Edge
-    parent_call_id: str | None
-    rule: str | None
-    thread: str | None
-    status: CallStatus
-    ended_at: float
-    fingerprint: Json | None
 
 
 SpanKind = Literal["context", "sampled"]

@@ -26,6 +26,7 @@ from polar_proxy import __version__
 from polar_proxy.api_models import API_PREFIX
 from polar_proxy.config import is_loopback
 from polar_proxy.dialects import get_dialect
+from polar_proxy.dialects.anthropic.cloud import cloud_route
 from polar_proxy.dialects.base import Dialect
 from polar_proxy.dialects.google.dialect import GoogleGenerateContent, google_model_card, google_route
 from polar_proxy.dialects.openai_responses.compaction import ResponsesCompaction
@@ -181,6 +182,8 @@ def find_route(path: str, query: bytes) -> tuple[Dialect, bool] | None:
         return _MODEL_ROUTES[route], False
     if route in _TOKEN_COUNTS:
         return _TOKEN_COUNTS[route], True
+    if (cloud := cloud_route(path)) is not None:
+        return cloud, False
     return google_route(path, query.decode("latin-1"))
 
 

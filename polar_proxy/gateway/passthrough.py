@@ -42,7 +42,7 @@ def provider_request(
         target = (path if path.startswith("/v1") else f"/v1{path}") + (f"?{query}" if query else "")
     headers = tuple((bytes(name), bytes(value)) for name, value in scope["headers"])
     read_items = partial(_read_items, dialect, tools)
-    return ProviderRequest(host, target, headers, body, dialect.name, read_items, state.get(asgi.PROVIDER_SOCKET))
+    return ProviderRequest(host, target, headers, body, dialect.name, read_items, state.get(asgi.PROVIDER_EXCHANGE))
 
 
 def _read_items(dialect: Dialect, tools: bytes | None, items: list[Json]) -> Sequence[Message]:

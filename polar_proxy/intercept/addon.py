@@ -36,6 +36,10 @@ class ModelHosts:
         self.record = False
         self.hosts: list[tuple[re.Pattern[str], re.Pattern[str]]] = []
         self.seen: set[tuple[str, str]] = set()
+        self.opened: set[str] = set()
+        """Model hosts to which the program has opened a connection."""
+        self.asked: set[str] = set()
+        """Model hosts to which it has sent a request."""
 
     def load(self, loader: Any) -> None:
         loader.add_option("polar_settings", str, "", "File with the settings of this addon.")
@@ -65,6 +69,11 @@ class ModelHosts:
 
     # Hooks of mitmproxy
 
+    def done(self) -> None:
+        """Report hosts that got connections, but no request: the program checks certificates by itself."""
+        for host in sorted(self.opened - self.asked):
+            self.report("untrusted", host, reason="it closed the connection before its first request")
+
     def http_connect(self, flow: http.HTTPFlow) -> None:
         self.other_host(flow)
 
@@ -84,6 +93,9 @@ class ModelHosts:
         host = data.client_hello.sni or (address[0] if address else "")
         data.ignore_connection = self.paths_of(host) is None
 
+    def tls_established_client(self, data: tls.TlsData) -> None:
+        self.opened.add(data.conn.sni or (data.context.server.address or ("",))[0])
+
     def tls_failed_client(self, data: tls.TlsData) -> None:
         host = data.conn.sni or (data.context.server.address or ("",))[0]
         self.report("untrusted", host, reason=data.conn.error or "")
@@ -95,6 +107,7 @@ class ModelHosts:
         if paths is None:
             self.other_host(flow)
             return
+        self.asked.add(host)
         path, _, query = request.path.partition("?")
         if paths.fullmatch(path) is None:
             return  # to the host itself

@@ -47,9 +47,10 @@ GOOGLE: Json = {
     "tools": [{"functionDeclarations": [{"name": "sh", "description": "run"}]}],
     "generationConfig": {"thinkingConfig": {"includeThoughts": True}},
 }
+STREAM: Json = {"stream": True, "stream_options": {"include_usage": True}}
 MODEL = "/v1beta/models/m"
 REQUESTS: dict[str, tuple[str, Json]] = {
-    "chat": ("/v1/chat/completions", {**CHAT, "stream": True, "stream_options": {"include_usage": True}}),
+    "chat": ("/v1/chat/completions", {**CHAT, **STREAM}),
     "chat whole": ("/v1/chat/completions", CHAT),
     "responses": ("/v1/responses", {**RESPONSES, "stream": True}),
     "responses whole": ("/v1/responses", RESPONSES),
@@ -58,7 +59,7 @@ REQUESTS: dict[str, tuple[str, Json]] = {
     "google": (f"{MODEL}:streamGenerateContent?alt=sse", GOOGLE),
     "google array": (f"{MODEL}:streamGenerateContent", GOOGLE),
     "google whole": (f"{MODEL}:generateContent", GOOGLE),
-    "completions": ("/v1/completions", {"model": "m", "prompt": "hi", "max_tokens": 500, "stream": True}),
+    "completions": ("/v1/completions", {"model": "m", "prompt": "hi", "max_tokens": 500, **STREAM}),
 }
 
 

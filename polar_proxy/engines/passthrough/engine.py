@@ -71,7 +71,7 @@ class PassthroughEngine(Engine):
         if raw is None:
             raise RequestError("The passthrough engine samples nothing: only agents' requests can be passed on.")
         decoder = _LenientDecoder(make_decoder(raw, request), raw)
-        pieces = self._over_http(raw) if raw.socket is None else raw.socket.exchange(raw)
+        pieces = (raw.exchange or self._over_http)(raw)
         async for piece, chunks in pieces:
             for event in decoder.feed(chunks):
                 yield event
