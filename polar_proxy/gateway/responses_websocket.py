@@ -98,10 +98,8 @@ class ResponsesWebSocket:
             return None
         raw = provider_request(self._scope, _DIALECT, self._path)
         provider = await ProviderWebSocket.open(engine.url_of(raw.host), raw)
-        self._scope = {
-            **self._scope,
-            "state": {**self._scope.get("state", {}), asgi.PROVIDER_EXCHANGE: provider.exchange},
-        }
+        state = {**self._scope.get("state", {}), asgi.PROVIDER_EXCHANGE: provider.exchange}
+        self._scope = {**self._scope, "state": state}
         return provider
 
     async def _answer_requests(self) -> None:

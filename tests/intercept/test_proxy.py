@@ -40,8 +40,7 @@ async def curl(proxy: RunningProxy, *arguments: str, trust: bool = True) -> tupl
     """Run curl with the environment of `polar intercept`; without `trust`, it pins other certificates."""
     env = {"PATH": "/usr/bin:/bin", **intercepted_variables(proxy.authority, int(proxy.url.rpartition(":")[2]))}
     if not trust:
-        env["CURL_CA_BUNDLE"] = str(proxy.authority.folder / "empty.pem")
-        Path(env["CURL_CA_BUNDLE"]).touch()
+        env["CURL_CA_BUNDLE"] = "/etc/ssl/certs/ca-certificates.crt"
     process = await asyncio.create_subprocess_exec("curl", "-sS", *arguments, env=env, stdout=-1, stderr=-1)
     out, error = await process.communicate()
     return process.returncode or 0, out.decode(), error.decode()
@@ -92,7 +91,7 @@ async def test_a_program_that_does_not_trust_the_authority_is_reported(serve: Se
     async with serve(hello()) as gateway:
         with start_proxy(gateway.url, "my-run") as proxy:
             code, _, _ = await curl(proxy, "-d", json.dumps(CHAT), OPENAI, trust=False)
-            assert code in (60, 77)
+            assert code == 60
             pin = ("--pinnedpubkey", "sha256//" + "A" * 43 + "=")
             assert (await curl(proxy, *pin, "-d", "{}", "https://api.anthropic.com/v1/messages"))[0] == 90
     found = {event["host"]: event["reason"] for event in proxy.events if event["event"] == "untrusted"}

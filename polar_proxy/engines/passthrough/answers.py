@@ -145,7 +145,7 @@ class ResponseDecoder:
         text = "" if self._text else "".join(str(message.content or "") for message in answers)
         deltas = (ToolDelta(index, call.id, call.name, call.arguments) for index, call in enumerate(calls))
         cut = (response.get("incomplete_details") or {}).get("reason")
-        finish = {"max_output_tokens": "length", "content_filter": "content_filter"}.get(cut)
+        finish = {"max_output_tokens": "length", "content_filter": "content_filter"}.get(str(cut))
         return [
             SampleEvent(
                 text=text,
