@@ -82,6 +82,36 @@ _CHATGPT_ACCOUNTS = {
     "default_account_id": "{chatgpt-account-id}",
     "account_ordering": ["{chatgpt-account-id}"],
 }
+_COPILOT_USER = {
+    "login": "polar",
+    "copilot_plan": "individual",
+    "access_type_sku": "plus_yearly_subscriber_quota",
+    "chat_enabled": True,
+    "endpoints": {"api": "https://api.githubcopilot.com", "telemetry": "https://api.githubcopilot.com"},
+    "organization_login_list": [],
+    "organization_list": [],
+}
+_COPILOT_MODEL = {
+    "id": "claude-sonnet-5",
+    "name": "The model of Polar's engine",
+    "object": "model",
+    "vendor": "Anthropic",
+    "version": "claude-sonnet-5",
+    "preview": False,
+    "model_picker_enabled": True,
+    "is_chat_default": True,
+    "policy": {"state": "enabled", "terms": ""},
+    "billing": {"is_premium": False, "multiplier": 0},
+    "supported_endpoints": ["/chat/completions"],
+    "capabilities": {
+        "type": "chat",
+        "object": "model_capabilities",
+        "family": "claude-sonnet-5",
+        "tokenizer": "o200k_base",
+        "limits": {"max_context_window_tokens": 128_000, "max_prompt_tokens": 112_000, "max_output_tokens": 16_000},
+        "supports": {"streaming": True, "tool_calls": True, "parallel_tool_calls": True},
+    },
+}
 
 MODEL_HOSTS: tuple[ModelHost, ...] = (
     ModelHost(
@@ -169,11 +199,18 @@ MODEL_HOSTS: tuple[ModelHost, ...] = (
         ),
     ),
     ModelHost(
+        "GitHub",  # where Copilot asks for its account and its endpoint
+        ("api.github.com",),
+        (PathRule(r"/copilot_internal/user", body=_COPILOT_USER), PathRule(r"/copilot_internal/.*", body={})),
+        others_pass=True,
+    ),
+    ModelHost(
         "GitHub Copilot",
         ("api.githubcopilot.com", "api.*.githubcopilot.com"),
         (
             PathRule(rf"(?:/v1)?/({_OPENAI_CALLS}|messages)", r"/v1/\1"),
-            PathRule(r"(?:/v1)?/(models(?:/.+)?)", r"/v1/\1", call=False),
+            # It uses only models that it knows.
+            PathRule(r"/models", body={"object": "list", "data": [_COPILOT_MODEL]}),
             PathRule(r"/telemetry.*", body={}),
         ),
         named=("individual", "business", "enterprise"),
@@ -209,7 +246,7 @@ def find_path(name: str, path: str) -> InterceptedPath | None:
 
 def host_names() -> tuple[str, ...]:
     """Return the names of the model hosts that are known in full: those that a sandbox's file of hosts can have."""
-    return tuple(name for row in MODEL_HOSTS if not row.others_pass for name in row.names())
+    return tuple(name for row in MODEL_HOSTS for name in row.names())
 
 
 def rules_for_proxy(*, record: bool) -> list[Json]:

@@ -68,7 +68,7 @@ def test_other_hosts_are_no_model_hosts(host: str) -> None:
 def test_names_for_a_sandbox_are_whole_names() -> None:
     names = host_names()
     assert {"api.openai.com", "api.anthropic.com", "bedrock-runtime.us-east-1.amazonaws.com"} <= set(names)
-    assert not [name for name in names if "*" in name or name.startswith("play.")]
+    assert not [name for name in names if "*" in name]
 
 
 def test_only_calls_go_to_the_gateway_if_the_provider_answers() -> None:
