@@ -52,6 +52,9 @@ RUN_ELSEWHERE = {
     "polar train grpo --feed": "tests/training/test_http_feed.py",
     "polar train adapter": "tests/training/test_lora.py",
     "python examples/trainer_over_http/train.py": "tests/training/test_http_feed.py",
+    "polar intercept -- codex": "tests/intercept/test_real_agents.py",
+    "polar intercept --others list": "tests/intercept/test_cli.py",
+    "polar run swe-task --intercept": "tests/intercept/test_rollouts.py",
     "export ": "tests/docs/test_quick_commands.py",
 }
 RUN_BY_HAND = {
