@@ -35,6 +35,6 @@ def test_an_agent_with_a_fixed_endpoint_is_recorded_in_its_rollout(polar_home: P
 
 def test_a_process_sandbox_is_refused(polar_home: Path) -> None:
     options = ("--engine", "scripted", "--sandbox", "process", "--harness", "shell:true")
-    rollout = polar_json("run", "swe-task", "--intercept", *options, exit_code=1)["rollouts"][0]
+    rollout = polar_json("run", "swe-task", "--intercept", *options)["rollouts"][0]
     assert rollout["status"] == "failed"
     assert "--sandbox bubblewrap or docker" in rollout["error"]
