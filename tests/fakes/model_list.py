@@ -15,7 +15,7 @@ def serve_model_list(name: str, owner: str = "polar") -> Iterator[str]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            body = json.dumps({"data": [{"id": name, "owned_by": owner, "max_model_len": 32768}]}).encode()
+            body = json.dumps({"data": [{"id": name, "owned_by": owner, "max_model_len": 32768, "engine": "x"}]}).encode()
             self.send_response(200)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
