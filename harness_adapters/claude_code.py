@@ -45,12 +45,17 @@ class ClaudeCode(NpmHarness):
     )
 
     def make_connection(self, endpoint: Endpoint, wire_api: WireApi) -> Connection:
+        # Otherwise it assumes 1,000,000 tokens for a model that it does not know, and says so at each start.
+        window = (
+            {} if endpoint.context_length is None else {"CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(endpoint.context_length)}
+        )
         return Connection(
             env={
                 "ANTHROPIC_BASE_URL": endpoint.root_url,
                 "ANTHROPIC_API_KEY": endpoint.api_key,
                 **dict.fromkeys(_MODELS, endpoint.model),
                 "API_TIMEOUT_MS": str(round(endpoint.request_timeout_seconds * 1000)),
+                **window,
             },
             unset=_OTHER_ACCOUNTS,
             note="Claude Code asks once whether to use the API key: answer Yes.",

@@ -163,12 +163,25 @@ async def _call(call: CallRecord, tokens_from: EngineSettings | None, engine: En
 
     texts: list[list[str]] | None = None
     problem = None
-    if tokens_from is not None:
+    if tokens_from is not None and call.usage is not None:
+        texts = await asyncio.to_thread(_split_answers, call)
+        problem = None if texts else "The encoding of this model is not known here."
+    elif tokens_from is not None:
         try:
             texts = await token_texts([choice.token_ids for choice in call.choices], call.engine, tokens_from, engine)
         except NoTextsError as error:
             problem = str(error)
     return await asyncio.to_thread(_call_detail, call, texts, problem)
+
+
+def _split_answers(call: CallRecord) -> list[list[str]] | None:
+    """Return the answers of a hosted call split as tiktoken encodes them; None if it does not know the model."""
+    from polar_proxy.engines.hosted.token_counts import TokenCounter
+
+    counter, model = TokenCounter(), (call.usage.model if call.usage else None) or call.model
+    found = [counter.split(model, str(choice.message.content or "")) for choice in call.choices]
+    split = [texts for texts in found if texts is not None]
+    return split if len(split) == len(found) else None
 
 
 def _call_detail(call: CallRecord, texts: list[list[str]] | None, problem: str | None) -> m.CallDetail:

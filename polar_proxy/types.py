@@ -326,6 +326,8 @@ class EngineInfo:
     eos_token_ids: tuple[int, ...] = ()
     precision: str | None = None
     """Number format of its computations, such as float32 or "bfloat16, fp8 weights"; None if it does not report it."""
+    max_answer: int | None = None
+    """Tokens of its longest answer, if it ends answers before the context is full."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -234,6 +234,7 @@ def fields_page() -> Iterator[str]:
     yield "Every field of a request is recorded with its call, whether it has an effect or not. Fields that this page"
     yield "does not name have no effect."
     yield ""
+    yield from _hosted_fields()
     for dialect in FIELDS:
         yield f"## {dialect}"
         yield ""
@@ -241,6 +242,26 @@ def fields_page() -> Iterator[str]:
         yield ""
         yield from _reasons("without effect", WITHOUT_EFFECT[dialect])
         yield from _reasons("refused", REFUSED[dialect])
+
+
+def _hosted_fields() -> Iterator[str]:
+    from polar_proxy.engines.hosted.carried import PASSED, REFUSED_SAMPLING, SAMPLING
+
+    yield "## Hosted models"
+    yield ""
+    yield "With `--engine openai`, `anthropic` or `google`, reasoning options are translated, and fields that steer the"
+    yield "provider's own service are passed on if the client uses the provider's own API (those of OpenAI to its own"
+    yield "hosts only). What is not carried is listed in the record of the call, as `sampling.not_carried`."
+    yield ""
+    refused = ", ".join(map(_code, sorted(REFUSED_SAMPLING)))
+    rows = (
+        [provider, ", ".join(map(_code, sorted(SAMPLING[provider]))), f"{dialect}: {', '.join(map(_code, names))}"]
+        for provider, dialects in PASSED.items()
+        for dialect, names in dialects.items()
+    )
+    yield from _table(["provider", "sampling", "passed on"], rows)
+    yield f"Refused if the provider has no such parameter: {refused}."
+    yield ""
 
 
 def _reasons(title: str, reasons: Mapping[str, str]) -> Iterator[str]:

@@ -22,7 +22,9 @@ _REQUEST_SECONDS = 1800.0
 class ModelCard:
     name: str
     context_length: int | None
-    engine: str = ""
+    max_answer: int | None
+    """Tokens of its longest answer, if it ends answers before the context is full."""
+    engine: str
 
     @property
     def provider_answers(self) -> bool:
@@ -104,11 +106,13 @@ def _ask_model(server: str) -> ModelCard:
         (card,) = reply.json()["data"]
         if card["owned_by"] != "polar":
             raise ValueError(card["owned_by"])
-        length = card["max_model_len"]
+        length, answer = card["max_model_len"], card["max_tokens"]
         name, engine = str(card["id"]), str(card["engine"])
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{server} is not a Polar server: its list of models is not Polar's.") from error
-    return ModelCard(_printable("The model of the server", name), length if isinstance(length, int) else None, engine)
+    context_length = length if isinstance(length, int) else None
+    max_answer = answer if isinstance(answer, int) and answer != context_length else None
+    return ModelCard(_printable("The model of the server", name), context_length, max_answer, engine)
 
 
 def _printable(what: str, name: str) -> str:

@@ -6,6 +6,7 @@ does not import what only other verbs need. `tests/cli/test_imports.py` checks w
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
 from collections.abc import Callable
@@ -170,6 +171,7 @@ def _root(
 
 def main() -> None:
     """Run the command. An expected error is printed on standard error and determines the exit code."""
+    gc.disable()  # modules that are imported are no garbage; `run_async` enables it for commands that take longer
     configure_logging()
     try:
         app()

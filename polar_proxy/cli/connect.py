@@ -97,7 +97,7 @@ def _connectable() -> list[ConnectableHarness]:
 def _list_agents(as_json: bool) -> None:
     rows = [_describe(harness) for harness in _connectable()]
     table = make_table(
-        ("agent", "program", "here", "what it is"),
+        ("agent", "program", "on PATH", "what it is"),
         ((row["agent"], row["program"], Text("yes", "green") if row["path"] else "no", row["summary"]) for row in rows),
         wrap=("what it is",),
     )
@@ -151,7 +151,7 @@ def _print_connection(harness: ConnectableHarness, session: AgentSession, folder
         "unset": connection.unset,
         "files": files,
         "start": _command_line(harness, connection),
-        "note": connection.note,
+        "notes": _notes(session, connection),
     }
     print_result(found, lambda: typer.echo(_shell_lines(harness, session, connection, files)), as_json)
 
@@ -174,9 +174,20 @@ def _shell_lines(
         lines.append(f"mkdir -p {shlex.quote(str(Path(path).parent))}")
         lines.append(f"cat > {shlex.quote(path)} <<'{_END_OF_FILE}'\n{text.rstrip()}\n{_END_OF_FILE}")
     lines.append(f"# Start it: {shlex.join(_command_line(harness, connection))}")
-    if connection.note:
-        lines.append(f"# {connection.note}")
+    lines += [f"# {note}" for note in _notes(session, connection)]
     return "\n".join(lines)
+
+
+def _notes(session: AgentSession, connection: Connection) -> list[str]:
+    """Return what the user should know before the agent is started."""
+    notes = [connection.note] if connection.note else []
+    if session.model.max_answer is not None:
+        notes.append(
+            f"The server's model ends each answer after {session.model.max_answer} tokens. Most agents need longer "
+            "ones: Claude Code stops with an error about max_tokens, others get cut answers. Serve another model: "
+            "polar serve --engine llamacpp --engine-url URL, or --engine vllm."
+        )
+    return notes
 
 
 # Starting
@@ -195,8 +206,8 @@ def _start(
             path = home / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
-        if connection.note:
-            print_note(connection.note)
+        for note in _notes(session, connection):
+            print_note(note)
         environment = child_environment(connection.env, without=connection.unset)
         code = run_in_foreground([*argv, *connection.arguments, *arguments], environment)
     if session.session_id is not None:

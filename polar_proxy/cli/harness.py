@@ -44,6 +44,7 @@ def doctor(
     context: typer.Context,
     engine: Annotated[Literal["vllm", "llamacpp"], typer.Option(help="Kind of the server at --engine-url.")] = "vllm",
     engine_url: Annotated[str | None, typer.Option(help="Also check the engine at this URL.")] = None,
+    model: Annotated[str | None, typer.Option(help="The engine's model; with it a provider needs no URL.")] = None,
     db: options.Db = None,
     as_json: options.AsJson = False,
 ) -> None:
@@ -52,8 +53,9 @@ def doctor(
         return
     from polar_proxy.conformance.preflight import check_installation
 
-    settings = load_settings(db, engine={"kind": engine, "url": engine_url})
-    checks = run_async(check_installation(settings, open_database(settings), engine=engine_url is not None))
+    settings = load_settings(db, engine={"kind": engine, "url": engine_url, "model": model})
+    with_engine = engine_url is not None or model is not None
+    checks = run_async(check_installation(settings, open_database(settings), engine=with_engine))
     failed = [check for check in checks if check.needed and check.state != "ok"]
     found = {"ok": not failed, "checks": checks}
     print_result(found, lambda: print_checks(checks), as_json, good=not failed)

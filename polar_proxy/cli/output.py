@@ -201,9 +201,15 @@ def spinner(text: str, *, quiet: bool) -> Iterator[None]:
         yield
 
 
-def _live(table: Callable[[], Table], shown: bool) -> contextlib.AbstractContextManager[object]:
-    live = Live(get_renderable=table, console=err, refresh_per_second=4, transient=True)
-    return live if shown else contextlib.nullcontext()
+@contextlib.contextmanager
+def _live(table: Callable[[], Table], shown: bool) -> Iterator[Live | None]:
+    """Show the table from now on, four times a second, until the block ends."""
+    if not shown:
+        yield None
+        return
+    with Live(get_renderable=table, console=err, refresh_per_second=4, transient=True) as live:
+        live.refresh()
+        yield live
 
 
 @dataclass(slots=True)
@@ -227,14 +233,16 @@ class RolloutProgressLine:
 
 
 class RolloutProgressView:
-    """The progress of `polar run`: a live table on a terminal, else one line for each stage of a rollout.
+    """The progress of `polar run` and `polar train`: a live table on a terminal, else one line for each stage of a
+    rollout.
 
-    The table shows all rollouts if they fit into it, otherwise only active ones.
+    The table shows all rollouts if they fit into it, otherwise only active ones, below the `headline` if there is one.
 
     It is the rollout service's ProgressReporter and an observer of the gateway's calls.
     """
 
-    def __init__(self, *, quiet: bool) -> None:
+    def __init__(self, *, quiet: bool, headline: str = "") -> None:
+        self.headline = headline
         self._is_live = err.is_terminal and not quiet
         self._lines: dict[str, RolloutProgressLine] = {}
         self._rollout_of: dict[str, str] = {}
@@ -298,6 +306,7 @@ class RolloutProgressView:
         finished = sum(line.status in _END_COLOURS for line in lines)
         queued = sum(line.status == "queued" for line in lines)
         table.caption = f"{finished} finished, {len(active)} active, {queued} queued"
+        table.title = Text(one_line(self.headline)) if self.headline else None
         return table
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Annotated, Any
 
 import orjson
@@ -11,7 +12,7 @@ from rich.text import Text
 
 from polar_proxy.cli import options
 from polar_proxy.cli.common import read_store_or_server
-from polar_proxy.cli.output import format_number, format_time, make_table, out, print_result, styled
+from polar_proxy.cli.output import format_number, format_time, make_table, out, print_note, print_result, styled
 from polar_proxy.terminal import message_lines
 from polar_proxy.types import Json
 
@@ -66,6 +67,8 @@ def sessions(
         for row in found.sessions
     )
     print_result(found, make_table(columns, cells, right=_NUMBERS), as_json)
+    if not found.sessions and not as_json:
+        print_note("No session is recorded yet. `polar serve`, then `polar connect`, records an agent that you start.")
 
 
 def show(
@@ -195,7 +198,15 @@ def _usage_line(usage: CallUsage, price: float | None) -> str:
 
 
 def _token_lines(choice: CallChoice) -> str:
-    """Return each token's id and log-probability, and its text in JSON's form, which shows spaces and line breaks."""
+    """Return each token's id and log-probability, and its text in JSON's form, which shows spaces and line breaks.
+
+    The tokens of a hosted answer have only their texts and the position of the character at which each begins.
+    """
+    if choice.token_texts is not None and not choice.token_ids:
+        starts = accumulate(map(len, choice.token_texts), initial=0)
+        return "\n".join(
+            f"{start} {orjson.dumps(text).decode()}" for start, text in zip(starts, choice.token_texts, strict=False)
+        )
     pairs = zip(choice.token_ids, choice.logprobs, strict=True)
     shown = [f"{token}:{format_number(logprob, '.3f')}" for token, logprob in pairs]
     if choice.token_texts is None:

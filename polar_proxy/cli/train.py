@@ -18,7 +18,16 @@ from polar_proxy.cli.common import (
     read_store_or_server,
     run_async,
 )
-from polar_proxy.cli.output import format_counts, format_number, format_time, make_table, out, print_note, print_result
+from polar_proxy.cli.output import (
+    RolloutProgressView,
+    format_counts,
+    format_number,
+    format_time,
+    make_table,
+    out,
+    print_note,
+    print_result,
+)
 from polar_proxy.config import Settings
 from polar_proxy.errors import UsageError
 from polar_proxy.rollout_spec import RolloutSpec
@@ -114,7 +123,7 @@ def grpo(
     grpo_config = make_config(own, flags, read_assignments(setting or ()))
     folder = _run_folder(settings, run or time.strftime("grpo-%Y%m%d-%H%M%S"))
     print_note(f"run: {folder}")
-    run_async(_train(settings, grpo_config, folder))
+    run_async(_train(settings, grpo_config, folder, quiet=as_json))
     _print_run(folder, as_json=as_json)
 
 
@@ -172,15 +181,22 @@ def write_adapter(
     print_note(f"{folder}: vllm serve ... --enable-lora --lora-modules NAME={folder}")
 
 
-async def _train(settings: Settings, config: GrpoConfig, folder: Path) -> None:
-    from polar_proxy.training.run import train_locally, train_remotely
+async def _train(settings: Settings, config: GrpoConfig, folder: Path, *, quiet: bool) -> None:
+    view = RolloutProgressView(quiet=quiet, headline="loading the trainer")
 
-    if config.feed is not None:
-        key = api_key_for(settings.model_copy(update={"url": config.feed}))
-        await train_remotely(settings, config, folder, key, print_note)
-        return
-    async with open_database(settings, create=True) as store:
-        await train_locally(settings, config, folder, store, print_note)
+    def report(line: str) -> None:
+        print_note(line)
+        view.headline = line
+
+    with view.show():
+        from polar_proxy.training.run import train_locally, train_remotely  # takes seconds
+
+        if config.feed is not None:
+            key = api_key_for(settings.model_copy(update={"url": config.feed}))
+            await train_remotely(settings, config, folder, key, report)
+            return
+        async with open_database(settings, create=True) as store:
+            await train_locally(settings, config, folder, store, report, view)
 
 
 def _run_folder(settings: Settings, run: str) -> Path:

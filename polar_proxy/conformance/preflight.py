@@ -23,6 +23,7 @@ from polar_proxy.engines.factory import POLAR_TINY, make_engine
 from polar_proxy.errors import PolarError
 from polar_proxy.intercept.certificates import is_made
 from polar_proxy.intercept.proxy import Mitmproxy
+from polar_proxy.prices import PriceTable
 from polar_proxy.store import Store
 from sandboxes.base import DockerRuntime, Mount, ResourceLimits, Sandbox, SandboxError, SandboxKind, SandboxSpec
 from sandboxes.choice import Availability, available, choose, open_sandbox
@@ -253,6 +254,19 @@ async def _database(database: AbstractAsyncContextManager[Store]) -> InstallChec
         return InstallCheck("database", "missing", str(error), fix)
 
 
+def _price(settings: Settings, model: str) -> InstallCheck:
+    """Return a check of the prices of a hosted model."""
+    try:
+        prices = PriceTable(settings.gateway.prices).find(model)
+    except PolarError as error:
+        return InstallCheck("price", "failed", str(error), "correct the setting gateway.prices")
+    if prices is None:
+        fix = "name a price file that has it by the setting gateway.prices"
+        return InstallCheck("price", "note", f"no price of {model} is known: its calls have none", fix)
+    per_token = f"{prices.input:g} USD for a million prompt tokens, {prices.output:g} for sampled ones"
+    return InstallCheck("price", "ok", f"{per_token} ({prices.date}, {prices.source})")
+
+
 async def _engine(settings: Settings) -> list[InstallCheck]:
     try:
         async with make_engine(settings.engine) as engine:
@@ -262,6 +276,8 @@ async def _engine(settings: Settings) -> list[InstallCheck]:
             problem = engine.continue_problem
     except PolarError as error:
         return [InstallCheck("engine", "failed", str(error), "start the server, or correct --engine-url")]
+    if "hosted" in info.capabilities:
+        return [InstallCheck("engine", "ok", detail), _price(settings, info.model)]
     works = "turns begin with the exact tokens of the turn before"
     remedy = ""
     if info.engine == "vllm":

@@ -18,6 +18,7 @@ from polar_proxy.types import (
     ChatRequest,
     ClientOptions,
     ConversationItem,
+    EngineInfo,
     EngineRequest,
     Json,
     Message,
@@ -280,6 +281,13 @@ class Dialect(ABC):
         """
         stored_tools = {} if tools is None else {"tools": orjson.loads(tools)}
         return {**params, **self.message_fields([orjson.loads(message) for message in messages]), **stored_tools}
+
+    def check_length(self, request: EngineRequest, engine: EngineInfo) -> None:
+        """Raise RequestError if the provider refuses requests for more tokens than the model's longest answer.
+
+        By default nothing is refused: the answer ends early.
+        """
+        return
 
     @abstractmethod
     def message_fields(self, stored: list[Json]) -> Json:

@@ -15,8 +15,9 @@ POLAR_TINY_NAME = "polar-tiny"
 MAX_ANSWER_TOKENS = 256
 """Maximum length of an answer. Answers to mini-swe-agent are shorter; an answer to another agent might never end."""
 ABILITY = (
-    "polar-tiny, the bundled policy, can only play `polar run swe-task` with mini-swe-agent. For other agents serve "
-    "your own model: polar serve --engine vllm --engine-url URL --model NAME"
+    "polar-tiny, the bundled policy, can only play `polar run swe-task` with mini-swe-agent, and ends each answer "
+    "after 256 tokens. For other agents serve your own model: polar serve --engine llamacpp --engine-url URL (a "
+    "llama-server, for example on a laptop), or --engine vllm --engine-url URL"
 )
 _ONLY_TOOL = "bash"
 """The only tool of mini-swe-agent."""
@@ -35,7 +36,10 @@ class OtherAgentWarning:
     def __call__(self, call: CallRecord) -> None:
         if not self._warned and not _may_be_mini_swe_agent(call):
             self._warned = True
-            text = "session %s is not mini-swe-agent's, so its answers are meaningless. %s"
+            text = (
+                "session %s is not mini-swe-agent's: its answers are meaningless and cut, or refused because of "
+                "max_tokens. %s"
+            )
             log.warning(text, call.session_id, ABILITY)
 
 

@@ -13,16 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from polar_proxy.dialects import parse_recorded
-from polar_proxy.dialects.base import ParsedRequest
 from polar_proxy.errors import RequestError
 from polar_proxy.export.text_conversations import text_conversations
 from polar_proxy.traces.rows import SCHEMA, trace_identity, write_row
 from polar_proxy.types import CallRecord, Json, TextRequest, Trace
+
+if TYPE_CHECKING:
+    from polar_proxy.dialects.base import ParsedRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +131,8 @@ class ConversationReader:
 
     def read(self, call: CallRecord) -> Json:
         """Return the conversation of a call, as the function `conversation` does."""
+        from polar_proxy.dialects import parse_recorded  # takes long to import, and tokens-jsonl needs none of it
+
         try:
             parsed = parse_recorded(call, self._last_parsed.get(call.dialect))
         except RequestError as error:

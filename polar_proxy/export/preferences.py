@@ -2,7 +2,7 @@
 
 A row has TRL's conversational form: `prompt` (the messages that both begin with), `chosen` and `rejected`. Each group
 gives one pair: the conversation with the highest reward and the one with the lowest. Of a rollout with several
-conversations the longest counts. `messages` of tools are part of `chosen` and `rejected`; a trainer must not learn them.
+conversations the longest counts. Results of tools are among `chosen` and `rejected`: a trainer must mask them.
 """
 
 from __future__ import annotations

@@ -254,6 +254,9 @@ def _add_models(app: FastAPI, engine: Engine) -> None:
             "type": "model",
             "display_name": name,
             "created_at": datetime.fromtimestamp(started_at, UTC).isoformat(),
+            "lifecycle": "active",
+            "max_input_tokens": engine.info.context_length,
+            "max_tokens": engine.info.max_answer or engine.info.context_length,
         }
 
     @app.get("/models")
@@ -262,7 +265,7 @@ def _add_models(app: FastAPI, engine: Engine) -> None:
     @app.get("/v1beta/models")
     async def models(request: Request) -> Response:
         if _is_google_client(request):
-            return JSONResponse({"models": [google_model_card(engine.info.model, engine.info.context_length)]})
+            return JSONResponse({"models": [google_model_card(engine.info.model, engine.info)]})
         card = model_card(engine.info.model)
         page = {"has_more": False, "first_id": card["id"], "last_id": card["id"]}
         return JSONResponse({"object": "list", "data": [card], **page})
@@ -273,7 +276,7 @@ def _add_models(app: FastAPI, engine: Engine) -> None:
     @app.get("/v1beta/models/{model:path}")
     async def one_model(model: str, request: Request) -> Response:
         if _is_google_client(request):
-            return JSONResponse(google_model_card(model, engine.info.context_length))
+            return JSONResponse(google_model_card(model, engine.info))
         # The engine answers under any model name, so every name exists.
         return JSONResponse(model_card(model))
 

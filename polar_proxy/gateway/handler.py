@@ -325,6 +325,7 @@ class RequestHandler:
             raise errors.exceptions[0] from errors
 
     async def _sample_call(self, request: RequestContext, index: int, call: PendingCall, reply: Reply) -> None:
+        request.dialect.check_length(call.request, self._engine.info)
         async with EngineWait(self._timeouts) as wait:
             call.plan = await self._prompts.build(call.request, call.lineage.base, request.session)
             call.version = await self._engine.weight_version()

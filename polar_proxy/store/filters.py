@@ -44,6 +44,8 @@ _OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
     "<": operator.lt,
     "<=": operator.le,
 }
+_VERSION_MARKS = {"harness": "@", "engine": " "}
+"""The sign between name and version in a column. A condition without a version matches all versions."""
 _CONDITION = re.compile(r"(\w+)\s*(>=|<=|!=|==|=|>|<)\s*(.+)")
 _LONGEST = 4096
 
@@ -105,8 +107,9 @@ def _clause(name: str, sign: str, value: str) -> ColumnElement[bool]:
         known = ", ".join(sorted([*_NUMBERS, *_TEXTS, *_FLAGS, "family"]))
         raise UsageError(f"Rollouts have no field {name!r}. Fields: {known}")
     column = _TEXTS[name]
-    if name == "harness" and sign in ("=", "==", "!=") and "@" not in value:
-        same = or_(column == value, column.startswith(f"{value}@", autoescape=True))
+    mark = _VERSION_MARKS.get(name)
+    if mark is not None and sign in ("=", "==", "!=") and mark not in value:
+        same = or_(column == value, column.startswith(f"{value}{mark}", autoescape=True))
         return not_(same) if sign == "!=" else same
     if sign == "!=":
         return or_(column != value, column.is_(None))

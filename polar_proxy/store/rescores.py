@@ -109,7 +109,9 @@ def _apply(call: CallRecord, rescores: dict[int, Rescore]) -> CallRecord:
     answers = [(choice, rescores[choice.index]) for choice in call.choices]
     choices = [replace(choice, token_ids=one.token_ids, logprobs=one.logprobs, versions=()) for choice, one in answers]
     prompt = answers[0][1].prompt_ids
-    return replace(call, status="ok", prompt_ids=prompt, choices=tuple(choices), logprob_mode="raw")
+    # A hosted model samples at its provider's default if the client names no temperature; these are at temperature 1.
+    sampling = {"temperature": 1.0, **call.sampling}
+    return replace(call, status="ok", prompt_ids=prompt, choices=tuple(choices), logprob_mode="raw", sampling=sampling)
 
 
 async def fetch_for(

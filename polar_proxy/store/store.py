@@ -10,35 +10,35 @@ from typing import TYPE_CHECKING
 
 from polar_proxy.store import migrate
 from polar_proxy.store.artifacts import ArtifactRepository, RewardRepository
-from polar_proxy.store.conversations import ConversationRepository
 from polar_proxy.store.database import Database
 from polar_proxy.store.names import NameRepository
 from polar_proxy.store.outage_marks import OutageMarks
 from polar_proxy.store.rollouts import RolloutRepository, TaskRepository
-from polar_proxy.store.service.feed import FeedRepository
-from polar_proxy.store.service.groups import GroupRepository
-from polar_proxy.store.service.job_events import CallbackRepository, JobEventRepository
-from polar_proxy.store.service.jobs import JobRepository
-from polar_proxy.store.service.queue import FleetRepository, QueueRepository
 from polar_proxy.store.sessions import ApiKeyRepository, SessionRepository
-from polar_proxy.store.training import TrainingRepository
 from polar_proxy.store.urls import database_location, display_url
 
 if TYPE_CHECKING:
     from polar_proxy.store.calls import CallRepository, OpenCallRepository
+    from polar_proxy.store.conversations import ConversationRepository
     from polar_proxy.store.group_commit import GroupCommit
     from polar_proxy.store.maintenance.archive import ArchiveRepository
     from polar_proxy.store.maintenance.repository import MaintenanceRepository
     from polar_proxy.store.rescores import RescoreRepository
+    from polar_proxy.store.service.feed import FeedRepository
+    from polar_proxy.store.service.groups import GroupRepository
+    from polar_proxy.store.service.job_events import CallbackRepository, JobEventRepository
+    from polar_proxy.store.service.jobs import JobRepository
+    from polar_proxy.store.service.queue import FleetRepository, QueueRepository
     from polar_proxy.store.traces import TraceRepository
+    from polar_proxy.store.training import TrainingRepository
 
 
 class Store:
     """One open database. Several processes may open the same database.
 
     Each attribute is a repository with the queries on a few related tables. All of them raise StoreError if the
-    database reports an error. The repositories of tokens and of maintenance are imported when they are first used,
-    because importing them would take most of the time of a command that lists sessions or jobs.
+    database reports an error. Most of them are imported when they are first used, because importing all of them would
+    take most of the time of a command that lists sessions.
     """
 
     def __init__(self, database: Database, artifacts: Path) -> None:
@@ -49,27 +49,16 @@ class Store:
         self._marks_folder = artifacts.parent / "unrecorded"
         self._flushing = AsyncExitStack()
         """Stops what writes in batches, the newest first."""
-        # One conversation (calls, open_calls, traces, rescores: below)
+        # One conversation (calls, open_calls, conversations, traces, rescores: below)
         self.sessions = SessionRepository(database)
         self._flushing.push_async_callback(self.sessions.stop)
-        self.conversations = ConversationRepository(database)
         # One rollout
         self.tasks = TaskRepository(database)
         self.rollouts = RolloutRepository(database)
         self.rewards = RewardRepository(database)
         self.artifacts = ArtifactRepository(database, artifacts)
-        # The rollout service
-        self.jobs = JobRepository(database)
-        self.groups = GroupRepository(database)
-        self.queue = QueueRepository(database)
-        self.fleet = FleetRepository(database)
-        self.job_events = JobEventRepository(database)
-        self.callbacks = CallbackRepository(database)
+        # The whole database (the rollout service, training, maintenance, archive: below)
         self.api_keys = ApiKeyRepository(database)
-        # Training
-        self.feed = FeedRepository(database)
-        self.training = TrainingRepository(database)
-        # The whole database (maintenance, archive: below)
         self.names = NameRepository(database)
 
     @cached_property
@@ -95,6 +84,12 @@ class Store:
         return open_calls
 
     @cached_property
+    def conversations(self) -> ConversationRepository:
+        from polar_proxy.store.conversations import ConversationRepository
+
+        return ConversationRepository(self.database)
+
+    @cached_property
     def traces(self) -> TraceRepository:
         from polar_proxy.store.traces import TraceRepository
 
@@ -105,6 +100,54 @@ class Store:
         from polar_proxy.store.rescores import RescoreRepository
 
         return RescoreRepository(self.database)
+
+    @cached_property
+    def jobs(self) -> JobRepository:
+        from polar_proxy.store.service.jobs import JobRepository
+
+        return JobRepository(self.database)
+
+    @cached_property
+    def groups(self) -> GroupRepository:
+        from polar_proxy.store.service.groups import GroupRepository
+
+        return GroupRepository(self.database)
+
+    @cached_property
+    def queue(self) -> QueueRepository:
+        from polar_proxy.store.service.queue import QueueRepository
+
+        return QueueRepository(self.database)
+
+    @cached_property
+    def fleet(self) -> FleetRepository:
+        from polar_proxy.store.service.queue import FleetRepository
+
+        return FleetRepository(self.database)
+
+    @cached_property
+    def job_events(self) -> JobEventRepository:
+        from polar_proxy.store.service.job_events import JobEventRepository
+
+        return JobEventRepository(self.database)
+
+    @cached_property
+    def callbacks(self) -> CallbackRepository:
+        from polar_proxy.store.service.job_events import CallbackRepository
+
+        return CallbackRepository(self.database)
+
+    @cached_property
+    def feed(self) -> FeedRepository:
+        from polar_proxy.store.service.feed import FeedRepository
+
+        return FeedRepository(self.database)
+
+    @cached_property
+    def training(self) -> TrainingRepository:
+        from polar_proxy.store.training import TrainingRepository
+
+        return TrainingRepository(self.database)
 
     @cached_property
     def maintenance(self) -> MaintenanceRepository:

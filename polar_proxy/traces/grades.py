@@ -14,6 +14,7 @@ off_distribution  approximate  the log-probabilities are not those of softmax(lo
 weights_changed   approximate  the weights changed during an answer, and the engine did not report at which token
 canonical         approximate  the context before sampled tokens differs from the recorded prompt
 rescored          approximate  an engine computed the log-probabilities later
+summarised        approximate  the reasoning is the summary that a provider shows, not what its model sampled
 """
 
 from __future__ import annotations
@@ -30,14 +31,17 @@ GRADES: tuple[Grade, ...] = get_args(Grade)
 TRAINABLE = frozenset({"exact", "continued"})
 REJECTED = "rejected"
 
-Reason = Literal["continued", "off_distribution", "weights_changed", "canonical", "rescored"]
+Reason = Literal["continued", "off_distribution", "weights_changed", "canonical", "rescored", "summarised"]
 _GRADE_BY_REASON: Mapping[str, Grade] = {
     "continued": "continued",
     "off_distribution": "approximate",
     "weights_changed": "approximate",
     "canonical": "approximate",
     "rescored": "approximate",
+    "summarised": "approximate",
 }
+SUMMARISING_ENGINES = frozenset({"anthropic", "google"})
+"""Engines of providers that show a summary of the reasoning."""
 
 
 _NOTES = 20

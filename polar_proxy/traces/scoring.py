@@ -33,7 +33,7 @@ from polar_proxy.sequences import all_reported, begins_with
 from polar_proxy.store.rescores import RESCORED_BUILDER, Rescore, apply_rescores
 from polar_proxy.traces.builders import BuildResult, build
 from polar_proxy.traces.certificate import ScorerIdentity
-from polar_proxy.traces.grades import exclusion_reason, grade_of
+from polar_proxy.traces.grades import SUMMARISING_ENGINES, exclusion_reason, grade_of
 from polar_proxy.traces.validation import count_calls
 from polar_proxy.types import CallRecord, ChatRequest, Choice, Json, Logprobs, Message, TokenIds, Trace
 
@@ -235,7 +235,12 @@ def build_rescored(
         if call.call_id not in rescored
     }
     built = build(with_tokens, rollout_id=rollout_id, reward=reward)
-    reasons = {trace_id: _and_rescored(given) for trace_id, given in built.grade_reasons.items()}
+    summarised = {call.call_id for call in calls if _has_summary(call)}
+    reasons = {
+        trace.trace_id: _and_rescored(built.grade_reasons[trace.trace_id])
+        + (("summarised",) if summarised.intersection(trace.call_ids) else ())
+        for trace in built.traces
+    }
     result = replace(
         built,
         builder=RESCORED_BUILDER,
@@ -253,6 +258,15 @@ def build_rescored(
 
 def _and_rescored(reasons: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted({*reasons, "rescored"}))
+
+
+def _has_summary(call: CallRecord) -> bool:
+    """Return whether the reasoning of an answer is a provider's summary."""
+    return (
+        call.engine is not None
+        and call.engine.engine in SUMMARISING_ENGINES
+        and any(choice.message.reasoning for choice in call.choices)
+    )
 
 
 def _no_rescore_reason(call: CallRecord) -> str | None:

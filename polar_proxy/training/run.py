@@ -9,6 +9,7 @@ import contextlib
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from polar_proxy.allowed_code import NO_CODE, AllowedCode
 from polar_proxy.api_models import JobRequest, SubmittedJob
@@ -19,6 +20,7 @@ from polar_proxy.engines.factory import POLAR_TINY, make_engine
 from polar_proxy.errors import UsageError
 from polar_proxy.rollout_spec import JobSpec
 from polar_proxy.rollouts import RolloutService, ServiceLimits, local_gateway
+from polar_proxy.rollouts.attempt import ProgressReporter
 from polar_proxy.rollouts.recovery import recover
 from polar_proxy.store import Store
 from polar_proxy.store.service.jobs import JobRow
@@ -30,7 +32,7 @@ from polar_proxy.training.grpo import GrpoTrainer, RolloutSource
 from polar_proxy.training.metrics import StoreSink
 from polar_proxy.training.model import Learner, load_model
 from polar_proxy.training.weight_sync import LocalSync, VllmControl, WeightSync, make_vllm_sync
-from polar_proxy.types import Json, new_id
+from polar_proxy.types import CallRecord, Json, new_id
 from sandboxes.choice import choose
 
 CONNECTION_TRIES = 12
@@ -39,10 +41,22 @@ EVAL_PRIORITY = 10
 """Priority of the jobs of an evaluation, which come before the rollouts of later rounds."""
 
 
+class CallReporter(ProgressReporter, Protocol):
+    """Receives the progress of rollouts, and their recorded calls."""
+
+    def call(self, record: CallRecord) -> None: ...
+
+
 async def train_locally(
-    settings: Settings, config: GrpoConfig, run: Path, store: Store, report: Callable[[str], None]
+    settings: Settings,
+    config: GrpoConfig,
+    run: Path,
+    store: Store,
+    report: Callable[[str], None],
+    progress: CallReporter | None = None,
 ) -> TrainerState:
-    """Start or resume the run in the folder `run`. `report` takes progress lines for people."""
+    """Start or resume the run in the folder `run`. `report` takes progress lines for people, `progress` the rollouts'
+    progress."""
     code = settings.code(config.task)
     source = get_source(config.task, code)
     weights = initial_weights(settings, config)
@@ -57,11 +71,20 @@ async def train_locally(
         report(f"database: {store.display_url}")
         async with make_engine(settings.engine) as engine, local_gateway(settings, engine, store) as gateway:
             report(f"engine: {engine.info.engine} {engine.info.version}, model {engine.info.model}")
+            if progress is not None:
+                gateway.observe(progress.call)
             cache = settings.harness_cache
-            service = RolloutService(
-                store, gateway, engine, cache, limits=limits, note=report, code=code, home=settings.home
-            )
-            async with service:
+            async with RolloutService(
+                store,
+                gateway,
+                engine,
+                cache,
+                limits=limits,
+                reporter=progress,
+                note=report,
+                code=code,
+                home=settings.home,
+            ) as service:
                 return await GrpoTrainer(
                     run,
                     config,
@@ -71,7 +94,7 @@ async def train_locally(
                     weight_sync=make_weight_sync(settings, config, engine, run),
                     feed=store.feed,
                     reader=StoreGroupReader(store),
-                    rollouts=ServiceRollouts(service, store, source, config, spec, own_id),
+                    rollouts=ServiceRollouts(service, store, source, config, spec, own_id, progress),
                     engine_busy_seconds=gateway.metrics.busy.seconds,
                     sink=StoreSink(store, own_id, run.name, config.to_json()),
                     report=report,
@@ -145,10 +168,18 @@ class ServiceRollouts:
     """
 
     def __init__(
-        self, service: RolloutService, store: Store, source: TaskSource, config: GrpoConfig, spec: JobSpec, run_id: str
+        self,
+        service: RolloutService,
+        store: Store,
+        source: TaskSource,
+        config: GrpoConfig,
+        spec: JobSpec,
+        run_id: str,
+        reporter: ProgressReporter | None = None,
     ) -> None:
+        """`reporter` gets each submitted rollout with its task. Its stages come from the service."""
         self._service, self._store, self._source, self._config = service, store, source, config
-        self._spec, self._run_id = spec, run_id
+        self._spec, self._run_id, self._reporter = spec, run_id, reporter
         self._sampler = TaskSampler(source, config)
 
     async def start_round(self, number: int) -> None:
@@ -168,6 +199,10 @@ class ServiceRollouts:
         tasks = [self._source.task(seed) for seed in seeds]
         spec = self._spec.model_copy(update=options)
         job, _ = await self._service.submit(tasks, spec, idempotency_key=f"{self._run_id}/{name}")
+        if self._reporter is not None:
+            for row in await self._store.rollouts.find(job_id=job.job_id):
+                if row.status == "queued":
+                    self._reporter.stage(row.rollout_id, row.status, row.task_id)
         return job
 
 

@@ -34,6 +34,7 @@ def test_warns_once_of_an_agent_other_than_mini_swe_agent(
     for _ in range(2):
         observer(call_record("sess_1", **{"dialect": "openai_chat", **changes}))
     assert ["can only play `polar run swe-task`" in line for line in caplog.messages] == [True] * warned
+    assert ["refused because of max_tokens" in line for line in caplog.messages] == [True] * warned
 
 
 @pytest.mark.slow
@@ -53,6 +54,8 @@ def test_serve_says_what_the_policy_can_play(polar_home: Path, tmp_path: Path) -
             for limit in (4000, 1):
                 answer = httpx.post(f"{url}/chat/completions", json=body | {"max_tokens": limit}, timeout=120).json()
                 assert answer["usage"]["completion_tokens"] <= MAX_ANSWER_TOKENS
+            refused = httpx.post(f"{url}/messages", json=body | {"max_tokens": 4000}, timeout=120)
+            assert refused.json()["error"]["message"].startswith("max_tokens: 4000 > 256, which is the maximum")
             process.send_signal(signal.SIGINT)
             _, log = process.communicate(timeout=120)
         finally:

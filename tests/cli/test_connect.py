@@ -196,6 +196,21 @@ def test_model_option_replaces_the_name_only(server: str) -> None:
     assert "model_context_window = 32768" in settings
 
 
+def test_says_that_the_model_ends_its_answers_early(install: MakeProgram, monkeypatch: pytest.MonkeyPatch) -> None:
+    install("claude-code")
+    with serve_model_list("polar-tiny", max_tokens=256) as url:
+        (note,) = [
+            line for line in polar_ok("connect", "codex", "--url", url, "--key", "k").splitlines() if "256" in line
+        ]
+        assert note.startswith("# The server's model ends each answer after 256 tokens.")
+        assert "Claude Code stops with an error about max_tokens" in note
+        assert "Serve another model: polar serve --engine llamacpp --engine-url URL" in note
+        assert polar_json("connect", "codex", "--url", url, "--key", "k")["notes"] == [note.removeprefix("# ")]
+        assert note.removeprefix("# ") in polar("connect", "claude-code", "--url", url, "--key", "k", "--").stderr
+    with serve_model_list("m") as url:
+        assert polar_json("connect", "codex", "--url", url, "--key", "k")["notes"] == []
+
+
 CALL = """#!/bin/sh
 curl -sS --fail-with-body "$OPENAI_BASE_URL/chat/completions" -H "Authorization: Bearer $OPENAI_API_KEY" \\
   -H 'Content-Type: application/json' -d '{"messages": [{"role": "user", "content": "hi"}], "model": "m"}'

@@ -22,6 +22,7 @@ STORE = {"sqlalchemy", "polar_proxy.store"}
 CLIENT = {"httpx", "polar_proxy.client"}
 TOKENS = {"numpy", "zstandard", "polar_proxy.sequences"}
 SETTINGS = {"pydantic", "pydantic_settings", "polar_proxy.config"}
+SERVICE = {"polar_proxy.store.service", "polar_proxy.store.training", "polar_proxy.store.conversations"}
 READING = (
     MODELS | SERVER | AGENTS | CLIENT | {"alembic", "sqlalchemy.dialects.postgresql", "polar_proxy.training.metrics"}
 )
@@ -54,16 +55,16 @@ def imported(*arguments: str) -> set[str]:
         (["serve", "--help"], MODELS | SERVER | AGENTS | STORE | CLIENT | TOKENS),
         (["run", "--help"], MODELS | SERVER | AGENTS | STORE | CLIENT | TOKENS),
         (["harness", "list"], MODELS | SERVER | STORE | CLIENT | TOKENS),
-        (["sessions"], READING | TOKENS),
-        (["key", "list"], READING | TOKENS),
-        (["db", "path"], READING | TOKENS),
-        (["db", "stats"], READING),
-        (["export"], READING),
+        (["sessions"], READING | TOKENS | SERVICE),
+        (["key", "list"], READING | TOKENS | SERVICE),
+        (["db", "path"], READING | TOKENS | SERVICE),
+        (["db", "stats"], READING | {"polar_proxy.store.service"}),
+        (["export"], READING | {"polar_proxy.dialects"}),
         (["status"], READING),
         (["status", "JOB"], READING),
         (["results", "JOB"], READING),
         (["train", "list"], READING | TOKENS),
-        (["export", "--format", "tokens-jsonl"], READING),
+        (["export", "--format", "tokens-jsonl"], READING | {"polar_proxy.dialects"}),
         (["connect"], MODELS | SERVER | STORE | CLIENT | TOKENS),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "imports",
@@ -73,6 +74,27 @@ def test_a_verb_imports_only_what_it_needs(arguments: list[str], forbidden: set[
     job = polar_json("submit", "swe-task")["job_id"] if "JOB" in arguments else polar_ok("db", "upgrade")
     found = imported(*(job if one == "JOB" else one for one in arguments))
     assert found & forbidden == set()
+
+
+COLLECTIONS = """
+import gc, sys, time
+import polar_proxy.cli.common as common
+from polar_proxy.cli import main
+common._SHORT_COMMAND_SECONDS = 60.0  # on a busy machine the command takes longer than a second
+before = sum(generation["collections"] for generation in gc.get_stats())
+try:
+    main()
+finally:
+    print("\\n", sum(generation["collections"] for generation in gc.get_stats()) - before)
+"""
+
+
+@pytest.mark.slow
+def test_a_short_command_collects_no_garbage() -> None:
+    polar_ok("db", "upgrade")
+    command = [sys.executable, "-c", COLLECTIONS, "sessions"]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1].strip() == "0", done.stderr
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from polar_proxy.cli import output
 from polar_proxy.engines.factory import POLAR_TINY
 from polar_proxy.store import open_store
 from polar_proxy.types import CallRecord, new_id
-from tests.cli.runner import polar_error, polar_json, polar_ok
+from tests.cli.runner import polar, polar_error, polar_json, polar_ok
 from tests.export.dialect_requests import BODIES, recorded
 from tests.factories import engine_info
 
@@ -90,6 +90,12 @@ def test_ids_are_not_cut_in_a_pipe_or_on_a_narrow_terminal(polar_home: Path, mon
     assert "a label of some length" in lines[1]
     monkeypatch.setattr(output.out, "_force_terminal", True)
     assert session_id in polar_ok("sessions")
+
+
+def test_a_list_without_sessions_says_how_to_record_one(polar_home: Path) -> None:
+    polar_ok("db", "upgrade")
+    assert "`polar serve`, then `polar connect`, records" in polar("sessions").stderr
+    assert polar_json("sessions") == {"sessions": []}
 
 
 def test_records_are_named_by_prefix_label_and_last(calls: dict[str, str], polar_home: Path) -> None:

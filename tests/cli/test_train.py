@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from polar_proxy.cli import output
 from polar_proxy.errors import UsageError
 from polar_proxy.training.metrics import run_summary
-from tests.cli.runner import polar_error, polar_json, polar_ok
+from tests.cli.runner import polar, polar_error, polar_json, polar_ok
 
 
 def test_reports_invalid_options(tmp_path: Path) -> None:
@@ -24,6 +25,30 @@ def test_reports_invalid_options(tmp_path: Path) -> None:
         (["--feed", "http://127.0.0.1:9", "--run", str(tmp_path / "fed")], "to the vLLM server that samples"),
     ):
         assert message in polar_error("train", "grpo", *options), options
+
+
+def test_help_shows_the_sections_of_the_file() -> None:
+    """Rich would take a name in brackets for markup, and leave it out."""
+    words = " ".join(polar_ok("train", "grpo", "--help").replace("│", " ").split())
+    assert "TOML file with [grpo], and with [engine], [run], [gateway] as in polar.toml." in words
+    assert "any setting of [grpo]" in words
+
+
+@pytest.mark.slow
+def test_training_shows_a_live_table_from_the_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    async def fail_after_the_first_rollout(*arguments: Any) -> None:
+        *_, report, progress = arguments
+        report("engine: of the test")
+        progress.stage("roll_1", "queued", "swe-task-7")
+        raise UsageError("The end.")
+
+    monkeypatch.setattr("polar_proxy.training.run.train_locally", fail_after_the_first_rollout)
+    monkeypatch.setattr(output.err, "_force_terminal", True)
+    monkeypatch.setattr(output.err, "is_interactive", True)
+    monkeypatch.setenv("TERM", "xterm")
+    shown = polar("train", "grpo", "--run", str(tmp_path / "run")).stderr
+    first, last = shown.index("loading the trainer"), shown.rindex("engine: of the test")
+    assert first < shown.index("engine: of the test") < last < shown.index("swe-task-7")
 
 
 def test_there_is_no_summary_without_a_run(tmp_path: Path) -> None:

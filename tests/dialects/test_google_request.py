@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from polar_proxy.dialects.base import Dialect
 from polar_proxy.dialects.google.dialect import GoogleGenerateContent, google_model_card, google_route
 from polar_proxy.dialects.google.tools import json_schema
+from polar_proxy.engines.scripted import INFO
 from polar_proxy.errors import RequestError
 from polar_proxy.types import ChatRequest, Json
 from tests.dialects.google_helpers import DECLARED, HI, parse
@@ -237,8 +239,10 @@ def test_count_tokens() -> None:
 
 
 def test_model_card() -> None:
-    card = google_model_card("a/b", 4096)
-    assert (card["name"], card["inputTokenLimit"]) == ("models/a/b", 4096)
+    card = google_model_card("a/b", INFO)
+    assert (card["name"], card["inputTokenLimit"], card["outputTokenLimit"]) == ("models/a/b", 4_000_000, 4_000_000)
+    card = google_model_card("a/b", replace(INFO, max_answer=256))
+    assert (card["inputTokenLimit"], card["outputTokenLimit"]) == (4_000_000, 256)
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from tests.fakes.vllm_server import FakeVllm
 BIN = Path(sys.executable).parent
 ENGINE_URL = "http://127.0.0.1:8000"
 LLAMA_URL = "http://127.0.0.1:8080"
+HOSTED_URL = "https://api.example.com"
 MODEL = "my-model"
 Fake = TypeVar("Fake", FakeVllm, FakeLlama)
 
@@ -39,6 +40,9 @@ RUN_ELSEWHERE = {
     "polar run swe-task --harness codex": "tests/harness_adapters/test_npm_real.py",
     "polar run swe-task --sandbox docker": "tests/rollouts/test_run.py",
     "polar doctor drift --harness codex": "tests/cli/test_doctor.py",
+    "polar serve --engine anthropic": "tests/hosted/test_cli.py",
+    "polar serve --engine google": "tests/hosted/test_cli.py",
+    "polar serve --engine openai": "tests/hosted/test_cli.py",
     "llama-server ": "tests/engines/test_llamacpp_real.py",
     "ray start": "tests/rollouts/cluster/test_cluster.py",
     "polar node": "tests/rollouts/cluster/test_cluster.py",
@@ -183,6 +187,7 @@ def as_run(command: str, workspace: Workspace, fake_vllm: FakeVllm, fake_llama: 
     text = (
         command.replace(ENGINE_URL, fake_vllm.url)
         .replace(LLAMA_URL, fake_llama.url)
+        .replace(HOSTED_URL, fake_vllm.url)
         .replace("--db runs.db", "--db ~/.polar/polar.db")
     )
     if command.startswith("polar cancel"):  # a job that has ended cannot be cancelled

@@ -219,7 +219,7 @@ async def test_rejects_what_it_cannot_do() -> None:
 def test_make_engine_from_settings() -> None:
     assert isinstance(make_engine(EngineSettings(kind="openai", url="https://api.example.com/v1")), OpenAIEngine)
     with pytest.raises(UsageError, match="--engine-url"):
-        make_engine(EngineSettings(kind="openai"))
+        make_engine(EngineSettings(kind="vllm"))
     with pytest.raises(UsageError, match=r"no folder /none .*engine\.model_folder"):
         make_engine(EngineSettings(kind="vllm", url="http://127.0.0.1:9", model_folder="/none"))
 

@@ -8,17 +8,19 @@ request that has the result of their tool call, as the real APIs demand.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from aiohttp import web
 from anthropic import types as anthropic
 from anthropic.types import message_count_tokens_params, message_create_params
 from google.genai import types as google
+from openai.types import chat
 from openai.types import completion_create_params as openai_text
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.chat import completion_create_params as openai_chat
+from openai.types.chat.chat_completion_content_part_param import File
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from tests.fakes.engine_server import FakeServer, Json, sse
@@ -77,7 +79,8 @@ def _exhaust(value: Any) -> None:
 
 def check(kind: Any, value: Json) -> None:
     """Raise Malformed unless the TypedDict `kind` describes the value and has all of its fields."""
-    if unknown := value.keys() - get_type_hints(kind).keys():
+    known = {name for one in get_args(kind) or (kind,) for name in get_type_hints(one)}
+    if unknown := value.keys() - known:
         raise Malformed(f"unknown field {min(unknown)!r}")
     try:
         _exhaust(TypeAdapter(kind).validate_python(value))
@@ -91,6 +94,8 @@ class Provider(FakeServer):
     def __init__(self) -> None:
         self.__post_init__()
         self.headers: list[Mapping[str, str]] = []
+        self.model_of: Callable[[Json], Scripted] = lambda body: Scripted("Hello.")
+        """Answers requests for which nothing is scripted."""
 
     async def serve(self, request: web.Request) -> web.StreamResponse:
         self.headers.append(dict(request.headers))
@@ -106,7 +111,7 @@ class Provider(FakeServer):
         if self.counts(request.path):
             return web.json_response(self.count())
         self.bodies.append(body)
-        answer = self.scripted.popleft() if self.scripted else Scripted("Hello.")
+        answer = self.scripted.popleft() if self.scripted else self.model_of(body)
         if isinstance(answer, Refused):
             return self.refusal(answer)
         if not self.streams(request, body):
@@ -147,6 +152,21 @@ class Provider(FakeServer):
         raise NotImplementedError
 
 
+_ROLES = {
+    "system": chat.ChatCompletionSystemMessageParam,
+    "developer": chat.ChatCompletionDeveloperMessageParam,
+    "user": chat.ChatCompletionUserMessageParam,
+    "assistant": chat.ChatCompletionAssistantMessageParam,
+    "tool": chat.ChatCompletionToolMessageParam,
+}
+_PARTS = {
+    "text": chat.ChatCompletionContentPartTextParam,
+    "image_url": chat.ChatCompletionContentPartImageParam,
+    "input_audio": chat.ChatCompletionContentPartInputAudioParam,
+    "file": File,
+}
+
+
 class OpenAIProvider(Provider):
     """Chat Completions and Completions. Its model keeps its reasoning to itself."""
 
@@ -171,7 +191,18 @@ class OpenAIProvider(Provider):
         }
         if path not in kinds:
             raise Malformed(f"no route {path}")
-        check(kinds[path][0 if body.get("stream") else 1], body)
+        kind = kinds[path][0 if body.get("stream") else 1]
+        if "prompt" in body:
+            check(kind, body)
+            return
+        check(kind, {**body, "messages": []})
+        for message in body["messages"]:
+            parts = message.get("content")
+            check(_ROLES[message["role"]], {**message, "content": ""} if isinstance(parts, list) else message)
+            for part in parts if isinstance(parts, list) else ():
+                if message["role"] != "user" and part["type"] != "text":
+                    raise Malformed(f"a part of type {part['type']} in a message of the role {message['role']}")
+                check(_PARTS[part["type"]], part)
 
     def _usage(self, answer: Scripted) -> Json:
         return {
@@ -252,8 +283,22 @@ _BLOCKS = {
 }
 
 
+_SOURCES = {
+    "base64": anthropic.Base64ImageSourceParam | anthropic.Base64PDFSourceParam,
+    "url": anthropic.URLImageSourceParam | anthropic.URLPDFSourceParam,
+    "text": anthropic.PlainTextSourceParam,
+}
+_TEXT_SOURCE = {"type": "text", "media_type": "text/plain", "data": ""}
+_PLAIN: Mapping[str, Json] = {
+    "tool_result": {"content": ""},
+    "document": {"source": _TEXT_SOURCE},
+    "image": {"source": {"type": "url", "url": ""}},
+}
+"""Stands in for the recursive fields of a block, which are checked by themselves."""
+
+
 def check_messages_body(kind: Any, body: Json) -> None:
-    """Do as `check`, but block by block: pydantic 2.14 panics on recursive types in the items of an iterable."""
+    """Do as `check`, but block by block: pydantic 2.14 panics on unions in the items of nested iterables."""
     check(kind, {**body, "messages": [], "system": "", "tools": []})
     for tool in body.get("tools", ()):
         check(anthropic.ToolParam, tool)
@@ -265,9 +310,11 @@ def check_messages_body(kind: Any, body: Json) -> None:
     for block in blocks:
         if block["type"] not in _BLOCKS:
             raise Malformed(f"a block of the type {block['type']!r}")
-        check(_BLOCKS[block["type"]], {**block, "content": []} if block["type"] == "tool_result" else block)
-        for inner in block.get("content", ()):
-            check(_BLOCKS[inner["type"]], inner)
+        for part in (block, *block.get("content", ())):
+            source = part.get("source")
+            if source is not None:
+                check(_SOURCES[source["type"]], source)
+            check(_BLOCKS[part["type"]], {**part, **_PLAIN.get(part["type"], {})})
         if block["type"] == "text" and not block["text"].strip():
             raise Malformed("text content blocks must contain non-whitespace text")
 
@@ -452,7 +499,8 @@ class GoogleProvider(Provider):
         for content in body["contents"]:
             for part in content["parts"]:
                 call = part.get("functionCall")
-                if call and part.get("thoughtSignature") != _signature(call.get("id", "")):
+                made_here = call is not None and call.get("id", "").startswith("fc_")
+                if made_here and part.get("thoughtSignature") != _signature(call["id"]):
                     raise Malformed(f"Function call {call['name']} is missing a thought_signature")
 
     def _parts(self, answer: Scripted, number: int) -> list[Json]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import anthropic
@@ -15,7 +16,7 @@ from anthropic.types import Message
 
 from polar_proxy.dialects.wire import unseal
 from polar_proxy.engines.base import ExactPrompt
-from polar_proxy.engines.scripted import ScriptedAnswer, ScriptedEngine, encode
+from polar_proxy.engines.scripted import INFO, ScriptedAnswer, ScriptedEngine, encode
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.store import Store
 from polar_proxy.types import ChatRequest, EngineRequest, SampleEvent, ToolCall, ToolDelta
@@ -406,3 +407,20 @@ async def test_heartbeats_of_a_slow_engine_do_not_disturb_clients(serve: Serve) 
         answer = await ask(client, True)
     assert [block.text for block in answer.content if block.type == "text"] == ["hello"]
     assert answer.usage.input_tokens == len([1, *encode("user:hi"), 2, 1, *encode("assistant:")])
+
+
+async def test_more_tokens_than_the_longest_answer_are_refused(serve: Serve, store: Store) -> None:
+    """An answer that ended early would make Claude Code stop with an error that does not name the cause."""
+    async with serve(ScriptedEngine(info=replace(INFO, max_answer=256))) as gateway:
+        async with AsyncAnthropic(base_url=gateway.url, api_key="k") as client:
+            with pytest.raises(
+                anthropic.BadRequestError, match=r"max_tokens: 257 > 256, which is the maximum .* serve"
+            ):
+                await client.messages.create(model="m", max_tokens=257, messages=USER)
+            assert (await client.messages.create(model="m", max_tokens=256, messages=USER)).content != []
+            assert (await client.models.retrieve("m")).max_tokens == 256
+        async with httpx.AsyncClient(base_url=gateway.url, headers={"x-api-key": "k"}) as http:
+            chat = await http.post("/v1/chat/completions", json={"model": "m", "messages": USER, "max_tokens": 257})
+            assert chat.status_code == 200
+    refused, *_ = await recorded_calls(store)
+    assert (refused.status, refused.http_status) == ("upstream_error", 400)

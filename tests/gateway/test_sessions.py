@@ -9,6 +9,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from anthropic.types import ModelInfo
 
 from polar_proxy.config import GatewaySettings, is_loopback
 from polar_proxy.engines.scripted import INFO, ScriptedEngine
@@ -187,6 +188,7 @@ async def test_serves_models_health_and_errors(serve: Serve, store: Store) -> No
     async with serve(ScriptedEngine()) as gateway, httpx.AsyncClient(base_url=gateway.url, timeout=120) as http:
         models = (await http.get("/v1/models")).json()
         assert [model["id"] for model in models["data"]] == ["scripted-model"]
+        ModelInfo.model_validate_json(json.dumps(models["data"][0]), strict=True)
         assert (await http.get("/s/abc/v1/models/any/name")).json()["id"] == "any/name"
         assert (await http.get("/healthz")).json()["status"] == "ok"
         missing = await http.post("/v1/embeddings", json={})

@@ -90,3 +90,11 @@ def test_install_commands(name: str, command: str) -> None:
 def test_connect_refuses_a_wire_api_that_the_harness_does_not_speak() -> None:
     with pytest.raises(HarnessError, match="codex does not speak openai_chat"):
         connectable("codex").connect(replace(CONTEXT, wire_api="openai_chat"))
+
+
+def test_claude_code_knows_the_context_of_the_model() -> None:
+    """Otherwise it assumes a million tokens, compacts too late, and says so at each start."""
+    known = connectable("claude-code").connect(replace(CONTEXT, context_length=65_536))
+    assert known.env["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "65536"
+    unknown = connectable("claude-code").connect(replace(CONTEXT, context_length=None))
+    assert "CLAUDE_CODE_MAX_CONTEXT_TOKENS" not in unknown.env

@@ -6,35 +6,17 @@ import orjson
 import pytest
 from openai import BadRequestError
 
-from polar_proxy.engines.hosted.anthropic import AnthropicEngine
-from polar_proxy.engines.hosted.base import HostedEngine
-from polar_proxy.engines.hosted.google import GoogleEngine
-from polar_proxy.engines.hosted.openai import OpenAIEngine
 from polar_proxy.store import Store
 from tests.conftest import Serve
-from tests.fakes.providers import KEY, AnthropicProvider, GoogleProvider, OpenAIProvider, Provider, Scripted
+from tests.fakes.providers import Scripted
 from tests.gateway.agents import recorded_calls
 from tests.hosted.agents import AGENTS, RESULT, SYSTEM, openai_client
+from tests.hosted.stand_ins import PROVIDERS, engine_of, providers, streams
 
 pytestmark = pytest.mark.slow
 
-PROVIDERS: dict[str, type[Provider]] = {
-    "openai": OpenAIProvider,
-    "anthropic": AnthropicProvider,
-    "google": GoogleProvider,
-}
-streams = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-providers = pytest.mark.parametrize("provider", PROVIDERS)
 FIRST = Scripted("Let me look.", reasoning="Weather: look it up.", calls=(("get_weather", {"city": "Zürich"}),))
 SECOND = Scripted("It rains.", input_tokens=150, output_tokens=12, cached=40, thinking_tokens=0)
-
-
-def engine_of(api: Provider) -> HostedEngine:
-    if isinstance(api, OpenAIProvider):
-        return OpenAIEngine(api.url, model=api.model, api_key=KEY, official=True)
-    if isinstance(api, AnthropicProvider):
-        return AnthropicEngine(api.url, model=api.model, api_key=KEY)
-    return GoogleEngine(api.url, model=api.model, api_key=KEY)
 
 
 @streams

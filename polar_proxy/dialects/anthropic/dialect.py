@@ -32,7 +32,7 @@ from polar_proxy.dialects.fields import (
 )
 from polar_proxy.dialects.wire import storable_params, to_json
 from polar_proxy.errors import RequestError
-from polar_proxy.types import ChatRequest, ClientOptions, Json, Sampling
+from polar_proxy.types import ChatRequest, ClientOptions, EngineInfo, EngineRequest, Json, Sampling
 
 _THINKING = ("enabled", "adaptive")
 """Types of `thinking` with which a client requests thinking blocks."""
@@ -99,6 +99,17 @@ class AnthropicMessages(Dialect):
                 omit_thinking=fields.thinking.get("display") == "omitted",
             ),
         )
+
+    def check_length(self, request: EngineRequest, engine: EngineInfo) -> None:
+        # As Anthropic does. At an answer that ends early, Claude Code stops with an error that does not name the cause.
+        requested, limit = request.sampling.max_tokens, engine.max_answer
+        if limit is not None and requested is not None and requested > limit:
+            raise RequestError(
+                f"max_tokens: {requested} > {limit}, which is the maximum allowed number of output tokens for "
+                f"{engine.model}. Request at most {limit}, or serve another model: polar serve --engine llamacpp "
+                "--engine-url URL, or --engine vllm.",
+                param="max_tokens",
+            )
 
     def message_fields(self, stored: list[Json]) -> Json:
         # A client's own first message may have the role `system` too. It reads the same in the field `system`, unless

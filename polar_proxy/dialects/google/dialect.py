@@ -30,7 +30,7 @@ from polar_proxy.dialects.google.schema import (
 from polar_proxy.dialects.google.tools import json_schema, parse_tool_choice, parse_tools
 from polar_proxy.dialects.wire import storable_params, to_json
 from polar_proxy.errors import RequestError
-from polar_proxy.types import ChatRequest, ClientOptions, Json, Sampling
+from polar_proxy.types import ChatRequest, ClientOptions, EngineInfo, Json, Sampling
 
 _ROUTE = re.compile(
     r"(?:/v1(?:alpha|beta)?[0-9]*)?"  # /v1, /v1beta, /v1alpha, Vertex's /v1beta1; or nothing
@@ -138,14 +138,14 @@ def google_route(path: str, query: str) -> tuple[GoogleGenerateContent, bool] | 
     return dialect, found["verb"] == "countTokens"
 
 
-def google_model_card(name: str, context_length: int) -> Json:
+def google_model_card(name: str, engine: EngineInfo) -> Json:
     """Return the answer to `GET /v1beta/models/{name}`. Source: https://ai.google.dev/api/models#Model"""
     return {
         "name": f"models/{name}",
         "version": "001",
         "displayName": name,
-        "inputTokenLimit": context_length,
-        "outputTokenLimit": context_length,
+        "inputTokenLimit": engine.context_length,
+        "outputTokenLimit": engine.max_answer or engine.context_length,
         "supportedGenerationMethods": ["generateContent", "streamGenerateContent", "countTokens"],
     }
 

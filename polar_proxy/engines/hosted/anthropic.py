@@ -16,7 +16,7 @@ from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.types import ChatRequest, EngineInfo, EngineRequest, Json, ProviderTurn, SampleEvent, ToolDelta, Usage
 
 ANTHROPIC_URL = "https://api.anthropic.com"
-_VERSION = "2023-06-01"
+_VERSION = "2026-10-21"
 _MAX_TOKENS = 8192
 """`max_tokens`, which the API requires, if neither the client nor the list of models gives a limit."""
 _FINISH_REASONS = {

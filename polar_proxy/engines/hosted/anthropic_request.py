@@ -5,6 +5,8 @@
 * An answer that the provider signed is written as it came, with its thinking, as far as the client did not change it.
   Reasoning without a signature is left out: the API accepts none.
 * Arguments of a tool call that are no JSON object become the field `arguments` of one.
+* Temperature, top_p and top_k are left out (and named by `not_carried`): API version 2026-10-21 refuses them at any
+  value. Source: https://platform.claude.com/docs/en/api/migration-2026-10-21
 """
 
 from __future__ import annotations
@@ -44,12 +46,6 @@ def anthropic_body(request: ChatRequest, model: str, max_tokens: int, *, stream:
         "max_tokens": max_tokens if sampling.max_tokens is None else sampling.max_tokens,
         **passed_fields(request, "anthropic"),
     }
-    if sampling.temperature is not None:
-        body["temperature"] = sampling.temperature
-    if sampling.top_p is not None and sampling.top_p != 1.0:
-        body["top_p"] = sampling.top_p
-    if sampling.top_k:
-        body["top_k"] = sampling.top_k
     if sampling.stop:
         body["stop_sequences"] = list(sampling.stop)
     if request.response_format is not None and (not request.tools or request.tool_choice == "none"):

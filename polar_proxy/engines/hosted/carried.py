@@ -55,7 +55,7 @@ SAMPLING: Mapping[str, frozenset[str]] = {
         {"temperature", "top_p", "max_tokens", "seed", "stop", "n", "presence_penalty", "frequency_penalty"}
         | {"logit_bias"}
     ),
-    "anthropic": frozenset({"temperature", "top_p", "top_k", "max_tokens", "stop"}),
+    "anthropic": frozenset({"max_tokens", "stop"}),
     "google": frozenset(
         {"temperature", "top_p", "top_k", "max_tokens", "seed", "stop", "n", "presence_penalty", "frequency_penalty"}
     ),

@@ -92,6 +92,7 @@ class LocalEngine(Engine):
             capabilities=frozenset(capabilities),
             eos_token_ids=tuple(sorted(end_ids)),
             precision="float32",
+            max_answer=self._max_answer,
         )
         scheduler = BatchScheduler(runner, chat, end_ids, loop=loop, max_batch=self._max_batch)
         grammars = GrammarCompiler(tokenizer, runner.vocab_size, end_ids)
@@ -171,8 +172,8 @@ class LocalEngine(Engine):
         self._check_prompt(request, ids)
         vocab_size = model.runner.vocab_size
         room = model.info.context_length - len(ids)
-        if self._max_answer is not None:
-            room = min(room, self._max_answer)
+        if model.info.max_answer is not None:
+            room = min(room, model.info.max_answer)
         sampling, max_tokens = resolve(sampling, model.generation_config, vocab_size, room)
         samplers = [
             SequenceSampler(sampling, seed + index, vocab_size, new_mask() if new_mask else None, ids)
