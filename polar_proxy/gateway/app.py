@@ -100,7 +100,8 @@ class GatewayApp:
                 await intercepted.answer(asgi.read_headers(scope), send, error_format(intercepted.path))
                 return
             path = served
-            scope = {**scope, "state": {**scope.get("state", {}), asgi.PROVIDER_PATH: intercepted[:2]}}
+            provider_path = (intercepted.host, intercepted.target)
+            scope = {**scope, "state": {**scope.get("state", {}), asgi.PROVIDER_PATH: provider_path}}
         if scope["type"] == "websocket":
             await self._serve_websocket(path, path_key, scope, receive, send)
             return

@@ -116,6 +116,7 @@ class ModelHosts:
                 request.headers.pop(name, None)
             parts = [part for part in query.split("&") if part.partition("=")[0] not in KEY_PARAMETERS]
             query = "&".join(filter(None, parts))
+        request.decode(strict=False)  # some agents compress their requests; the gateway reads plain ones
         flow.metadata["polar_host"] = host
         # The URL is set as a whole: it replaces the header Host and HTTP/2's authority too.
         request.url = self.gateway + self.prefix + quote(host) + path + ("?" + query if query else "")

@@ -248,6 +248,23 @@ async def test_a_key_of_polar_is_not_sent_to_a_provider(serve: Serve) -> None:
     assert provider.requests == []
 
 
+async def test_an_intercepted_request_goes_to_the_path_that_was_asked_with_its_query(
+    serve: Serve, store: Store
+) -> None:
+    path, body = REQUESTS["google"]
+    kind, expected = await answer_of(serve, path, body)
+    provider = Provider(headers=[("content-type", kind)], body=expected)
+    target = "/v1beta1/projects/p%20q/locations/us/publishers/google/models/m:streamGenerateContent?alt=sse&x=%2F"
+    async with passed_on(serve, provider) as gateway, httpx.AsyncClient() as client:
+        url = f"{gateway.url}/s/my-run/intercept/us-east1-aiplatform.googleapis.com{target}"
+        reply = await client.post(url, json=body, headers={"authorization": f"Bearer {KEY}"})
+    assert reply.content == expected
+    ((first, _, _),) = provider.requests
+    assert first == f"POST {target} HTTP/1.1"
+    (call,) = await calls_of_agent(store)
+    assert (call.status, call.model, call.stream) == ("no_tokens", "m", True)
+
+
 async def test_several_turns_continue_each_other(serve: Serve, store: Store) -> None:
     path, body = REQUESTS["anthropic whole"]
     kind, expected = await answer_of(serve, path, body)

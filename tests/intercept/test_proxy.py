@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import ssl
 from pathlib import Path
@@ -61,6 +62,14 @@ async def test_calls_over_http_1_and_2_are_answered_and_recorded(
     assert "".join(json.loads(line[6:])["choices"][0]["delta"].get("content") or "" for line in out.split("\n\n")[:6])
     ((call,), (session,)) = await recorded_calls(store, 1), await store.sessions.recent()
     assert (call.status, call.dialect, session.label) == ("ok", "openai_chat", "my-run")
+
+
+async def test_a_compressed_request_is_answered(serve: Serve, start_proxy: StartProxy) -> None:
+    body, headers = gzip.compress(json.dumps(CHAT).encode()), {"content-encoding": "gzip"}
+    async with serve(hello()) as gateway:
+        with start_proxy(gateway.url, "my-run") as proxy:
+            async with client(proxy) as http:
+                assert (await http.post(OPENAI, content=body, headers=headers)).status_code == 200
 
 
 async def test_a_stream_arrives_as_it_is_sampled(serve: Serve, start_proxy: StartProxy) -> None:

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from harness_adapters.base import Installation
+from harness_adapters.base import Connection, Endpoint, HarnessInfo, Installation, LaunchContext, LaunchPlan, WireApi
 from harness_adapters.codex import Codex
+from harness_adapters.toolkit.npm import NpmHarness
 from polar_proxy.engines.scripted import ScriptedEngine, ScriptedReply
 from polar_proxy.store import Store
 from polar_proxy.types import EngineRequest, ToolCall
@@ -26,12 +27,40 @@ from tests.harness_adapters.real_runs import install
 pytestmark = pytest.mark.full
 
 OPTIONS = ("--dangerously-bypass-approvals-and-sandbox", "--json", "--model", "gpt-5")
+GITHUB_TOKEN = "github_pat_11SECRETOFTHETEST"
 REFRESH_TOKEN = "rt_secret_of_the_login"
 
 
 @pytest.fixture(scope="session")
 def codex(tmp_path_factory: pytest.TempPathFactory) -> Installation:
     return install(Codex(), tmp_path_factory)
+
+
+class SignedInCopilot(NpmHarness):
+    """GitHub Copilot CLI with an account of GitHub, whose endpoint GitHub decides."""
+
+    name = "copilot-signed-in"
+    default_version = "1.0.102"
+    entry = "node_modules/@github/copilot-*/copilot"
+    info = HarnessInfo(
+        homepage="https://github.com/github/copilot-cli",
+        package="npm:@github/copilot",
+        wire_apis=("openai_chat",),
+        runtime="native",
+        features=frozenset(),
+        intercepted=True,
+    )
+
+    def make_connection(self, endpoint: Endpoint, wire_api: WireApi) -> Connection:
+        raise NotImplementedError
+
+    def make_plan(self, installed: Installation, context: LaunchContext, wire_api: WireApi) -> LaunchPlan:
+        raise NotImplementedError
+
+
+@pytest.fixture(scope="session")
+def copilot(tmp_path_factory: pytest.TempPathFactory) -> Installation:
+    return install(SignedInCopilot(), tmp_path_factory)
 
 
 def write_login(folder: Path) -> str:
@@ -55,39 +84,67 @@ def shell_once() -> Callable[[EngineRequest], ScriptedReply]:
     return lambda request: next(answers, ScriptedReply("done"))
 
 
-async def test_codex_that_is_signed_in_to_chatgpt_works_and_is_recorded(
-    serve: Serve, store: Store, codex: Installation, mitmproxy: Installation, tmp_path: Path, polar_home: Path
-) -> None:
-    token = write_login(tmp_path / "codex")
-    work = tmp_path / "work"
-    work.mkdir()
-    subprocess.run(["git", "init", "-q", str(work)], check=True)
+async def intercept(gateway: str, mitmproxy: Installation, folder: Path, env: dict[str, str], *agent: str) -> str:
+    """Start an agent in `folder` by `polar intercept`, with an empty HOME. Return its output."""
     cache = os.environ.get("POLAR_CACHE_DIR") or str(mitmproxy.root.parent.parent)
+    process = await asyncio.create_subprocess_exec(
+        *(POLAR, "intercept", "--url", gateway, "--key", "my-run", "--others", "refuse", "--", *agent),
+        cwd=folder,
+        env={**environment(), "HOME": str(folder.parent), "POLAR_HARNESSES": cache, **env},
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    async with asyncio.timeout(300):
+        out = (await process.communicate())[0].decode()
+    assert process.returncode == 0, out
+    return out
+
+
+def stored_bytes(store: Store) -> bytes:
+    path = store.database.path
+    assert path is not None
+    return b"".join(file.read_bytes() for file in path.parent.glob(path.name + "*"))
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Path:
+    """An empty repository."""
+    folder = tmp_path / "home" / "work"
+    folder.mkdir(parents=True)
+    subprocess.run(["git", "init", "-q", str(folder)], check=True)
+    return folder
+
+
+async def test_codex_that_is_signed_in_to_chatgpt_works_and_is_recorded(
+    serve: Serve, store: Store, codex: Installation, mitmproxy: Installation, work: Path, polar_home: Path
+) -> None:
+    token = write_login(work.parent / "codex")
+    env = {"CODEX_HOME": str(work.parent / "codex")}
     async with serve(ScriptedEngine(shell_once())) as gateway:
-        env = {**environment(), "CODEX_HOME": str(tmp_path / "codex"), "HOME": str(tmp_path), "POLAR_HARNESSES": cache}
-        options = ("--url", gateway.url, "--key", "codex-run", "--others", "refuse")
         agent = (str(codex.program), "exec", *OPTIONS, "Make made.txt")
-        process = await asyncio.create_subprocess_exec(
-            *(POLAR, "intercept", *options, "--", *agent),
-            cwd=work,
-            env=env,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-        )
-        async with asyncio.timeout(300):
-            out, error = (part.decode() for part in await process.communicate())
-    assert process.returncode == 0, out + error
+        out = await intercept(gateway.url, mitmproxy, work, env, *agent)
     assert '"turn.completed"' in out
-    assert "refused: ab.chatgpt.com" in error
+    assert "refused: ab.chatgpt.com" in out
     calls = await recorded_calls(store, 2)
     assert [(call.dialect, call.status, call.edge) for call in calls] == [
         ("openai_responses", "ok", "root"),
         ("openai_responses", "ok", "continues"),
     ]
     assert (work / "made.txt").read_text() == "made-by-codex\n"
-    path = store.database.path
-    assert path is not None
-    stored = b"".join(file.read_bytes() for file in path.parent.glob(path.name + "*"))
+    stored = stored_bytes(store)
     assert token.encode() not in stored
     assert REFRESH_TOKEN.encode() not in stored
+
+
+async def test_copilot_that_is_signed_in_to_github_works_and_is_recorded(
+    serve: Serve, store: Store, copilot: Installation, mitmproxy: Installation, work: Path, polar_home: Path
+) -> None:
+    async with serve(ScriptedEngine(lambda request: "hello from Polar")) as gateway:
+        env = {"COPILOT_GITHUB_TOKEN": GITHUB_TOKEN}
+        agent = (str(copilot.program), "-p", "Say hello", "--allow-all-tools")
+        out = await intercept(gateway.url, mitmproxy, work, env, *agent)
+    assert "hello from Polar" in out
+    (call,) = await recorded_calls(store, 1)
+    assert (call.dialect, call.status) == ("openai_chat", "ok")
+    assert GITHUB_TOKEN.encode() not in stored_bytes(store)
