@@ -38,7 +38,7 @@ from benchmarks._families.families import load_families
 from benchmarks._families.grammars import GrammarResult, grammar_page, run_grammars
 from benchmarks._families.page import grade_lines, page, served_row, served_table
 from benchmarks._families.real import ServedResult, run_families
-from benchmarks._families.served_families import SERVED
+from benchmarks._families.served_families import SERVED, STRICT_LEVEL
 from benchmarks._families.template_engine import TemplateEngine
 from harness_adapters.base import get_adapter
 from polar_proxy.conformance.report import FIDELITY
@@ -88,7 +88,7 @@ async def run_served(only: str, servers: int) -> list[ServedResult]:
 
 
 async def run_on_grammars(only: str) -> list[GrammarResult]:
-    wanted = [served for served in SERVED if only.lower() in served.name.lower()]
+    wanted = [served for served in (*SERVED, *STRICT_LEVEL) if only.lower() in served.name.lower()]
     out = []
     async for result in run_grammars(wanted):
         wrong = [row.request for row in result.rows if not row.right]

@@ -221,6 +221,7 @@ _BUILT_IN: Mapping[str, str] = {
     "terminus-2": "harness_adapters.terminus_2:Terminus2",
 }
 _SHELL_PREFIX = "shell:"
+_ACP_PREFIX = "acp:"
 _VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+_!-]{0,63}", re.ASCII)
 
 
@@ -240,25 +241,42 @@ def check_version(version: str) -> None:
         raise HarnessError(f"{version!r} is not a version: give one such as 1.2.3")
 
 
-def list_adapters() -> tuple[str, ...]:
-    return tuple(sorted(_BUILT_IN))
+def list_adapters(folder: Path | None = None) -> tuple[str, ...]:
+    """Return the names of Polar's harnesses, and of those that the user's definition files in `folder` describe."""
+    from harness_adapters.definitions.harness import catalogue, user_definitions
+
+    return tuple(sorted({*_BUILT_IN, *catalogue(), *user_definitions(folder)}))
 
 
-def get_adapter(name: str) -> HarnessAdapter:
-    """Return an adapter. `name`: a built-in name, ``module:Class`` for your own, or ``shell:`` and a command line.
+def get_adapter(name: str, folder: Path | None = None) -> HarnessAdapter:
+    """Return an adapter.
 
-    Raises `UnknownHarnessError` if there is no such adapter, or the class is not an adapter.
+    `name`: one of `list_adapters`, ``acp:NAME`` for an agent by the Agent Client Protocol, ``module:Class`` for your
+    own adapter, or ``shell:`` and a command line. `folder` holds the user's definition files.
+    Raises `UnknownHarnessError` if there is no such adapter, or the class is not an adapter; `DefinitionError` for a
+    wrong definition file.
     """
-    if name.startswith(_SHELL_PREFIX):
-        from harness_adapters.shell import ShellCommand  # imported here, because it imports this module
+    # Imported here, because these modules import this one.
+    from harness_adapters.acp.adapter import AcpHarness
+    from harness_adapters.definitions.harness import find_definition, load_harness
+    from harness_adapters.shell import ShellCommand
 
+    if name.startswith(_SHELL_PREFIX):
         return ShellCommand(name.removeprefix(_SHELL_PREFIX))
+    if name.startswith(_ACP_PREFIX):
+        agent = name.removeprefix(_ACP_PREFIX)
+        if ":" in agent:  # a class's name here would get around the list of allowed code
+            raise UnknownHarnessError(f"{agent!r} is not the name of a harness: write acp:NAME")
+        return AcpHarness(get_adapter(agent, folder))
+    if name not in _BUILT_IN and (path := find_definition(name, folder)) is not None:
+        harness = load_harness(path)
+        return harness if harness.definition.run is not None else AcpHarness(harness, name=name)
     target = _BUILT_IN.get(name, name)
     module_name, separator, class_name = target.partition(":")
     if not separator:
-        known = ", ".join(list_adapters())
+        known = ", ".join(list_adapters(folder))
         raise UnknownHarnessError(
-            f"unknown harness {name!r}; the known ones are: {known}; or give module:Class or 'shell:COMMAND'"
+            f"unknown harness {name!r}; the known ones are: {known}; or give acp:NAME, module:Class or 'shell:COMMAND'"
         )
     try:
         adapter = getattr(importlib.import_module(module_name), class_name)()

@@ -14,6 +14,7 @@ class GeminiCli(NpmHarness):
     default_version = "0.61.0"
     entry = "node_modules/@google/gemini-cli/bundle/gemini.js"
     needs_node = True
+    acp_arguments = ("--acp",)
     limits = (RunLimit(53, "its turn limit"),)
     skills_folder = ".gemini/skills"
     info = HarnessInfo(

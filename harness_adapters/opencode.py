@@ -30,6 +30,7 @@ class OpenCode(NpmHarness):
     name = "opencode"
     default_version = "1.18.33"
     skills_folder = ".config/opencode/skills"
+    acp_arguments = ("acp",)
     entry = "node_modules/opencode-ai/bin/opencode.exe"
     info = HarnessInfo(
         homepage="https://opencode.ai",

@@ -14,6 +14,7 @@ class QwenCode(NpmHarness):
     default_version = "0.24.4"
     entry = "node_modules/@qwen-code/qwen-code/cli-entry.js"
     needs_node = True
+    acp_arguments = ("--acp",)
     limits = (RunLimit(53, "its turn limit"), RunLimit(55, "its budget"))
     skills_folder = ".qwen/skills"
     info = HarnessInfo(

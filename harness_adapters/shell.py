@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 
 from harness_adapters.base import (
@@ -26,8 +26,8 @@ from harness_adapters.base import (
     WireApi,
 )
 from harness_adapters.toolkit.adapter import BaseHarness
+from harness_adapters.toolkit.placeholders import PLACEHOLDER, check_placeholders, fill
 
-_PLACEHOLDER = re.compile(r"\{\{|\}\}|\{mount:(?P<path>[^{}]+)\}|\{(?P<name>[a-z_]+)\}")
 _QUOTED = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*"|\\.""", re.DOTALL)
 _OPERATOR = re.compile(r"\d*(?:<|>>?)\S*|&>\S*|\|\|?|&&?|\S*;", re.ASCII)
 """A word that a shell would not pass to the program: a redirection, a pipe or a command separator."""
@@ -73,7 +73,7 @@ class ShellCommand(BaseHarness):
         for path in mounts:
             if not path.is_absolute() or not path.exists():
                 raise InstallError(f"{{mount:{path}}}: no such file or folder on this machine; give an absolute path")
-        program = Path(_filled(words[0], {}))
+        program = Path(fill(words[0], {}))
         return Installation(self.name, self.default_version, Path("/"), program, mounts)
 
     def is_installed(self, cache_root: Path, version: str | None = None) -> bool:
@@ -101,7 +101,7 @@ class ShellCommand(BaseHarness):
             "POLAR_MODEL": context.model,
             "POLAR_INSTRUCTION": context.instruction,
         }
-        argv = tuple(_filled(word, values) for word in self._words())
+        argv = tuple(fill(word, values) for word in self._words())
         return LaunchPlan(argv=argv, env=env)
 
     def _words(self) -> list[str]:
@@ -119,10 +119,7 @@ class ShellCommand(BaseHarness):
         if not words:
             raise HarnessError("the command is missing: --harness 'shell:my-agent --model {model} {instruction}'")
         for word in words:
-            for found in _PLACEHOLDER.finditer(word):
-                if found["name"] and found["name"] not in _NAMES:
-                    known = ", ".join(f"{{{name}}}" for name in (*_NAMES, "mount:/path"))
-                    raise HarnessError(f"{found[0]} is not a placeholder; use {known}; write {{{{ for a brace")
+            check_placeholders(word, (*_NAMES, "mount:/path"))
         program = PurePosixPath(words[0]).name
         if program in _SHELLS and any("{instruction}" in word and word != "{instruction}" for word in words):
             raise HarnessError(
@@ -139,14 +136,4 @@ def _find_operator(command: str) -> str | None:
 
 
 def _mounts(words: Iterable[str]) -> tuple[Path, ...]:
-    return tuple(Path(found["path"]) for word in words for found in _PLACEHOLDER.finditer(word) if found["path"])
-
-
-def _filled(word: str, values: Mapping[str, str]) -> str:
-    def value(found: re.Match[str]) -> str:
-        if found["path"]:
-            return found["path"]
-        return values.get(found["name"], found[0]) if found["name"] else found[0][0]
-
-    # One pass: placeholders inside a value are not filled in.
-    return _PLACEHOLDER.sub(value, word)
+    return tuple(Path(found["path"]) for word in words for found in PLACEHOLDER.finditer(word) if found["path"])

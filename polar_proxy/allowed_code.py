@@ -46,8 +46,10 @@ NO_CODE = AllowedCode()
 
 
 def is_code(name: str) -> bool:
-    """Return whether `name` has the form ``module:object``. ``shell:true`` has not: it is a command for a sandbox."""
+    """Return whether `name` has the form ``module:object``.
+
+    ``shell:true``, a command for a sandbox, and ``acp:codex``, an agent and its protocol, have not."""
     module, separator, attribute = name.partition(":")
-    return (
-        bool(separator) and module != "shell" and all(part.isidentifier() for part in (*module.split("."), attribute))
-    )
+    if module in ("shell", "acp"):
+        return False
+    return bool(separator) and all(part.isidentifier() for part in (*module.split("."), attribute))

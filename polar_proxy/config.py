@@ -14,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -126,7 +126,7 @@ class GatewaySettings(_Section):
     """How long to continue an answer after its client disconnected, so that a retry can take it over."""
     temperature: float | None = Field(None, ge=0)
     """Sampling temperature for sessions that have none of their own. Their calls are then sampled without top_p, top_k,
-    min_p and penalties, whatever the agents ask for. Otherwise traces of agents that ask for these are only
+    min_p, penalties and logit_bias, whatever the agents ask for. Otherwise traces of agents that ask for these are only
     `approximate`."""
     prompt_mode: PromptModeSetting = "continue"
     """`continue`: if possible, a prompt is the exact tokens of the call that it extends, followed by the tokens of the
@@ -137,6 +137,16 @@ class GatewaySettings(_Section):
     prices: Path | None = None
     """A file with the prices of hosted models, used in place of the one that Polar ships
     (polar_proxy/assets/prices.toml)."""
+    provider_tools: Literal["remove", "refuse", "allow"] = "remove"
+    """Tools in a request that the model's provider would run itself, such as a web search or a code interpreter. They
+    are recorded with the call. `remove`: the model is not offered them. `refuse`: the request is refused with status
+    400. `allow`: they are left to an engine that can pass them on to its provider, and such answers are never trained;
+    other engines offer none."""
+    hooks: str | None = None
+    """A class of your own, as module:Class, that changes requests or answers (polar_proxy/gateway/hooks.py). Data can
+    never name it."""
+    hook_seconds: float = Field(10.0, gt=0)
+    """How long a hook may take. A call whose hook takes longer fails."""
     normalisers_off: frozenset[str] = frozenset()
     """Names of the normalisers (rules in polar_proxy/sessions/hashing.py for differences between messages that are
     ignored) to switch off."""
@@ -166,6 +176,22 @@ class EngineSettings(_Section):
     """Names of the server's tool parser and reasoning parser as given to `vllm serve`, in the form TOOL/REASONING
     (vllm); either may be empty. Needed only for models that need vLLM's parsers (see `vllm_python`), if Polar's tests
     of the server do not show which of the parsers it uses."""
+
+
+class RouteSettings(_Section):
+    """A rule that sends calls to one of the engines in [engines]. A call takes the first rule of which all conditions
+    fit; without one, it takes the engine of [engine]."""
+
+    name: str = Field(min_length=1, max_length=64)
+    """The rule's name, which is recorded with each call that it sends."""
+    engine: str
+    """Name of the engine in [engines]."""
+    models: tuple[str, ...] = ()
+    """Only calls whose request names one of these models, such as a sub-agent's. `*` stands for any text."""
+    labels: tuple[str, ...] = ()
+    """Only sessions with one of these labels. `*` stands for any text."""
+    share: float = Field(1.0, gt=0, le=1)
+    """Only this share of the sessions. A session's id decides, so that all its calls fall on the same side."""
 
 
 class RunSettings(RolloutSpec):
@@ -288,6 +314,12 @@ class Settings(BaseSettings):
     """The gateway."""
     engine: EngineSettings = EngineSettings()
     """The inference engine."""
+    user_engine: EngineSettings | None = None
+    """The engine of the model that plays the users of dialogues. Default: the engine of the rollouts."""
+    engines: dict[Annotated[str, Field(pattern=r"[a-z0-9][a-z0-9_-]{0,63}")], EngineSettings] = {}
+    """Further engines by name, each with the settings of [engine], for the rules in `routes`."""
+    routes: tuple[RouteSettings, ...] = ()
+    """Rules that send calls to the engines in [engines]."""
     run: RunSettings = RunSettings()
     """Rollouts."""
     admission: AdmissionSettings = AdmissionSettings()
@@ -318,6 +350,19 @@ class Settings(BaseSettings):
         These are the names in `allowed_code`; also the agent of [run] and those in `named`, if they are module:object.
         """
         return AllowedCode(self.allowed_code.union(name for name in (self.run.harness, *named) if is_code(name)))
+
+    @field_validator("routes")
+    @classmethod
+    def _check_routes(cls, routes: tuple[RouteSettings, ...], info: ValidationInfo) -> tuple[RouteSettings, ...]:
+        engines = info.data.get("engines", {})  # missing if it is itself invalid
+        names = [route.name for route in routes]
+        for route in routes:
+            if "engines" in info.data and route.engine not in engines:
+                known = ", ".join(sorted(engines)) or "none"
+                raise ValueError(f"the route {route.name} names the engine {route.engine}; [engines] has {known}")
+            if names.count(route.name) > 1:
+                raise ValueError(f"two routes have the name {route.name}")
+        return routes
 
     def model_post_init(self, context: Any, /) -> None:
         self.home = self.home.expanduser().absolute()

@@ -26,7 +26,8 @@ _COMMAND_LENGTH = 120
 _CALL_FIELDS = (
     *("call_id", "session_id", "dialect", "path", "stream", "model", "weight_version", "logprob_mode"),
     *("status", "http_status", "error", "edge", "parent_call_id", "params", "sampling"),
-    *("started_at", "first_token_at", "ended_at", "cached_tokens", "price_usd"),
+    *("engine_name", "route", "hooks", "price_usd"),
+    *("started_at", "first_token_at", "ended_at", "cached_tokens"),
 )
 
 

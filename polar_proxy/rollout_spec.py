@@ -26,19 +26,43 @@ MAX_INTEGER = 2**31 - 1
 """Largest value of an option that is an integer: what a column of PostgreSQL holds."""
 
 
-def whole_distribution(temperature: float) -> dict[str, float | int]:
-    """Return sampling parameters: the model's whole distribution at this temperature, without cuts and penalties."""
-    penalties = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
+def whole_distribution(temperature: float) -> Json:
+    """Return sampling parameters: the model's whole distribution at this temperature, without cuts, penalties and
+    biases."""
+    penalties = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": None}
     return {"temperature": temperature, "top_p": 1.0, "top_k": 0, "min_p": 0.0, **penalties}
 
 
-class RolloutSpec(DocumentedModel):
-    """The options of one rollout. Its task is given separately."""
+class SessionBudget(DocumentedModel):
+    """Limits of what an agent may use in its session. Without a value, there is no limit."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
+    max_calls: int | None = Field(None, ge=1, le=MAX_INTEGER)
+    """Budget: number of model calls."""
+    max_sampled_tokens: int | None = Field(None, ge=1, le=MAX_INTEGER)
+    """Budget: sampled tokens of all calls. A call begins while fewer are sampled."""
+    max_prompt_tokens: int | None = Field(None, ge=1, le=MAX_INTEGER)
+    """Budget: prompt tokens of all calls, cached ones included. A call begins while fewer are used."""
+    max_idle_seconds: float | None = Field(None, gt=0)
+    """Budget: seconds without a call, from the end of one to the start of the next."""
+    max_repeats: int | None = Field(None, ge=2, le=MAX_INTEGER)
+    """Budget: number of equal calls, with the same request or, one after the other, with the same answer (a loop)."""
+    at_budget: Literal["refuse", "stop"] = "refuse"
+    """Answer to calls when a budget is spent: refuse (an error), or stop (a text that asks the agent to finish; it is
+    recorded as Polar's own and never trained; the eleventh such call is refused)."""
+
+    def as_policy(self) -> Json:
+        """Return the limits that are set, for the policy of a session; empty if none is."""
+        given = {name: value for name in SessionBudget.model_fields if (value := getattr(self, name)) is not None}
+        return {} if given.keys() == {"at_budget"} else given
+
+
+class RolloutSpec(SessionBudget):
+    """The options of one rollout. Its task is given separately."""
+
     harness: str = "mini-swe-agent"
-    """The agent: NAME[@VERSION], module:Class, or shell:COMMAND."""
+    """The agent: NAME[@VERSION], acp:NAME (by the Agent Client Protocol), module:Class, or shell:COMMAND."""
     sandbox: Literal["auto", "docker", "bubblewrap", "process"] = "auto"
     """Kind of sandbox; auto takes the strongest that works here."""
     temperature: float = Field(1.0, ge=0)
@@ -50,8 +74,12 @@ class RolloutSpec(DocumentedModel):
     intercept: bool = False
     """Also answer the agent's calls to the hosts of OpenAI, Anthropic, Google and other providers. For agents whose
     endpoint cannot be set; agents that Polar knows to need it are always intercepted. Not in process sandboxes."""
+    max_user_turns: int = Field(20, ge=1, le=MAX_INTEGER)
+    """In tasks that are dialogues: maximum number of texts of the user, the instruction included."""
     train_timed_out: bool = False
     """Also train on rollouts whose agent ran out of time."""
+    train_over_budget: bool = False
+    """Also train on rollouts that a budget ended."""
     signs: Literal["note", "zero", "exclude"] = "note"
     """What signs of reward hacking do: note (list them), zero (the reward is 0), exclude (the rollout is not
     trained)."""
@@ -68,12 +96,12 @@ class RolloutSpec(DocumentedModel):
         """Return the options of a single rollout, without those that a subclass adds."""
         return RolloutSpec(**{name: getattr(self, name) for name in RolloutSpec.model_fields})
 
-    def sampling_policy(self) -> dict[str, float | int]:
-        """Return the sampling parameters that the gateway enforces in the rollout's session.
+    def session_policy(self) -> Json:
+        """Return the sampling parameters and the budget that the gateway enforces in the rollout's session.
 
         Sampling is from the model's complete distribution, so that the recorded log-probabilities are those of the
         policy that is trained."""
-        return {"temperature": self.temperature, "top_p": 1.0, "top_k": 0, "max_tokens": self.max_tokens}
+        return whole_distribution(self.temperature) | {"max_tokens": self.max_tokens} | self.as_policy()
 
 
 class JobSpec(RolloutSpec):

@@ -1,4 +1,4 @@
-"""The types that all packages share: frozen data without behaviour beyond conversions, and no imports from Polar.
+"""The types that all packages share: frozen data without behaviour beyond conversions.
 
 Messages follow OpenAI's Chat Completions, because every engine accepts that form and every other dialect can be
 translated to it without losing anything that a model reads.
@@ -9,9 +9,13 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+
+import orjson
+
+from polar_proxy.provider_calls import ProviderPiece, ProviderRequest
 
 if TYPE_CHECKING:  # importing numpy takes a fifth of the time of a command that reads no tokens
     import numpy as np
@@ -22,8 +26,9 @@ TokenIds: TypeAlias = "npt.NDArray[np.int32]"
 Logprobs: TypeAlias = "npt.NDArray[np.float32]"
 
 Edge = Literal["root", "continues", "retries", "rewinds", "compacts", "subagent", "side_call"]
-CallStatus = Literal["ok", "client_gone", "upstream_error", "no_tokens"]
-ANSWERED: frozenset[CallStatus] = frozenset({"ok", "no_tokens"})
+CallStatus = Literal["ok", "client_gone", "upstream_error", "no_tokens", "budget"]
+"""budget: Polar itself gave the answer, because the session's budget was spent."""
+ANSWERED: frozenset[CallStatus] = frozenset({"ok", "no_tokens", "budget"})
 """Statuses of a call with a complete answer."""
 FAILED: frozenset[CallStatus] = frozenset({"client_gone", "upstream_error"})
 """Statuses of a call without a complete answer."""
@@ -125,6 +130,13 @@ class Message:
         return out
 
 
+def content_text(content: Any) -> str:
+    """Return one line for each content part; images and files appear as their type."""
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        return content if isinstance(content, str) else orjson.dumps(content).decode() if content else ""
+    return "\n".join(str(part["text"]) if "text" in part else f"[{part.get('type')}]" for part in content)
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """Sampling parameters. None means the default of the session's policy or of the engine."""
@@ -164,35 +176,6 @@ class ClientOptions:
     """The client wants to read the reasoning."""
     fields: Json = field(default_factory=dict)
     """The other fields of the body that have no effect on open models, by name (`a.b` for a field of an object)."""
-
-
-@dataclass(frozen=True, slots=True)
-class ProviderRequest:
-    """A model request as the agent sent it, with the agent's own key: the passthrough engine sends it on."""
-
-    host: str
-    target: str
-    """Path and query."""
-    headers: tuple[tuple[bytes, bytes], ...] = field(repr=False)
-    """By lower-case name."""
-    body: bytes = field(repr=False)
-    dialect: str
-    read_items: Callable[[list[Json]], Sequence[Message]]
-    """Reads the output items of a response (OpenAI Responses) like the same items in a later request."""
-    exchange: Callable[[ProviderRequest], AsyncIterator[tuple[ProviderPiece, list[Json]]]] | None = None
-    """Sends the request over a WebSocket to the provider, and yields its pieces, each with the JSON objects in it."""
-
-
-@dataclass(frozen=True, slots=True)
-class ProviderPiece:
-    """A piece of a provider's response, for the agent to get as it came."""
-
-    data: bytes
-    last: bool = False
-    """The answer ends in this piece, so it is sent after the call is recorded."""
-    headers: tuple[tuple[bytes, bytes], ...] = ()
-    """With the first piece only, as the status."""
-    status: int = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -407,7 +390,7 @@ class CallRecord:
     rule: str | None = None
     """Name of the rule that decided the edge; None for a root to which no rule applies."""
     ambiguous: bool = False
-    """Another edge or parent was possible as well (see the rules in `sessions/lineage.py`)."""
+    """Another edge or parent was possible as well (see `sessions/lineage_reasons.py`)."""
     thread: str | None = None
     """The thread of the conversation: the harness's own id for it, else the call that began it."""
     fingerprint: Json | None = None
@@ -421,6 +404,12 @@ class CallRecord:
     base_choice: int | None = None
     deleted_at: float | None = None
     """When its client deleted the response, in seconds since the epoch. The call stays, and is trained on."""
+    engine_name: str | None = None
+    """Name of its engine in the settings [engines]; None for the engine of [engine]."""
+    route: str | None = None
+    """Name of the rule that chose the engine."""
+    hooks: Json | None = None
+    """What hooks changed: `request` (its parts as the model saw them) and `answer` (the choices as sampled)."""
     conversation: ConversationTurn | None = None
     """What its commit adds to a conversation; None in a record that is read back."""
 

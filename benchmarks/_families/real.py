@@ -142,9 +142,7 @@ async def run_family(served: ServedFamily, family: Family) -> ServedResult:
     """Serve one family and play its sessions. Never fails: `problem` of the result says what went wrong."""
     out = ServedResult(served.name, served.template, served.parsers)
     began = time.monotonic()
-    if served.harmony:
-        os.environ["TIKTOKEN_ENCODINGS_BASE"] = str(fetch_vocabulary())
-    renderer = TemplateEngine(family, harmony_tokenizer() if served.harmony else None)
+    renderer = make_renderer(served, family)
     with tempfile.TemporaryDirectory(prefix="polar-family-") as folder:
         await asyncio.to_thread(save_model, Path(folder), renderer, harmony=served.harmony)
         try:
@@ -155,6 +153,14 @@ async def run_family(served: ServedFamily, family: Family) -> ServedResult:
             out.problem = f"{type(error).__name__}: {error}"
     out.seconds = round(time.monotonic() - began, 1)
     return out
+
+
+def make_renderer(served: ServedFamily, family: Family) -> TemplateEngine:
+    """Return the family's template with its tokenizer. vLLM finds the vocabulary of gpt-oss by a variable, set here."""
+    if not served.harmony:
+        return TemplateEngine(family)
+    os.environ["TIKTOKEN_ENCODINGS_BASE"] = str(fetch_vocabulary())
+    return TemplateEngine(family, harmony_tokenizer())
 
 
 async def play_both(out: ServedResult, served: ServedFamily, renderer: TemplateEngine, url: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from polar_proxy.types import Json
 
@@ -23,13 +23,15 @@ class ServedFamily:
     """The server's parser takes text for reasoning until reasoning ends, as this model always reasons."""
     harmony: bool = False
     """The server renders and parses with the library openai-harmony (gpt-oss)."""
+    more_flags: tuple[str, ...] = ()
+    """Further flags of `vllm serve`."""
     note: str = ""
     """What differs from other families in its sessions, and why."""
 
     @property
     def flags(self) -> list[str]:
         reasoning = ["--reasoning-parser", self.reasoning_parser] if self.reasoning_parser else []
-        return ["--tool-call-parser", self.tool_parser, *reasoning]
+        return ["--tool-call-parser", self.tool_parser, *reasoning, *self.more_flags]
 
     @property
     def parsers(self) -> str:
@@ -87,8 +89,14 @@ SERVED = (
         "openai",
         "openai_gptoss",
         harmony=True,
-        note="vLLM renders chats with the library openai-harmony, but `/tokenize` with the template. Polar sees that "
-        "they differ, so the engine renders each prompt, and each turn begins a new training sequence. The template "
-        "itself is continued on all turns (see the templates above).",
+        note="vLLM renders chats with the library openai-harmony, but `/tokenize` with the template. Polar lets vLLM's "
+        "own renderer in a side process render.",
     ),
 )
+
+STRICT_LEVEL = tuple(
+    replace(served, name=f"{served.name}, strict level", more_flags=("--tool-strict-level", "function"))
+    for served in SERVED
+    if served.name in ("Qwen3", "Qwen3.5")
+)
+"""Servers that sample all requests with tools under a grammar, for measurements of grammars."""

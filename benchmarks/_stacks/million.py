@@ -1,4 +1,4 @@
-"""A database of a million calls with minimal rows, and the time of its listings."""
+"""A database of a million calls with minimal rows, and the time of its listings and of the web page."""
 
 from __future__ import annotations
 
@@ -7,16 +7,24 @@ import json
 import sqlite3
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import httpx
+
+from polar_proxy.config import Settings
 from polar_proxy.store import open_store
+from polar_proxy.view.server import create_pages
 
 CALLS_IN_A_SESSION = 50
 _BASE = 1_750_000_000.0
+_USER = b'\x01\x08{"role":"user","content":"go on"}'
+_ASSISTANT = b'\x01\x08{"role":"assistant","content":"done"}'
+"""Messages as uncompressed cells."""
 
 
 def fill(path: Path, calls: int) -> None:
@@ -26,7 +34,8 @@ def fill(path: Path, calls: int) -> None:
     with closing(sqlite3.connect(path)) as db:
         db.execute("PRAGMA synchronous=OFF")
         db.execute("INSERT INTO settings VALUES (?, '{}')", (bytes(16),))
-        db.execute("INSERT INTO nodes VALUES (?, NULL, 'message', 2, 2, ?)", (bytes(16), b"\x01\x08{}"))
+        length = len(_USER) - 2
+        db.execute("INSERT INTO nodes VALUES (?, NULL, 'message', ?, ?, ?)", (bytes(16), length, length, _USER))
         db.execute("INSERT INTO tasks (task_id, family, instruction, spec, created_at) VALUES ('t', 'f', 'i', '{}', 0)")
         _insert(
             db,
@@ -59,6 +68,11 @@ def measure(path: Path, calls: int) -> dict[str, float]:
     return timed
 
 
+def measure_pages(path: Path, calls: int) -> dict[str, float]:
+    """Return the server's milliseconds for each page: the best of five, without network and browser."""
+    return asyncio.run(_pages(path, calls // CALLS_IN_A_SESSION - 1))
+
+
 async def _make(path: Path) -> None:
     async with open_store(str(path)):
         pass
@@ -83,6 +97,43 @@ async def _queries(path: Path, last: int) -> dict[str, float]:
         await clock("rollouts_where_ms", store.rollouts.find(where="reward>=1, harness=codex", limit=50))
         await clock("interrupted_ms", store.rollouts.interrupted())
         await clock("stats_ms", store.maintenance.stats())
+    return timed
+
+
+async def _pages(path: Path, last: int) -> dict[str, float]:
+    middle = last // 2
+    pages = {
+        "overview": "/",
+        "server": "/view/parts/service",
+        "rollouts": "/view/rollouts",
+        "rollouts_middle": f"/view/rollouts?before=roll_{middle:012}",
+        "rollouts_where": "/view/rollouts?where=reward>=1,harness=codex",
+        "rollouts_where_none": "/view/rollouts?where=reward>=2",
+        "sessions": "/view/sessions",
+        "sessions_middle": f"/view/sessions?before={_session_id(middle)}",
+        "groups": "/view/groups",
+        "groups_middle": f"/view/groups?before=group_{middle // 8:08}",
+        "jobs": "/view/jobs",
+        "training": "/view/training",
+        "group": f"/view/groups/group_{middle // 8:08}",
+        "rollout": f"/view/rollouts/roll_{middle:012}",
+        "session": f"/view/sessions/{_session_id(middle)}",
+        "call": f"/view/calls/call_{middle * CALLS_IN_A_SESSION:012}",
+        "find": f"/view/find?name=call_{middle * CALLS_IN_A_SESSION:012}",
+    }
+    timed: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as home:
+        async with open_store(str(path), create=False) as store:
+            transport = httpx.ASGITransport(create_pages(store, Settings(home=Path(home))))
+            async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+                for name, page in pages.items():
+                    seconds = []
+                    for _ in range(5):
+                        started = time.perf_counter()
+                        answer = await client.get(page)
+                        seconds.append(time.perf_counter() - started)
+                        assert answer.status_code in (200, 303), (name, answer.status_code)
+                    timed[name] = round(min(seconds) * 1000, 1)
     return timed
 
 
@@ -189,7 +240,7 @@ def _completion(number: int) -> dict[str, Any]:
         "choice_index": 0,
         "finish_reason": "stop",
         "tokens": 0,
-        "message": b"\x01\x08{}",
+        "message": _ASSISTANT,
         "token_ids": b"\x01\x21",
         "logprobs": b"\x01\x22",
     }

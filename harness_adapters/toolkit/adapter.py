@@ -7,7 +7,7 @@ import re
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from harness_adapters.base import (
     Connection,
@@ -43,12 +43,12 @@ class RunLimit:
 class BaseHarness(HarnessAdapter):
     """Implements `HarnessAdapter` except for the installation and the launch plan."""
 
-    skills_folder: ClassVar[str] = ""
+    skills_folder: str = ""
     """Where the harness reads skills, relative to HOME."""
-    success: ClassVar[str] = "finished"
+    success: str = "finished"
     """Message of a run that ended with exit code 0."""
-    limits: ClassVar[Sequence[RunLimit]] = ()
-    error_prefixes: ClassVar[tuple[str, ...]] = ()
+    limits: Sequence[RunLimit] = ()
+    error_prefixes: tuple[str, ...] = ()
     """Beginnings of the output lines that report an error. A message quotes the last of them, or else the last line."""
 
     @abstractmethod
@@ -105,6 +105,9 @@ class BaseHarness(HarnessAdapter):
 class ConnectableHarness(BaseHarness):
     """A harness that users also install and start themselves, by the program `info.command`."""
 
+    acp_arguments: tuple[str, ...] = ()
+    """Arguments that make the program an agent of the Agent Client Protocol; empty: it does not speak it."""
+
     @property
     @abstractmethod
     def install_command(self) -> tuple[str, ...]:
@@ -113,6 +116,18 @@ class ConnectableHarness(BaseHarness):
     @abstractmethod
     def make_connection(self, endpoint: Endpoint, wire_api: WireApi) -> Connection:
         """Return the connection to `endpoint`. `make_plan` adds the settings of an unattended run."""
+
+    def command(self, installed: Installation) -> list[str]:
+        """Return the program and its first arguments, which start the harness."""
+        return [str(installed.program)]
+
+    def make_acp_plan(self, installed: Installation, context: LaunchContext, wire_api: WireApi) -> LaunchPlan:
+        """Return how to start the program as an ACP agent. Raises `HarnessError` if it does not speak ACP."""
+        if not self.acp_arguments:
+            raise HarnessError(f"{self.name} does not speak ACP")
+        plan = self.make_plan(installed, context, wire_api)
+        connection = self.make_connection(context, wire_api)
+        return replace(plan, argv=(*self.command(installed), *self.acp_arguments, *connection.arguments))
 
     def connect(self, endpoint: Endpoint) -> Connection:
         """Return the connection to `endpoint`. Raises `HarnessError` if the harness does not speak its wire API."""

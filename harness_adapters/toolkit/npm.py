@@ -19,6 +19,7 @@ from pathlib import Path
 from harness_adapters.base import Installation, InstallError
 from harness_adapters.toolkit import cache
 from harness_adapters.toolkit.adapter import ConnectableHarness
+from harness_adapters.toolkit.placeholders import fill
 
 # The last release of the long-term line 22 on PyPI. Pi needs 22.19, Claude Code and Qwen Code need 22.
 NODE_VERSION = "22.20.0"
@@ -107,7 +108,6 @@ class NpmHarness(ConnectableHarness):
         )
 
     def command(self, installed: Installation) -> list[str]:
-        """Return the program and its first arguments, which start the harness."""
         start = [str(installed.program)]
         return [*start, str(installed.root / self.entry)] if self.needs_node else start
 
@@ -127,9 +127,12 @@ class NpmHarness(ConnectableHarness):
         install = [*node.npm, "install", "--prefix", str(folder), *quiet, *required]
         cache.run_step(f"install {named}", install, advice=advice, env=env)
         entry = self._find_entry(folder, version)
-        start = [str(node.program), str(entry)] if self.needs_node else [str(entry)]
+        if not self.info.version_command:
+            return
+        values = {"program": str(node.program if self.needs_node else entry), "root": str(folder)}
+        start = [fill(word, values) for word in self.info.version_command]
         with tempfile.TemporaryDirectory(prefix="polar-home-") as home:
-            cache.run_step(f"start {named} once", [*start, "--version"], advice=advice, env={**env, "HOME": home})
+            cache.run_step(f"start {named} once", start, advice=advice, env={**env, "HOME": home})
 
     def _find_entry(self, folder: Path, version: str) -> Path:
         found = sorted(folder.glob(self.entry))

@@ -16,7 +16,6 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar
 
 from harness_adapters.base import Installation, InstallError
 from harness_adapters.toolkit import cache
@@ -47,9 +46,9 @@ class VenvPackage:
     default_version: str
     imports: str
     """Modules whose import proves the installation, separated by commas."""
-    extra_requirements: ClassVar[tuple[str, ...]] = ()
+    extra_requirements: tuple[str, ...] = ()
     """pip requirements besides the package."""
-    pythons: ClassVar[tuple[str, ...]] = ()
+    pythons: tuple[str, ...] = ()
     """Minor versions that the package runs on, best first; empty: it gets the Python that runs Polar."""
 
     @property

@@ -148,14 +148,15 @@ def _guarded_route(authenticate: Authenticate, roles: frozenset[Role]) -> type[A
                         raise ApiError(message, status=403, code="forbidden")
                     return await handle(request)
                 except (PolarError, RequestValidationError, HTTPException) as error:
-                    return _error_response(_to_api_error(error))
+                    return _error_response(to_api_error(error))
 
             return guarded
 
     return GuardedRoute
 
 
-def _to_api_error(error: PolarError | RequestValidationError | HTTPException) -> ApiError:
+def to_api_error(error: PolarError | RequestValidationError | HTTPException) -> ApiError:
+    """Return any error of a route as an error of the API."""
     match error:
         case ApiError():
             return error

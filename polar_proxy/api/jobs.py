@@ -154,7 +154,7 @@ def _add_events(routers: Routers, context: ApiContext) -> None:
         ended. Without `job`, it has the events of all jobs from now on. A stream can be continued after any event, on
         any server of the same database.
         """
-        return await _stream_events(context, job, last_event_id or after)
+        return await stream_events(context, job, last_event_id or after)
 
 
 async def _submit(context: ApiContext, body: m.JobRequest, idempotency_key: str | None) -> m.SubmittedJob:
@@ -165,7 +165,10 @@ async def _submit(context: ApiContext, body: m.JobRequest, idempotency_key: str 
     if context.service is not None:
         row, new = await context.service.submit(tasks, spec, idempotency_key=idempotency_key)
     else:
-        row, new = await submit(context.store, tasks, spec, idempotency_key=idempotency_key, code=code)
+        harnesses = context.settings.harness_cache
+        row, new = await submit(
+            context.store, tasks, spec, idempotency_key=idempotency_key, code=code, harnesses=harnesses
+        )
     return convert(m.SubmittedJob, row, new=new, refused=refused)
 
 
@@ -260,7 +263,7 @@ def _check_callback_url(url: str, private: bool) -> None:
         check_public_host(host)
 
 
-async def _stream_events(context: ApiContext, job_id: str | None, position: str | None) -> StreamingResponse:
+async def stream_events(context: ApiContext, job_id: str | None, position: str | None) -> StreamingResponse:
     """Return the events after `position`, or from the start of the job. Raises ApiError 404 if there is no such job."""
     if job_id is not None:
         await _require_job(context, job_id)

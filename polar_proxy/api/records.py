@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from typing import Annotated
+from typing import Annotated, Any
 
 import orjson
 from fastapi import Query, Response
@@ -61,20 +61,26 @@ def add_routes(routers: Routers, context: ApiContext) -> None:
         advantage: Annotated[str, Query(description="For trl and tinker: the advantage.")] = "grpo",
     ) -> StreamingResponse:
         """Return the rows that `polar export` writes."""
-        report = ExportReport()
-        options: Json = {
-            "where": where,
-            "session_ids": session or (),
-            "builder": builder,
-            "all_grades": all_grades,
-            "advantage": advantage,
-        }
-        if context.exports is not None:
-            rows = context.exports.export(form, report, **options)
-        else:
-            rows = export_lines(store, form, report, **options)
-        first = await anext(rows, b"")  # an invalid request is refused before the response begins
-        return StreamingResponse(_with_report(first, rows, report), media_type=m.NDJSON)
+        return await stream_export(
+            context,
+            form,
+            where=where,
+            session_ids=session or (),
+            builder=builder,
+            all_grades=all_grades,
+            advantage=advantage,
+        )
+
+
+async def stream_export(context: ApiContext, form: str, **options: Any) -> StreamingResponse:
+    """Return the rows of an export with their report. `options`: those of `export_lines`."""
+    report = ExportReport()
+    if context.exports is not None:
+        rows = context.exports.export(form, report, **options)
+    else:
+        rows = export_lines(context.store, form, report, **options)
+    first = await anext(rows, b"")  # an invalid request is refused before the response begins
+    return StreamingResponse(_with_report(first, rows, report), media_type=m.NDJSON)
 
 
 async def _with_report(first: bytes, rows: AsyncGenerator[bytes], report: ExportReport) -> AsyncIterator[bytes]:

@@ -13,7 +13,7 @@ from polar_proxy.api.context import ApiContext, Routers, not_found, require
 from polar_proxy.errors import UsageError
 from polar_proxy.export.exporter import rollout_lines
 from polar_proxy.records import convert, convert_all, find_group, rollouts_of_group
-from polar_proxy.rollout_spec import whole_distribution
+from polar_proxy.rollout_spec import SessionBudget, whole_distribution
 from polar_proxy.sessions.identity import hash_key, new_key
 from polar_proxy.store import RolloutRow, Store
 from polar_proxy.traces.builders import BUILDERS
@@ -120,7 +120,7 @@ def _add_sessions(routers: Routers, store: Store) -> None:
     async def new_session(body: m.SessionRequest) -> m.CreatedSession:
         """Create a session and its key, for an agent that you start yourself. The key is shown once."""
         key = new_key()
-        policy = body.model_dump(exclude={"label"}, exclude_none=True)
+        policy = body.model_dump(exclude={"label", *SessionBudget.model_fields}, exclude_none=True) | body.as_policy()
         if body.temperature is not None:
             policy |= whole_distribution(body.temperature)
         session = await store.sessions.create(

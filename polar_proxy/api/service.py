@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -16,6 +17,7 @@ from prometheus_client.registry import Collector
 from polar_proxy import __version__
 from polar_proxy import api_models as m
 from polar_proxy.api.context import ApiContext, Routers, pause_timed_out, wait_or_undo, wait_until
+from polar_proxy.engines.base import EngineLoad
 from polar_proxy.errors import ApiError, EngineError
 from polar_proxy.rollouts import RolloutService
 from polar_proxy.rollouts.worker import Worker
@@ -37,7 +39,7 @@ def add_routes(routers: Routers, context: ApiContext) -> None:
     @trainer.get("/service", tags=["service"])
     async def service_state() -> m.ServiceState:
         """Return the state of the server and, if it has rollout workers, of its rollout service."""
-        return await _state(context)
+        return await read_service_state(context)
 
     @trainer.post("/service/pause", tags=["service"])
     async def pause_service(body: m.ServicePauseRequest = m.ServicePauseRequest()) -> m.ServiceState:
@@ -50,7 +52,7 @@ def add_routes(routers: Routers, context: ApiContext) -> None:
             await _pause_all(context.store, body.seconds, body.wait_idle)
         else:
             await _pause_one(_worker(context), body.seconds, body.wait_idle)
-        return await _state(context)
+        return await read_service_state(context)
 
     @trainer.post("/service/resume", tags=["service"])
     async def resume_service(body: m.ServiceResumeRequest = m.ServiceResumeRequest()) -> m.ServiceState:
@@ -61,7 +63,7 @@ def add_routes(routers: Routers, context: ApiContext) -> None:
             context.wake()
         else:
             _worker(context).resume()
-        return await _state(context)
+        return await read_service_state(context)
 
     @admin.post("/service/drain", tags=["service"])
     async def drain_service(body: m.DrainRequest = m.DrainRequest()) -> m.ServiceState:
@@ -79,7 +81,7 @@ def add_routes(routers: Routers, context: ApiContext) -> None:
         if left:
             message = f"After {body.timeout:g} s, {len(left)} rollouts still run, so the drain was undone."
             raise ApiError(message, status=409, code="drain_timed_out", detail={"left": left})
-        return await _state(context)
+        return await read_service_state(context)
 
 
 def _worker(context: ApiContext) -> Worker:
@@ -160,7 +162,8 @@ async def _pause_until_idle(store: Store, seconds: float | None) -> list[str]:
             await store.fleet.update(before, only_if=pause)
 
 
-async def _state(context: ApiContext) -> m.ServiceState:
+async def read_service_state(context: ApiContext) -> m.ServiceState:
+    """Return the state of the server, its engine and its rollout service."""
     version, engine = await _engine_state(context)
     fleet = await context.store.fleet.get()
     state: Json = {
@@ -185,8 +188,6 @@ async def _state(context: ApiContext) -> m.ServiceState:
             "stages": counts["stages"],
             "pool": counts["pool"],
         }
-        if engine is not None:
-            engine["load"] = counts["engine"]
     return m.ServiceState.model_validate(state)
 
 
@@ -196,13 +197,17 @@ async def _engine_state(context: ApiContext) -> tuple[str | None, Json | None]:
         return None, None
     info = context.engine.info
     version: str | None = None
+    load: EngineLoad | None = None
     try:
         reason = await context.engine.health()
         version = await context.engine.weight_version()
+        # A rollout service asks for the load every few seconds anyway.
+        load = await context.engine.load() if context.service is None else context.service.engine_monitor.load
     except EngineError as error:
         reason = str(error)
     state: Json = {"kind": info.engine, "version": info.version, "model": info.model}
-    return version, {**state, "healthy": reason is None, "reason": reason}
+    loaded = None if load is None else asdict(load)
+    return version, {**state, "healthy": reason is None, "reason": reason, "load": loaded}
 
 
 class ServiceCollector(Collector):

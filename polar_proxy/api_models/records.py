@@ -26,6 +26,8 @@ class SessionFields(ApiResponseModel):
     """When it was closed."""
     incomplete: str | None
     """Why it must not be trained on; null if all calls are recorded."""
+    spent: str | None
+    """The limit of its budget that was reached, such as max_calls; its further calls are refused."""
     failed_calls: int
     """Number of calls that failed: their status is `client_gone` or `upstream_error`."""
     prompt_tokens: int
@@ -66,7 +68,7 @@ class SessionCall(ApiResponseModel):
     model: str
     """The model that the agent named."""
     status: str
-    """ok, client_gone, upstream_error or no_tokens."""
+    """ok, client_gone, upstream_error, no_tokens or budget."""
     http_status: int
     """HTTP status of the answer."""
     error: str | None
@@ -202,11 +204,17 @@ class CallDetail(ApiResponseModel):
     """What the log-probabilities refer to. `processed`: the distribution that was sampled from; `raw`: the model's own
     distribution at temperature 1."""
     status: str
-    """ok, client_gone, upstream_error or no_tokens."""
+    """ok, client_gone, upstream_error, no_tokens or budget."""
     http_status: int
     """HTTP status of the answer."""
     error: str | None
     """Why the call failed."""
+    engine_name: str | None
+    """Name of the engine in the settings [engines]; null for the engine of [engine]."""
+    route: str | None
+    """The rule that chose the engine."""
+    hooks: dict[str, Any] | None
+    """What hooks changed: parts of the request as the model saw them, answers as they were sampled."""
     edge: str
     """How it relates to an earlier call."""
     parent_call_id: str | None

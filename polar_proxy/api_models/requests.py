@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, model_validator
 
 from polar_proxy.documented import DocumentedModel
-from polar_proxy.rollout_spec import MAX_INTEGER, JobSpec
+from polar_proxy.rollout_spec import MAX_INTEGER, JobSpec, SessionBudget
 
 Role = Literal["admin", "trainer"]
 Scope = Literal["server", "all"]
@@ -107,14 +107,14 @@ class RewardRequest(ApiRequestModel):
         return self
 
 
-class SessionRequest(ApiRequestModel):
+class SessionRequest(ApiRequestModel, SessionBudget):
     """A session for an agent that you start yourself. These settings override those of the agent's
     requests."""
 
     label: str | None = None
     """A name to find the session by."""
     temperature: float | None = Field(None, ge=0, allow_inf_nan=False)
-    """Sample at this temperature, without top_p, top_k, min_p and penalties."""
+    """Sample at this temperature, without top_p, top_k, min_p, penalties and logit_bias."""
     max_tokens: int | None = Field(None, ge=1, le=MAX_INTEGER)
     """Upper limit of tokens in one answer."""
     prompt_mode: Literal["continue", "render"] | None = None

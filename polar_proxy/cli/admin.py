@@ -6,7 +6,7 @@ import re
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -23,6 +23,7 @@ from polar_proxy.cli.common import (
 )
 from polar_proxy.cli.output import format_time, make_table, print_note, print_result, progress_bars
 from polar_proxy.errors import UsageError
+from polar_proxy.rollout_spec import SessionBudget
 from polar_proxy.terminal import one_line
 
 if TYPE_CHECKING:
@@ -100,6 +101,7 @@ def revoke_key(
 
 
 @session_app.command("new")
+@options.model_options(SessionBudget)
 def new_session(
     label: Annotated[str | None, typer.Option(help="A name to find the session by.")] = None,
     temperature: Annotated[
@@ -111,6 +113,8 @@ def new_session(
     url: options.Url = None,
     db: options.Db = None,
     as_json: options.AsJson = False,
+    *,
+    rollout_options: dict[str, Any],
 ) -> None:
     """Create a session and print its key. The key is shown once; only its hash is stored."""
     from polar_proxy.api_models import SessionRequest
@@ -118,7 +122,7 @@ def new_session(
     modes = given({"prompt_mode": prompt_mode, "past_reasoning": past_reasoning})
     settings = load_settings(gateway=modes)  # validates the modes
     modes = {name: getattr(settings.gateway, name) for name in modes}
-    chosen = given({"label": label, "temperature": temperature, "max_tokens": max_tokens}) | modes
+    chosen = given({"label": label, "temperature": temperature, "max_tokens": max_tokens}) | modes | rollout_options
     request = make_request(SessionRequest, **chosen)
     created = with_client(url, db, lambda client: client.new_session(request), create=True)
     print_result(created, lambda: _print_key(f"session {created.session_id}; its key", created.key), as_json)

@@ -75,6 +75,10 @@ VERBS = {
     "resume": Verb("rollouts:resume", "Resume a paused job."),
     "reward": Verb("rollouts:reward", "Add a reward to a rollout or a session. Earlier rewards are kept."),
     "sessions": Verb("show:sessions", "List sessions, newest first."),
+    "view": Verb(
+        "view:view",
+        "Show recorded runs in the browser: the pages of `polar serve`, read-only, over any database, until stopped.",
+    ),
     "show": Verb("show:show", "Show a rollout, a session or a call in full."),
     "export": Verb(
         "traces:export",

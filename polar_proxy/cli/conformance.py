@@ -116,10 +116,8 @@ def conformance(
 
 
 def _find_adapters(names: list[str]) -> list[tuple[HarnessAdapter, str | None]]:
-    from polar_proxy.conformance.profiles import PROFILES
-
     if "all" in names:
-        names = [name for name in PROFILES if name in list_adapters()]
+        names = [name for name in list_adapters() if name != "shell"]
     return [find_adapter(name) for name in names]
 
 

@@ -25,7 +25,7 @@ from harness_adapters.base import Connection, get_adapter, list_adapters
 from harness_adapters.toolkit.adapter import ConnectableHarness, settings_files
 from polar_proxy.cli import options
 from polar_proxy.cli.agent_session import AgentSession, open_session, run_in_foreground
-from polar_proxy.cli.common import load_client_settings
+from polar_proxy.cli.common import load_client_settings, load_settings
 from polar_proxy.cli.harness import find_adapter
 from polar_proxy.cli.output import make_table, print_note, print_result
 from polar_proxy.config import child_environment
@@ -90,7 +90,8 @@ def connect(
 
 
 def _connectable() -> list[ConnectableHarness]:
-    adapters = map(get_adapter, list_adapters())
+    folder = load_settings().harness_cache
+    adapters = [get_adapter(name, folder) for name in list_adapters(folder)]
     return [adapter for adapter in adapters if isinstance(adapter, ConnectableHarness)]
 
 

@@ -35,14 +35,16 @@ T = TypeVar("T")
 doctor_app = typer.Typer(invoke_without_command=True)
 app = typer.Typer(help="List, install and check agents.", no_args_is_help=True)
 
-NameArgument = Annotated[str, typer.Argument(help="NAME[@VERSION], module:Class, or shell:COMMAND.")]
+NameArgument = Annotated[str, typer.Argument(help="[acp:]NAME[@VERSION], module:Class, or shell:COMMAND.")]
 VersionOption = Annotated[str | None, typer.Option(help="Version; overrides the adapter's default.")]
 
 
 @doctor_app.callback()
 def doctor(
     context: typer.Context,
-    engine: Annotated[Literal["vllm", "llamacpp"], typer.Option(help="Kind of the server at --engine-url.")] = "vllm",
+    engine: Annotated[
+        Literal["vllm", "llamacpp", "openai", "anthropic", "google"], typer.Option(help="Kind of the engine to check.")
+    ] = "vllm",
     engine_url: Annotated[str | None, typer.Option(help="Also check the engine at this URL.")] = None,
     model: Annotated[str | None, typer.Option(help="The engine's model; with it a provider needs no URL.")] = None,
     db: options.Db = None,
@@ -82,9 +84,9 @@ def serve_command(
 
 @app.command("list")
 def list_harnesses(as_json: options.AsJson = False) -> None:
-    """List the built-in harnesses."""
+    """List Polar's harnesses and those that you have added."""
     cache = load_settings().harness_cache
-    rows = [_describe(get_adapter(name), cache) for name in list_adapters()]
+    rows = [_describe(get_adapter(name, cache), cache) for name in list_adapters(cache)]
     table = make_table(
         ("harness", "version", "installed", "speaks", "runs on"),
         (
@@ -112,6 +114,31 @@ def show_info(name: NameArgument, as_json: options.AsJson = False) -> None:
         text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
         lines.append(styled("[bold]{}[/]: {}", key, text))
     print_result(info, Text("\n").join(lines), as_json)
+
+
+@app.command("add")
+def add(
+    file: Annotated[Path, typer.Argument(help="TOML file that describes an agent.")],
+    as_json: options.AsJson = False,
+) -> None:
+    """Add an agent of your own by a TOML file: how to install, connect and start it. Adding it again replaces it.
+
+    The file is checked and copied to the folder of installed harnesses, where you can remove it. examples/harnesses has
+    five files to begin with.
+    """
+    from harness_adapters.definitions.harness import load_harness
+
+    try:
+        adapter = load_harness(file)
+    except HarnessError as error:
+        raise UsageError(str(error)) from error
+    if adapter.name in list_adapters():
+        raise UsageError(f"{file}: name: {adapter.name!r} is a harness of Polar's own; choose another name.")
+    target = load_settings().harness_cache / f"{adapter.name}.toml"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_bytes(file.read_bytes())
+    text = f"{adapter.name} was added ({target}); to check it: polar harness check {adapter.name}"
+    print_result({"name": adapter.name, "path": str(target)}, one_line(text), as_json)
 
 
 @app.command("install")
@@ -248,7 +275,8 @@ def prune(
 
     cache = load_settings().harness_cache
     # `shell:COMMAND` is not an installed agent: its mounts depend on the run.
-    known = [adapter for name in list_adapters() if (adapter := get_adapter(name)).info.package != "none"]
+    every = [get_adapter(name, cache) for name in list_adapters(cache)]
+    known = [adapter for adapter in every if adapter.info.package != "none"]
     adapters = [adapter for adapter in known if adapter.is_installed(cache)]
     agents = [] if everything else [adapter.install(cache).mounts for adapter in adapters]
     images = _with_docker(lambda engine: prune_prebuilt(engine, agents, base=base, everything=everything))
@@ -271,7 +299,7 @@ def find_adapter(name: str, version: str | None = None) -> tuple[HarnessAdapter,
         if version is not None and inline is not None and version != inline:
             raise UsageError(f"Two versions are given: {name} and --version {version}.")
         import_named_code(bare)
-        return get_adapter(bare), version or inline
+        return get_adapter(bare, load_settings().harness_cache), version or inline
     except HarnessError as error:
         raise UsageError(str(error)) from error
 

@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 
 from polar_proxy.documented import field_descriptions
 from polar_proxy.errors import UsageError
+from polar_proxy.rollout_spec import SessionBudget
 
 
 def require_choice(what: str, value: str, choices: Collection[str]) -> None:
@@ -56,6 +57,12 @@ PromptMode = Annotated[
     typer.Option(
         help="continue: begin each prompt with the exact tokens of the last turn; render: render each prompt anew.",
         show_default=False,
+    ),
+]
+Hooks = Annotated[
+    str | None,
+    typer.Option(
+        "--hooks", metavar="MODULE:CLASS", help="Your class that changes requests or answers (setting gateway.hooks)."
     ),
 ]
 PastReasoning = Annotated[
@@ -138,7 +145,8 @@ def _option(name: str, field: FieldInfo, text: str) -> inspect.Parameter:
     minimum: Any = next((limit.ge for limit in field.metadata if isinstance(limit, Ge)), None)
     members = [member for member in get_args(field.annotation) if member is not NoneType]
     value_type: Any = members[0] if NoneType in get_args(field.annotation) else field.annotation
-    option = typer.Option(help=text, min=minimum, show_default=False)
+    panel = "Budget of each session" if name in SessionBudget.model_fields else None
+    option = typer.Option(help=text, min=minimum, show_default=False, rich_help_panel=panel)
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[value_type | None, option]
     )

@@ -259,6 +259,9 @@ class RolloutProgressView:
         line = self._lines.get(rollout_id)
         if line is None:
             line = self._lines[rollout_id] = RolloutProgressLine(detail or rollout_id, len(self._lines) + 1)
+        elif status == "queued" and detail:  # a worker was quicker than the announcement, which names the task
+            line.task = detail
+            return
         elif line.status == "queued":
             line.since = time.monotonic()
         line.status, line.reward = status, reward

@@ -83,6 +83,7 @@ def run(
     model: options.Model = None,
     prompt_mode: options.PromptMode = None,
     past_reasoning: options.PastReasoning = None,
+    hooks: options.Hooks = None,
     allow_code: options.AllowCode = None,
     log_level: options.LogLevel = None,
     log_format: options.LogFormat = None,
@@ -97,12 +98,12 @@ def run(
     from polar_proxy.store import display_url
     from polar_proxy.tasks import load_tasks
 
-    import_named_code(task, rollout_options.get("harness"), engine, *(allow_code or ()))
+    import_named_code(task, rollout_options.get("harness"), engine, hooks, *(allow_code or ()))
     settings = load_settings(
         db,
         allow_code=allow_code,
         engine={"kind": engine, "url": engine_url, "model": model},
-        gateway={"prompt_mode": prompt_mode, "past_reasoning": past_reasoning},
+        gateway={"prompt_mode": prompt_mode, "past_reasoning": past_reasoning, "hooks": hooks},
         run={"samples": samples, "concurrency": concurrency, **rollout_options},
         log={"level": log_level, "format": log_format},
     )

@@ -56,6 +56,7 @@ def serve(
     ] = None,
     prompt_mode: options.PromptMode = None,
     past_reasoning: options.PastReasoning = None,
+    hooks: options.Hooks = None,
     db: options.Db = None,
     rollout_workers: Annotated[
         int | None, typer.Option(min=1, help="Also run the rollouts that `polar submit` queues, N at a time.")
@@ -74,7 +75,7 @@ def serve(
     as_json: options.AsJson = False,
 ) -> None:
     """Serve the gateway and the HTTP API until stopped. --json prints one JSON document when the server is ready."""
-    import_named_code(engine, *(allow_code or ()))
+    import_named_code(engine, hooks, *(allow_code or ()))
     settings = load_settings(
         db,
         allow_code=allow_code,
@@ -85,6 +86,7 @@ def serve(
             "temperature": temperature,
             "prompt_mode": prompt_mode,
             "past_reasoning": past_reasoning,
+            "hooks": hooks,
             "shared": True if executor == "ray" else None,
         },
         engine={"kind": engine, "url": engine_url, "model": model},
@@ -101,17 +103,19 @@ async def _serve(settings: Settings, as_json: bool, *, with_workers: bool, ray_a
     from polar_proxy.api import ApiContext, BackgroundLoops, create_router, local_admin_key
     from polar_proxy.api.service import ServiceCollector
     from polar_proxy.engines.bundled import OtherAgentWarning, is_bundled
-    from polar_proxy.engines.factory import make_engine
+    from polar_proxy.engines.factory import make_engine, open_engines
     from polar_proxy.export.processes import ExportProcesses
     from polar_proxy.gateway import Gateway
     from polar_proxy.rollouts import RolloutService, ServiceLimits, recover
     from polar_proxy.traces.grades import DistributionNotes
+    from polar_proxy.view import create_view_router
 
     async with open_database(settings, create=True) as store, contextlib.AsyncExitStack() as stack:
         for line in await recover(store):
             log.warning("%s", line)
         engine = await stack.enter_async_context(make_engine(settings.engine))
-        gateway = Gateway(engine, store, settings.gateway)
+        engines = await stack.enter_async_context(open_engines(settings.engines))
+        gateway = Gateway(engine, store, settings.gateway, engines=engines, routes=settings.routes)
         service: RolloutService | None = None
         if with_workers:
             limits = ServiceLimits.of(settings, backlog=settings.run.backlog)
@@ -129,6 +133,7 @@ async def _serve(settings: Settings, as_json: bool, *, with_workers: bool, ray_a
         exports = await stack.enter_async_context(ExportProcesses(store.database.url))
         context = ApiContext(store, settings, service, engine, exports=exports)
         gateway.include(create_router(context))
+        gateway.include(create_view_router(context, open_on_loopback=gateway.sessions.open_to_all))
         gateway.observe(DistributionNotes(log.warning))
         if is_bundled(settings.engine):
             gateway.observe(OtherAgentWarning())
@@ -180,6 +185,7 @@ def _print_welcome(gateway: Gateway, settings: Settings, db: str, model: str, ke
         out.print("  export OPENAI_API_KEY=any-name-you-like    # one session per key, with the key as label")
     else:
         out.print("  export OPENAI_API_KEY=$(polar session new)   # unknown keys are refused")
+    out.print(f"see what is recorded: {gateway.url}/", soft_wrap=True)
     out.print(f"the API: {gateway.url}/docs, with the key in {key_file}", soft_wrap=True)
     out.print("then: polar sessions, polar show last, polar export. Ctrl-C stops.")
 

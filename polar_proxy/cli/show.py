@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import accumulate
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import orjson
@@ -11,10 +12,11 @@ import typer
 from rich.text import Text
 
 from polar_proxy.cli import options
-from polar_proxy.cli.common import read_store_or_server
+from polar_proxy.cli.common import load_client_settings, open_database, read_store_or_server, run_async
 from polar_proxy.cli.output import format_number, format_time, make_table, out, print_note, print_result, styled
+from polar_proxy.errors import UsageError
 from polar_proxy.terminal import message_lines
-from polar_proxy.types import Json
+from polar_proxy.types import Json, content_text
 
 if TYPE_CHECKING:
     from polar_proxy.api_models import (
@@ -83,11 +85,18 @@ def show(
     tokens: Annotated[
         bool, typer.Option(help="For a call: print each token with its text and log-probability.")
     ] = False,
+    html: Annotated[
+        Path | None,
+        typer.Option(help="Write a rollout or session to this file, as one page that can be shared.", metavar="FILE"),
+    ] = None,
     url: options.Url = None,
     db: options.Db = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Show a rollout, a session or a call in full."""
+    if html is not None:
+        _write_html(name, html, load_client_settings(url, db))
+        return
 
     async def read(store: Store, settings: Settings) -> Record:
         from polar_proxy.records import find_record
@@ -101,6 +110,21 @@ def show(
         print_result(found.session, partial(_print_session, found.session), as_json)
     elif found.call is not None:
         print_result(found.call, partial(_print_call, found.call, tokens), as_json)
+
+
+def _write_html(name: str, file: Path, settings: Settings) -> None:
+    from polar_proxy.view.report import make_report
+
+    if settings.url is not None:
+        raise UsageError("--html reads a database. Give --db instead of --url.")
+
+    async def write() -> None:
+        async with open_database(settings) as store:
+            page = await make_report(store, settings, name)
+        file.write_text(page)
+
+    run_async(write())
+    out.print(styled("{}", str(file)), soft_wrap=True)
 
 
 def _print_rollout(rollout: RolloutRecord) -> None:
@@ -125,6 +149,8 @@ def _print_session(session: SessionDetail) -> None:
     price = "" if session.price_usd is None else f"  {format_price(session.price_usd)} USD"
     label = f"  {session.label}" if session.label else ""
     out.print(styled("session {}{}{}{}", session.session_id, label, reward, price))
+    if session.spent is not None:
+        out.print(styled("[yellow]its budget is spent ({}): further calls are refused[/]", session.spent))
     rows = (
         (
             call.call_id,
@@ -157,6 +183,10 @@ def _print_call(call: CallDetail, tokens: bool) -> None:
         say(_usage_line(call.usage, call.price_usd))
     if not_carried := call.sampling.get("not_carried"):
         say(styled("[yellow]not carried to the provider: {}[/]", ", ".join(not_carried)))
+    if call.route is not None:
+        say(styled("engine {}, chosen by the rule {}", call.engine_name, call.route))
+    if call.hooks is not None:
+        say(styled("[yellow]changed by hooks: {}[/]", orjson.dumps(call.hooks).decode()))
     if call.error:
         say(Text(message_lines(call.error), "yellow"))
     if problem := call.conversation.get("unparsed"):
@@ -232,12 +262,5 @@ def _message_text(message: Json) -> str:
     calls = [
         f"-> {call['function']['name']} {call['function']['arguments']}" for call in message.get("tool_calls") or []
     ]
-    text = _content_text(message.get("content"))
+    text = content_text(message.get("content"))
     return "\n".join(part for part in (f"({reasoning})" if reasoning else "", text, *calls) if part)
-
-
-def _content_text(content: Any) -> str:
-    """Return one line for each content part; images and files appear as their type."""
-    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
-        return content if isinstance(content, str) else orjson.dumps(content).decode() if content else ""
-    return "\n".join(str(part["text"]) if "text" in part else f"[{part.get('type')}]" for part in content)

@@ -219,7 +219,7 @@ def _model(
     engine: Engine, adapter: HarnessAdapter, scenario: Scenario = SCENARIO, *, max_steps: int | None = None
 ) -> FidelityModel:
     """Return the scripted model of a harness, without a second turn if the harness cannot continue."""
-    profile = profile_of(adapter.name)
+    profile = profile_of(adapter)
     # With its usual window a harness would believe that this small tokenizer's long prompts fill the context.
     window = engine.info.context_length
     profile = replace(profile, context_window=window, max_steps=max_steps or profile.max_steps)

@@ -97,7 +97,7 @@ async def measure(
     title: str = "",
 ) -> tuple[HarnessRow, list[ScenarioRun]]:
     """Run the scenarios that the checks need, and evaluate the checks. Return the row for the report, and the runs."""
-    profile, started = profile_of(adapter.name), time.monotonic()
+    profile, started = profile_of(adapter), time.monotonic()
     wanted = [name for name in CHECKS if name in check_names]
     results = {name: _not_applicable(name, profile, adapter.info) for name in wanted if CHECKS[name].scenario}
     scripted = isinstance(runner.engine, ScriptedEngine)

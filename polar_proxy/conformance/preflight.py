@@ -225,8 +225,8 @@ async def _sandbox(item: Availability, runtime: DockerRuntime) -> InstallCheck:
 def _harnesses(settings: Settings) -> list[InstallCheck]:
     """Return one check for each installed harness, and one for all others, which `polar run` installs."""
     checks, others = [], []
-    for name in list_adapters():
-        adapter = get_adapter(name)
+    for name in list_adapters(settings.harness_cache):
+        adapter = get_adapter(name, settings.harness_cache)
         if adapter.is_installed(settings.harness_cache):
             checks.append(InstallCheck(f"harness {name}", "ok", f"{adapter.default_version} installed"))
         else:

@@ -6,8 +6,15 @@ Everything here was found by running the real programs; a profile holds for the 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from harness_adapters.acp.adapter import AcpHarness
+from harness_adapters.base import HarnessAdapter, HarnessError
+from harness_adapters.definitions.harness import DefinedHarness
+from polar_proxy.errors import first_problem
 
 Arguments = Mapping[str, Any]
 
@@ -15,6 +22,8 @@ Arguments = Mapping[str, Any]
 @dataclass(frozen=True)
 class HarnessProfile:
     """One harness. In tool arguments, `{command}` stands for the command and `{prompt}` for a sub-agent's task."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
 
     name: str
     tool: str = "bash"
@@ -174,6 +183,18 @@ PROFILES: Mapping[str, HarnessProfile] = {
 }
 
 
-def profile_of(name: str) -> HarnessProfile:
-    """Return the profile of a harness; an unknown one is assumed to have a tool `bash` that takes a `command`."""
-    return PROFILES.get(name) or HarnessProfile(name)
+def profile_of(adapter: HarnessAdapter) -> HarnessProfile:
+    """Return the profile of a harness: that of its definition file if there is one. An unknown harness is assumed to
+    have a tool `bash` that takes a `command`. Raises HarnessError for a wrong definition."""
+    if isinstance(adapter, AcpHarness):
+        return replace(profile_of(adapter.agent), name=adapter.name)
+    if isinstance(adapter, DefinedHarness):
+        return _read_profile(adapter.name, adapter.definition.conformance)
+    return PROFILES.get(adapter.name) or HarnessProfile(adapter.name)
+
+
+def _read_profile(name: str, table: Mapping[str, Any]) -> HarnessProfile:
+    try:
+        return TypeAdapter(HarnessProfile).validate_python({"name": name, **table})
+    except ValidationError as error:
+        raise HarnessError(f"{name}: [conformance] {first_problem(error)}") from None

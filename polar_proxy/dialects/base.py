@@ -8,7 +8,7 @@ the same events to the same encoder whether the client streams or not.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import orjson
@@ -217,6 +217,13 @@ class ParsedRequest:
     """False for a warm-up: nothing is sampled, and a later request may continue it by its id."""
     background: bool = False
     """The client gets an id at once and retrieves the answer later."""
+    provider_tools: tuple[str, ...] = ()
+    """The tools that the request wants the provider itself to run, such as a web search. They are not in `requests`."""
+
+
+def provider_tools(listed: Iterable[str], body: Json, *fields: str) -> tuple[str, ...]:
+    """Return the names of a body's provider-side tools: the types of its tools, and those of `fields` that it has."""
+    return tuple(dict.fromkeys([*listed, *(name for name in fields if body.get(name))]))
 
 
 @dataclass(frozen=True, slots=True)

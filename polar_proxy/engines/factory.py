@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
 from polar_proxy.config import EngineSettings, provider_key
 from polar_proxy.engines.base import Engine
 from polar_proxy.engines.bundled import MAX_ANSWER_TOKENS, POLAR_TINY_NAME, is_bundled
-from polar_proxy.errors import UsageError
+from polar_proxy.errors import PolarError, UsageError
 
 POLAR_TINY = Path(__file__).resolve().parent.parent / "assets" / "polar_tiny"
 """Folder of the bundled demo policy."""
@@ -63,6 +65,19 @@ def _hosted(settings: EngineSettings) -> Engine:
     if settings.kind == "anthropic":
         return AnthropicEngine(settings.url or ANTHROPIC_URL, model=settings.model, api_key=key)
     return GoogleEngine(settings.url or GOOGLE_URL, model=settings.model, api_key=key)
+
+
+@contextlib.asynccontextmanager
+async def open_engines(settings: Mapping[str, EngineSettings]) -> AsyncIterator[dict[str, Engine]]:
+    """Enter the engines of the settings [engines], by name. Raises UsageError, with the name of the engine at fault."""
+    async with contextlib.AsyncExitStack() as stack:
+        opened: dict[str, Engine] = {}
+        for name, one in settings.items():
+            try:
+                opened[name] = await stack.enter_async_context(make_engine(one))
+            except PolarError as error:
+                raise UsageError(f"The engine {name} of [engines] cannot be used: {error}") from error
+        yield opened
 
 
 def _url(settings: EngineSettings, example: str) -> str:

@@ -50,8 +50,8 @@ class OneCallLimit:
 
     def _take(self, event: SampleEvent) -> list[SampleEvent]:
         state = self._states.setdefault(event.index, _ChoiceState())
-        if state.ended:
-            return []
+        if state.ended:  # only a provider's count of the tokens may still come
+            return [] if event.usage is None else [SampleEvent(event.index, usage=event.usage)]
         first = tuple(delta for delta in event.tool_calls if delta.index == 0)
         if len(first) < len(event.tool_calls):
             self._end(state)

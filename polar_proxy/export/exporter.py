@@ -47,6 +47,10 @@ _ROLLOUT_FIELDS = (
 )
 
 
+FORMATS = (*DATASET_FORMATS, PREFERENCES, *TRAINER_FORMATS)
+"""The names of all formats."""
+
+
 @dataclass(slots=True)
 class ExportReport:
     rows: int = 0
@@ -96,7 +100,7 @@ async def export_lines(
     A session is read and converted inside `turn`, so that several exports have one session in memory at a time. It
     must be a context manager that can be entered again.
     """
-    _require_known(form, builder, (*DATASET_FORMATS, PREFERENCES, *TRAINER_FORMATS))
+    _require_known(form, builder, FORMATS)
     convert: Convert = list
     pairs = PreferencePairs()
     if form == PREFERENCES:
@@ -200,7 +204,7 @@ async def _selected(
     before = None
     while where is None and (page := await store.sessions.recent(limit=_PAGE, before=before)):
         for summary in page:
-            if summary.rollout_id is None and summary.calls:
+            if summary.rollout_id is None and summary.calls and summary.origin != "user":
                 yield summary.session_id, None
         before = page[-1].session_id
 

@@ -30,7 +30,6 @@ from polar_proxy.dialects.anthropic.cloud import cloud_route
 from polar_proxy.dialects.base import Dialect
 from polar_proxy.dialects.google.dialect import GoogleGenerateContent, google_model_card, google_route
 from polar_proxy.dialects.openai_responses.compaction import ResponsesCompaction
-from polar_proxy.engines.base import Engine
 from polar_proxy.errors import RequestError
 from polar_proxy.gateway import asgi
 from polar_proxy.gateway.conversations import ConversationRoute, ConversationRoutes
@@ -40,7 +39,9 @@ from polar_proxy.gateway.intercepted import InterceptedRequest
 from polar_proxy.gateway.metrics import GatewayMetrics
 from polar_proxy.gateway.reply import send_error, send_wrong_method
 from polar_proxy.gateway.responses_websocket import ResponsesWebSocket
+from polar_proxy.gateway.routing import EngineRouter
 from polar_proxy.gateway.stored_responses import StoredResponseRoute, StoredResponseRoutes
+from polar_proxy.types import EngineInfo
 
 _MODEL_ROUTES: dict[str, Dialect] = {
     "/messages": get_dialect("anthropic_messages"),
@@ -214,21 +215,20 @@ def error_format(path: str) -> asgi.ErrorFormat:
 
 
 def create_app(
-    engine: Engine,
+    router: EngineRouter,
     handler: RequestHandler,
     metrics: GatewayMetrics,
     hosts: frozenset[str] | None,
     record_problem: Callable[[], Awaitable[str | None]],
-    sample_problem: Callable[[], Awaitable[str | None]],
 ) -> GatewayApp:
-    """Build the application. The caller owns the lifetime of the engine and the store. `hosts`: see `GatewayApp`.
+    """Build the application. The caller owns the lifetime of the engines and the store. `hosts`: see `GatewayApp`.
 
-    `record_problem` and `sample_problem` return within two seconds why calls cannot be recorded or sampled, or None.
+    `record_problem` returns within two seconds why calls cannot be recorded, or None.
     """
     app = FastAPI(title="Polar", version=__version__, docs_url=None, redoc_url=None)
     serve_docs(app)
-    _add_models(app, engine)
-    _add_state(app, engine, metrics, record_problem, sample_problem)
+    _add_models(app, router)
+    _add_state(app, router, metrics, record_problem)
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
@@ -240,24 +240,30 @@ def create_app(
     return GatewayApp(handler, app, hosts)
 
 
-def _add_models(app: FastAPI, engine: Engine) -> None:
+def _add_models(app: FastAPI, router: EngineRouter) -> None:
     started_at = int(time.time())
 
+    def infos() -> dict[str, EngineInfo]:
+        """Return the engines by the names of their models, that of the settings [engine] first."""
+        engines = [served.engine.info for served in reversed(router.all)]
+        return dict(reversed({info.model: info for info in engines}.items()))
+
     def model_card(name: str) -> dict[str, Any]:
+        info = infos().get(name, router.default.served.engine.info)
         return {
             "id": name,
             "object": "model",
             "created": started_at,
             "owned_by": "polar",
-            "max_model_len": engine.info.context_length,
-            "engine": engine.info.engine,
+            "max_model_len": info.context_length,
+            "engine": info.engine,
             # Anthropic's clients read the same list by these names.
             "type": "model",
             "display_name": name,
             "created_at": datetime.fromtimestamp(started_at, UTC).isoformat(),
             "lifecycle": "active",
-            "max_input_tokens": engine.info.context_length,
-            "max_tokens": engine.info.max_answer or engine.info.context_length,
+            "max_input_tokens": info.context_length,
+            "max_tokens": info.max_answer or info.context_length,
         }
 
     @app.get("/models")
@@ -266,10 +272,10 @@ def _add_models(app: FastAPI, engine: Engine) -> None:
     @app.get("/v1beta/models")
     async def models(request: Request) -> Response:
         if _is_google_client(request):
-            return JSONResponse({"models": [google_model_card(engine.info.model, engine.info)]})
-        card = model_card(engine.info.model)
-        page = {"has_more": False, "first_id": card["id"], "last_id": card["id"]}
-        return JSONResponse({"object": "list", "data": [card], **page})
+            return JSONResponse({"models": [google_model_card(name, info) for name, info in infos().items()]})
+        cards = [model_card(name) for name in infos()]
+        page = {"has_more": False, "first_id": cards[0]["id"], "last_id": cards[-1]["id"]}
+        return JSONResponse({"object": "list", "data": cards, **page})
 
     @app.get("/models/{model:path}")
     @app.get("/v1/models/{model:path}")
@@ -277,17 +283,16 @@ def _add_models(app: FastAPI, engine: Engine) -> None:
     @app.get("/v1beta/models/{model:path}")
     async def one_model(model: str, request: Request) -> Response:
         if _is_google_client(request):
-            return JSONResponse(google_model_card(model, engine.info))
-        # The engine answers under any model name, so every name exists.
+            return JSONResponse(google_model_card(model, infos().get(model, router.default.served.engine.info)))
+        # An engine answers under any model name, so every name exists.
         return JSONResponse(model_card(model))
 
 
 def _add_state(
     app: FastAPI,
-    engine: Engine,
+    router: EngineRouter,
     metrics: GatewayMetrics,
     record_problem: Callable[[], Awaitable[str | None]],
-    sample_problem: Callable[[], Awaitable[str | None]],
 ) -> None:
     @app.api_route("/api/hello", methods=["GET", "HEAD"], include_in_schema=False)
     async def hello() -> Response:
@@ -302,8 +307,8 @@ def _add_state(
     @app.get("/readyz")
     async def readyz() -> Response:
         """Return 200 if calls can be recorded and sampled, else 503. The body says why either is impossible."""
-        record, sample = await asyncio.gather(record_problem(), sample_problem())
-        info = engine.info
+        record, sample = await asyncio.gather(record_problem(), router.problem())
+        info = router.default.served.engine.info
         body = {
             "status": "ok" if record is None and sample is None else "unavailable",
             "version": __version__,

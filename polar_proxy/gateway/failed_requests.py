@@ -3,7 +3,7 @@
 An agent that makes the engine fail on purpose (a parameter or text that the engine answers with a 5xx status) must not
 get another attempt for it. So the request of a rollout's failed call is kept, and can be tried again. If it fails
 before and after a plain request that the engine answers, it is at fault. What is sampled here is never recorded, sent
-or trained on.
+or trained on. A hosted model is paid for each request and is never tried again: its failures count as the provider's.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from polar_proxy.engines.base import Engine
 from polar_proxy.errors import PolarError
 from polar_proxy.gateway.recording import PendingCall
-from polar_proxy.sessions.continuation import PromptBuilder
+from polar_proxy.gateway.routing import ServedEngine
 from polar_proxy.sessions.lineage import Base
 from polar_proxy.sessions.state import SessionState
 from polar_proxy.types import ChatRequest, EngineRequest, Message, Sampling
@@ -32,6 +31,7 @@ whose answer has begun by then does not fail."""
 @dataclass(frozen=True, slots=True)
 class FailedRequest:
     session: SessionState
+    engine: ServedEngine
     calls: tuple[tuple[EngineRequest, Base | None], ...]
     """Each engine request of the HTTP request, and the answer that it continues."""
 
@@ -39,14 +39,14 @@ class FailedRequest:
 class FailedRequests:
     """The last request of each rollout that the engine failed to answer."""
 
-    def __init__(self, engine: Engine, prompts: PromptBuilder) -> None:
-        self._engine = engine
-        self._prompts = prompts
+    def __init__(self) -> None:
         self._by_session: dict[str, FailedRequest] = {}
 
     def keep(self, session: SessionState, calls: Sequence[PendingCall]) -> None:
+        if "hosted" in calls[0].engine.served.engine.info.capabilities:
+            return
         failed = tuple((call.request, call.lineage.base) for call in calls)
-        self._by_session[session.session_id] = FailedRequest(session, failed)
+        self._by_session[session.session_id] = FailedRequest(session, calls[0].engine.served, failed)
 
     def forget(self, session_id: str) -> None:
         self._by_session.pop(session_id, None)
@@ -56,27 +56,28 @@ class FailedRequests:
         failed = self._by_session.get(session_id)
         if failed is None:
             return None
-        plain = ChatRequest(self._engine.info.model, (Message("user", "Hello"),), Sampling(max_tokens=1))
+        plain = ChatRequest(failed.engine.engine.info.model, (Message("user", "Hello"),), Sampling(max_tokens=1))
         for request, base in failed.calls:
-            if await self._try(request, base, failed.session) is not None:
-                engine_fails = await self._try(plain, None, failed.session) is not None
-                return None if engine_fails else await self._try(request, base, failed.session)
+            if await _try(failed, request, base) is not None:
+                engine_fails = await _try(failed, plain, None) is not None
+                return None if engine_fails else await _try(failed, request, base)
         return None
 
-    async def _try(self, request: EngineRequest, base: Base | None, session: SessionState) -> str | None:
-        """Sample an answer and drop it. Return why it failed, or None."""
-        began = False
-        try:
-            async with asyncio.timeout(_SECONDS):
-                plan = await self._prompts.build(request, base, session)
-                async with contextlib.aclosing(self._engine.sample(request, prompt=plan.prompt)) as events:
-                    async for _ in events:
-                        began = True
-        except TimeoutError:
-            return None if began else f"no answer within {_SECONDS:g} s"
-        except PolarError as error:
-            return str(error)
-        except Exception as error:
-            log.exception("a request that had failed was tried again, and failed inside Polar")
-            return f"{type(error).__name__}: {error}"
-        return None
+
+async def _try(failed: FailedRequest, request: EngineRequest, base: Base | None) -> str | None:
+    """Sample an answer and drop it. Return why it failed, or None."""
+    began = False
+    try:
+        async with asyncio.timeout(_SECONDS):
+            plan = await failed.engine.prompts.build(request, base, failed.session)
+            async with contextlib.aclosing(failed.engine.engine.sample(request, prompt=plan.prompt)) as events:
+                async for _ in events:
+                    began = True
+    except TimeoutError:
+        return None if began else f"no answer within {_SECONDS:g} s"
+    except PolarError as error:
+        return str(error)
+    except Exception as error:
+        log.exception("a request that had failed was tried again, and failed inside Polar")
+        return f"{type(error).__name__}: {error}"
+    return None

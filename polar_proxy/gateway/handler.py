@@ -1,7 +1,7 @@
 """One model request, from its HTTP body to the last byte of its answer.
 
-    find session -> read -> parse -> (join a retry) -> place: find the relation to earlier calls -> build prompt
-    -> sample and stream -> commit -> finish
+    find session -> read -> parse -> (join a retry) -> reserve in the budget -> place: find the relation to earlier
+    calls -> build prompt -> sample and stream -> commit -> finish
 
 Promises:
 
@@ -25,17 +25,17 @@ from typing import TypeVar
 from urllib.parse import parse_qs
 
 from polar_proxy.config import GatewaySettings
-from polar_proxy.dialects.base import Answer, Dialect
-from polar_proxy.engines.base import Engine
+from polar_proxy.dialects.base import Answer, Dialect, ParsedRequest
 from polar_proxy.engines.one_call import OneCallLimit, wants_one_call
 from polar_proxy.engines.passthrough.engine import PassthroughEngine
 from polar_proxy.errors import EngineDroppedError, EngineError, RequestError, StoreError
 from polar_proxy.gateway import asgi
 from polar_proxy.gateway.background import BackgroundCalls
 from polar_proxy.gateway.conversations import NewItems, StoredConversations
-from polar_proxy.gateway.engine_timeouts import EngineTimeouts, EngineWait
+from polar_proxy.gateway.engine_timeouts import EngineWait
 from polar_proxy.gateway.failed_requests import FailedRequests
 from polar_proxy.gateway.health import StoreMonitor
+from polar_proxy.gateway.hooks import HookedCall, Hooks, events_of, request_changes
 from polar_proxy.gateway.in_flight import InFlightCalls
 from polar_proxy.gateway.limits import BodyBudget
 from polar_proxy.gateway.metrics import GatewayMetrics
@@ -45,15 +45,16 @@ from polar_proxy.gateway.recording import CallOutcome, CallRecorder, PendingCall
 from polar_proxy.gateway.reply import BackgroundReply, Reply, send_error, send_stream
 from polar_proxy.gateway.request_reader import RequestReader
 from polar_proxy.gateway.retries import ResponseBuffer, RetryCache
+from polar_proxy.gateway.routing import EngineChoice, EngineRouter
 from polar_proxy.gateway.stored_responses import StoredCalls
 from polar_proxy.offload import OffloadThread
 from polar_proxy.prices import PriceTable
-from polar_proxy.sessions.continuation import PromptBuilder
+from polar_proxy.sessions.budget import BudgetUsage, Reservation
 from polar_proxy.sessions.identity import key_of_request, key_without_api_key, read_client_metadata
 from polar_proxy.sessions.registry import SessionClosedError, SessionRegistry
 from polar_proxy.sessions.state import SessionState
 from polar_proxy.store import Store
-from polar_proxy.types import CallRecord, ChatRequest, EngineRequest, new_id
+from polar_proxy.types import ChatRequest, EngineRequest, SampleEvent, new_id
 
 log = logging.getLogger(__name__)
 
@@ -65,36 +66,38 @@ _NO_KEY = "No API key was sent. Polar accepts only keys made by `polar session n
 class RequestHandler:
     def __init__(
         self,
-        engine: Engine,
+        router: EngineRouter,
+        thread: OffloadThread,
         store: Store,
         sessions: SessionRegistry,
         settings: GatewaySettings,
         metrics: GatewayMetrics,
         in_flight: InFlightCalls | None,
         monitor: StoreMonitor,
-        timeouts: EngineTimeouts,
     ) -> None:
-        """`in_flight` announces calls to the other gateways of the database; None if this is the only gateway."""
-        self._engine = engine
+        """`thread`: where large requests are worked on.
+
+        `in_flight` announces calls to the other gateways of the database; None if this is the only gateway.
+        """
         self._store = store
         self._sessions = sessions
         self._settings = settings
         self._metrics = metrics
         self._in_flight = in_flight
         self._monitor = monitor
-        self._timeouts = timeouts
         self.bodies = BodyBudget(settings.limits.bodies_mb << 20)
-        self._thread = OffloadThread("polar-large-requests")
-        self._prompts = PromptBuilder(engine, self._read_call, settings, self._thread)
-        self.recorder = CallRecorder(engine, store, monitor, sessions, metrics, in_flight, PriceTable(settings.prices))
-        self._provider_turns = ProviderTurns(engine, store, monitor, settings.cache_mb << 20)
+        self._thread = thread
+        self.router = router
+        self._hooks = Hooks(settings.hooks, settings.hook_seconds)
+        self.recorder = CallRecorder(store, monitor, sessions, metrics, in_flight, PriceTable(settings.prices))
+        self._provider_turns = ProviderTurns(store, monitor, settings.cache_mb << 20)
         self.retries = RetryCache(settings)
-        self.failed_requests = FailedRequests(engine, self._prompts)
+        self.failed_requests = FailedRequests()
         self.background = BackgroundCalls()
         self.stored_calls = StoredCalls(store, monitor, settings.max_body_mb << 20)
         self.conversations = StoredConversations(store, monitor, settings.max_body_mb << 20, settings.limits.messages)
+        engine = router.default.served.engine
         self.passthrough = engine if isinstance(engine, PassthroughEngine) else None
-        """The engine, if it passes requests on to their provider."""
         self._reader = RequestReader(
             settings.limits,
             self._thread,
@@ -126,6 +129,7 @@ class RequestHandler:
             session = await self.find_session(headers, path_key, scope)
             with session.in_request(), self.bodies.reserve(session.session_id) as reservation:
                 parsed, body = await self._reader.read(dialect, receive, session, reservation, resumable)
+                self._check_provider_tools(parsed)
                 metadata = read_client_metadata(headers, parsed.params)
                 request = RequestContext(
                     dialect, session, path, parsed, metadata, started_at, body.large, body.conversation
@@ -145,6 +149,17 @@ class RequestHandler:
             log.debug("a request was refused with status %d (%s)", error.status, error.code, extra={"fields": fields})
             await send_error(send, error, dialect)
 
+    def _check_provider_tools(self, parsed: ParsedRequest) -> None:
+        """Raise RequestError if the request names provider-side tools, and the setting refuses them."""
+        if parsed.provider_tools and self._settings.provider_tools == "refuse":
+            names = ", ".join(name[:80] for name in parsed.provider_tools[:20])
+            raise RequestError(
+                f"The request asks for tools that its provider would run ({names}). This server refuses such requests "
+                "(setting gateway.provider_tools). Send the request without these tools.",
+                param="tools",
+                code="unsupported_value",
+            )
+
     async def _warm_up(self, request: RequestContext, send: asgi.Send) -> None:
         """Answer a request with `generate: false` (a warm-up): sample and record nothing, and keep its messages.
 
@@ -152,7 +167,7 @@ class RequestHandler:
         """
         call_id = new_id("call")
         self.stored_calls.keep_warm_up(request.session, call_id, request.parsed.messages[0])
-        sampled = self._as_sampled(request, request.parsed.requests[0])
+        sampled = self._as_sampled(request, request.parsed.requests[0], self.router.default)
         encoder = request.parsed.encoder(call_id, int(request.started_at), sampled=sampled)
         stream = encoder.warmed_up(Answer(prompt_ids=(), ended_at=time.time()))
         await send_stream(send, stream, request.dialect)
@@ -195,7 +210,33 @@ class RequestHandler:
         The call is recorded, because the engine may have sampled; the request may then be answered by another call.
         """
         session = request.session
-        calls = await self._place(request, buffer.size)
+        with session.budget.reserve(len(request.parsed.requests), request.started_at) as reservation:
+            await self.store_spent(session.session_id, session.budget)
+            if reservation.refusal is not None:
+                raise reservation.refusal
+            return await self._answer_reserved(request, reservation, buffer, receive, send, repeatable=repeatable)
+
+    async def store_spent(self, session_id: str, budget: BudgetUsage) -> None:
+        """Store that a session's budget is spent, if it is. A failure is left to the session's next call."""
+        if budget.spent is None or budget.stored:
+            return
+        with contextlib.suppress(StoreError):  # the monitor logs it
+            await self._monitor.run(partial(self._store.sessions.mark_spent, session_id, budget.spent))
+            budget.stored = True
+
+    async def _answer_reserved(
+        self,
+        request: RequestContext,
+        reservation: Reservation,
+        buffer: ResponseBuffer,
+        receive: asgi.Receive,
+        send: asgi.Send,
+        *,
+        repeatable: bool,
+    ) -> bool | None:
+        """Answer a request whose calls have places in the session's budget (see `_answer`)."""
+        session = request.session
+        calls = await self._place(request, buffer.size, reservation.final_answer)
         kind = PassthroughReply if request.raw else BackgroundReply if request.parsed.background else Reply
         reply = kind(buffer.wrap(send), request, calls[0], self._settings)
         session.begin(len(calls))
@@ -207,14 +248,15 @@ class RequestHandler:
             self._provider_turns.remember(session.session_id, calls)
             if outcome.engine_failed and session.record_required and not session.ended:
                 self.failed_requests.keep(session, calls)
-            unrecorded = await _run_to_end(self.recorder.commit(request, calls, outcome, seen=reply.started))
+            commit = self.recorder.commit(request, calls, outcome, reservation, seen=reply.started)
+            unrecorded = await _run_to_end(commit)
             # Without its record, the call would be missing in the conversation that it continues.
             if unrecorded is not None and (session.record_required or request.conversation is not None):
                 self._metrics.refused.labels(503).inc()
                 await reply.fail(self._monitor.refusal())
                 return False
             if outcome.status == "ok":
-                await reply.finish([call.answer for call in calls])
+                await reply.finish([call.agents_answer for call in calls])
             elif repeatable and isinstance(outcome.reply, EngineDroppedError) and not reply.started:
                 return None
             elif outcome.reply is not None:
@@ -235,29 +277,38 @@ class RequestHandler:
             self._metrics.in_flight.dec(len(calls))
         return False
 
-    async def _place(self, request: RequestContext, size: int) -> list[PendingCall]:
-        """Decide how each call of a request relates to earlier calls. `size`: bytes of the request's messages."""
+    async def _place(self, request: RequestContext, size: int, final_answer: str | None) -> list[PendingCall]:
+        """Decide how each call of a request relates to earlier calls.
+
+        `size`: bytes of the request's messages. `final_answer`: Polar's own answer, given in place of the engine's.
+        """
         session, parsed = request.session, request.parsed
         calls = []
         for engine_request, messages in zip(parsed.requests, parsed.messages, strict=True):
             call_id = new_id("call")
             hashed = await self._thread.run(request.large, session.hash, engine_request, session.last_conversation)
             lineage = session.place(call_id, engine_request, request.metadata, hashed, now=request.started_at)
-            engine_request = self._as_sampled(request, engine_request)
+            engine = self.router.choose(session, engine_request.model)
+            engine_request = self._as_sampled(request, engine_request, engine)
             limited = request.raw is None and wants_one_call(engine_request)
             limit = OneCallLimit(engine_request.sampling.n) if limited else None
-            calls.append(PendingCall(call_id, engine_request, lineage, messages, limit=limit))
+            calls.append(
+                PendingCall(call_id, engine_request, lineage, messages, engine, limit=limit, final_answer=final_answer)
+            )
         session.remember_request(request.dialect.name, parsed, calls[0].lineage.conversation, size)
         return calls
 
-    def _as_sampled(self, request: RequestContext, engine_request: EngineRequest) -> EngineRequest:
+    def _as_sampled(
+        self, request: RequestContext, engine_request: EngineRequest, engine: EngineChoice
+    ) -> EngineRequest:
         """Return the request as it is sampled: with the session's policy, and a model if the client named none."""
         if request.raw is not None:  # sent as it came
             return replace(engine_request, raw=request.raw, large=request.large)
-        hosted = "hosted" in self._engine.info.capabilities
+        info = engine.served.engine.info
+        hosted = "hosted" in info.capabilities
         sampled = replace(
             apply_policy(engine_request, request.session.policy, hosted=hosted),
-            model=engine_request.model or self._engine.info.model,
+            model=engine_request.model or info.model,
             large=request.large,
         )
         if hosted and isinstance(sampled, ChatRequest):
@@ -325,15 +376,27 @@ class RequestHandler:
             raise errors.exceptions[0] from errors
 
     async def _sample_call(self, request: RequestContext, index: int, call: PendingCall, reply: Reply) -> None:
-        request.dialect.check_length(call.request, self._engine.info)
-        async with EngineWait(self._timeouts) as wait:
-            call.plan = await self._prompts.build(call.request, call.lineage.base, request.session)
-            call.version = await self._engine.weight_version()
-            call.request = await self._provider_turns.attach(request.session.session_id, call.request)
-            call.not_carried = self._engine.not_carried(call.request)
+        if call.final_answer is not None:
+            event = SampleEvent(text=call.final_answer, finish_reason="stop")
+            call.answer.add(event)
+            await reply.write(index, event)
+            return
+        served = call.engine.served
+        request.dialect.check_length(call.request, served.engine.info)
+        async with EngineWait(served.timeouts) as wait:
+            about = _hooked_call(request, call)
+            sent, call.request = call.request, await self._hooks.change_request(call.request, about)
+            call.request_changes = request_changes(sent, call.request)
+            rewritten = "messages" in call.request_changes
+            call.plan = await served.prompts.build(
+                call.request, call.lineage.base, request.session, rewritten=rewritten
+            )
+            call.version = await served.engine.weight_version()
+            call.request = await self._provider_turns.attach(request.session.session_id, call.request, served.engine)
+            call.not_carried = served.engine.not_carried(call.request)
             # The limit needs to see where the first call ends.
             stream = request.parsed.stream or call.limit is not None
-            events = self._engine.sample(call.request, stream=stream, prompt=call.plan.prompt)
+            events = served.engine.sample(call.request, stream=stream, prompt=call.plan.prompt)
             if call.limit is not None:
                 events = call.limit.apply(events)
             async with contextlib.aclosing(events):
@@ -342,12 +405,18 @@ class RequestHandler:
                         wait.received()
                         if call.first_token_at is None:
                             call.first_token_at = time.time()
-                            self._timeouts.sampled()
+                            served.timeouts.sampled()
                         call.answer.add(event)
-                        await reply.write(index, event)
+                        if not self._hooks.changes_answers:
+                            await reply.write(index, event)
                         wait.resume()
         if not call.answer.finished:
             raise EngineError("The engine's answer ended without a finish reason, so it may be incomplete.")
+        if self._hooks.changes_answers:
+            changed = await self._hooks.change_answer(call.answer, about)
+            call.shown = None if changed is call.answer else changed
+            for event in events_of(changed):
+                await reply.write(index, event)
 
     async def count_tokens(
         self, dialect: Dialect, path_key: str | None, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send
@@ -357,8 +426,9 @@ class RequestHandler:
             session = await self.find_session(asgi.read_headers(scope), path_key, scope)
             with self.bodies.reserve(session.session_id) as reservation:
                 request = await self._reader.read_count(dialect, receive, session, reservation)
-                async with EngineWait(self._timeouts):
-                    tokens = await self._engine.count_tokens(request)
+                served = self.router.choose(session, request.model).served
+                async with EngineWait(served.timeouts):
+                    tokens = await served.engine.count_tokens(request)
         except asgi.ClientDisconnected:
             return
         except (RequestError, EngineError) as error:
@@ -404,12 +474,6 @@ class RequestHandler:
         with self.bodies.reserve(session.session_id) as reservation:
             return await self._reader.read_items(receive, session, reservation)
 
-    async def _read_call(self, call_id: str) -> CallRecord | None:
-        return await self._monitor.run(partial(self._store.calls.get, call_id))
-
-    def close(self) -> None:
-        self._thread.close()
-
 
 async def _run_to_end(work: Awaitable[T]) -> T:
     """Await `work` to its end even if this task is cancelled, then let the cancellation continue."""
@@ -419,6 +483,11 @@ async def _run_to_end(work: Awaitable[T]) -> T:
     except asyncio.CancelledError:
         await asyncio.wait([task])
         raise
+
+
+def _hooked_call(request: RequestContext, call: PendingCall) -> HookedCall:
+    session = request.session
+    return HookedCall(call.call_id, session.session_id, session.label, request.dialect.name, call.request.model)
 
 
 def _gateway_stopped() -> RequestError:

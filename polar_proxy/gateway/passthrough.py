@@ -19,7 +19,8 @@ from polar_proxy.engines.passthrough.engine import OPENAI_HOST, PROVIDER_HOSTS
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.gateway import asgi
 from polar_proxy.gateway.reply import Reply
-from polar_proxy.types import ChatRequest, Json, Message, ProviderPiece, ProviderRequest, SampleEvent
+from polar_proxy.provider_calls import ProviderPiece, ProviderRequest
+from polar_proxy.types import ChatRequest, Json, Message, SampleEvent
 
 _MESSAGES = {
     "anthropic_messages": "messages",

@@ -31,9 +31,8 @@ _TurnKey = tuple[str, str]
 
 
 class ProviderTurns:
-    def __init__(self, engine: Engine, store: Store, monitor: StoreMonitor, size: int) -> None:
+    def __init__(self, store: Store, monitor: StoreMonitor, size: int) -> None:
         """`size`: bytes of memory for signed answers. Those that do not fit are read from the store."""
-        self._engine = engine
         self._store = store
         self._monitor = monitor
         self._turns: LRUCache[_TurnKey, ProviderTurn] = LRUCache(size, lambda turn: len(orjson.dumps(turn)))
@@ -43,9 +42,9 @@ class ProviderTurns:
             for _, choice in call.answer.in_order:
                 self._add(session_id, choice.tool_calls, choice.provider_turn)
 
-    async def attach(self, session_id: str, request: EngineRequest) -> EngineRequest:
+    async def attach(self, session_id: str, request: EngineRequest, engine: Engine) -> EngineRequest:
         """Return the request with the signed form of its earlier answers, as far as the session has recorded them."""
-        if "signed_answers" not in self._engine.info.capabilities or not isinstance(request, ChatRequest):
+        if "signed_answers" not in engine.info.capabilities or not isinstance(request, ChatRequest):
             return request
         answers = [message for message in request.messages if message.role == "assistant" and message.tool_calls]
         if any(self._find(session_id, message) is None for message in answers):

@@ -14,13 +14,16 @@ from typing import NamedTuple
 import numpy as np
 
 from polar_proxy.dialects.base import Answer, AnswerChoice, Dialect, ParsedRequest
-from polar_proxy.engines.base import Engine, is_constrained
+from polar_proxy.engines.base import is_constrained
 from polar_proxy.engines.one_call import OneCallLimit
 from polar_proxy.errors import EngineError, RequestError, StoreError
 from polar_proxy.gateway.health import StoreMonitor
 from polar_proxy.gateway.in_flight import InFlightCalls
 from polar_proxy.gateway.metrics import GatewayMetrics
+from polar_proxy.gateway.routing import EngineChoice
 from polar_proxy.prices import PriceTable
+from polar_proxy.provider_calls import ProviderRequest
+from polar_proxy.sessions.budget import Reservation
 from polar_proxy.sessions.continuation import PromptPlan
 from polar_proxy.sessions.identity import ClientMetadata
 from polar_proxy.sessions.lineage import Lineage
@@ -38,7 +41,6 @@ from polar_proxy.types import (
     EngineInfo,
     EngineRequest,
     Json,
-    ProviderRequest,
     TokenIds,
 )
 
@@ -49,6 +51,7 @@ _VERSION_SECONDS = 10.0
 _LOGGED_ENDINGS: Mapping[CallStatus, tuple[int, str]] = {
     "ok": (logging.DEBUG, "was answered"),
     "no_tokens": (logging.DEBUG, "was answered without token ids"),
+    "budget": (logging.INFO, "was answered by Polar, because the session's budget is spent,"),
     "client_gone": (logging.INFO, "was broken off"),
     "upstream_error": (logging.WARNING, "failed"),
 }
@@ -90,6 +93,7 @@ class PendingCall:
     request: EngineRequest
     lineage: Lineage
     messages: tuple[bytes, ...]
+    engine: EngineChoice
     plan: PromptPlan = field(default_factory=PromptPlan)
     version: str | None = None
     """The policy version when sampling began."""
@@ -99,6 +103,25 @@ class PendingCall:
     first_token_at: float | None = None
     not_carried: tuple[str, ...] = ()
     """What the request asks for and the engine's provider cannot be given (`Engine.not_carried`)."""
+    request_changes: Json = field(default_factory=dict)
+    """What a hook changed in the request (`hooks.request_changes`)."""
+    shown: Answer | None = None
+    """The answer as the agent gets it, if a hook changed it."""
+    final_answer: str | None = None
+    """Polar's own answer in place of the engine's, because the session's budget is spent."""
+
+    @property
+    def agents_answer(self) -> Answer:
+        """The answer as the agent gets it."""
+        return self.answer if self.shown is None else self.shown
+
+    @property
+    def hook_changes(self) -> Json | None:
+        """What hooks changed, for the record."""
+        changes: Json = {"request": self.request_changes} if self.request_changes else {}
+        if self.shown is not None:
+            changes["answer"] = [choice.message.to_openai() for _, choice in self.answer.in_order]
+        return changes or None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +147,6 @@ class CallOutcome:
 class CallRecorder:
     def __init__(
         self,
-        engine: Engine,
         store: Store,
         monitor: StoreMonitor,
         sessions: SessionRegistry,
@@ -132,7 +154,6 @@ class CallRecorder:
         in_flight: InFlightCalls | None,
         prices: PriceTable,
     ) -> None:
-        self._engine = engine
         self._store = store
         self._monitor = monitor
         self._sessions = sessions
@@ -142,9 +163,17 @@ class CallRecorder:
         self.observers: list[CallObserver] = []
 
     async def commit(
-        self, request: RequestContext, calls: Sequence[PendingCall], outcome: CallOutcome, *, seen: bool
+        self,
+        request: RequestContext,
+        calls: Sequence[PendingCall],
+        outcome: CallOutcome,
+        reservation: Reservation,
+        *,
+        seen: bool,
     ) -> StoreError | None:
         """Commit the calls with their answers so far. Return why one could not be recorded, or None.
+
+        `reservation`: the places of the calls in the session's budget, where they are counted.
 
         A call that cannot be recorded counts as lost, so that its session is not trained on. The only exception is a
         request that can still be refused as if nothing had been sampled: the session's calls must be recorded, the
@@ -155,12 +184,12 @@ class CallRecorder:
         ended_at = time.time()
         session, version = request.session, await self._weight_version(calls[0])
         for call in calls:
-            answers = [choice.message for _, choice in call.answer.in_order]
+            answers = [choice.message for _, choice in call.agents_answer.in_order]
             fingerprint = session.record_answer(call.lineage, answers, outcome.status, now=ended_at)
             version_range = weight_version_of(call.answer, call.version, version or call.version)
-            call.answer.ended_at = ended_at
+            call.answer.ended_at = call.agents_answer.ended_at = ended_at
             price = self._prices.price(call.answer.usage)
-            record = make_record(request, call, outcome, ended_at, self._engine.info, version_range, fingerprint, price)
+            record = make_record(request, call, outcome, ended_at, version_range, fingerprint, price)
             session.remember_tokens(record, call.plan.config, call.lineage.base)
             self._metrics.count(record)
             _log_call(record)
@@ -178,6 +207,7 @@ class CallRecorder:
                 session.refusal = None
                 for observer in self.observers:
                     observer(record)
+            reservation.count(call.answer.prompt_tokens, call.answer.completion_tokens, ended_at)
             self._metrics.commit.observe(time.perf_counter() - started)
             if self._in_flight is not None:
                 self._in_flight.finished([call.call_id])
@@ -204,7 +234,7 @@ class CallRecorder:
         """Return the policy version; None if the engine does not answer, because the call must be recorded anyway."""
         try:
             async with asyncio.timeout(_VERSION_SECONDS):
-                return await self._engine.weight_version()
+                return await call.engine.served.engine.weight_version()
         except (RequestError, EngineError, TimeoutError) as error:
             log.warning("the policy version of call %s is unknown: %s", call.call_id, str(error) or "no answer")
             return None
@@ -235,17 +265,20 @@ def make_record(
     call: PendingCall,
     outcome: CallOutcome,
     ended_at: float,
-    engine: EngineInfo,
     weight_version: str | None,
     fingerprint: Json,
     price_usd: float | None = None,
 ) -> CallRecord:
-    """Return the record of a call. Status `ok` becomes `no_tokens` if token ids or log-probabilities are missing."""
+    """Return the record of a call.
+
+    Status `ok` becomes `budget` for Polar's own answer, else `no_tokens` if token ids or log-probabilities are missing.
+    """
     answer, lineage, plan = call.answer, call.lineage, call.plan
+    engine = call.engine.served.engine.info
     choices = tuple(
         Choice(
             index=index,
-            message=choice.message,
+            message=call.agents_answer.choices[index].message,
             finish_reason=choice.finish_reason,
             token_ids=to_token_ids(choice.token_ids),
             logprobs=np.array(choice.logprobs, dtype=np.float32),
@@ -257,7 +290,7 @@ def make_record(
     )
     status = outcome.status
     if status == "ok" and (answer.prompt_ids is None or not all(map(_has_tokens, choices))):
-        status = "no_tokens"
+        status = "no_tokens" if call.final_answer is None else "budget"
     return CallRecord(
         call_id=call.call_id,
         session_id=request.session.session_id,
@@ -265,8 +298,8 @@ def make_record(
         path=request.path,
         stream=request.parsed.stream,
         model=call.request.model,
-        engine=engine,
-        weight_version=weight_version,
+        engine=engine if call.final_answer is None else None,
+        weight_version=weight_version if call.final_answer is None else None,
         # At temperature 0 there is no distribution to sample from, so engines report the raw log-probability.
         logprob_mode="raw" if call.request.sampling.temperature == 0 else engine.logprob_mode,
         status=status,
@@ -280,6 +313,7 @@ def make_record(
         sampling=recorded_sampling(call.request, engine, plan.past_reasoning)
         | ({"constrained": True} if plan.constrained else {})
         | ({"hidden_call": True} if call.limit is not None and call.limit.hides_tokens else {})
+        | _provider_tools(request.parsed, engine)
         | ({"not_carried": list(call.not_carried)} if call.not_carried else {}),
         prompt_ids=None if answer.prompt_ids is None else to_token_ids(answer.prompt_ids),
         choices=choices,
@@ -297,8 +331,19 @@ def make_record(
         prompt_reason=plan.reason,
         base_call_id=None if lineage.base is None else lineage.base.call_id,
         base_choice=None if lineage.base is None else lineage.base.choice,
+        engine_name=call.engine.served.name,
+        route=call.engine.route,
+        hooks=call.hook_changes,
         conversation=_conversation_turn(request, call) if status in ANSWERED else None,
     )
+
+
+def _provider_tools(parsed: ParsedRequest, engine: EngineInfo) -> Json:
+    """Return the provider-side tools that a request named, and whether its engine passed them on, for the record."""
+    if not parsed.provider_tools:
+        return {}
+    action = "allowed" if "provider_tools" in engine.capabilities else "removed"
+    return {"provider_tools": {"action": action, "names": list(parsed.provider_tools)}}
 
 
 def _conversation_turn(request: RequestContext, call: PendingCall) -> ConversationTurn | None:
@@ -306,7 +351,7 @@ def _conversation_turn(request: RequestContext, call: PendingCall) -> Conversati
     if request.conversation is None:
         return None
     conversation_id, known = request.conversation
-    items = request.dialect.turn_items(request.parsed, known, call.call_id, call.answer)
+    items = request.dialect.turn_items(request.parsed, known, call.call_id, call.agents_answer)
     return ConversationTurn(conversation_id, items)
 
 
@@ -350,7 +395,7 @@ The log-probabilities would otherwise not be those of the samples, and the recor
 
 _REPLACED = (
     *("temperature", "top_p", "top_k", "min_p", "seed"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
 )
 
 

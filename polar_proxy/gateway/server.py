@@ -9,29 +9,34 @@ import math
 import socket
 import ssl
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NoReturn, Self
 
 import uvicorn
 from fastapi import APIRouter
 
-from polar_proxy.config import GatewaySettings, is_loopback, local_url
+from polar_proxy.config import GatewaySettings, RouteSettings, is_loopback, local_url
 from polar_proxy.engines.base import Engine
 from polar_proxy.errors import PolarError, UsageError
 from polar_proxy.gateway import asgi
 from polar_proxy.gateway.app import create_app, error_format
 from polar_proxy.gateway.connections import Connections
-from polar_proxy.gateway.engine_timeouts import EngineTimeouts
 from polar_proxy.gateway.garbage import GarbageCollection
 from polar_proxy.gateway.handler import RequestHandler
-from polar_proxy.gateway.health import HealthCheck, StoreMonitor
+from polar_proxy.gateway.health import StoreMonitor
 from polar_proxy.gateway.in_flight import InFlightCalls
 from polar_proxy.gateway.limits import LimitedHttpProtocol, raise_descriptor_limit
 from polar_proxy.gateway.metrics import GatewayMetrics
 from polar_proxy.gateway.recording import CallObserver
+from polar_proxy.gateway.routing import EngineRouter, ServedEngine
+from polar_proxy.offload import OffloadThread
+from polar_proxy.sessions.budget import BudgetUsage
 from polar_proxy.sessions.registry import SessionRegistry
 from polar_proxy.store import Store
+from polar_proxy.types import CallRecord
 
 log = logging.getLogger(__name__)
 
@@ -57,26 +62,42 @@ class Gateway:
     in flight are given `grace` seconds, then cancelled; each is committed with what was sampled.
     """
 
-    def __init__(self, engine: Engine, store: Store, settings: GatewaySettings, *, grace: float = 5.0) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        store: Store,
+        settings: GatewaySettings,
+        *,
+        engines: Mapping[str, Engine] = MappingProxyType({}),
+        routes: Sequence[RouteSettings] = (),
+        grace: float = 5.0,
+    ) -> None:
+        """`engines`: further engines by name, to which the rules in `routes` send calls."""
         self.settings = settings
+        self._store = store
         self.metrics = GatewayMetrics()
         store.calls.set_cache(settings.cache_mb << 20)
         open_to_all = is_loopback(settings.host) and not settings.require_known_keys
         self.sessions = SessionRegistry(store, settings, open_to_all=open_to_all)
         self._in_flight = InFlightCalls(store) if settings.shared else None
         self._monitor = StoreMonitor(store, self.sessions.write_pending)
-        self._engine_health = HealthCheck("The engine", engine.health)
-        timeouts = EngineTimeouts(settings, self._engine_health.result)
+        self._thread = OffloadThread("polar-large-requests")
+        serve = partial(ServedEngine.of, settings=settings, read_call=self._read_call, thread=self._thread)
+        named = {name: serve(name, one) for name, one in engines.items()}
+        self._router = EngineRouter(serve(None, engine), named, routes)
         self._handler = RequestHandler(
-            engine, store, self.sessions, settings, self.metrics, self._in_flight, self._monitor, timeouts
+            self._router, self._thread, store, self.sessions, settings, self.metrics, self._in_flight, self._monitor
         )
         hosts = settings.allowed_hosts | {settings.host} if is_loopback(settings.host) else None
-        self.app = create_app(engine, self._handler, self.metrics, hosts, self._monitor.check, timeouts.problem)
+        self.app = create_app(self._router, self._handler, self.metrics, hosts, self._monitor.check)
         self._grace = grace
         self._sandbox_servers: dict[socket.socket, asyncio.Server] = {}
         descriptors = raise_descriptor_limit()
         self._connections = Connections(min(settings.limits.connections, max(16, descriptors // 2)))
         self._garbage = GarbageCollection(self._connections.are_idle)
+
+    async def _read_call(self, call_id: str) -> CallRecord | None:
+        return await self._monitor.run(partial(self._store.calls.get, call_id))
 
     def include(self, router: APIRouter) -> None:
         """Serve the routes of `router` from now on, except on sockets inside sandboxes."""
@@ -144,11 +165,11 @@ class Gateway:
         # The server cancels the requests that are still answered, and does not wait until their calls are recorded.
         if requests := set(self._server.server_state.tasks):
             await asyncio.wait(requests, timeout=_RECORD_SECONDS)
-        self._handler.close()
+        self._thread.close()
         await self._garbage.__aexit__(*error)
         if self._in_flight is not None:
             await self._in_flight.__aexit__(*error)
-        await self._engine_health.close()
+        await self._router.close()
         await self._monitor.close()
         self.sessions.close()
 
@@ -189,6 +210,26 @@ class Gateway:
             timeout = timeout if timeout_elsewhere is None else timeout_elsewhere
             lost.append(await self._in_flight.wait_and_take(session_id, timeout, own=bool(lost[0])))
         return "; ".join(filter(None, lost)) or None
+
+    async def budget_spent(self, session_id: str, *, idle_since: float) -> str | None:
+        """Return the limit of a session's budget that was reached, or None.
+
+        `idle_since`: when the session became idle if it has no call yet, in seconds since the epoch. A session that is
+        idle for longer than its budget allows has then spent it.
+        """
+        budget = self.sessions.budget(session_id)
+        if budget is None or self._in_flight is not None:
+            session = await self._store.sessions.get(session_id)
+            row = await self._store.sessions.summary(session_id)
+            if session is None or row is None:
+                return None
+            budget = budget or BudgetUsage(session.policy or {})
+            budget.load(row)
+        # Another gateway may be answering a call of it.
+        if self._in_flight is None or not await self._store.open_calls.of_session(session_id):
+            budget.spend_if_idle(time.time(), since=idle_since)
+        await self._handler.store_spent(session_id, budget)
+        return budget.spent
 
     @property
     def recording_problem(self) -> str | None:

@@ -18,7 +18,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from harness_adapters.base import HarnessError, LaunchContext, LaunchPlan
+import orjson
+
+from harness_adapters.base import HarnessError, LaunchContext
 from polar_proxy.allowed_code import NO_CODE, AllowedCode
 from polar_proxy.config import SandboxSettings
 from polar_proxy.engines.base import Engine
@@ -27,14 +29,23 @@ from polar_proxy.gateway import Gateway
 from polar_proxy.rewards import EvaluationInput, Score, apply_sign_policy, reward_source
 from polar_proxy.rollout_spec import RolloutSpec
 from polar_proxy.rollouts.admission import AdmissionRequest, StageLimits
-from polar_proxy.rollouts.agent_patch import BaseTree, read_patch, save_base
-from polar_proxy.rollouts.harnesses import HarnessInstaller, PrebuiltImageCache, ReadyHarness
+from polar_proxy.rollouts.agent_patch import read_patch, save_base
+from polar_proxy.rollouts.dialogue import AgentRun, UserModel, play_dialogue, read_last_answer
+from polar_proxy.rollouts.harnesses import HarnessInstaller, PrebuiltImageCache
 from polar_proxy.rollouts.infrastructure import InfrastructureError, UnsafeSandboxError, infrastructure_errors
 from polar_proxy.rollouts.interception import SandboxInterception
 from polar_proxy.rollouts.pool import SandboxPool
+from polar_proxy.rollouts.prepared_agent import PreparedAgent, write_files
 from polar_proxy.rollouts.recovery import exclude_earlier_attempts
 from polar_proxy.rollouts.scoring import score_work
-from polar_proxy.rollouts.stopping import STOPPED_EARLY, EarlyStopCheck, early_stop_check, stop_early
+from polar_proxy.rollouts.stopping import (
+    OVER_BUDGET,
+    STOPPED_EARLY,
+    EarlyStopCheck,
+    early_stop_check,
+    stop_early,
+    stop_over_budget,
+)
 from polar_proxy.rollouts.task_sandboxes import TaskSandboxes
 from polar_proxy.rollouts.workspace import TaskNotPossibleError, prepare_workspace
 from polar_proxy.sessions.identity import hash_key, new_key
@@ -55,8 +66,8 @@ _IDLE_SECONDS = 30.0
 _RELEASE_IDLE_SECONDS = 5.0
 """How long to wait for calls in flight on other gateways when the attempt is abandoned. Shorter than `_IDLE_SECONDS`,
 because no traces are built."""
-# OpenHands prints its complete first prompt after the event that says why it failed.
-_LOG_TAIL_BYTES = 200_000
+_PROVIDER_LIMITS = frozenset({402, 429})
+"""Statuses with which a provider refuses because of its own limits (credit, rate), whatever the request is."""
 _FINAL_STATUS: Mapping[str, tuple[RolloutStatus, str | None]] = {
     "ok": ("done", None),
     "failed": ("failed", "agent"),
@@ -104,18 +115,6 @@ class AttemptInput:
 
 
 @dataclass(frozen=True, slots=True)
-class PreparedAgent:
-    """An agent that is ready to start: its sandbox with the workspace and the harness's files, and its launch plan."""
-
-    harness: ReadyHarness
-    task_sandboxes: TaskSandboxes
-    sandbox: Sandbox
-    base: BaseTree
-    """The workspace before the agent starts. The agent's patch is the difference from it."""
-    plan: LaunchPlan
-
-
-@dataclass(frozen=True, slots=True)
 class AgentResult:
     """How the agent's run ended, and the patch that it made."""
 
@@ -147,6 +146,7 @@ class AttemptRunner:
     sandbox_settings: SandboxSettings
     self_tests: SelfTests
     interception: SandboxInterception
+    user_model: UserModel
     code: AllowedCode = NO_CODE
     """The functions that tasks may name."""
     _task_sandboxes: dict[SandboxKind, TaskSandboxes] = field(default_factory=dict)
@@ -209,7 +209,7 @@ class AttemptRunner:
             key_hash=hash_key(key),
             label=None,
             rollout_id=attempt.rollout_id,
-            policy=spec.sampling_policy(),
+            policy=spec.session_policy(),
             origin="rollout",
         )
         attempt.session_id = session.session_id
@@ -223,6 +223,8 @@ class AttemptRunner:
         """Open the sandbox and put workspace and agent into it. Errors count as infrastructure errors."""
         with infrastructure_errors("harness"):
             harness = await self.harnesses.get(given.spec.harness)
+        if given.task.user is not None and "resume" not in harness.adapter.info.features:
+            raise HarnessError(f"{harness.label} cannot resume a conversation, so it cannot play a dialogue")
         with infrastructure_errors("sandbox"):
             kind = await self._sandbox_kind(attempt, given.spec)
             self.self_tests.start(kind, given.task.environment.image)
@@ -241,34 +243,33 @@ class AttemptRunner:
                 url = await sandbox_stack.enter_async_context(self._gateway_url(sandbox))
                 if intercepted:
                     await sandbox_stack.enter_async_context(self.interception.serve(self.gateway, sandbox, key))
-                plan = self._launch_plan(harness, given.task, sandbox, url, key)
-                for name, text in plan.files.items():
-                    await sandbox.write(f"{sandbox.home}/{name}", text.encode(), 0o600)
+                context = self._launch_context(given.task, sandbox, url, key)
+                plan = harness.adapter.launch(harness.installed, context)
+                await write_files(sandbox, plan)
             await self.self_tests.require(kind)
-        return PreparedAgent(harness, task_sandboxes, sandbox, base, plan)
+        return PreparedAgent(harness, task_sandboxes, sandbox, base, context, plan)
 
     async def _run_agent(self, attempt: RunningAttempt, given: AttemptInput, agent: PreparedAgent) -> AgentResult:
         task, spec, sandbox = given.task, given.spec, agent.sandbox
         # The evaluator's sandbox opens while the agent works.
         self.pool.expect(sandbox.kind, await agent.task_sandboxes.evaluator(task, attempt.labels))
-        async with stop_early(sandbox, given.early_stop) as early:
-            process = await sandbox.exec(
-                agent.plan.argv,
-                env=agent.plan.env,
-                cwd=sandbox.workdir,
-                timeout=min(spec.timeout, task.agent_seconds or spec.timeout),
-            )
-        output = process.stdout + process.stderr
-        await self.store.artifacts.add(attempt.rollout_id, "agent.log", output)
-        exit_code = None if process.timed_out or early.reason is not None else process.exit_code
-        if early.reason is None:
-            tail = output[-_LOG_TAIL_BYTES:].decode(errors="replace")
-            outcome, detail = agent.harness.adapter.interpret(exit_code, tail)
-        else:
+        assert attempt.session_id is not None
+        budget = stop_over_budget(sandbox, self.gateway, attempt.session_id, limited=bool(spec.as_policy()))
+        async with stop_early(sandbox, given.early_stop) as early, budget:
+            run = await self._play(attempt, given, agent)
+        await self.store.artifacts.add(attempt.rollout_id, "agent.log", run.output)
+        if run.messages:
+            dialogue = {"end": run.end, "messages": [message.to_json() for message in run.messages]}
+            await self.store.artifacts.add(attempt.rollout_id, "dialogue.json", orjson.dumps(dialogue))
+        spent = await self._spent_budget(attempt, spec)
+        exit_code, outcome, detail = agent.interpret(run.last, stopped=early.reason is not None)
+        if early.reason is not None:
             outcome, detail = "ok", early.reason
+        if spent is not None:
+            ended = "was stopped" if exit_code is None else f"exited with {exit_code}"
+            outcome, detail = "ok", f"the budget was spent ({spent}); the agent {ended}: {detail}"
         if sandbox.exceeded is not None:
             outcome, detail = "failed", sandbox.exceeded
-        assert attempt.session_id is not None
         if outcome != "ok" and (refusal := self.gateway.refusal(attempt.session_id)) is not None:
             problem = f"the agent's last call could not be recorded: {refusal}"
             raise InfrastructureError("store", f"{problem} (the agent {outcome.replace('_', ' ')} for this reason)")
@@ -281,15 +282,37 @@ class AttemptRunner:
         await self.store.artifacts.add(attempt.rollout_id, "patch.diff", patch)
         train_timed_out = spec.train_timed_out or bool(task.metadata.get("train_timed_out"))
         status, cause = _FINAL_STATUS[outcome]
+        if outcome == "ok":
+            cause = OVER_BUDGET if spent is not None else STOPPED_EARLY if early.reason is not None else None
+        over_budget = cause == OVER_BUDGET and not spec.train_over_budget
         return AgentResult(
             status,
-            STOPPED_EARLY if early.reason is not None else cause,
+            cause,
             detail,
             exit_code,
             patch,
             no_patch,
-            masked=outcome == "timed_out" and not train_timed_out,
+            masked=over_budget or (outcome == "timed_out" and not train_timed_out),
         )
+
+    async def _play(self, attempt: RunningAttempt, given: AttemptInput, agent: PreparedAgent) -> AgentRun:
+        """Run the agent on the instruction, and in a dialogue on each further text of the user."""
+        task, spec = given.task, given.spec
+        seconds = min(spec.timeout, task.agent_seconds or spec.timeout)
+        if task.user is None:
+            process = await agent.exec(task.instruction, False, seconds)
+            return AgentRun(process, process.stdout + process.stderr)
+        assert attempt.session_id is not None
+        async with self.user_model.player(task.user, attempt.rollout_id) as user:
+            return await play_dialogue(
+                task.instruction,
+                user,
+                agent.exec,
+                lambda: read_last_answer(self.store, attempt.session_id or ""),
+                lambda process: agent.sandbox.exceeded is None and agent.interpret(process)[1] == "ok",
+                max_turns=spec.max_user_turns,
+                seconds=seconds,
+            )
 
     async def _score(
         self,
@@ -398,6 +421,14 @@ class AttemptRunner:
             await self.store.rollouts.update(attempt.rollout_id, sandbox=kind)
         return kind
 
+    async def _spent_budget(self, attempt: RunningAttempt, spec: RolloutSpec) -> str | None:
+        """Return the limit of its budget that the session reached, or None."""
+        assert attempt.session_id is not None
+        if not spec.as_policy():
+            return None
+        row = await self.store.sessions.get(attempt.session_id)
+        return None if row is None else row.spent
+
     async def _engine_failure(self, attempt: RunningAttempt) -> str | None:
         """Return how the engine failed if it, and not the agent, is to blame for the agent's failure; otherwise None.
 
@@ -413,16 +444,17 @@ class AttemptRunner:
             return f"the engine is down: {down}"
         assert attempt.session_id is not None
         calls = [call for call in await self.store.calls.summaries(attempt.session_id) if call.status != "client_gone"]
-        if calls and calls[-1].status == "upstream_error" and (calls[-1].http_status or 0) >= 500:
+        status = calls[-1].http_status if calls and calls[-1].status == "upstream_error" else 0
+        if status >= 500 or status in _PROVIDER_LIMITS:
             if (own := await self.gateway.failure_of_its_own(attempt.session_id)) is not None:
                 log.warning("rollout %s: the agent's last request fails each time: %s", attempt.rollout_id, own)
                 return None
             return f"the engine failed to answer the agent's last call: {calls[-1].error}"
         return None
 
-    def _launch_plan(self, harness: ReadyHarness, task: Task, sandbox: Sandbox, url: str, key: str) -> LaunchPlan:
+    def _launch_context(self, task: Task, sandbox: Sandbox, url: str, key: str) -> LaunchContext:
         info = self.engine.info
-        context = LaunchContext(
+        return LaunchContext(
             base_url=url + "/v1",
             api_key=key,
             model=info.model,
@@ -431,7 +463,6 @@ class AttemptRunner:
             home=sandbox.home,
             workdir=sandbox.workdir,
         )
-        return harness.adapter.launch(harness.installed, context)
 
     @contextlib.asynccontextmanager
     async def _gateway_url(self, sandbox: Sandbox) -> AsyncIterator[str]:

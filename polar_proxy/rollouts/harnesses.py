@@ -38,9 +38,9 @@ class HarnessInstaller:
     def __init__(
         self, cache: Path, note: Callable[[str], None] = lambda line: None, code: AllowedCode = NO_CODE
     ) -> None:
-        """`cache` holds the installed agents, one per version, for all processes of this machine. `code` has the
-        adapters that are not Polar's own."""
-        self._cache = cache
+        """`cache` holds the installed agents, one per version, for all processes of this machine, and the definition
+        files of agents that the user has added. `code` has the adapters that are not Polar's own."""
+        self.folder = cache
         self._code = code
         self._note = note
         self._ready: dict[str, ReadyHarness] = {}
@@ -50,20 +50,20 @@ class HarnessInstaller:
         """Return the agent NAME[@VERSION], installing it first if necessary. Raises HarnessError."""
         async with self._locks[name]:
             if name not in self._ready:
-                adapter, version = _find_adapter(name, self._code)
-                if not await asyncio.to_thread(adapter.is_installed, self._cache, version):
+                adapter, version = _find_adapter(name, self.folder, self._code)
+                if not await asyncio.to_thread(adapter.is_installed, self.folder, version):
                     shown = version or adapter.default_version
                     self._note(f"installing {adapter.name} {shown} (once; a minute or two)")
-                installed = await asyncio.to_thread(adapter.install, self._cache, version)
+                installed = await asyncio.to_thread(adapter.install, self.folder, version)
                 self._ready[name] = ReadyHarness(adapter, installed)
             return self._ready[name]
 
 
-def harness_label(name: str, code: AllowedCode = NO_CODE) -> str:
+def harness_label(name: str, folder: Path | None, code: AllowedCode = NO_CODE) -> str:
     """Return name and version of an agent, which need not be installed here. Raises UsageError if it is unknown or not
-    allowed."""
+    allowed. `folder` holds the user's definition files."""
     try:
-        adapter, version = _find_adapter(name, code)
+        adapter, version = _find_adapter(name, folder, code)
     except HarnessError as error:
         raise UsageError(str(error)) from error
     return f"{adapter.name} {version or adapter.default_version}"
@@ -79,7 +79,7 @@ def mounted_paths(name: str) -> tuple[str, ...]:
         raise UsageError(str(error)) from error
 
 
-def _find_adapter(name: str, code: AllowedCode) -> tuple[HarnessAdapter, str | None]:
+def _find_adapter(name: str, folder: Path | None, code: AllowedCode) -> tuple[HarnessAdapter, str | None]:
     """Return the adapter and the version of NAME[@VERSION]. Raises HarnessError for an adapter that is not allowed."""
     bare, version = split_version(name)
     if is_code(bare):
@@ -87,7 +87,7 @@ def _find_adapter(name: str, code: AllowedCode) -> tuple[HarnessAdapter, str | N
             code.check(bare)
         except BadTaskError as error:
             raise HarnessError(f"harness {name}: {error}") from error
-    return get_adapter(bare), version
+    return get_adapter(bare, folder), version
 
 
 @dataclass(slots=True)

@@ -19,11 +19,13 @@ from harness_adapters.base import HarnessError
 from polar_proxy.allowed_code import NO_CODE, AllowedCode
 from polar_proxy.config import Settings
 from polar_proxy.engines.base import Engine
+from polar_proxy.engines.factory import open_engines
 from polar_proxy.errors import UsageError
 from polar_proxy.gateway import Gateway
 from polar_proxy.rollout_spec import JobSpec
 from polar_proxy.rollouts.admission import EngineMonitor, MemoryAdmission, ServiceLimits, StageLimits
 from polar_proxy.rollouts.attempt import AttemptRunner, ProgressReporter, RemoteScorer
+from polar_proxy.rollouts.dialogue import UserModel
 from polar_proxy.rollouts.harnesses import HarnessInstaller, PrebuiltImageCache, harness_label
 from polar_proxy.rollouts.infrastructure import UnsafeSandboxError
 from polar_proxy.rollouts.interception import SandboxInterception
@@ -85,6 +87,7 @@ class RolloutService:
         self._checked_version: str | None = None
         self._prebuilt = PrebuiltImageCache() if limits.prebuild else None
         self.harnesses = HarnessInstaller(harnesses, note, code)
+        self._user_model = UserModel(store, gateway, engine, limits.user_engine)
         self.pool = SandboxPool(limits.pool_size, refill=limits.refill, opener=opener)
         self.engine_monitor = EngineMonitor(engine, limits.engine_patience, admission)
         self.stages = StageLimits(
@@ -108,6 +111,7 @@ class RolloutService:
             limits.sandboxes,
             self.self_tests,
             SandboxInterception(home),
+            self._user_model,
             code,
         )
         self.worker = Worker(
@@ -123,7 +127,7 @@ class RolloutService:
     async def __aenter__(self) -> Self:
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(self.self_tests.close)
-            for part in (self.pool, self.engine_monitor, self.worker):
+            for part in (self.pool, self.engine_monitor, self._user_model, self.worker):
                 await stack.enter_async_context(part)
             self._stack = stack.pop_all()
         return self
@@ -170,6 +174,7 @@ class RolloutService:
             idempotency_key=idempotency_key,
             policy_version=version,
             code=self._code,
+            harnesses=self.harnesses.folder,
         )
         self.worker.wake()
         return job
@@ -241,13 +246,15 @@ async def submit(
     harness: str | None = None,
     policy_version: str | None = None,
     code: AllowedCode = NO_CODE,
+    harnesses: Path | None = None,
 ) -> tuple[JobRow, bool]:
     """Queue a job, whether or not a worker runs. Return the job, and whether it is new (see `store.jobs.submit`).
 
     `info` (the engine) and `harness` (name and version of the agent, by default those that `spec` names) are recorded
     with the rollouts. `owned`: the job belongs to this process. `policy_version`: the current one, if it is known; kept
-    rollouts that are too old for it are not carried over to this job. `code`: the agents that the job may name besides
-    Polar's own. Raises UsageError."""
+    rollouts that are too old for it are not carried over to this job. `code` and `harnesses`
+    (the folder with the user's definition files): the agents that the job may name besides Polar's own. Raises
+    UsageError."""
     check_job(spec)
     keep = spec.overflow == "keep"
     if keep and owned:
@@ -256,7 +263,7 @@ async def submit(
             "the rollouts that are kept. Use `polar submit`."
         )
     if harness is None:
-        harness = await asyncio.to_thread(harness_label, spec.harness, code)
+        harness = await asyncio.to_thread(harness_label, spec.harness, harnesses, code)
     for task in tasks:
         await store.tasks.put(task.task_id, task.family, task.seed, task.instruction, task_to_json(task))
     config = spec.rollout().model_dump(mode="json")
@@ -316,7 +323,10 @@ async def cancel(store: Store, job_group_or_rollout: str) -> list[str]:
 async def local_gateway(settings: Settings, engine: Engine, store: Store) -> AsyncIterator[Gateway]:
     """Serve a gateway on a free loopback port that accepts only the keys of rollouts."""
     own = settings.gateway.model_copy(update={"host": "127.0.0.1", "port": 0, "require_known_keys": True})
-    async with Gateway(engine, store, own) as gateway:
+    async with (
+        open_engines(settings.engines) as engines,
+        Gateway(engine, store, own, engines=engines, routes=settings.routes) as gateway,
+    ):
         yield gateway
 
 

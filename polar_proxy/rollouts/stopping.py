@@ -1,4 +1,4 @@
-"""When rollouts end before their time: group policies and a task's own check.
+"""When rollouts end before their time: group policies, a task's own check, and budgets.
 
 **Group policies** are pure functions that decide when a group needs no more rollouts. A policy gets the group size and
 all rollouts of the group, each time that one of them has ended. It returns the reason why the group is complete, or
@@ -11,6 +11,10 @@ None. `JobSpec.overflow` decides what then happens to the rollouts that still ru
 The command runs in the agent's own sandbox every `every` seconds while the agent works. When its exit status is 0, the
 agent is stopped, and its work is scored as usual. The check saves time and never decides the reward, so an agent gains
 nothing by deceiving it. The command must not contain a secret, because the agent can see it run.
+
+**Budgets.** The gateway refuses the calls of a session whose budget is spent (`sessions/budget.py`), and agents then
+end by themselves. One that still runs `GRACE_SECONDS` later is stopped, and so is one that makes no call for longer
+than its budget allows.
 """
 
 from __future__ import annotations
@@ -18,13 +22,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from polar_proxy.errors import BadTaskError, UsageError, first_problem
+from polar_proxy.errors import BadTaskError, StoreError, UsageError, first_problem
+from polar_proxy.gateway import Gateway
 from polar_proxy.store import FINAL_STATUSES, RolloutRow
 from sandboxes.base import Sandbox, SandboxError
 
@@ -32,6 +38,11 @@ log = logging.getLogger(__name__)
 
 STOPPED_EARLY = "lost"
 """The recorded cause of a rollout whose agent was stopped early."""
+OVER_BUDGET = "budget"
+"""The recorded cause of a rollout whose session spent its budget."""
+GRACE_SECONDS = 60.0
+"""How long an agent may run after its first call that was over budget."""
+_BUDGET_POLL_SECONDS = 1.0
 _COMMAND_SECONDS = 30.0
 """Time limit of each run of the task's `stop_when` command. A run that takes longer does not stop the agent."""
 
@@ -170,3 +181,44 @@ async def _watch(sandbox: Sandbox, check: EarlyStopCheck, early: EarlyStop) -> N
         await sandbox.kill_all()
     except SandboxError as error:  # if the sandbox is gone, the agent's own command fails as well
         log.warning("the stop_when command can no longer be run: %s", error)
+
+
+# ---------------------------------------------------------------- budgets
+
+
+@contextlib.asynccontextmanager
+async def stop_over_budget(
+    sandbox: Sandbox, gateway: Gateway, session_id: str, *, limited: bool
+) -> AsyncIterator[None]:
+    """While the block runs an agent, kill everything in the sandbox if the agent goes on after its budget is spent.
+
+    `limited`: whether the session has a budget.
+    """
+    watching = asyncio.create_task(_watch_budget(sandbox, gateway, session_id)) if limited else None
+    try:
+        yield
+    finally:
+        if watching is not None:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+
+
+async def _watch_budget(sandbox: Sandbox, gateway: Gateway, session_id: str) -> None:
+    started_at = time.time()
+    try:
+        limit = None
+        while limit is None:
+            await asyncio.sleep(_BUDGET_POLL_SECONDS)
+            limit = await _spent(gateway, session_id, started_at)
+        if limit != "max_idle_seconds":  # an idle agent waits for no answer that could end it
+            await asyncio.sleep(GRACE_SECONDS)
+        await sandbox.kill_all()
+    except SandboxError as error:
+        log.warning("an agent over its budget cannot be stopped: %s", error)
+
+
+async def _spent(gateway: Gateway, session_id: str, started_at: float) -> str | None:
+    try:
+        return await gateway.budget_spent(session_id, idle_since=started_at)
+    except StoreError:  # the gateway reports it; the next poll asks again
+        return None

@@ -15,7 +15,7 @@ import orjson
 from polar_proxy.sessions.hashing import AnswerNode, AssistantTurn, text_of
 from polar_proxy.sessions.rules import AGENT_TOOLS
 from polar_proxy.store.calls import StoredLineage
-from polar_proxy.types import FAILED, CallStatus, Edge, Json, Message
+from polar_proxy.types import ANSWERED, FAILED, CallStatus, Edge, Json, Message
 
 _FINGERPRINT_FORM = 2
 """Fingerprints of another form are ignored. Their calls are not found again, so the session's next call is a root."""
@@ -125,6 +125,22 @@ class CallIndex:
         if node.quotes:
             self.quotable.append(node)
             del self.quotable[:-_QUOTABLE]
+
+    def repeats(self, node: CallNode) -> int:
+        """Return how often an answered call was made: with the same request, or with the same answer in a row."""
+        same_request = sum(other.state in ANSWERED for other in self.asked[node.asked])
+        same_answer, here = 1, node
+        while (parent := self.by_id.get(here.parent_call_id or "")) is not None:
+            if not parent.failed:
+                if _answer_digest(parent) != _answer_digest(node):
+                    break
+                same_answer += 1
+            here = parent
+        return max(same_request, same_answer)
+
+
+def _answer_digest(node: CallNode) -> bytes | None:
+    return node.answers[0].turn.digest if node.answers else None
 
 
 def fingerprint_of(node: CallNode) -> Json:

@@ -47,7 +47,14 @@ from polar_proxy.sessions.marked_rendering import (
     RenderingError,
     compare_renderings,
 )
-from polar_proxy.sessions.state import AnsweredCall, PromptConfig, SessionState, reasoning_prefix
+from polar_proxy.sessions.state import (
+    AnsweredCall,
+    MarkedText,
+    PromptConfig,
+    SessionState,
+    has_rewritten_text,
+    reasoning_prefix,
+)
 from polar_proxy.types import CallRecord, ChatRequest, EngineRequest, Json, PromptMode
 
 log = logging.getLogger(__name__)
@@ -60,7 +67,10 @@ PromptReason = Literal[
     "template_options_changed",  # the prompt's beginning changes with the template's options
     "constrained",  # the request asks for a certain tool call or form of the answer (`is_constrained`), or the engine
     # adds a grammar of its own, which it does not offer for exact prompts
-    "base_without_tokens",  # the base was recorded without token ids (engine `openai`), or with those of a hidden call
+    "hook",  # a hook changed the messages
+    "other_engine",  # another engine of the settings [engines] sampled the base's answer
+    "base_without_tokens",  # the base was recorded without token ids (engine `openai`), with those of a hidden call, or
+    # with messages or an answer that a hook changed
     "stop_sequence",  # the base's answer ended at a stop sequence
     "aborted",  # the base's answer ended neither by itself nor at a stop sequence or the token limit
     "no_end_of_turn",  # the template writes nothing that shows where the base's answer ends
@@ -125,9 +135,12 @@ class PromptBuilder:
         read_call: Callable[[str], Awaitable[CallRecord | None]],
         settings: GatewaySettings,
         thread: OffloadThread,
+        *,
+        engine_name: str | None = None,
     ) -> None:
         """`read_call` returns a stored call by its id; `thread` does the work on large requests."""
         self._engine = engine
+        self._engine_name = engine_name
         self._read_call = read_call
         self._settings = settings
         self._thread = thread
@@ -136,12 +149,16 @@ class PromptBuilder:
         """The marking that fitted last. It is tried first."""
         self._stop_texts: dict[int, str] = {}
 
-    async def build(self, request: EngineRequest, base: Base | None, session: SessionState) -> PromptPlan:
-        """Return the prompt of a call that extends `base`."""
+    async def build(
+        self, request: EngineRequest, base: Base | None, session: SessionState, *, rewritten: bool = False
+    ) -> PromptPlan:
+        """Return the prompt of a call that extends `base`. `rewritten`: a hook changed the messages of the request."""
         if not isinstance(request, ChatRequest):
             return PromptPlan(reason="raw_prompt")
         config = await self._thread.run(request.large, prompt_config, request)
         try:
+            if rewritten:
+                raise _NotContinued("hook")
             plan = await self._continue(request, config, base, session)
         except _NotContinued as obstacle:
             plan = PromptPlan(reason=obstacle.reason, past_reasoning=obstacle.past_reasoning)
@@ -165,6 +182,8 @@ class PromptBuilder:
         answered = session.answered_call(base) or await self._load(session, base)
         if answered is None:
             raise _NotContinued("base_without_tokens")
+        if answered.engine_name != self._engine_name:
+            raise _NotContinued("other_engine")
         if config.tools != answered.config.tools:
             raise _NotContinued("tools_changed")
         if config.options != answered.config.options:
@@ -177,7 +196,7 @@ class PromptBuilder:
         if not ends_turn and answered.finish_reason != "length":
             raise _NotContinued(await self._other_end(answered))
 
-        rendered, ids = await self._suffix(request, base, int(answered.ids[-1]) if ends_turn else None)
+        rendered, ids = await self._suffix(request, base, int(answered.ids[-1]) if ends_turn else None, session)
         past_reasoning: PastReasoning = session.policy.get("past_reasoning", self._settings.past_reasoning)
         if past_reasoning == "strip" and not all(reasoning in rendered for reasoning in answered.reasoning):
             raise _NotContinued("reasoning_by_template", past_reasoning)
@@ -211,7 +230,7 @@ class PromptBuilder:
         choice = next((choice for choice in call.choices if choice.index == base.choice), None) if call else None
         if call is None or choice is None or call.prompt_ids is None or not choice.token_ids.size:
             return None
-        if call.sampling.get("hidden_call"):
+        if call.sampling.get("hidden_call") or has_rewritten_text(call):
             return None
         try:
             request = recorded_request(call)
@@ -221,9 +240,13 @@ class PromptBuilder:
             return None
         reasoning = tuple(text for message in request.messages for text in reasoning_prefix(message))
         config, stop = prompt_config(request), tuple(call.sampling.get("stop", ()))
-        return session.remember_answer(call.call_id, call.prompt_ids, choice, stop, config, reasoning)
+        return session.remember_answer(
+            call.call_id, call.prompt_ids, choice, stop, config, reasoning, engine_name=call.engine_name
+        )
 
-    async def _suffix(self, request: ChatRequest, base: Base, sampled_stop: int | None) -> tuple[str, list[int]]:
+    async def _suffix(
+        self, request: ChatRequest, base: Base, sampled_stop: int | None, session: SessionState
+    ) -> tuple[str, list[int]]:
         """Return the rendering of the request and the ids after the base's answer.
 
         `sampled_stop` is the token that ended the answer; None if the answer was cut. Raises _NotContinued.
@@ -232,9 +255,8 @@ class PromptBuilder:
         ended = stops.get(sampled_stop) if sampled_stop is not None else None
         written = WRITTEN_STOPS[ended][0] if ended in WRITTEN_STOPS else None
         try:
-            rendered, found = await self._after_answer(
-                request, base, {*stops.values(), *([written] if written else ())}
-            )
+            ends = {*stops.values(), *([written] if written else ())}
+            rendered, found = await self._after_answer(request, base, ends, session)
         except RenderingError as error:
             log.info("a call is not continued: %s", error)
             raise _NotContinued(error.problem) from error
@@ -249,7 +271,9 @@ class PromptBuilder:
             raise _NotContinued("suffix_unproven")
         return rendered, ids if ended is None else ids[1:]
 
-    async def _after_answer(self, request: ChatRequest, base: Base, stops: Collection[str]) -> tuple[str, AfterAnswer]:
+    async def _after_answer(
+        self, request: ChatRequest, base: Base, stops: Collection[str], session: SessionState
+    ) -> tuple[str, AfterAnswer]:
         """Return the rendering of the request, and what it holds after the base's answer. Raises RenderingError."""
         messages, asked = request.messages, base.messages
         while asked and messages[asked - 1].role == "assistant":
@@ -259,10 +283,14 @@ class PromptBuilder:
         for marking in sorted(MARKINGS, key=lambda marking: marking != self._marking):
             marked = await self._thread.run(request.large, self._marker.mark, messages, marking)
             front = replace(request, messages=marked[:asked])
-            requests = [replace(request, messages=marked), front, *([request] if plain is None else [])]
-            whole_text, front_text, *rest = await self._engine.render_texts(requests)
-            plain = rest[0] if rest else plain
-            if plain is None or self._marker.unmark(whole_text) != plain:
+            known = session.marked_text
+            front_text = known.text if known is not None and known.is_front(request, asked, marking) else None
+            fronts, plains = [front] if front_text is None else [], [request] if plain is None else []
+            texts = await self._engine.render_texts([replace(request, messages=marked), *fronts, *plains])
+            whole_text = texts[0]
+            front_text = texts[1] if front_text is None else front_text
+            plain = texts[-1] if plain is None else plain
+            if self._marker.unmark(whole_text) != plain:
                 continue  # the template reads the texts that were marked
             compare = partial(compare_renderings, whole_text, front_text, messages, base.messages, self._marker, stops)
             try:
@@ -276,6 +304,7 @@ class PromptBuilder:
                     raise
                 found = await self._thread.run(request.large, compare, front_text[len(closed) :])
             self._marking = marking
+            session.remember_marked_text(MarkedText(request, marking, whole_text))
             return plain, found
         raise problem
 

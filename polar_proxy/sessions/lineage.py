@@ -10,35 +10,8 @@
    if old tool outputs were replaced by a short text.
 5. It extends nothing: a sub-agent, a compaction, or a `root`.
 
-A decision with an alternative is `ambiguous`. The rule that decided is recorded: one of `rules.py`, or
-
-extends                    its messages begin with an earlier call's messages and its answer
-branches                   as `extends`, but another call has already continued the same answer
-by_call_ids                several earlier calls have the same messages and answer; ids of tool calls or threads show
-                           which one is extended
-twins                      several earlier calls have the same messages and answer, and nothing tells them apart
-                           (ambiguous: the newest that was not continued is taken)
-sdk_retry_header           the client's SDK says that it sends this request again
-asked_again_after_failure  the same request again after the first one failed or lost its client
-asked_again_in_one_run     the same agent run repeats a request just after its answer, which it did not continue:
-                           usually the connection broke unnoticed (ambiguous: it may want a second sample)
-same_request_again         the same request while the first is being answered or was just answered, without evidence
-                           that it is a retry (ambiguous: it may be one, or a second run)
-partial_answer_kept        the history keeps a failed answer as far as it arrived, or the items of it that were complete
-answer_cut                 the history keeps only the beginning of the last answer
-answer_replaced            another assistant turn replaces the last answer
-answer_removed             the conversation continues without the last answer
-harness_says_subagent      the harness names the call's own thread and the thread that started it
-prompt_from_tool_call      the first message is what an earlier answer passed to a tool that starts agents
-prompt_from_unknown_tool   the first message quotes a long argument of an earlier call of another tool (ambiguous)
-opening_regenerated        all assistant turns are there, after a regenerated system prompt or first message
-messages_reworded          all assistant turns are there; user messages between them were changed
-outputs_changed            all assistant turns are there; tool outputs between them were changed (ambiguous)
-older_turns_dropped        the last assistant turn that was sampled is an earlier call's answer, but turns before it are
-                           missing
-turns_moved                the same, and the turns before it are there: the harness moved or replaced other messages
-quotes_a_summary           the first messages contain a summary that an earlier call wrote
-quotes_an_answer           the first messages quote a long earlier answer, which may be a summary (ambiguous)
+A decision with an alternative is `ambiguous`. The rule that decided is recorded: one of `rules.py`, or one of
+`lineage_reasons.py`.
 
 `find_base` finds the answer whose exact tokens the prompt may begin with. It can differ from the parent: the parent of
 a rewind is the call whose answer was taken back, and its base is the turn before that answer.

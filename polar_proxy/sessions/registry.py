@@ -21,6 +21,7 @@ from weakref import WeakValueDictionary
 from polar_proxy.config import GatewaySettings
 from polar_proxy.errors import RequestError, StoreError
 from polar_proxy.rollout_spec import whole_distribution
+from polar_proxy.sessions.budget import BudgetUsage
 from polar_proxy.sessions.hashing import MessageHasher
 from polar_proxy.sessions.identity import hash_key, is_issued_key, typed_label
 from polar_proxy.sessions.state import ConversationCache, SessionState
@@ -106,7 +107,7 @@ class SessionRegistry:
             return None
         if is_issued_key(given) or given.startswith("sess_"):
             return None
-        session = self._new_state(new_id("sess"), None, {})
+        session = self._new_state(new_id("sess"), None, {}, None)
         session.unstored_key = _digest(key, path_key)
         self._by_id[session.session_id] = self._pending[session.session_id] = session
         self._add_key(session, session.unstored_key)
@@ -187,9 +188,11 @@ class SessionRegistry:
         if session is None:
             # Calls from before a restart, or from before the session was evicted.
             lineages = [] if is_new else await self._store.calls.lineages(row.session_id)
-            session = self._new_state(row.session_id, row.rollout_id, row.policy or {})
+            session = self._new_state(row.session_id, row.rollout_id, row.policy or {}, row.label)
             session.rebuild(lineages)
             session.recorded = len(lineages)
+            if session.budget.limited and (summary := await self._store.sessions.summary(row.session_id)) is not None:
+                session.budget.load(summary)
             session = self._by_id.setdefault(session.session_id, session)  # another name may have added it
         self._add_key(session, digest)
         return session
@@ -200,7 +203,7 @@ class SessionRegistry:
         session.key_hashes.add(digest)
         self._use(session)
 
-    def _new_state(self, session_id: str, rollout_id: str | None, policy: Json) -> SessionState:
+    def _new_state(self, session_id: str, rollout_id: str | None, policy: Json, label: str | None) -> SessionState:
         if self._settings.temperature is not None:
             policy = whole_distribution(self._settings.temperature) | policy
         return SessionState(
@@ -210,6 +213,7 @@ class SessionRegistry:
             window=self._settings.retry_window_seconds,
             cache=self._cache,
             record_required=self._requires_record(rollout_id),
+            label=label,
         )
 
     def _requires_record(self, rollout_id: str | None) -> bool:
@@ -229,12 +233,18 @@ class SessionRegistry:
             if session.in_flight == 0 and session.lost == 0:
                 self.forget(session.session_id)
             raise SessionClosedError
+        session.budget.load(row)
         quiet = quiet and session.in_flight == 0 and session.recorded == recorded
         if quiet and row.calls == recorded:
             return
         session.rebuild(await self._store.calls.lineages(session.session_id, known=session.call_ids))
         if quiet:
             session.recorded = row.calls
+
+    def budget(self, session_id: str) -> BudgetUsage | None:
+        """Return the use of a session's budget; None if the session is not in memory."""
+        session = self._by_id.get(session_id)
+        return session.budget if session else None
 
     def mark_ended(self, session_id: str) -> None:
         """Mark a session whose rollout ended while calls were in flight: they are answered with a 409."""

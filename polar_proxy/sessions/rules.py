@@ -246,8 +246,10 @@ RULES = (*SIDE_CALLS, *COMPACTION_REQUESTS, *COMPACTED, *CONTINUATIONS, *MASKED)
 AGENT_TOOLS = frozenset(
     {"agent", "task", "spawn_agent", "invoke_agent", "delegate", "delegate_to_agent", "dispatch_agent", "subagent"}
     | {"codebase_investigator", "cli_help", "generalist", "browser_agent", "new_task", "use_subagents"}
+    | {"delegate_task"}
 )
-"""Tools that start agents, in lower case: Claude Code, Qwen Code, opencode, Codex, Gemini CLI, OpenHands, Cline."""
+"""Tools that start agents, in lower case: Claude Code, Qwen Code, opencode, Codex, Gemini CLI, OpenHands, Cline,
+Hermes."""
 
 
 @dataclass(slots=True)

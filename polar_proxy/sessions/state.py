@@ -24,6 +24,7 @@ import numpy as np
 from cachetools import LRUCache
 
 from polar_proxy.dialects.base import ParsedRequest
+from polar_proxy.sessions.budget import BudgetUsage
 from polar_proxy.sessions.call_index import CallIndex, CallNode, fingerprint_of, node_from_store, quotes_of
 from polar_proxy.sessions.hashing import EMPTY, HashedConversation, MessageHasher, text_of
 from polar_proxy.sessions.identity import NO_METADATA, ClientMetadata
@@ -88,6 +89,8 @@ class AnsweredCall:
     finish_reason: str | None
     stop: tuple[str, ...]
     """The stop strings of its request."""
+    engine_name: str | None
+    """The engine that sampled the answer, as in `CallRecord`."""
     config: PromptConfig
     reasoning: tuple[str, ...]
     """The beginnings of the reasoning in this answer and in earlier ones."""
@@ -95,6 +98,30 @@ class AnsweredCall:
     @property
     def size(self) -> int:
         return _ANSWER_BYTES + int(self.ids.nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class MarkedText:
+    """A request as the engine renders it with marks (`marked_rendering.py`). The next request of the session usually
+    begins with its messages."""
+
+    request: ChatRequest
+    marking: Hashable
+    text: str
+
+    @property
+    def size(self) -> int:
+        return _REQUEST_BYTES + len(self.text)
+
+    def is_front(self, request: ChatRequest, messages: int, marking: Hashable) -> bool:
+        """Return whether the first `messages` messages of a request are rendered to this text."""
+        mine = self.request
+        return (
+            marking == self.marking
+            and request.messages[:messages] == mine.messages
+            and request.tools == mine.tools
+            and request.template_kwargs == mine.template_kwargs
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +136,13 @@ class UnrecordedCall:
 
 
 class ConversationCache(LRUCache[Hashable, Any]):
-    """Last requests (by session id), answered calls (by call id and choice) and unrecorded calls, limited in bytes."""
+    """Last requests and marked texts (by session id), answered calls (by call id and choice) and unrecorded calls,
+    limited in bytes."""
 
     def __init__(self, capacity: int = 1 << 20) -> None:
         super().__init__(capacity, lambda entry: entry.size)
 
-    def put(self, key: Hashable, entry: LastRequest | AnsweredCall | UnrecordedCall) -> None:
+    def put(self, key: Hashable, entry: LastRequest | MarkedText | AnsweredCall | UnrecordedCall) -> None:
         """Insert or replace an entry. An entry larger than the capacity is not kept."""
         if entry.size <= self.maxsize:
             self[key] = entry
@@ -134,11 +162,14 @@ class SessionState:
         window: float = 10.0,
         cache: ConversationCache | None = None,
         record_required: bool = True,
+        label: str | None = None,
     ) -> None:
         """`record_required`: calls that cannot be recorded are refused. Otherwise they are answered, and are lost."""
         self.session_id = session_id
         self.record_required = record_required
         self.policy = policy
+        self.label = label
+        self.budget = BudgetUsage(policy)
         self._hasher = hasher or MessageHasher()
         self._index = CallIndex()
         self._window = window
@@ -265,6 +296,7 @@ class SessionState:
         if len(self._with_text) > _RECENT_TEXTS:
             self._with_text.popleft().text = ""
         self._index.add_answers(node)
+        self._count_repeats(node)
         return fingerprint_of(node)
 
     def forget(self, record: CallRecord) -> None:
@@ -300,6 +332,11 @@ class SessionState:
             if node is not None and node.call_id not in self._index.by_id:
                 self._index.add(node, self._index.by_id.get(node.parent_call_id or ""))
                 self._index.add_answers(node)
+                self._count_repeats(node)
+
+    def _count_repeats(self, node: CallNode) -> None:
+        if self.budget.limits.max_repeats is not None and node.state in ANSWERED:
+            self.budget.repeats = max(self.budget.repeats, self._index.repeats(node))
 
     @property
     def weight(self) -> int:
@@ -325,9 +362,18 @@ class SessionState:
     def drop_cached(self) -> None:
         """Drop what the cache holds of this session, because it gets no more calls."""
         self._cache.pop(self.session_id, None)
+        self._cache.pop(("marked", self.session_id), None)
         for node in self._index.by_id.values():
             for choice in range(len(node.answers)):
                 self._cache.pop((node.call_id, choice), None)
+
+    @property
+    def marked_text(self) -> MarkedText | None:
+        found: MarkedText | None = self._cache.get(("marked", self.session_id))
+        return found
+
+    def remember_marked_text(self, marked: MarkedText) -> None:
+        self._cache.put(("marked", self.session_id), marked)
 
     def answered_call(self, base: Base) -> AnsweredCall | None:
         """Return an answer's tokens; None if they are not in memory."""
@@ -341,6 +387,8 @@ class SessionState:
         """
         if record.status != "ok" or record.prompt_ids is None or config is None or record.sampling.get("hidden_call"):
             return
+        if has_rewritten_text(record):
+            return
         before = self.answered_call(base) if base is not None else None
         reasoning = before.reasoning if before is not None else ()
         if base is not None and record.edge == "continues":
@@ -349,7 +397,9 @@ class SessionState:
             self._cache.pop((base.call_id, base.choice), None)
         for choice in record.choices:
             stop = tuple(record.sampling.get("stop", ()))
-            self.remember_answer(record.call_id, record.prompt_ids, choice, stop, config, reasoning)
+            self.remember_answer(
+                record.call_id, record.prompt_ids, choice, stop, config, reasoning, engine_name=record.engine_name
+            )
 
     def remember_answer(
         self,
@@ -359,13 +409,21 @@ class SessionState:
         stop: tuple[str, ...],
         config: PromptConfig,
         earlier_reasoning: tuple[str, ...],
+        *,
+        engine_name: str | None = None,
     ) -> AnsweredCall:
         """Keep the tokens of one choice of a call in memory. `stop`: the stop strings of the call's request."""
         ids = np.concatenate([prompt, choice.token_ids])
         reasoning = (*earlier_reasoning, *reasoning_prefix(choice.message))
-        answered = AnsweredCall(ids, prompt.size, choice.finish_reason, stop, config, reasoning)
+        answered = AnsweredCall(ids, prompt.size, choice.finish_reason, stop, engine_name, config, reasoning)
         self._cache.put((call_id, choice.index), answered)
         return answered
+
+
+def has_rewritten_text(call: CallRecord) -> bool:
+    """Return whether a hook changed the messages or the answer of a call, so that its tokens are of other texts."""
+    changes = call.hooks or {}
+    return "answer" in changes or "messages" in changes.get("request", {})
 
 
 def reasoning_prefix(message: Message) -> tuple[str, ...]:

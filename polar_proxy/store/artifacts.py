@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Update, insert, select, update
+from sqlalchemy import ColumnElement, Update, insert, select, update
 
 from polar_proxy.errors import StoreError, UsageError
 from polar_proxy.store import schema
@@ -145,9 +145,16 @@ class ArtifactRepository(Repository):
         await self._write(insert(schema.artifacts).values(values))
         return ArtifactRow(**values, path=artifact_path(self._folder, sha256))
 
+    async def get(self, artifact_id: str) -> ArtifactRow | None:
+        found = await self._find(_a.artifact_id == artifact_id)
+        return found[0] if found else None
+
     async def of_rollout(self, rollout_id: str) -> list[ArtifactRow]:
         """Return the artifacts of a rollout, oldest first."""
-        query = select(schema.artifacts).where(_a.rollout_id == rollout_id).order_by(_a.artifact_id)
+        return await self._find(_a.rollout_id == rollout_id)
+
+    async def _find(self, which: ColumnElement[bool]) -> list[ArtifactRow]:
+        query = select(schema.artifacts).where(which).order_by(_a.artifact_id)
         async with self._database.reading() as connection:
             rows = await connection.execute(query)
             return [ArtifactRow(**row._mapping, path=artifact_path(self._folder, row.sha256)) for row in rows]

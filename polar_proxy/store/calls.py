@@ -27,7 +27,7 @@ from polar_proxy.store.batch_writer import BatchWriter
 from polar_proxy.store.database import Database, Repository, row_columns
 from polar_proxy.store.encoding.loader import chain_ids, fetch
 from polar_proxy.store.group_commit import PATIENCE_SECONDS, GroupCommit
-from polar_proxy.types import CallRecord, CallStatus, Edge, Json
+from polar_proxy.types import CallRecord, CallStatus, Edge, Json, PromptMode
 
 _MAX_BOUND_VALUES = 10_000
 """The most values bound to one statement. Both databases accept three times as many."""
@@ -58,6 +58,9 @@ class CallSummary:
     rule: str | None
     ambiguous: bool
     thread: str | None
+    prompt_mode: PromptMode
+    prompt_reason: str | None
+    base_call_id: str | None
     message_count: int
     choices: int
     finish_reason: str | None

@@ -18,6 +18,7 @@ from polar_proxy.store.schema import rollouts, sessions, tasks
 
 _NUMBERS: dict[str, ColumnElement[Any]] = {
     "reward": rollouts.c.reward,
+    "rating": rollouts.c.rating,
     "seed": rollouts.c.seed,
     "exit_code": rollouts.c.exit_code,
     "calls": func.coalesce(sessions.c.calls, 0),
@@ -30,7 +31,7 @@ _TEXTS: dict[str, ColumnElement[Any]] = {
     name: rollouts.c[name]
     for name in (
         *("rollout_id", "group_id", "task_id", "session_id", "status"),
-        *("harness", "sandbox", "engine", "model", "job_id", "cause", "policy_version"),
+        *("harness", "sandbox", "engine", "model", "job_id", "cause", "policy_version", "label"),
     )
 }
 _FLAGS: dict[str, ColumnElement[Any]] = {name: rollouts.c[name] for name in ("masked", "incomplete")}

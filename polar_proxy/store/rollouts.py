@@ -60,6 +60,10 @@ class RolloutRow:
     status: RolloutStatus
     incomplete: bool
     reward: float | None
+    label: str | None
+    """The newest label that a person gave."""
+    rating: float | None
+    """The newest rating, 1 to 5."""
     exit_code: int | None
     error: str | None
     harness: str

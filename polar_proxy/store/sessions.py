@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
-from sqlalchemy import ColumnElement, Connection, bindparam, select, update
+from sqlalchemy import ColumnElement, Connection, and_, bindparam, select, update
 
 from polar_proxy.errors import StoreError, UsageError
 from polar_proxy.store import schema
@@ -21,8 +21,9 @@ from polar_proxy.types import Json, new_id
 
 log = logging.getLogger(__name__)
 
-SessionOrigin = Literal["key", "open", "rollout"]
-"""Created by `polar session new`, by an unknown key on the loopback interface, or for a rollout."""
+SessionOrigin = Literal["key", "open", "rollout", "user"]
+"""Created by `polar session new`, by an unknown key on the loopback interface, for a rollout, or for the model that
+plays the user of a dialogue. Exports take the last kind only if it is named."""
 IncompleteReason = Literal["unrecorded_calls"]
 """Why a session must not be trained on: calls were answered that could not be recorded."""
 ApiRole = Literal["admin", "trainer"]
@@ -41,6 +42,8 @@ class SessionRow:
     created_at: float
     closed_at: float | None
     incomplete: IncompleteReason | None
+    spent: str | None = None
+    """The limit of its budget that was reached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,8 @@ class SessionSummary:
     created_at: float
     closed_at: float | None
     incomplete: IncompleteReason | None
+    spent: str | None
+    """The limit of its budget that was reached."""
     calls: int
     failed_calls: int
     """Calls without a complete answer (`FAILED`)."""
@@ -182,6 +187,11 @@ class SessionRepository(Repository):
         await self.mark_incomplete([session_id], "unrecorded_calls")
         return session_id
 
+    async def mark_spent(self, session_id: str, limit: str) -> None:
+        """Store which limit of a session's budget was reached. The first one is kept."""
+        open_budget = and_(_s.session_id == session_id, _s.spent.is_(None))
+        await self._write(update(schema.sessions).where(open_budget).values(spent=limit))
+
     async def is_incomplete(self, session_id: str) -> bool:
         return bool(
             await self._scalars(select(_s.session_id).where(_s.session_id == session_id, _s.incomplete.is_not(None)))
@@ -245,15 +255,20 @@ class ApiKeyRepository(Repository):
         """Return all keys of the HTTP API, revoked ones too, oldest first."""
         return await self._rows(_api_key, _select_keys.order_by(_k.created_at, _k.key_hash))
 
-    async def revoke(self, name: str) -> ApiKeyRow | None:
-        """Revoke the key with this name and return it; None for an unknown name."""
+    async def find_hash(self, name: str) -> bytes | None:
+        """Return the hash of the key with this name; None for an unknown name."""
         try:
             prefix = bytes.fromhex(name)
         except ValueError:
-            prefix = b""
-        keys = [key_hash for key_hash in await self._scalars(select(_k.key_hash)) if key_hash.startswith(prefix)]
-        if not prefix or len(keys) != 1:
             return None
-        valid = (_k.key_hash == keys[0], _k.revoked_at.is_(None))
+        keys = [key_hash for key_hash in await self._scalars(select(_k.key_hash)) if key_hash.startswith(prefix)]
+        return keys[0] if prefix and len(keys) == 1 else None
+
+    async def revoke(self, name: str) -> ApiKeyRow | None:
+        """Revoke the key with this name and return it; None for an unknown name."""
+        key_hash = await self.find_hash(name)
+        if key_hash is None:
+            return None
+        valid = (_k.key_hash == key_hash, _k.revoked_at.is_(None))
         await self._write(update(schema.api_keys).where(*valid).values(revoked_at=time.time()))
-        return await self.get(keys[0])
+        return await self.get(key_hash)

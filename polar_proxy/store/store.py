@@ -13,6 +13,7 @@ from polar_proxy.store.artifacts import ArtifactRepository, RewardRepository
 from polar_proxy.store.database import Database
 from polar_proxy.store.names import NameRepository
 from polar_proxy.store.outage_marks import OutageMarks
+from polar_proxy.store.remarks import RemarkRepository
 from polar_proxy.store.rollouts import RolloutRepository, TaskRepository
 from polar_proxy.store.sessions import ApiKeyRepository, SessionRepository
 from polar_proxy.store.urls import database_location, display_url
@@ -56,6 +57,7 @@ class Store:
         self.tasks = TaskRepository(database)
         self.rollouts = RolloutRepository(database)
         self.rewards = RewardRepository(database)
+        self.remarks = RemarkRepository(database)
         self.artifacts = ArtifactRepository(database, artifacts)
         # The whole database (the rollout service, training, maintenance, archive: below)
         self.api_keys = ApiKeyRepository(database)

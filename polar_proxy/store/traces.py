@@ -19,7 +19,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from polar_proxy.errors import StoreError, UsageError
 from polar_proxy.sequences import SpanError, assemble, find_problem, samplings_of
 from polar_proxy.store import schema
-from polar_proxy.store.database import Repository
+from polar_proxy.store.database import Repository, row_columns
 from polar_proxy.store.encoding.cells import CellCodec
 from polar_proxy.store.rescores import fetch_for
 from polar_proxy.types import CallRecord, Json, Logprobs, Span, Trace
@@ -47,6 +47,27 @@ class SessionTraces:
     """All calls of the session, as recorded."""
     trace_calls: Sequence[CallRecord]
     """`calls` with the tokens that the traces refer to: for the builder `rescored`, the rescored tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceSummary:
+    """A trace without its tokens."""
+
+    trace_id: str
+    session_id: str
+    rollout_id: str | None
+    builder: str
+    trace_index: int
+    prompt_length: int
+    length: int
+    trained_tokens: int
+    reward: float | None
+    grade: str
+    parent_trace_id: str | None
+    branch_at: int
+    call_ids: Sequence[str]
+    certificate: Json | None
+    """The stored part of its certificate (`traces/certificate.py`)."""
 
 
 class TraceRepository(Repository):
@@ -134,6 +155,14 @@ class TraceRepository(Repository):
 
         return await asyncio.to_thread(load)
 
+    async def summary(self, trace_id: str) -> TraceSummary | None:
+        return await self._row(TraceSummary, _select_summaries.where(_t.trace_id == trace_id))
+
+    async def summaries(self, session_id: str) -> list[TraceSummary]:
+        """Return the traces of a session, made by any builder, without their tokens."""
+        query = _select_summaries.where(_t.session_id == session_id).order_by(_t.builder, _t.trace_index)
+        return await self._rows(TraceSummary, query)
+
     async def belongs_to(self, session_ids: Collection[str], trace_id: str) -> bool:
         """Return whether a trace, made by whichever builder, belongs to one of the sessions."""
         query = select(_t.trace_id).where(_t.trace_id == trace_id, _t.session_id.in_(session_ids))
@@ -163,6 +192,9 @@ class TraceRepository(Repository):
         """Return call id -> reason for the calls that are in no trace."""
         async with self._database.reading() as connection:
             return await _read_exclusions(connection, session_id, builder)
+
+
+_select_summaries = select(*row_columns(TraceSummary, schema.traces))
 
 
 async def _read_exclusions(connection: AsyncConnection, session_id: str, builder: str) -> dict[str, str]:

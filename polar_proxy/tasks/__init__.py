@@ -2,6 +2,7 @@
 
 from polar_proxy.tasks.sources import TaskList, TaskRefusal, get_source, is_family, load_tasks, tasks_from_rows
 from polar_proxy.tasks.task import (
+    DialogueUser,
     Environment,
     GitRepository,
     Task,
@@ -12,6 +13,7 @@ from polar_proxy.tasks.task import (
 )
 
 __all__ = [
+    "DialogueUser",
     "Environment",
     "GitRepository",
     "Task",

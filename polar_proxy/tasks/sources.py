@@ -21,7 +21,7 @@ from polar_proxy.rewards import EVALUATORS, AnyEvaluator
 from polar_proxy.tasks.harbor import harbor_task
 from polar_proxy.tasks.swe_task import SweTaskSource
 from polar_proxy.tasks.swebench import is_swebench_row, swebench_task
-from polar_proxy.tasks.task import Environment, Row, Task, TaskSource, check_task, resolve_path
+from polar_proxy.tasks.task import DialogueUser, Environment, Row, Task, TaskSource, check_task, resolve_path
 from polar_proxy.tasks.task_folder import check_inside
 
 _BUILT_IN: Mapping[str, Callable[[], TaskSource]] = {"swe-task": SweTaskSource}
@@ -291,6 +291,8 @@ def row_task(row: Row, position: int, folder: Path) -> Task:
     if environment.get("build"):
         environment["build"] = resolve_path(str(environment["build"]), folder)
     made: Row = {"environment": _build(Environment, environment, "environment")}
+    if (user := row.pop("user", None)) is not None:
+        made["user"] = _build(DialogueUser, _object(user, "user"), "user")
     if evaluators is not None:
         if not isinstance(evaluators, list) or not evaluators:
             raise BadTaskError("evaluators: must be a list of at least one evaluator")

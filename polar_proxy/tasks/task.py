@@ -86,6 +86,16 @@ class Environment:
 
 
 @dataclass(frozen=True)
+class DialogueUser:
+    """The user of a task that is a dialogue: given texts, or a model that plays a persona."""
+
+    texts: tuple[str, ...] = ()
+    """What the user says after the instruction, one text after each turn of the agent."""
+    persona: str | None = None
+    """Instead of texts: who the user is, what the user wants and knows, for the model that plays the user."""
+
+
+@dataclass(frozen=True)
 class Task:
     """An instruction for an agent, with its workspace and the evaluation of the result."""
 
@@ -114,6 +124,8 @@ class Task:
     environment: Environment = field(default_factory=Environment)
     evaluators: tuple[AnyEvaluator, ...] = field(default_factory=lambda: (HiddenTestsEvaluator(),))
     """How the result is judged. The reward of several evaluators is their weighted mean."""
+    user: DialogueUser | None = None
+    """Makes the task a dialogue: the instruction is the first text of this user, who answers each turn of the agent."""
     agent_seconds: float | None = None
     """The task's wall-clock limit for the agent; the run's own limit applies as well."""
 
@@ -178,6 +190,8 @@ def check_task(task: Task, code: AllowedCode = NO_CODE) -> None:
     _check_positive("timeout_seconds", task.timeout_seconds)
     if task.agent_seconds is not None:
         _check_positive("agent_seconds", task.agent_seconds)
+    if task.user is not None:
+        _check_user(task.user)
     for name in task.files:
         check_relative_path("files", name)
     for name in task.hidden_files:
@@ -190,6 +204,13 @@ def check_task(task: Task, code: AllowedCode = NO_CODE) -> None:
         for name in evaluator.code_names:
             code.check(name)
     _check_environment(task.environment, task)
+
+
+def _check_user(user: DialogueUser) -> None:
+    if bool(user.texts) == (user.persona is not None):
+        raise BadTaskError("user: give either texts or a persona")
+    if not all(text.strip() for text in (*user.texts, *([] if user.persona is None else [user.persona]))):
+        raise BadTaskError("user: a text is empty")
 
 
 def _check_positive(field_name: str, value: float) -> None:

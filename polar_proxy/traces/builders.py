@@ -144,7 +144,7 @@ class CallMerger:
         base = (call.base_call_id, call.base_choice or 0)
         candidates = (self.traces[number] for number in self._prefixes.candidates(call.prompt_ids))
         return max(
-            (trace for trace in candidates if trace.is_start_of(call.prompt_ids)),
+            (trace for trace in candidates if trace.is_of(call) and trace.is_start_of(call.prompt_ids)),
             key=lambda trace: (trace.end, trace.last == base, call.parent_call_id in trace.calls),
             default=None,
         )
@@ -161,7 +161,9 @@ class CallMerger:
         if event is None and (trace is None or not trace.has_drift):
             return None
         start: int | str = "base_went_on"
-        if trace is not None:
+        if trace is not None and not trace.is_of(call):
+            start = "other_engine"
+        elif trace is not None:
             base = self._calls[call.base_call_id or ""]
             start = find_context_start(trace.token_ids, trace.spans, call, base, drifted=event is not None)
         if event is not None:
@@ -199,7 +201,7 @@ def _deepest(traces: Sequence[TraceBuilder], call: CallRecord) -> tuple[TraceBui
     base = (call.base_call_id, call.base_choice or 0)
     best: TraceBuilder | None = None
     best_key = (0, False, False, False)
-    reached = [trace for trace in reversed(traces) if trace.parent is None]
+    reached = [trace for trace in reversed(traces) if trace.parent is None and trace.is_of(call)]
     while reached:
         trace = reached.pop()
         depth = trace.shared_depth(prompt)
@@ -232,6 +234,7 @@ class TraceBuilder:
         self._buffer: TokenIds = np.empty(256, dtype=np.int32)
         self._size = 0
         self._session_id = ""
+        self._engine_name: str | None = None
         self._answers: list[tuple[int, Choice]] = []
         self._sampling: list[AnswerSampling] = []
         if parent is not None:
@@ -258,6 +261,10 @@ class TraceBuilder:
     def has_drift(self) -> bool:
         """True if an answer in the trace follows other tokens than its recorded prompt."""
         return "canonical" in self.reasons
+
+    def is_of(self, call: CallRecord) -> bool:
+        """Return whether the same engine sampled this trace's answers and the call's."""
+        return self._engine_name == call.engine_name
 
     def shared_depth(self, prompt: TokenIds) -> int:
         """Return how many first tokens the prompt has in common with the trace's whole path from the root.
@@ -289,6 +296,7 @@ class TraceBuilder:
         if self.last is None:
             self.prompt_length = self._size
             self._session_id = call.session_id
+            self._engine_name = call.engine_name
         self._last_prompt = None if self.has_drift else prompt
         self._answers.append((self._size, choice))
         sampling = answer_sampling(call, choice)

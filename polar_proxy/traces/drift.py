@@ -30,7 +30,7 @@ DriftOutcome = Literal["split", "canonical", "excluded"]
 
 INTENTIONAL_REASONS = frozenset(
     {
-        *("no_base", "raw_prompt", "tools_changed", "template_options_changed"),
+        *("no_base", "raw_prompt", "other_engine", "hook", "tools_changed", "template_options_changed"),
         *("constrained", "reasoning_by_template", "context_full"),
     }
 )

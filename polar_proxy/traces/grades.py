@@ -95,8 +95,8 @@ def off_distribution_note(call: CallRecord) -> str | None:
             or "no known temperature"
         )
         return (
-            f"the agent asks for {named}, so its traces are approximate, and polar export leaves them out. With "
-            "--temperature 1, polar serve, run and session new sample from the model's own distribution instead."
+            f"answers are sampled with {named}, so their traces are approximate, and polar export leaves them out. "
+            "With --temperature 1, polar serve, run and session new sample from the model's own distribution instead."
         )
     return None
 
@@ -137,6 +137,8 @@ def excluded_calls(calls: Sequence[CallRecord]) -> dict[str, str]:
 
 def exclusion_reason(call: CallRecord) -> str | None:
     """Return why this call by itself cannot be trained on, or None."""
+    if has_provider_tools(call):
+        return "provider_tools"
     if call.status != "ok":
         return call.status
     if call.edge == "side_call":
@@ -150,9 +152,16 @@ def exclusion_reason(call: CallRecord) -> str | None:
         return "images"  # the recorded token ids do not contain the images that the answer was sampled from
     if call.sampling.get("constrained"):
         return "constrained"  # a grammar limited the sampling: the tokens were not the policy's own choice
+    if "answer" in (call.hooks or {}):
+        return "hook"  # its tokens are not the answer that the agent got
     if call.sampling.get("hidden_call"):
         return "hidden_call"  # its tokens have a second tool call, which the agent was not shown
     return None
+
+
+def has_provider_tools(call: CallRecord) -> bool:
+    """Return whether the provider may have run a tool within the answer."""
+    return bool(call.sampling.get("provider_tools", {}).get("action") == "allowed")
 
 
 def in_start_order(calls: Sequence[CallRecord]) -> list[CallRecord]:

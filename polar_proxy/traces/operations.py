@@ -77,7 +77,7 @@ async def _all_targets(store: Store, where: str | None) -> AsyncIterator[Session
     before = None
     while where is None and (sessions := await store.sessions.recent(_PAGE, before)):
         for session in sessions:
-            if session.rollout_id is None and session.calls:
+            if session.rollout_id is None and session.calls and session.origin != "user":
                 yield SessionTarget(session.session_id, reward=session.reward)
         before = sessions[-1].session_id
 

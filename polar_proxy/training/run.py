@@ -57,6 +57,11 @@ async def train_locally(
 ) -> TrainerState:
     """Start or resume the run in the folder `run`. `report` takes progress lines for people, `progress` the rollouts'
     progress."""
+    if settings.routes:
+        raise UsageError(
+            "The settings have [[routes]], which send calls to other engines than the one that this run trains. "
+            "Remove them from polar.toml, or run them in a server and train with --feed."
+        )
     code = settings.code(config.task)
     source = get_source(config.task, code)
     weights = initial_weights(settings, config)
@@ -201,8 +206,8 @@ class ServiceRollouts:
         job, _ = await self._service.submit(tasks, spec, idempotency_key=f"{self._run_id}/{name}")
         if self._reporter is not None:
             for row in await self._store.rollouts.find(job_id=job.job_id):
-                if row.status == "queued":
-                    self._reporter.stage(row.rollout_id, row.status, row.task_id)
+                if not row.final:
+                    self._reporter.stage(row.rollout_id, "queued", row.task_id)
         return job
 
 

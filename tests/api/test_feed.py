@@ -160,7 +160,14 @@ async def test_rewards_are_added_to_rollouts_calls_and_traces(serve_api: ServeAp
             await running.post("/rewards", {**mine, "value": 1.0, **wrong}, status=422)
 
 
-@pytest.mark.parametrize("policy", [{}, {"temperature": 0.5, "max_tokens": 64, "prompt_mode": "render"}])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        {},
+        {"temperature": 0.5, "max_tokens": 64, "prompt_mode": "render"},
+        {"temperature": 1.0, "max_calls": 9, "max_idle_seconds": 60.0, "at_budget": "stop"},
+    ],
+)
 async def test_session_settings_override_the_agent(serve_api: ServeApi, policy: dict[str, Any]) -> None:
     async with serve_api() as running:
         made = await running.post("/sessions", {"label": "laptop", **policy}, status=201)

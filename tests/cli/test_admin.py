@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
 
+from polar_proxy.store import open_store
+from polar_proxy.types import Json
 from tests.cli.runner import polar_error, polar_json
 
 pytestmark = pytest.mark.slow
@@ -37,6 +40,19 @@ def test_session_key_opens_a_session() -> None:
     assert created["key"].startswith("sk-")
     (session,) = polar_json("sessions")["sessions"]
     assert (session["session_id"], session["label"], session["calls"]) == (created["session_id"], "mine", 0)
+
+
+def test_a_new_session_may_have_a_budget(polar_home: Path) -> None:
+    limits = ("--max-calls", "9", "--max-idle-seconds", "60", "--at-budget", "stop")
+    created = polar_json("session", "new", *limits)
+    policy = asyncio.run(stored_policy(polar_home, created["session_id"]))
+    assert policy == {"max_calls": 9, "max_idle_seconds": 60.0, "at_budget": "stop"}
+
+
+async def stored_policy(home: Path, session_id: str) -> Json | None:
+    async with open_store(f"sqlite:///{home}/polar.db", create=False) as store:
+        row = await store.sessions.get(session_id)
+        return None if row is None else row.policy
 
 
 def test_all_servers_of_a_database_are_paused_resumed_and_drained() -> None:

@@ -27,6 +27,8 @@ ARGUMENTS = {
     "claude-code": ["--print", "Say hello."],
     "cline": ["Say hello."],
     "codex": ["exec", "--skip-git-repo-check", "Say hello."],
+    "continue": ["--print", "Say hello."],
+    "copilot": ["--allow-all-tools", "--prompt", "Say hello."],
     "gemini-cli": ["--skip-trust", "--prompt", "Say hello."],
     "mini-swe-agent": [
         *("--yolo", "--exit-immediately", "--task", "Say hello.", "--output", "trajectory.json"),
@@ -38,7 +40,10 @@ ARGUMENTS = {
 }
 TAKE_MINUTES_TO_INSTALL = {
     "aider": ["--yes-always", "--no-git", "--message", "Say hello."],
+    "grok-cli": ["--prompt", "Say hello."],
+    "hermes": ["--quiet", "--query", "Say hello."],
     "mistral-vibe": ["--prompt", "Say hello."],
+    "nanocoder": ["--trust-directory", "run", "Say hello."],
     "openhands": ["--headless", "--always-approve", "--task", "Say hello."],
 }
 

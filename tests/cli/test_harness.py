@@ -13,6 +13,7 @@ import pytest
 from harness_adapters.base import Installation, LaunchContext, LaunchPlan, list_adapters
 from harness_adapters.shell import ShellCommand
 from tests.cli.runner import polar
+from tests.fakes.acp_definition import write_definition
 
 
 class CompleteHarness(ShellCommand):
@@ -88,6 +89,27 @@ def test_info_shows_everything_known() -> None:
     assert "Exits with 0" in found["notes"]
     assert found["features"] == sorted(found["features"])
     assert found["tested_versions"] == ["1.16.0", "1.16.0"]
+
+
+def test_add_makes_a_harness_of_a_definition_file(tmp_path: Path) -> None:
+    file = write_definition(tmp_path / "mine")
+    code, found, _ = harness("add", str(file))
+    assert code == 0
+    assert Path(found["path"]).read_bytes() == file.read_bytes()
+    _, listed, _ = harness("list")
+    (row,) = [row for row in listed["harnesses"] if row["name"] == "small-acp"]
+    assert (row["installed"], row["package"]) == (True, "none")
+    code, found, _ = harness("check", "small-acp", "--sandbox", "process")
+    assert {check["name"]: check["state"] for check in found["checks"]}["launch"] == "ok"
+
+
+def test_add_refuses_a_wrong_file_and_a_known_name(tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong.toml"
+    wrong.write_text('name = "wrong"\n')
+    assert harness("add", str(wrong))[::2] == (2, f"error: {wrong}: summary: Field required\n")
+    code, _, error = harness("add", str(write_definition(tmp_path, "codex")))
+    assert code == 2
+    assert "'codex' is a harness of Polar's own; choose another name" in error
 
 
 def test_prune_needs_a_docker_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

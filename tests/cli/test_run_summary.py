@@ -109,3 +109,14 @@ def test_the_live_table_has_each_sample(monkeypatch: pytest.MonkeyPatch, capsys:
     assert lines[-2][:6] == ["1", "swe-task-0", "done", "1", "5", "0.5"]
     assert lines[-1][:6] == ["2", "swe-task-0", "queued", "0", "0", "-"]
     assert "1 finished, 0 active, 1 queued" in table
+
+
+def test_a_rollout_that_runs_before_it_is_announced_keeps_its_stage(capsys: pytest.CaptureFixture[str]) -> None:
+    view = RolloutProgressView(quiet=False)
+    view.stage("roll_0", "running")
+    view.stage("roll_0", "queued", "swe-task-0")
+    view.stage("roll_0", "done", "submitted", 1.0)
+    assert capsys.readouterr().err.splitlines() == [
+        "roll_0 roll_0: running",
+        "swe-task-0 roll_0: done, reward 1 (0 calls, 0 tokens) submitted",
+    ]

@@ -67,6 +67,7 @@ def test_serves_until_interrupted_and_records_calls(serving: Serving, polar_home
     check_api_keys(ready, polar_home)
     answer = httpx.post(ready["url"] + "/v1/chat/completions", json=CHAT, timeout=60)
     assert answer.json()["choices"][0]["message"]["content"] == "hello"
+    assert answer.headers["x-polar-session-id"] in httpx.get(ready["url"], timeout=60).text
     process.send_signal(signal.SIGINT)
     stdout, stderr = process.communicate(timeout=120)
     assert process.returncode == 130
@@ -87,6 +88,20 @@ def test_serves_until_interrupted_and_records_calls(serving: Serving, polar_home
     row = orjson.loads((tmp_path / "rows.jsonl").read_bytes())
     assert row["prompt_ids"] == call["prompt_ids"]
     assert row["response_ids"] == call["choices"][0]["token_ids"]
+
+
+def test_serve_and_show_note_answers_of_another_distribution(serving: Serving) -> None:
+    process, ready = serving
+    for asked in ({}, {"temperature": 0}, {"temperature": 0}, {"top_p": 0.9}):
+        answer = httpx.post(ready["url"] + "/v1/chat/completions", json=CHAT | asked, timeout=60)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=120)
+    zero, cut = (line for line in stderr.splitlines() if "their traces are approximate" in line)
+    assert "sampled with temperature 0," in zero
+    assert "sampled with top_p 0.9," in cut
+    shown = " ".join(polar_ok("show", answer.headers["x-polar-session-id"]).split())
+    for note in (zero, shown):
+        assert "With --temperature 1, polar serve, run and session new sample from the model's own" in note
 
 
 def test_answers_only_when_its_key_works(polar_home: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from benchmarks._families.agents import run_agents
 from benchmarks._families.families import load_families
 from benchmarks._families.grammars import REQUESTS, run_grammars
 from benchmarks._families.real import run_families
-from benchmarks._families.served_families import SERVED
+from benchmarks._families.served_families import SERVED, STRICT_LEVEL
 from harness_adapters.base import get_adapter
 from tests.engines.vllm_environment import vllm_python
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
 
 FAMILIES = (
     *("Qwen3", "Qwen3.5", "Kimi-K2", "MiniMax-M2", "Nemotron-3", "Ministral-3", "Granite-4"),
-    *("DeepSeek-V3.1", "Gemma-4", "Llama-3.1"),
+    *("DeepSeek-V3.1", "Gemma-4", "Llama-3.1", "gpt-oss"),
 )
 MISREAD = ("DeepSeek-V3.1", "Gemma-4", "Llama-3.1")
 """vLLM's own chat route gives some of their answers otherwise than the model wrote them. How many depends on how vLLM
@@ -55,6 +55,14 @@ async def test_answers_are_recorded_as_constrained_exactly_if_they_were_sampled_
         assert found["tools"] == ("free", "free", "free")
         assert found["one call"] == ("grammar", "free", "free"), "Polar bounds the calls itself"
         assert found["strict"] == ("grammar", "grammar", "grammar")
+
+
+async def test_a_server_that_adds_its_own_grammar_is_recorded_as_constrained() -> None:
+    vllm_python()
+    (result,) = [result async for result in run_grammars([one for one in STRICT_LEVEL if "Qwen3.5" in one.name])]
+    assert (result.problem, result.found) == (None, "not continued")
+    assert [row.request for row in result.rows if not row.right] == []
+    assert {row.chat_route for row in result.rows} == {"grammar", "refused"}
 
 
 async def test_real_agents_on_qwen35_never_drift_in_continue_mode() -> None:

@@ -94,7 +94,7 @@ def test_refusal_is_printed_as_documented(tmp_path: Path) -> None:
 
 
 def test_toml_of_a_harbor_task_is_read(tmp_path: Path) -> None:
-    (block,) = of_language("toml")
+    (block,) = [one for one in of_language("toml") if "engines" not in one.text]
     folder = tmp_path / "running-mean"
     shutil.copytree(ROOT / "examples" / "tasks" / "harbor" / "running-mean", folder)
     settings = folder / "task.toml"
@@ -102,6 +102,14 @@ def test_toml_of_a_harbor_task_is_read(tmp_path: Path) -> None:
     assert not load_tasks(str(folder), None, None, CODE)[0][0].environment.without_image
     settings.write_text(settings.read_text() + block.text)
     assert load_tasks(str(folder), None, None, CODE)[0][0].environment.without_image
+
+
+def test_toml_of_the_settings_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (block,) = [one for one in of_language("toml") if "engines" in one.text]
+    monkeypatch.setenv("POLAR_HOME", str(tmp_path))
+    (tmp_path / "polar.toml").write_text(block.text)
+    settings = Settings()
+    assert [route.engine for route in settings.routes] == list(settings.engines) == ["candidate"]
 
 
 def named_settings() -> list[str]:

@@ -14,8 +14,8 @@ import pytest_asyncio
 
 from polar_proxy.engines.vllm import parser_process
 from polar_proxy.engines.vllm.answer_parser import ProcessAnswerParser, parser_request
-from polar_proxy.engines.vllm.parser_process import ParserProcess, find_vllm_python, read_parsers
-from polar_proxy.errors import EngineError
+from polar_proxy.engines.vllm.parser_process import ParserProcess, Rendering, find_vllm_python, read_parsers
+from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.types import Message, SampleEvent, ToolCall
 from tests.engines.engine_contract import WEATHER, chat
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 # In place of the Python with vLLM: the same protocol, one letter of text for each token; token 9 ends it, 8 hangs it.
 WORKER = """#!/usr/bin/env python3
 import json, sys
-print(json.dumps({"version": "0", "tool_parsers": [], "reasoning_parsers": [], "reasoning_tags": []}), flush=True)
+print(json.dumps({"version": "0", "stop_ids": [9], "reasoning_tags": []}), flush=True)
 for line in sys.stdin:
     line = json.loads(line)
     reply = {}
@@ -32,6 +32,11 @@ for line in sys.stdin:
         reply = {"special": False, "constraint": {"choice": ["a"]} if line["request"].get("tools") else None}
     if line["op"] == "open" and line["parsers"][0] == "unknown":
         reply = {"error": "KeyError: unknown"}
+    if line["op"] == "render":
+        bodies = line["requests"]
+        reply = {"renderings": [[[len(body["messages"])], "x"] for body in bodies]}
+        if not all(body["messages"] for body in bodies):
+            reply = {"refused": "no messages"}
     if line["op"] == "feed":
         if 9 in line["ids"]:
             print("token nine", file=sys.stderr)
@@ -80,6 +85,12 @@ async def test_an_error_of_a_parser_is_reported_and_the_process_stays(process: P
         await process.open(("unknown", None), {}, [1])
     await process.open((None, None), {}, [1])
     assert process.starts == 1
+
+
+async def test_conversations_are_rendered_or_refused(process: ParserProcess) -> None:
+    assert await process.render([{"messages": [1, 2]}, {"messages": [1]}]) == [Rendering([2], "x"), Rendering([1], "x")]
+    with pytest.raises(RequestError, match="refuses this conversation: no messages"):
+        await process.render([{"messages": [1]}, {"messages": []}])
 
 
 async def test_the_number_of_open_answers_is_limited(process: ParserProcess, monkeypatch: pytest.MonkeyPatch) -> None:

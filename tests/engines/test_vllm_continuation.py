@@ -251,6 +251,17 @@ async def test_answers_with_a_strict_tool_count_as_constrained(limits: frozenset
                 await engine.accept_prompt(chat(tools=(strict,)), np.array(PROMPT, dtype=np.int32))
 
 
+@pytest.mark.parametrize("limits", [frozenset(), frozenset({"chat_library"})], ids=["continues", "cannot continue"])
+async def test_a_server_that_adds_its_own_grammar_is_noticed(limits: frozenset[str]) -> None:
+    """vLLM with --tool-strict-level: its answers with tools are no free samples."""
+    async with FakeVllm(limits=limits | {"strict_level"}) as fake, VllmEngine(fake.url) as engine:
+        problem = str(engine.continue_problem)
+        assert ("samples answers with tools under a grammar" in problem) == (not limits)
+        assert await engine.constrains(chat(**TOOLS))
+        assert not await engine.constrains(chat(tools=TOOLS["tools"], tool_choice="none"))
+        assert not await engine.constrains(chat())
+
+
 async def test_rejects_prompt_that_ends_in_unproved_open_reasoning() -> None:
     async with FakeVllm() as fake, VllmEngine(fake.url) as engine:
         with pytest.raises(RequestError, match="at the end of this prompt, reasoning is 'open'"):

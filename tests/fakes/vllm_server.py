@@ -104,7 +104,8 @@ class FakeVllm(FakeServer):
     """`limits`: any of no_ids, no_stream_ids, no_logprobs, no_tools, no_tokenize, no_score, no_version, logits,
     no_choice (structured outputs are ignored), own_grammar (with tools, it samples a call by a grammar of its own
     instead), other_form (calls are `name(arguments)` between the tags, for template
-    and chat).
+    and chat), chat_library (chats are rendered otherwise than by `/tokenize`, as vLLM renders gpt-oss),
+    strict_level (with tools, a grammar also allows a call, as with --tool-strict-level).
 
     `thinks`: it has a reasoning parser. `derenders`: as with --enable-scale-out. `reports_versions`: as vLLM 0.33.
     """
@@ -241,7 +242,7 @@ class FakeVllm(FakeServer):
 
     def prompt(self, path: str, body: Json) -> list[int]:
         if path == "/v1/chat/completions":
-            return self.render(body)
+            return [*(ids("library") if "chat_library" in self.limits else ()), *self.render(body)]
         prompt = body["prompt"]
         return ids(prompt) if isinstance(prompt, str) else list(prompt)
 
@@ -423,6 +424,9 @@ class FakeVllm(FakeServer):
             if top:
                 previous = [*before, *tokens][len(before) + position - 1]
                 every = [(other, logprob(previous, other, temperature)) for other in range(VOCABULARY)]
+                if body.get("structured_outputs") and "no_choice" not in self.limits:
+                    allowed = {token, *([CALL] if "strict_level" in self.limits else [])}
+                    every = [(other, p if other in allowed else -9999.0) for other, p in every]
                 every.sort(key=lambda entry: -entry[1])
                 likely = [entry for entry in every[:top] if entry[0] != token]
                 others = [(token, logprob(previous, token, temperature)), *likely][:top]

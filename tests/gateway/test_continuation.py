@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -102,6 +103,39 @@ async def test_reserialised_history_does_not_drift(serve: Serve, store: Store) -
     (trace,) = build([first, second, third]).traces
     assert trace.token_ids.tolist() == prompt_and_answer(third)
     assert second.sampling["past_reasoning"] == "keep"
+
+
+class CountingEngine(ScriptedEngine):
+    """An engine that counts the conversations which it renders as text, for each request for such renderings."""
+
+    def __init__(self) -> None:
+        super().__init__(script)
+        self.renderings: list[int] = []
+
+    async def render_texts(self, requests: Sequence[ChatRequest], *, generation: bool = True) -> list[str]:
+        self.renderings.append(len(requests))
+        return await super().render_texts(requests, generation=generation)
+
+
+async def test_the_history_of_a_turn_is_not_rendered_again(serve: Serve, store: Store) -> None:
+    """With marks, it is the rendering of the turn before."""
+    engine = CountingEngine()
+    async with serve(engine) as gateway, client(gateway.url) as http:
+        await two_rounds(http)
+    assert [call.prompt_mode for call in await recorded_calls(store)] == ["render", "continue", "continue"]
+    assert engine.renderings == [3, 2]
+
+
+async def test_a_changed_history_is_rendered_again(serve: Serve, store: Store) -> None:
+    engine = CountingEngine()
+    async with serve(engine) as gateway, client(gateway.url) as http:
+        conversation = Conversation(http, tools=[TOOL])
+        conversation.echo((await conversation.say({"role": "system", "content": "S"}, user("look")))["message"])
+        conversation.echo((await conversation.say(*results(conversation.messages[-1])))["message"])
+        conversation.messages[0]["content"] = "S  "
+        await conversation.say(user("and now?"))
+    assert [call.prompt_mode for call in await recorded_calls(store)] == ["render", "continue", "continue"]
+    assert engine.renderings == [3, 3]
 
 
 async def test_the_same_run_drifts_in_render_mode(serve: Serve, store: Store) -> None:

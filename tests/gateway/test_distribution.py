@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 
 from polar_proxy.engines.scripted import ScriptedEngine
+from polar_proxy.gateway.recording import apply_policy
+from polar_proxy.rollout_spec import RolloutSpec
 from polar_proxy.store import Store
 from polar_proxy.traces.builders import build
 from polar_proxy.traces.grades import DistributionNotes, off_distribution_note
-from polar_proxy.types import Json
+from polar_proxy.types import ChatRequest, Json, Sampling
 from tests.conftest import Serve
 from tests.gateway.agents import CHAT, client, recorded_calls
 
@@ -17,6 +19,7 @@ ASKED: list[tuple[Json, str]] = [
     ({"temperature": 0}, "temperature 0"),
     ({"temperature": 1, "top_p": 0.95}, "top_p 0.95"),
     ({"frequency_penalty": 0.5}, "frequency_penalty 0.5"),
+    ({"logit_bias": {"5": 10}}, "logit_bias {'5': 10}"),
 ]
 
 
@@ -32,7 +35,7 @@ async def test_the_first_call_of_another_distribution_is_noted(
         for _ in range(2):
             await http.post("/chat/completions", json={**CHAT, **asked})
     (note,) = notes
-    assert f"asks for {named}, so its traces are approximate" in note
+    assert f"sampled with {named}, so their traces are approximate" in note
     assert "--temperature 1, polar serve" in note
     calls = await recorded_calls(store, 3)
     assert [off_distribution_note(call) for call in calls] == [None, note, note]
@@ -49,3 +52,9 @@ async def test_the_setting_overrides_the_agent(serve: Serve, store: Store, asked
     assert trace.grade == "exact"
     (sampling,) = trace.sampling
     assert (sampling.temperature, sampling.changes) == (1.0, {})
+
+
+def test_a_rollouts_policy_replaces_all_that_changes_the_distribution() -> None:
+    asked = Sampling(0.0, 0.9, 5, 0.1, 100, 7, (), 1, 0.5, 0.5, 1.2, {"5": 10.0})
+    sent = apply_policy(ChatRequest("m", (), sampling=asked), RolloutSpec().session_policy()).sampling
+    assert sent == Sampling(1.0, 1.0, 0, 0.0, 100, 7, (), 1, 0.0, 0.0, 1.0)

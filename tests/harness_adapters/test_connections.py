@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from harness_adapters.base import HarnessError, get_adapter, list_adapters
 from harness_adapters.toolkit.adapter import ConnectableHarness, settings_files
 from tests.harness_adapters.launch_plans import CONTEXT, KEY, plan
 
+ROOT = Path(__file__).parent.parent.parent
 NAMES = [name for name in list_adapters() if name != "shell"]
 # Permissions and limits are for runs without a user.
 OF_ROLLOUTS = ("yolo", "skip-permissions", "bypass", "auto", "trust", "steps", "turns", "permission", "IS_SANDBOX")
@@ -32,10 +34,20 @@ def contains(whole: Any, part: Any) -> bool:
     return bool(whole == part)
 
 
-def test_all_twelve_harnesses_can_be_connected() -> None:
-    assert len(NAMES) == 12
+def test_all_harnesses_can_be_connected_by_programs_of_their_own() -> None:
+    assert len(NAMES) == 19
     commands = {connectable(name).info.command for name in NAMES}
-    assert len(commands) == 12
+    assert len(commands) == 19
+
+
+def test_documents_list_the_harnesses() -> None:
+    page = (ROOT / "docs" / "guide" / "agents.md").read_text()
+    table = page[page.index("| agent | speaks |") :]
+    assert re.findall(r"^\| ([a-z0-9-]+) \|", table[: table.index("\n\n")], re.MULTILINE)[1:] == NAMES
+    numbers = {17: "seventeen", 18: "eighteen", 19: "nineteen", 20: "twenty", 21: "twenty-one"}
+    readme = (ROOT / "README.md").read_text()
+    assert f"the {numbers[len(NAMES)]} agents that Polar knows" in readme
+    assert f"the {numbers[len(NAMES)]} harnesses that Polar installs" in readme
 
 
 @pytest.mark.parametrize("name", NAMES)

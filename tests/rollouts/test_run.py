@@ -22,7 +22,7 @@ from polar_proxy.store import RewardRow, Store, open_store
 from polar_proxy.traces.builders import build
 from sandboxes import self_test
 from sandboxes.choice import available
-from tests.cli.runner import polar_error, polar_json
+from tests.cli.runner import polar, polar_error, polar_json
 
 pytestmark = pytest.mark.slow
 
@@ -133,6 +133,18 @@ def test_an_agent_that_fills_its_disk_has_failed(
         assert os.geteuid() == 0
     assert reward.detail["solved"] is False
     assert not strays(polar_home)
+
+
+def test_notes_answers_of_another_distribution(polar_home: Path) -> None:
+    options = ("--seed", "3", "--sandbox", "process")
+    for temperature, noted in (("0", 1), ("1", 0)):
+        done = polar("run", "swe-task", *PLAYER, *AGENT, *options, "--temperature", temperature)
+        assert done.exit_code == 0, done.stderr
+        notes = [line for line in done.stderr.splitlines() if "their traces are approximate" in line]
+        assert len(notes) == noted
+        assert all(
+            "sampled with temperature 0," in note and "With --temperature 1, polar serve, run" in note for note in notes
+        )
 
 
 async def read_rewards(home: Path, rollout_id: str) -> Sequence[RewardRow]:

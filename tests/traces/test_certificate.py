@@ -141,6 +141,11 @@ def test_spans_name_their_engine() -> None:
     assert [span.get("engine") for span in fields["spans"]] == [None, 0, None, 1]
 
 
+def test_certificate_has_the_precision_of_the_engine() -> None:
+    fields = one(replace(FIRST, engine=replace(INFO, precision="bfloat16, fp8 cache")))
+    assert fields["engines"][0]["precision"] == "bfloat16, fp8 cache"
+
+
 def test_drift_is_in_the_trace_of_the_drifted_call() -> None:
     split = certify([FIRST, DRIFTED], build([FIRST, DRIFTED]))
     assert [[event["call_id"] for event in certificate["drift"]] for certificate in split.values()] == [[], ["b"]]

@@ -31,6 +31,8 @@ def rollout(
         attempt=1,
         cause=None,
         reward=reward,
+        label=None,
+        rating=None,
         exit_code=0,
         error=None,
         harness="h",

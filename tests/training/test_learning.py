@@ -39,6 +39,8 @@ async def test_rewards_rise_and_recorded_logprobs_match_the_trainers(tmp_path: P
     assert max(line["mismatch_max"] for line in steps if line["updated"]) < 1e-3
     assert max(line["largest"] for line in lines if line["kind"] == "sync") < 1e-3
     assert [line["staleness"] for line in steps] == [0] * LEARN.steps
+    (start,) = (line for line in lines if line["kind"] == "start")
+    assert (start["engine_precision"], start["trainer_precision"]) == ("float32", "float32")
 
 
 async def test_shuffled_rewards_do_not_improve_the_policy(tmp_path: Path, model: Path) -> None:
@@ -55,6 +57,17 @@ async def test_async_rollouts_are_stale_by_at_most_the_bound(tmp_path: Path, mod
     # Samples of the step before are off policy by the update of that step. The proximal policy is the one that sampled.
     assert steps[0]["ratio_max"] < 1.001 < steps[1]["ratio_max"]
     assert steps[1]["mismatch_max"] < 1e-3
+
+
+async def test_a_trainer_in_another_precision_than_the_engine_is_reported(tmp_path: Path, model: Path) -> None:
+    config = CONFIG.model_copy(update={"dtype": "bfloat16", "steps": 0})
+    reports: list[str] = []
+    async with opened(tmp_path, model) as (store, engine):
+        with pytest.raises(TrainingError, match="probe"):
+            await trainer(tmp_path, model, store, engine, config, report=reports.append).train()
+    assert "the engine samples in float32 and the trainer computes in bfloat16: expect a mismatch" in reports
+    (start,) = metrics.read_lines(tmp_path / "run")
+    assert (start["engine_precision"], start["trainer_precision"]) == ("float32", "bfloat16")
 
 
 async def test_async_training_drops_groups_of_unknown_policy_version(tmp_path: Path, model: Path) -> None:

@@ -18,7 +18,7 @@ from pydantic import Field
 from polar_proxy.dialects.anthropic.content import parse_messages, parse_system
 from polar_proxy.dialects.anthropic.encoder import AnthropicEncoder, error_object
 from polar_proxy.dialects.anthropic.tools import AnthropicTools, parse_tool_choice, parse_tools
-from polar_proxy.dialects.base import Dialect, ParsedRequest
+from polar_proxy.dialects.base import Dialect, ParsedRequest, provider_tools
 from polar_proxy.dialects.fields import (
     Integer,
     Probability,
@@ -98,6 +98,7 @@ class AnthropicMessages(Dialect):
                 send_thinking=fields.thinking.get("type") in _THINKING,
                 omit_thinking=fields.thinking.get("display") == "omitted",
             ),
+            provider_tools=provider_tools(tools.of_provider, body, "mcp_servers"),
         )
 
     def check_length(self, request: EngineRequest, engine: EngineInfo) -> None:

@@ -2,7 +2,7 @@
 
 The model is offered, at the top of its prompt, every tool that the client runs and that is not deferred; those whose
 form Anthropic defines (`bash_20250124`, ...) are in `client_tools`. Tools that Anthropic's own servers run
-(`web_search`, `code_execution`, ...) are tolerated and not offered.
+(`web_search`, `code_execution`, ...) are listed and not offered.
 
 A deferred tool (`defer_loading`) is shown at the place in the conversation that loads it: a `tool_reference` in a tool
 result, or a `tool_addition` in a message, becomes the tool's definition, in the form that Claude Code's ToolSearch
@@ -31,16 +31,20 @@ class AnthropicTools:
     """All tools that the client runs, deferred ones included."""
     eager: frozenset[str]
     """Tools with `eager_input_streaming`: their arguments are streamed in pieces, valid JSON or not."""
+    of_provider: tuple[str, ...] = ()
+    """Types of the tools that Anthropic's own servers run. They are not offered."""
 
 
 def parse_tools(raw: list[Any], tool_choice: Json | None) -> AnthropicTools:
     offered: list[Json] = []
     by_name: dict[str, Json] = {}
     eager: set[str] = set()
+    of_provider: list[str] = []
     forced = tool_choice.get("name") if tool_choice is not None and tool_choice.get("type") == "tool" else None
     for position, tool in enumerate(raw):
         function = _parse_tool(tool, f"tools[{position}]")
         if function is None:
+            of_provider.append(tool["type"])
             continue
         name = function["function"]["name"]
         if name in by_name:
@@ -50,7 +54,7 @@ def parse_tools(raw: list[Any], tool_choice: Json | None) -> AnthropicTools:
             offered.append(function)
         if tool.get("eager_input_streaming"):
             eager.add(name)
-    return AnthropicTools(tuple(offered), by_name, frozenset(eager))
+    return AnthropicTools(tuple(offered), by_name, frozenset(eager), tuple(of_provider))
 
 
 def _parse_tool(tool: Any, path: str) -> Json | None:

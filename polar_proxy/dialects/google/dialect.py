@@ -16,7 +16,7 @@ from urllib.parse import parse_qs
 
 import orjson
 
-from polar_proxy.dialects.base import Dialect, ParsedRequest
+from polar_proxy.dialects.base import Dialect, ParsedRequest, provider_tools
 from polar_proxy.dialects.fields import invalid, missing, other_fields, unsupported
 from polar_proxy.dialects.google.contents import parse_contents, parse_system
 from polar_proxy.dialects.google.encoder import GoogleEncoder, google_error
@@ -27,7 +27,7 @@ from polar_proxy.dialects.google.schema import (
     ThinkingConfig,
     camel_case,
 )
-from polar_proxy.dialects.google.tools import json_schema, parse_tool_choice, parse_tools
+from polar_proxy.dialects.google.tools import json_schema, parse_tool_choice, parse_tools, tools_of_provider
 from polar_proxy.dialects.wire import storable_params, to_json
 from polar_proxy.errors import RequestError
 from polar_proxy.types import ChatRequest, ClientOptions, EngineInfo, Json, Sampling
@@ -85,6 +85,7 @@ class GoogleGenerateContent(Dialect):
                 logprobs=request.sampling.logprobs,
                 enum=fields.generation_config.response_mime_type == _ENUM,
             ),
+            provider_tools=provider_tools(tools_of_provider(_as_list(tools)), body),
         )
 
     def message_fields(self, stored: list[Json]) -> Json:

@@ -1,7 +1,7 @@
 """Google's tools as OpenAI functions: declarations, their schemas, and which of them the model may call.
 
 Source: https://ai.google.dev/api/caching#Tool and #Schema. Tools that Google would run itself (googleSearch,
-codeExecution, urlContext, ...) are tolerated and not offered: no engine here can run them.
+codeExecution, urlContext, ...) are listed and not offered: no engine here can run them.
 """
 
 from __future__ import annotations
@@ -24,6 +24,12 @@ def parse_tools(tools: list[Tool]) -> tuple[Json, ...]:
         for position, tool in enumerate(tools)
         for number, declaration in enumerate(tool.function_declarations)
     )
+
+
+def tools_of_provider(tools: list[Any]) -> list[str]:
+    """Return the names of the tools that Google itself runs, such as `googleSearch`."""
+    names = [camel_case(name) for tool in tools for name, value in tool.items() if value is not None]
+    return [name for name in names if name != "functionDeclarations"]
 
 
 def _function(declaration: FunctionDeclaration, path: str) -> Json:

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import orjson
 from pydantic import Field
 
-from polar_proxy.dialects.base import ParsedRequest
+from polar_proxy.dialects.base import ParsedRequest, provider_tools
 from polar_proxy.dialects.fields import Integer, invalid, invalid_type, optional_string, other_fields
 from polar_proxy.dialects.openai_chat.encoder import ChatEncoder
 from polar_proxy.dialects.openai_chat.tools import legacy_call_id, parse_calls, parse_tools
@@ -82,6 +82,7 @@ class OpenAIChat(OpenAIDialect):
                 custom_tools=tools.custom,
                 legacy_functions=tools.legacy,
             ),
+            provider_tools=provider_tools(tools.of_provider, body, "web_search_options"),
         )
 
     def message_fields(self, stored: list[Json]) -> Json:

@@ -6,7 +6,7 @@ Engines know only functions, so tools of other kinds are replaced:
 * `custom` (free text): a function with one string parameter `input` (`custom_tools.py`). A call whose arguments are
   not exactly of this form is returned as a call of a function, so that no argument is changed.
 * `functions` (deprecated in favour of `tools`): calls are returned as `function_call`, at most one per answer.
-* Tools of other types are tolerated and not offered, because nothing here can run them.
+* Tools of other types are the provider's own. They are listed and not offered, because nothing here can run them.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ class ChatTools:
     """Names of the custom tools."""
     legacy: bool = False
     """They came in the field `functions`."""
+    of_provider: tuple[str, ...] = ()
+    """Types of the tools that the provider itself runs. They are not offered."""
 
     def choose(self, choice: Any, path: str) -> tuple[str | Json | None, tuple[Json, ...]]:
         """Return (tool_choice, tools) for the engine. `choice` is the body's choice, `path` the name of its field.
@@ -75,6 +77,7 @@ def parse_tools(tools: list[Any], functions: list[Any]) -> ChatTools:
         raise invalid("functions", "send either 'tools' or 'functions'")
     offered: list[Json] = []
     custom: set[str] = set()
+    of_provider: list[str] = []
     for position, tool in enumerate(tools):
         path = f"tools[{position}]"
         kind = tool.get("type") if isinstance(tool, dict) else None
@@ -87,13 +90,15 @@ def parse_tools(tools: list[Any], functions: list[Any]) -> ChatTools:
             name = _checked_name(tool.get("custom"), f"{path}.custom")
             custom.add(name)
             offered.append({"type": "function", "function": _custom_function(name, tool["custom"])})
+        else:
+            of_provider.append(kind)
     for position, function in enumerate(functions):
         _checked_name(function, f"functions[{position}]")
         offered.append({"type": "function", "function": function})
     names = [tool["function"]["name"] for tool in offered]
     if twice := [name for name in custom if names.count(name) > 1]:
         raise invalid("tools", f"the custom tool {twice[0]!r:.80} shares its name with another tool")
-    return ChatTools(tuple(offered), frozenset(custom), legacy=bool(functions))
+    return ChatTools(tuple(offered), frozenset(custom), legacy=bool(functions), of_provider=tuple(of_provider))
 
 
 def _checked_name(definition: Any, path: str) -> str:

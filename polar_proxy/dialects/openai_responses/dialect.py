@@ -26,7 +26,7 @@ from typing import Annotated, Any
 import orjson
 from pydantic import Field
 
-from polar_proxy.dialects.base import Answer, ParsedRequest, ReferencedCall
+from polar_proxy.dialects.base import Answer, ParsedRequest, ReferencedCall, provider_tools
 from polar_proxy.dialects.fields import (
     Integer,
     Strings,
@@ -113,6 +113,7 @@ class OpenAIResponses(OpenAIDialect):
                 sampled=request,
             ),
             background=fields.background,
+            provider_tools=provider_tools(tools.of_provider, body),
         )
 
     def message_fields(self, stored: list[Json]) -> Json:

@@ -8,7 +8,7 @@ the client as the item of the tool's kind:
   (`custom_tools.py`).
 * `tool_search` run by the client, `local_shell`, `shell`, `apply_patch`: a function with that tool's own arguments.
 * Tools that the provider itself runs (web search, file search, code interpreter, MCP, ...) and unknown kinds are
-  tolerated and not offered, because nothing here can run them.
+  listed and not offered, because nothing here can run them.
 
 Tools are in `tools`, in `additional_tools` items of the input, and in the results of a tool search. All are offered;
 `defer_loading` is ignored. A tool keeps its offered name when later tools arrive, so that a growing conversation reads
@@ -104,6 +104,8 @@ class Toolbox:
     """All tools of a body, by the name under which each is offered."""
 
     tools: dict[str, OfferedTool] = field(default_factory=dict)
+    of_provider: list[str] = field(default_factory=list)
+    """Types of the tools that the provider itself runs. They are not offered."""
     _names: dict[tuple[str | None, str], str] = field(default_factory=dict)
     """(namespace, name) -> offered name."""
 
@@ -147,6 +149,7 @@ class Toolbox:
             return self._offer("tool_search", "tool_search", None, _function(description, schema))
         built_in = BUILT_IN_TOOLS.get(kind)
         if built_in is None:
+            self.of_provider.append(kind)
             return []
         return self._offer(kind, kind, None, _function(built_in.description, built_in.parameters))
 

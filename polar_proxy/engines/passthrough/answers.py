@@ -14,7 +14,8 @@ from polar_proxy.engines.hosted.google import ContentDecoder
 from polar_proxy.engines.openai_client import AnswerDecoder
 from polar_proxy.engines.openai_stream import ChunkDecoder, SseDecoder
 from polar_proxy.errors import EngineError, RequestError
-from polar_proxy.types import EngineRequest, Json, Message, ProviderRequest, SampleEvent, ToolDelta, Usage
+from polar_proxy.provider_calls import ProviderRequest
+from polar_proxy.types import EngineRequest, Json, Message, SampleEvent, ToolDelta, Usage
 
 EVENT_STREAM, AWS_EVENT_STREAM = "text/event-stream", "application/vnd.amazon.eventstream"
 _FINAL_TYPES = frozenset(

@@ -21,7 +21,8 @@ from polar_proxy.engines.http_client import HttpClient, HttpResponse
 from polar_proxy.engines.openai_client import CONNECT_SECONDS, KEEPALIVE_SECONDS, AnswerDecoder
 from polar_proxy.engines.passthrough.answers import BodyReader, error_in, is_end, make_decoder
 from polar_proxy.errors import EngineError, ProviderError, RequestError
-from polar_proxy.types import ChatRequest, EngineInfo, EngineRequest, ProviderPiece, ProviderRequest, SampleEvent
+from polar_proxy.provider_calls import ProviderPiece, ProviderRequest
+from polar_proxy.types import ChatRequest, EngineInfo, EngineRequest, SampleEvent
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,8 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus, WebSocketExce
 from polar_proxy.engines.passthrough.answers import is_end
 from polar_proxy.engines.passthrough.engine import headers_to_send
 from polar_proxy.errors import EngineError, ProviderError
-from polar_proxy.types import Json, ProviderPiece, ProviderRequest
+from polar_proxy.provider_calls import ProviderPiece, ProviderRequest
+from polar_proxy.types import Json
 
 _OPEN_SECONDS = 30.0
 

@@ -15,6 +15,7 @@ from polar_proxy.engines.http_client import HttpResponse
 from polar_proxy.engines.logprobs import ALTERNATIVES, at_temperature
 from polar_proxy.engines.openai_client import OpenAIClient, sampling_fields, server_message
 from polar_proxy.engines.openai_stream import MISSING_BELOW, ChunkDecoder
+from polar_proxy.engines.vllm.parser_process import ParserProcess
 from polar_proxy.errors import EngineError, PolarError, RequestError
 from polar_proxy.types import (
     ChatRequest,
@@ -62,6 +63,9 @@ class VllmClient(OpenAIClient):
     def __init__(self, url: str, api_key: str | None = None, *, model: str | None = None) -> None:
         super().__init__(url, api_key)
         self.model = model or ""
+        self.renderer: ParserProcess | None = None
+        """The side process that renders conversations, if the server's `/tokenize` renders them otherwise than its chat
+        route. The probe sets it."""
 
     async def send(
         self, method: str, path: str, body: Json | None = None, *, samples: bool = False, large: bool = False
@@ -81,13 +85,19 @@ class VllmClient(OpenAIClient):
         steps = self.events(response, SeparateChunkDecoder(Sampling(), self.name), stream=True)
         return [event async for events in steps for event in events]
 
-    async def tokenize(self, body: Json) -> list[int]:
-        """Return the ids that `/tokenize` gives for a conversation (`messages` in the body) or a text (`prompt`)."""
-        return list(self.field(await self.json("POST", "/tokenize", body), "tokens"))
+    async def render(self, body: Json) -> list[int]:
+        """Return the ids of a conversation (`messages` in the body), rendered by `/tokenize` or by the side process."""
+        if self.renderer is not None:
+            (rendering,) = await self.renderer.render([{"model": self.model, **body}])
+            return rendering.ids
+        return await self._tokenize(body)
 
     async def encode(self, text: str) -> list[int]:
         """Return the ids of a text, without tokens that the tokenizer adds."""
-        return await self.tokenize({"prompt": text, "add_special_tokens": False})
+        return await self._tokenize({"prompt": text, "add_special_tokens": False})
+
+    async def _tokenize(self, body: Json) -> list[int]:
+        return list(self.field(await self.json("POST", "/tokenize", body), "tokens"))
 
     async def decode(self, token_ids: Iterable[int]) -> str:
         """Return the text of ids, special tokens included."""

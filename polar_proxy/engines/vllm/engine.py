@@ -99,7 +99,7 @@ class VllmEngine(LocallyRenderingEngine):
         self._verified = await ServerProbe(self.client, self._vllm_python, self._parsers, self._model_folder).run()
         self._weight_version = self._server.weight_version
         self._weight_version_at = time.monotonic()
-        await self._read_model_folder()
+        await self._use_model_files()
         self._texts = TokenTexts(self.client, separator=next(iter(self._server.info.eos_token_ids), None))
         return self._server.info
 
@@ -110,14 +110,26 @@ class VllmEngine(LocallyRenderingEngine):
             await parsers.close()
         await super().__aexit__(kind, error, trace)
 
-    async def _read_model_folder(self) -> None:
-        """Use the model's folder, if it can be read.
+    async def _use_model_files(self) -> None:
+        """Render conversations in this process, if the model's folder can be read and gives the server's ids.
 
-        Conversations are then rendered in this process, if that gives the server's ids. The stop tokens of the model's
-        `generation_config.json` are added to the tokens that end a turn, if the server really stops at them.
+        The stop tokens of the model's `generation_config.json` are added to the tokens that end a turn, if the server
+        really stops at them.
         """
-        if not self._server.tokenize_renders or "continue" not in self._server.info.capabilities:
+        if not self._server.renders or "continue" not in self._server.info.capabilities:
             return
+        if self.client.renderer is not None:
+            stop_ids: Sequence[int] = self.client.renderer.stop_ids
+        elif (files := await self._model_files()) is not None:
+            self._local = await LocalRenderer.find(files.template, self.render, files.encode)
+            stop_ids = files.stop_ids
+        else:
+            return
+        known = self._server.info.eos_token_ids
+        named = [token for token in stop_ids if token not in known and await stops_at(self.client, token)]
+        self._verified = replace(self._server, info=replace(self._server.info, eos_token_ids=(*known, *named)))
+
+    async def _model_files(self) -> ModelFiles | None:
         folder = await asyncio.to_thread(find_model_folder, self._server.model_path)
         if folder is None:
             log.warning(
@@ -125,13 +137,7 @@ class VllmEngine(LocallyRenderingEngine):
                 "Name a copy of its configuration, tokenizer and chat template by the setting engine.model_folder",
                 self._server.model_path,
             )
-        files = await asyncio.to_thread(ModelFiles.load, folder) if folder is not None else None
-        if files is None:
-            return
-        self._local = await LocalRenderer.find(files.template, self.render, files.encode)
-        known = self._server.info.eos_token_ids
-        named = [token for token in files.stop_ids if token not in known and await stops_at(self.client, token)]
-        self._verified = replace(self._server, info=replace(self._server.info, eos_token_ids=(*known, *named)))
+        return await asyncio.to_thread(ModelFiles.load, folder) if folder is not None else None
 
     @property
     def _server(self) -> VerifiedServer:
@@ -232,12 +238,12 @@ class VllmEngine(LocallyRenderingEngine):
         return [await prompt.parser.parse(event) for event in events]
 
     async def render(self, request: ChatRequest, *, generation: bool = True) -> list[int]:
-        """Implement `Engine.render`: by `/tokenize` if the probe got the same ids from it as from the chat route.
+        """Implement `Engine.render`: as the probe got the same ids as from the chat route.
 
-        Otherwise sample one token by the chat route and return the prompt ids of the answer.
+        If it got them in no way, sample one token by the chat route and return the prompt ids of the answer.
         """
-        if self._server.tokenize_renders:
-            return await self.client.tokenize(render_body(request, generation=generation))
+        if self._server.renders:
+            return await self.client.render(render_body(request, generation=generation))
         if not generation:
             raise RequestError(
                 f"{self.client.name} can render a conversation only with the tokens that open the next answer."
@@ -245,6 +251,12 @@ class VllmEngine(LocallyRenderingEngine):
         one_token = replace(request, sampling=Sampling(max_tokens=1), response_format=None)
         answer = await self.client.chat(chat_body(one_token, stream=False))
         return list(self.client.field(answer, "prompt_token_ids"))
+
+    async def _texts_of_server(self, requests: Sequence[ChatRequest], generation: bool) -> list[str]:
+        if self.client.renderer is None:
+            return await super()._texts_of_server(requests, generation)
+        bodies = [{"model": self.client.model, **render_body(one, generation=generation)} for one in requests]
+        return [rendering.text for rendering in await self.client.renderer.render(bodies)]
 
     async def encode(self, text: str) -> list[int]:
         return await (self.client if self._local is None else self._local).encode(text)

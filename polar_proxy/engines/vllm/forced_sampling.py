@@ -18,6 +18,7 @@ from functools import partial
 
 from polar_proxy.engines.base import CannotContinueError
 from polar_proxy.engines.hermes import CALL, END_CALL, END_THINK, THINK
+from polar_proxy.engines.openai_stream import MISSING_BELOW
 from polar_proxy.engines.vllm.client import CHAT, COMPLETIONS, VllmClient, unless_refused
 from polar_proxy.engines.vllm.forced_answers import (
     CALL_TEXTS,
@@ -33,11 +34,15 @@ from polar_proxy.engines.vllm.forced_answers import (
     last_position,
 )
 from polar_proxy.engines.vllm.own_forms import (
+    ARGUMENTS,
+    REASONING,
+    TOOL,
     UNWANTED,
     USER,
     Conversation,
     OwnForm,
     after_reasoning,
+    call_turn,
     forcing,
     own_forms,
     reasoning_end,
@@ -47,6 +52,7 @@ from polar_proxy.types import Json, SampleEvent
 
 _TOGETHER = 8
 """Answers that the server samples at a time."""
+_ALTERNATIVES = 5
 
 
 class ForcedSampling:
@@ -68,7 +74,7 @@ class ForcedSampling:
             self.tags = dict(zip(texts, map(tuple, ids), strict=True))
 
     async def render(self, messages: list[Json], generation: bool, frame: Json) -> list[int]:
-        return await self._client.tokenize({"messages": messages, "add_generation_prompt": generation, **frame})
+        return await self._client.render({"messages": messages, "add_generation_prompt": generation, **frame})
 
     async def _sample(self, path: str, body: Json) -> list[SampleEvent]:
         async with self._slots:
@@ -164,6 +170,27 @@ class ForcedSampling:
         forced = await asyncio.gather(*(force(form, each) for each in conversations for form in forms))
         return [answer for answer in forced if answer is not None]
 
+    async def open_reasoning(self, frame: Json) -> ForcedAnswer | None:
+        """Sample reasoning as the template opens it, cut after some letters; None if the server samples something else.
+
+        For servers whose grammar begins before the text and allows reasoning there (gpt-oss).
+        """
+        opened = await self.render(USER, True, frame)
+        turn = call_turn(ARGUMENTS[:1]) | {"reasoning": REASONING, "reasoning_content": REASONING}
+        whole = await unless_refused(self.render([*USER, turn], False, frame)) or []
+        before, found, _ = (await self._client.decode(whole[len(opened) :])).partition(REASONING)
+        opening = tuple(await self._client.encode(before)) if found else ()
+        biases = dict.fromkeys(opening, 50) | dict.fromkeys(self.tags[LETTER], 100)
+        body = {
+            "structured_outputs": {"choice": [PLAIN]},
+            "logit_bias": {str(token): bias for token, bias in biases.items()},
+            "max_tokens": len(opening) + 4,
+        }
+        answer = await unless_refused(self._chat("cut reasoning", "", frame | body)) if opening else None
+        if answer is None or answer.sampled[: len(opening)] != opening:
+            return None
+        return replace(answer, cut=True, prompt=tuple(opened))
+
     async def force_tags(self, tags: Sequence[tuple[str, str]], frame: Json) -> list[ForcedAnswer]:
         """Sample one answer for each of these pairs of tags, with a letter as the reasoning between the tags.
 
@@ -202,3 +229,32 @@ class ForcedSampling:
             raise CannotContinueError("the text of its completions differs from the decoded text of their token ids.")
         read = [replace(answer, text=text) for answer, text in zip(answers, texts[2:], strict=True)]
         return read, texts[1] == "".join(event.text for event in plain)
+
+
+async def adds_grammar(client: VllmClient, *, renders: bool) -> bool:
+    """Return whether the chat route samples requests with tools under a grammar of the server's own.
+
+    With `--tool-strict-level function`, vLLM's grammar for tool calls is an alternative to one that the request gives.
+    So a grammar is given that allows one token only, and the most likely tokens are requested: if a second one was
+    allowed, the server added its own. False if that cannot be found out. `renders`: the client renders conversations.
+    """
+    frame: Json = {"tools": [TOOL]}
+
+    async def render(messages: list[Json], generation: bool) -> list[int]:
+        return await client.render({"messages": messages, "add_generation_prompt": generation, **frame})
+
+    plain, unwanted = await asyncio.gather(*(unless_refused(client.encode(text)) for text in (PLAIN, UNWANTED)))
+    if plain is None or unwanted is None:
+        return False
+    end = await reasoning_end(client, render, USER) if renders else None
+    body = frame | forcing(OwnForm("plain text", tuple(plain), ()), end, unwanted) | {"messages": USER}
+    wanted = {"temperature": 0, "logprobs": True, "top_logprobs": _ALTERNATIVES, "return_token_ids": True}
+    answer = await unless_refused(client.chat(body | wanted))
+    if answer is None:
+        return False
+    choice = answer["choices"][0]
+    ids, rows = tuple(choice["token_ids"]), choice["logprobs"]["content"]
+    first = int(ids[0] == end)  # the grammar begins after the reasoning
+    likely = [other["logprob"] > MISSING_BELOW for row in rows[first : first + 1] for other in row["top_logprobs"]]
+    forced = last_position(ids, tuple(plain)) >= 0
+    return sum(likely) > 1 and (forced or not all(likely))

@@ -19,12 +19,12 @@ import sys
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 import orjson
 
 from polar_proxy.config import child_environment
-from polar_proxy.errors import EngineError
+from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.types import Json
 
 START_SECONDS = 180.0
@@ -38,6 +38,13 @@ _ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK
 
 Parsers = tuple[str | None, str | None]
 """The names of a tool parser and a reasoning parser, as given to `vllm serve`."""
+
+
+class Rendering(NamedTuple):
+    """A rendered conversation: its token ids, and their text with special tokens."""
+
+    ids: list[int]
+    text: str
 
 
 class ParserProcess:
@@ -60,6 +67,8 @@ class ParserProcess:
         """How often the process was started; an answer belongs to one of these."""
         self.version = ""
         """vLLM's version."""
+        self.stop_ids: list[int] = []
+        """The stop tokens of the tokenizer and of the model's generation config."""
         self.reasoning_tags: list[tuple[str, str]] = []
         """The texts around reasoning of all reasoning parsers that fit the model."""
 
@@ -108,6 +117,17 @@ class ParserProcess:
         line = {"op": "distinguish", "request": request, "prompts": prompts, "answers": answers, "seed": seed}
         reply = await self._ask(line | {"parsers": parsers}, START_SECONDS)
         return [(number, list(body)) for number, body in reply["answers"]]
+
+    async def render(self, bodies: Sequence[Json]) -> list[Rendering]:
+        """Render conversations as the chat route does. Raises RequestError for a conversation that vLLM refuses.
+
+        A body is that of a chat; `add_generation_prompt: false` leaves out the tokens that open the answer.
+        """
+        await self.ensure_started()
+        reply = await self._ask({"op": "render", "requests": list(bodies)}, START_SECONDS)
+        if "refused" in reply:
+            raise RequestError(f"vLLM refuses this conversation: {reply['refused']}", param="messages")
+        return [Rendering(ids, text) for ids, text in reply["renderings"]]
 
     async def open(self, parsers: Parsers, request: Json, prompt: Sequence[int]) -> ParsedStream:
         """Begin to parse the answer to a request. Raises EngineError if vLLM refuses the request."""
@@ -167,6 +187,7 @@ class ParserProcess:
         self._replies.append(greeting)
         greeted = await self._wait(greeting, START_SECONDS)
         self.version = str(greeted["version"])
+        self.stop_ids = list(greeted["stop_ids"])
         self.reasoning_tags = [(start, end) for start, end in greeted["reasoning_tags"]]
 
     async def _ask(self, line: Json, seconds: float | None = None) -> Json:

@@ -68,9 +68,13 @@ from polar_proxy.types import ChatRequest, Json, SampleEvent, TokenIds
 
 _TAIL_TOKENS = 16
 _KEPT_CONFIGS = 32
-_REMEDY = (
+REMEDY = (
     "Install vLLM on this machine and name its Python by the setting engine.vllm_python, or start vLLM with "
     "--enable-scale-out, so that its own parser can be called."
+)
+_OWN_GRAMMAR = (
+    "Its chat route samples answers with tools under a grammar that Polar does not know, so these answers are recorded "
+    "as constrained, and are not trained. Start vLLM without --tool-strict-level."
 )
 _PIECES = 8
 _ROUNDS = 4
@@ -90,9 +94,11 @@ class ParserProofs:
         tools: bool,
         process: ParserProcess | None = None,
         parsers: Parsers | None = None,
+        adds_grammar: bool = False,
     ) -> None:
         """`end` is the end-of-turn token; `tools` says that the server accepts `tool_choice: auto`; `process` runs
-        vLLM's parsers, if there is one; `parsers` are the server's, if they are known."""
+        vLLM's parsers, if there is one; `parsers` are the server's, if they are known; `adds_grammar` says that the
+        server was seen to sample requests with tools under a grammar of its own."""
         self._client = client
         self.process = process
         self._parsers = parsers
@@ -100,8 +106,8 @@ class ParserProofs:
         self._tools = tools
         self._sampling = ForcedSampling(client, end=end, tools=tools)
         self._proved: dict[bytes, ParserConfig | CannotContinueError] = {}
-        self.adds_grammar = False
-        """The server sampled a tool call although a grammar allowed only a text, so it adds a grammar for its calls."""
+        self.adds_grammar = adds_grammar
+        """Also set if the server samples a tool call although a grammar allows only a text."""
         self._lock = asyncio.Lock()
 
     async def config_for(self, options: Mapping[str, Any], prompt: TokenIds) -> ParserConfig:
@@ -200,7 +206,7 @@ class ParserProofs:
             whole = [answer for answer in answers if not answer.cut and self.tail(answer.prompt) == tail]
             mode, problem = matching_reasoning_mode(whole, tools=self._tools)
         config = ParserConfig("hermes", mode or "off", self._tools, without_tools, with_tools, tail)
-        if mode is not None:
+        if mode is not None and not self.adds_grammar:
             return config
         own = [answer for answer in answers if answer.own and answer.raw_finish == "stop"]
         if own and not any(answer.parsed.calls for answer in own):
@@ -208,14 +214,24 @@ class ParserProofs:
                 f"{problem} And the server's chat route did not recognise a tool call in the chat template's form. "
                 "Start vLLM with the --tool-call-parser of this model."
             )
-        problems = [problem]
+        if not any(answer.parsed.reasoning for answer in answers):
+            reasoning = await self._sampling.open_reasoning(frame)
+            answers += [] if reasoning is None else [reasoning]
+        problems = [problem if mode is None else _OWN_GRAMMAR]
         answers.append(replace(shown[-1], prompt=tuple(opened)))
         for find in (self._match_process, self._match_derender):
             found = await find(config, answers, frame, conversations)
-            if isinstance(found, ParserConfig):
+            if isinstance(found, ParserConfig) and not await self._misses_grammar(found, frame):
                 return found
-            problems.append(found)
-        raise CannotContinueError(" ".join([*map(str, problems), _REMEDY]))
+            problems.append(found if isinstance(found, str) else _OWN_GRAMMAR)
+        raise CannotContinueError(" ".join([*filter(None, problems), REMEDY]))
+
+    async def _misses_grammar(self, config: ParserConfig, frame: Json) -> bool:
+        """Return whether the chat route adds a grammar that is not known with this configuration."""
+        if not self.adds_grammar:
+            return False
+        request = parser_request(self._client.model, _request(frame))
+        return config.kind != "process" or not await self._has_grammar(config.parsers, request)
 
     def tail(self, prompt: Sequence[int] | TokenIds) -> PromptTail:
         """Return `open` or `closed` if the tokens after a prompt's last turn open or close reasoning, else `none`."""

@@ -10,6 +10,8 @@ and output, one reply for each request, in order. The first line is a greeting w
     {"op": "feed", "answer": 1, "index": 0, "ids": [ids], "finish": null}
         -> {"text": "Hi", "reasoning": "", "calls": [], "finish": null}
     {"op": "close", "answer": 1} -> {}
+    {"op": "render", "requests": [{...}]}
+        -> {"renderings": [[[ids], text]]}, or {"refused": text}
     {"op": "match", "request": {...}, "samples": [...], "parsers": null}
         -> {"parsers": [["hermes", "qwen3"]]}
     {"op": "distinguish", "request": {...}, "prompts": [[ids]], "answers": {...}, "parsers": [...], "seed": 1}
@@ -18,11 +20,13 @@ and output, one reply for each request, in order. The first line is a greeting w
 A failed request is answered with {"error": text}. Each answer goes through the detokenizer and the parser of vLLM's
 chat route, one token at a time, with the request as that route changes it (`adjust_request`). Samples of the server's
 answers go through it in the chunks of the server's stream (`chunks`), because some parsers lose calls if several tokens
-come at once.
+come at once. Conversations are rendered by the renderer of the chat route, with its defaults. For most models it uses
+the chat template; gpt-oss has a library instead (openai-harmony), and some models have code in vLLM.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import sys
@@ -38,6 +42,9 @@ del sys.path[0]  # this folder, whose modules are not vLLM's
 _TEXT_TAIL = 64
 """Number of tokens at the end of a prompt on which the text of an answer's first token may depend."""
 
+HARMONY_OPENING = "<|start|>assistant"
+"""What vLLM writes at the end of every conversation with gpt-oss, whether or not it is to open an answer."""
+
 _COMPARISONS = 600
 """Maximum number of parses to find differences between pairs of parsers; each pair parses each answer."""
 _FEWEST = 20
@@ -46,8 +53,9 @@ _DIFFERENCES = 6
 """Maximum number of answers that are returned because the pairs parse them differently."""
 
 from vllm import __version__  # noqa: E402
-from vllm.config import ModelConfig  # noqa: E402
+from vllm.config import ModelConfig, VllmConfig  # noqa: E402
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest  # noqa: E402
+from vllm.exceptions import VLLMClientError  # noqa: E402
 from vllm.parser import Parser, ParserManager  # noqa: E402
 from vllm.reasoning import ReasoningParserManager  # noqa: E402
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams  # noqa: E402
@@ -66,11 +74,43 @@ class ServedModel:
         self.harmony = self.config.hf_config.model_type == "gpt_oss"
 
         self._classes: dict[tuple[str | None, str | None], type[Parser] | None] = {}
+        self._renderer: Any = None
+
+    def stop_ids(self) -> list[int]:
+        named = self.config.try_get_generation_config().get("eos_token_id") or []
+        stops = [self.tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])]
+        return list(dict.fromkeys(token for token in stops if token is not None))
+
+    async def render(self, request: Json) -> tuple[list[int], str]:
+        """Return the prompt's ids and text, as the chat route makes them. Raises ValueError if vLLM refuses it."""
+        # Imported here, because few servers need it and the import takes as long as all others together.
+        from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+        from vllm.renderers.online_renderer import OnlineRenderer
+        from vllm.renderers.registry import renderer_from_config
+
+        if self._renderer is None:
+            renderer = renderer_from_config(VllmConfig(model_config=self.config))
+            self._renderer = OnlineRenderer(
+                self.config,
+                renderer,
+                request_logger=None,
+                chat_template=None,
+                chat_template_content_format="auto",
+                enable_auto_tools=True,
+            )
+        chat = ChatCompletionRequest.model_validate(request)
+        rendered = await self._renderer.render_chat(chat)
+        if isinstance(rendered, ErrorResponse):
+            raise ValueError(rendered.error.message)
+        ids = list(rendered[1][0]["prompt_token_ids"])
+        if self.harmony and not chat.add_generation_prompt:
+            ids = ids[: -len(self.tokenizer.encode(HARMONY_OPENING))]
+        return ids, self.tokenizer.decode(ids)
 
     def parser_class(self, tool_parser: str | None, reasoning_parser: str | None) -> type[Parser] | None:
         key = tool_parser, reasoning_parser
         if key not in self._classes:
-            self._classes[key] = ParserManager.get_parser(
+            found = ParserManager.get_parser(
                 tool_parser_name=tool_parser,
                 reasoning_parser_name=reasoning_parser,
                 enable_auto_tools=tool_parser is not None,
@@ -78,6 +118,10 @@ class ServedModel:
                 is_harmony=self.harmony,
                 tokenizer=self.tokenizer,
             )
+            # For gpt-oss, vLLM returns one class, and each call changes its attributes. A subclass keeps them.
+            parts = ("tool_parser_cls", "reasoning_parser_cls")
+            attributes = {name: getattr(found, name) for name in parts} if found else {}
+            self._classes[key] = found and type(found.__name__, (found,), attributes)
         return self._classes[key]
 
     def reasoning_tags(self) -> list[tuple[str, str]]:
@@ -214,6 +258,7 @@ class ParserWorker:
     def __init__(self, model: ServedModel) -> None:
         self._model = model
         self._answers: dict[int, OpenAnswer] = {}
+        self._loop = asyncio.new_event_loop()
 
     def greeting(self) -> Json:
         return {
@@ -221,6 +266,7 @@ class ParserWorker:
             "tool_parsers": sorted(set(ToolParserManager.list_registered())),
             "reasoning_parsers": sorted(set(ReasoningParserManager.list_registered())),
             "reasoning_tags": self._model.reasoning_tags(),
+            "stop_ids": self._model.stop_ids(),
         }
 
     def reply(self, line: Json) -> Json:
@@ -234,6 +280,13 @@ class ParserWorker:
         if operation == "close":
             self._answers.pop(line["answer"], None)
             return {}
+        if operation == "render":
+            try:
+                return {
+                    "renderings": [self._loop.run_until_complete(self._model.render(one)) for one in line["requests"]]
+                }
+            except (VLLMClientError, ValueError) as error:
+                return {"refused": str(error)}
         if operation == "match":
             return {"parsers": self._match(line["request"], line["samples"], line["parsers"])}
         if operation == "distinguish":

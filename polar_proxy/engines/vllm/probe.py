@@ -20,9 +20,10 @@ from polar_proxy.engines.hermes import END_THINK
 from polar_proxy.engines.logprobs import logprob_mode
 from polar_proxy.engines.openai_stream import MISSING_BELOW, version_runs
 from polar_proxy.engines.vllm.client import CHAT, COMPLETIONS, VllmClient, unless_refused
+from polar_proxy.engines.vllm.forced_sampling import adds_grammar
 from polar_proxy.engines.vllm.own_forms import TOOL, USER
 from polar_proxy.engines.vllm.parser_process import ParserProcess, Parsers
-from polar_proxy.engines.vllm.parser_proof import ParserProofs
+from polar_proxy.engines.vllm.parser_proof import REMEDY, ParserProofs
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.types import EngineInfo, Json, LogprobMode
 
@@ -51,8 +52,8 @@ _NEUTRAL: Json = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "
 @dataclass(frozen=True, slots=True)
 class VerifiedServer:
     info: EngineInfo
-    tokenize_renders: bool
-    """`/tokenize` returned exactly the prompt ids of the chat route."""
+    renders: bool
+    """`VllmClient.render` returned exactly the prompt ids of the chat route."""
     weight_version: str | None
     """The policy version; None if the server does not report it."""
     parsers: ParserProofs | CannotContinueError
@@ -80,6 +81,8 @@ class ServerProbe:
         self._parsers = parsers
         self._client = client
         self._vllm_python = vllm_python
+        self._process: ParserProcess | None = None
+        self._render_problem = ""
         self._model_path = client.model
         self._adds_grammar = False
         self._any_token = 0
@@ -88,17 +91,18 @@ class ServerProbe:
     async def run(self) -> VerifiedServer:
         """Verify the server. Raises EngineError, with the remedy, if its answers cannot be recorded for training."""
         context_length = await self._find_model()
+        if self._vllm_python is not None:
+            self._process = ParserProcess(self._vllm_python, self._model_path)
         reported = await unless_refused(self._client.json("GET", "/version"))
         version = str(reported.get("version", "unknown")) if isinstance(reported, dict) else "unknown"
         problem = await self._missing_evidence()
         if problem is not None:
             raise EngineError(f"{self._client.name} (version {version}) {problem} {REFUSED}")
-        mode, tools, required, schema, tokenize = await asyncio.gather(
+        mode, tools, required, schema = await asyncio.gather(
             self._logprob_mode(),
             self._accepts(tools=[TOOL], tool_choice="auto"),
             self._accepts(tools=[TOOL], tool_choice="required"),
             self._accepts_schema(),
-            self._tokenize_renders(),
         )
         token_prompt, scores, weight_version, token_versions, precision = await asyncio.gather(
             self._accepts_token_prompt(),
@@ -107,12 +111,10 @@ class ServerProbe:
             self._reports_token_versions(),
             self._precision(),
         )
-        if tools and tokenize:
-            tokenize = await self._tokenize_renders(tools=[TOOL])
-        if tokenize:
-            tokenize = await self._tokenize_renders(_WITH_REASONING)
-        end = await self._end_of_turn() if tokenize else ()
-        parsers = await self._prove_parsers(tokenize, token_prompt, end, tools=tools)
+        renders = await self._find_renderer(tools=tools)
+        self._adds_grammar = tools and await adds_grammar(self._client, renders=renders)
+        end = await self._end_of_turn() if renders else ()
+        parsers = await self._prove_parsers(renders, token_prompt, end, tools=tools)
         if tools and isinstance(parsers, ParserProofs):
             required = required and await parsers.enforces_calls()
         capabilities = {
@@ -131,25 +133,32 @@ class ServerProbe:
             version=version,
             model=self._client.model,
             context_length=context_length,
-            template_hash=await self._template_hash(tokenize),
+            template_hash=await self._template_hash(renders),
             logprob_mode=mode,
             capabilities=frozenset(name for name, able in capabilities.items() if able),
             eos_token_ids=end,
             precision=precision,
         )
-        return VerifiedServer(info, tokenize, weight_version, parsers, self._adds_grammar, self._model_path)
+        return VerifiedServer(info, renders, weight_version, parsers, self._adds_grammar, self._model_path)
 
     async def _prove_parsers(
-        self, tokenize: bool, token_prompt: bool, end: tuple[int, ...], *, tools: bool
+        self, renders: bool, token_prompt: bool, end: tuple[int, ...], *, tools: bool
     ) -> ParserProofs | CannotContinueError:
-        if not tokenize:
-            return CannotContinueError("its `/tokenize` does not render conversations as its chat route does.")
+        if not renders:
+            problem = "its `/tokenize` does not render conversations as its chat route does."
+            return CannotContinueError(f"{problem} {self._render_problem}")
         if not token_prompt:
             return CannotContinueError("it does not return token ids and log-probabilities if the prompt is token ids.")
         if not end:
             return CannotContinueError("no token ends the turns of its chat template and also makes the server stop.")
-        process = ParserProcess(self._vllm_python, self._model_path) if self._vllm_python else None
-        proofs = ParserProofs(self._client, end=end[0], tools=tools, process=process, parsers=self._parsers)
+        proofs = ParserProofs(
+            self._client,
+            end=end[0],
+            tools=tools,
+            process=self._process,
+            parsers=self._parsers,
+            adds_grammar=self._adds_grammar,
+        )
         try:
             await proofs.prove({})
         except BaseException as error:
@@ -261,17 +270,45 @@ class ServerProbe:
     # The chat template, seen through the server's routes
 
     async def _render(self, messages: list[Json], **fields: Any) -> list[int]:
-        return await self._client.tokenize({"messages": messages, "add_generation_prompt": True, **fields})
+        return await self._client.render({"messages": messages, "add_generation_prompt": True, **fields})
 
-    async def _tokenize_renders(self, messages: list[Json] = USER, **fields: Any) -> bool:
-        """Return whether `/tokenize` renders a conversation to the prompt ids of the chat route."""
-        rendered = await unless_refused(self._render(messages, **fields))
-        if not rendered:
+    async def _find_renderer(self, *, tools: bool) -> bool:
+        """Return whether the chat route's prompt ids can be had without sampling; set the client's renderer if needed.
+
+        `/tokenize` renders with the model's template. The chat route of some models does not (gpt-oss: the library
+        openai-harmony). vLLM's own renderer in the side process does what the chat route does.
+        """
+        if await self._renders(tools=tools):
+            return True
+        if self._process is None:
+            self._render_problem = REMEDY
             return False
-        answer = await self._chat(messages=messages, return_token_ids=True, **fields)
-        return rendered == answer.get("prompt_token_ids")
+        try:
+            await self._process.ensure_started()
+        except EngineError as error:
+            self._render_problem = str(error)
+            return False
+        self._client.renderer = self._process
+        if await self._renders(tools=tools):
+            return True
+        self._client.renderer = None
+        await self._process.stop()
+        self._render_problem = f"Nor does the renderer of vLLM {self._process.version} on this machine."
+        return False
 
-    async def _template_hash(self, tokenize: bool) -> str | None:
+    async def _renders(self, *, tools: bool) -> bool:
+        """Return whether conversations are rendered to the prompt ids of the chat route, or refused by both."""
+
+        async def equal(messages: list[Json], **fields: Any) -> bool:
+            rendered = await unless_refused(self._render(messages, **fields))
+            answer = await unless_refused(self._chat(messages=messages, return_token_ids=True, **fields)) or {}
+            return rendered == answer.get("prompt_token_ids") and (rendered is not None or messages is not USER)
+
+        with_tools = {"tools": [TOOL]} if tools else {}
+        forms = [equal(USER), equal(USER, **with_tools), equal(_WITH_REASONING), equal(_CANONICAL, **with_tools)]
+        return all(await asyncio.gather(*forms))
+
+    async def _template_hash(self, renders: bool) -> str | None:
         """Return `render:` and a hash of the ids of a canonical conversation, because a server does not show its
         template.
 
@@ -279,7 +316,7 @@ class ServerProbe:
         conversation (a system message, tools), the hash covers the part that it accepts.
         """
         for messages, fields in ((_CANONICAL, {"tools": [TOOL]}), (_CANONICAL[-2:], {}), (USER, {})):
-            if tokenize:
+            if renders:
                 ids = await unless_refused(self._render(messages, **fields))
             else:
                 chat = self._chat(messages=messages, return_token_ids=True, **fields)
@@ -294,21 +331,28 @@ class ServerProbe:
 
         Candidates are the tokens that the template writes after a finished message and not after an unfinished one, or
         else those that begin the next message (GLM). Some of them, such as a line break, do not end an answer. So a
-        bias makes the server sample each in turn, and the first at which it stops by itself is returned.
+        bias makes the server sample each in turn, and the first at which it stops by itself is returned. If the side
+        process renders, the candidates are the stop tokens of the model's configuration: gpt-oss writes another token
+        after past answers than the one at which it stops.
         """
+        for end in await self._end_candidates():
+            if await stops_at(self._client, end):
+                return (int(end),)
+        return ()
+
+    async def _end_candidates(self) -> list[int]:
+        if self._client.renderer is not None:
+            return self._client.renderer.stop_ids
         turn = [*USER, {"role": "assistant", "content": "One"}]
         closed = await unless_refused(self._render(turn, add_generation_prompt=False))
         unfinished = await unless_refused(self._render(turn, add_generation_prompt=False, continue_final_message=True))
         if closed is None or unfinished is None:
-            return ()
+            return []
         pairs = enumerate(zip(closed, unfinished, strict=False))
         same = next((place for place, (one, two) in pairs if one != two), len(unfinished))
         if same == len(closed):
             closed = await unless_refused(self._render([*turn, *USER], add_generation_prompt=False)) or []
-        for end in closed[same : same + _END_CANDIDATES]:
-            if await stops_at(self._client, end):
-                return (int(end),)
-        return ()
+        return closed[same : same + _END_CANDIDATES]
 
 
 async def stops_at(client: VllmClient, token: int) -> bool:

@@ -24,7 +24,7 @@ from typing import Any
 
 from polar_proxy import __version__
 from polar_proxy.config import EngineSettings, Settings, is_loopback
-from polar_proxy.engines.factory import make_engine
+from polar_proxy.engines.factory import make_engine, open_engines
 from polar_proxy.gateway import Gateway
 from polar_proxy.rewards import EvaluationInput, Score
 from polar_proxy.rollouts.admission import ServiceLimits
@@ -151,7 +151,11 @@ async def run_node(config: NodeConfig, remote_scorer: RemoteScorer | None = None
             update={"host": gateway_host(settings.gateway.host, config.address), "port": settings.gateway.cluster_port}
             | {"require_known_keys": True, "shared": True}
         )
-        async with make_engine(settings.engine) as engine, Gateway(engine, store, gateways) as gateway:
+        async with (
+            make_engine(settings.engine) as engine,
+            open_engines(settings.engines) as engines,
+            Gateway(engine, store, gateways, engines=engines, routes=settings.routes) as gateway,
+        ):
             service = RolloutService(
                 store,
                 gateway,

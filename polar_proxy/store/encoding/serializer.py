@@ -170,6 +170,8 @@ class CallSerializer:
         call: TableRow = dict(zip(SAME_COLUMNS, _same_columns(record), strict=True))
         if record.fingerprint and isinstance(thread := record.fingerprint.get("thread"), str):
             call["fingerprint"] = {**record.fingerprint, "thread": without_secrets(thread)}  # an id from a header
+        if record.hooks:
+            call["hooks"] = _clean_hooks(record.hooks)
         batch.calls.append(
             call
             | {
@@ -313,6 +315,14 @@ def _chains_of(
         prompt=np.empty(0, np.int32) if ids is None or last_cut is None else ids[: last_cut.chain_length].copy(),
         prompt_node=None if last_cut is None else last_cut.without_content(),
     )
+
+
+def _clean_hooks(hooks: Json) -> Json:
+    """Return what hooks changed without secrets. As in the rest of a record, texts of messages stay as they are."""
+    request = hooks.get("request", {})
+    texts = {name: request[name] for name in ("messages",) if name in request}
+    others = {name: value for name, value in request.items() if name not in texts}
+    return {**hooks, **({"request": {**json_without_secrets(others), **texts}} if request else {})}
 
 
 def _setting_row(value: Json) -> tuple[bytes, TableRow]:

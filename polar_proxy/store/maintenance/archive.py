@@ -156,8 +156,8 @@ async def _selection(source: AsyncConnection, where: str | None, sessions: Seque
         conditions[name] = t[name].c.session_id.in_(session_ids)
     for name in ("rollouts", "rollout_events", "artifacts", "stages"):
         conditions[name] = t[name].c.rollout_id.in_(rollout_ids)
-    w = schema.rewards.c
-    conditions["rewards"] = w.rollout_id.in_(rollout_ids) | w.session_id.in_(session_ids)
+    for name in ("rewards", "remarks"):
+        conditions[name] = t[name].c.rollout_id.in_(rollout_ids) | t[name].c.session_id.in_(session_ids)
     return {name: select(t[name]).where(condition) for name, condition in conditions.items()}
 
 

@@ -73,6 +73,7 @@ _OWNERS: Mapping[str, tuple[tuple[str, str], ...]] = {
     "trace_spans": (("traces", "trace_id"),),
     "exclusions": (("sessions", "session_id"),),
     "rewards": (("rollouts", "rollout_id"), ("sessions", "session_id")),
+    "remarks": (("rollouts", "rollout_id"), ("sessions", "session_id")),
     "stages": (("rollouts", "rollout_id"),),
     "rollout_events": (("rollouts", "rollout_id"),),
     "artifacts": (("rollouts", "rollout_id"),),

@@ -37,7 +37,7 @@ _LARGEST_INTEGER = 2**31 - 1
 _WORDS: Mapping[tuple[str, str], frozenset[str]] = {
     ("rollouts", "status"): schema.ROLLOUT_STATUSES,
     ("groups", "status"): frozenset({"open", "finished", "cancelled"}),
-    ("sessions", "origin"): frozenset({"key", "open", "rollout"}),
+    ("sessions", "origin"): frozenset({"key", "open", "rollout", "user"}),
     ("nodes", "kind"): frozenset({"message", "tools", "tokens"}),
     ("trace_spans", "kind"): frozenset(get_args(SpanKind)),
     ("calls", "edge"): frozenset(get_args(Edge)),

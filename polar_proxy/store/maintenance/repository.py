@@ -32,6 +32,8 @@ from polar_proxy.types import Json
 
 _BATCH = 500
 _ROLLOUTS_AT_ONCE = 20
+_JUDGEMENTS = (schema.rewards, schema.remarks)
+"""What was given to rollouts and sessions, and is removed with them."""
 _YOUNG_FILE_SECONDS = 3600.0
 """A younger file may belong to an artifact whose row is about to be stored."""
 _ATTEMPTS = 5
@@ -156,7 +158,7 @@ class MaintenanceRepository(Repository):
             files = set(await connection.scalars(select(a.sha256).where(a.rollout_id.in_(rollouts))))
             groups = list(await connection.scalars(select(_r.group_id).where(_r.rollout_id.in_(rollouts)).distinct()))
             pruned.calls += await _delete_calls(connection, sessions)
-            for table in (schema.rewards, schema.rollout_events, schema.artifacts, schema.stages, schema.rollouts):
+            for table in (*_JUDGEMENTS, schema.rollout_events, schema.artifacts, schema.stages, schema.rollouts):
                 await connection.execute(delete(table).where(table.c.rollout_id.in_(rollouts)))
             await connection.execute(delete(schema.sessions).where(_s.session_id.in_(sessions)))
             await _delete_empty_groups(connection, groups)
@@ -172,13 +174,14 @@ class MaintenanceRepository(Repository):
             rows = (await connection.execute(query.with_for_update())).all()
             sessions = [row.session_id for row in rows]
             pruned.calls += await _delete_calls(connection, sessions)
-            await connection.execute(delete(schema.rewards).where(schema.rewards.c.session_id.in_(sessions)))
+            for table in _JUDGEMENTS:
+                await connection.execute(delete(table).where(table.c.session_id.in_(sessions)))
             closed = [row.session_id for row in rows if row.closed_at is not None]
             await connection.execute(delete(schema.sessions).where(_s.session_id.in_(closed)))
             values: dict[str, int | None] = dict.fromkeys(
                 ("calls", "failed_calls", "prompt_tokens", "completion_tokens"), 0
             )
-            values |= dict.fromkeys(("last_call_at", "reward", "price_usd"))
+            values |= dict.fromkeys(("last_call_at", "reward", "rating", "price_usd"))
             await connection.execute(update(schema.sessions).where(_s.session_id.in_(sessions)).values(values))
         pruned.sessions += sessions
 

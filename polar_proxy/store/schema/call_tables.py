@@ -12,13 +12,14 @@ sessions = Table(
     Column("session_id", Text, primary_key=True),
     Column("key_hash", LargeBinary, unique=True),  # SHA-256 of the key, which is never stored
     Column("label", Text),
-    Column("origin", Text, nullable=False),  # key, open, rollout
+    Column("origin", Text, nullable=False),  # key, open, rollout, user
     # No foreign key: rollouts.session_id refers to this table, and a circle of keys could not be inserted.
     Column("rollout_id", Text, index=True),
     json_column("policy", nullable=True),
     Column("created_at", Double, nullable=False),
     Column("closed_at", Double),
     Column("incomplete", Text),  # machine-readable reason why it must not be trained on; null: all calls are recorded
+    Column("spent", Text),  # the limit of its budget that was reached, such as max_calls; further calls are refused
     # Updated in the transaction that adds the calls, so that listings need not count calls.
     counter_column("calls"),
     counter_column("failed_calls"),
@@ -27,6 +28,7 @@ sessions = Table(
     Column("price_usd", Double),  # sum of the known prices of its calls; null: none is known
     Column("last_call_at", Double),
     Column("reward", Double),  # the newest reward of a session without a rollout; all rewards are in `rewards`
+    Column("rating", Double),  # the newest rating that a person gave, 1 to 5
 )
 
 open_calls = Table(
@@ -78,6 +80,8 @@ calls = Table(
     Column("stream", Boolean, nullable=False),
     Column("model", Text, nullable=False),
     Column("engine_hash", LargeBinary, ForeignKey("engines.engine_hash")),
+    Column("engine_name", Text),  # in the settings [engines]; null: the engine of [engine]
+    Column("route", Text),  # the rule that chose the engine
     Column("weight_version", Text),
     Column("logprob_mode", Text, nullable=False),
     Column("status", Text, nullable=False),
@@ -89,6 +93,7 @@ calls = Table(
     Column("rule", Text),  # the lineage rule that decided the edge
     Column("ambiguous", Boolean, nullable=False),
     Column("thread", Text),
+    Column("hooks", PackedJson),  # what hooks changed: parts of the request as the model saw them, answers as sampled
     Column("fingerprint", PackedJson),  # for recognising the conversation after a restart
     Column("prompt_mode", Text, nullable=False),  # render (by the engine), continue (tokens of the base)
     Column("prompt_reason", Text),  # why it does not continue the tokens of the base

@@ -1,4 +1,4 @@
-"""Tasks, jobs, groups, rollouts and what belongs to them: stages, leases, events, artifacts, rewards."""
+"""Tasks, jobs, groups, rollouts and what belongs to them: stages, leases, events, artifacts, rewards, remarks."""
 
 from __future__ import annotations
 
@@ -69,6 +69,8 @@ rollouts = Table(
     Column("status", Text, nullable=False, index=True),
     Column("incomplete", Boolean, nullable=False, server_default="0"),  # a call was lost, so it is never trained on
     Column("reward", Double),  # the newest reward of the rollout; all rewards are in `rewards`
+    Column("label", Text),  # the newest label that a person gave; all are in `remarks`
+    Column("rating", Double),  # the newest rating, 1 to 5
     Column("exit_code", Integer),
     Column("error", Text),
     Column("harness", Text, nullable=False),
@@ -187,6 +189,20 @@ rewards = Table(
     Column("source", Text, nullable=False),
     Column("value", Double),  # null: the evaluator returned no value
     json_column("detail"),
+    Column("created_at", Double, nullable=False),
+)
+
+remarks = Table(
+    "remarks",  # labels, notes and ratings that people gave
+    metadata,
+    Column("remark_id", Text, primary_key=True),
+    # One of the two is set.
+    Column("rollout_id", Text, ForeignKey("rollouts.rollout_id"), index=True),
+    Column("session_id", Text, ForeignKey("sessions.session_id"), index=True),
+    Column("kind", Text, nullable=False),  # label, note, rating
+    Column("text", Text),
+    Column("value", Double),  # of a rating
+    Column("author", Text, nullable=False),  # the API key that gave it
     Column("created_at", Double, nullable=False),
 )
 

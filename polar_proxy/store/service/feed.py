@@ -22,7 +22,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from polar_proxy.errors import StoreError, UsageError
 from polar_proxy.store import schema
-from polar_proxy.store.database import Repository
+from polar_proxy.store.database import Repository, row_columns
 from polar_proxy.store.secrets import clean_label
 from polar_proxy.store.service.groups import update_groups
 from polar_proxy.store.service.job_events import insert_job_event
@@ -61,8 +61,24 @@ class LeaseBatch:
     """Ids of the dropped groups."""
 
 
+@dataclass(frozen=True, slots=True)
+class LeaseRow:
+    """A lease of a group, open or ended. `outcome`: acknowledged, returned or expired; None while it is open."""
+
+    consumer: str
+    policy_version: str | None
+    leased_at: float
+    ended_at: float | None
+    outcome: str | None
+
+
 class FeedRepository(Repository):
     """Finished groups for training, and their leases."""
+
+    async def leases_of(self, group_id: str) -> list[LeaseRow]:
+        """Return all leases of a group, oldest first."""
+        query = select(*row_columns(LeaseRow, schema.leases)).where(_l.group_id == group_id).order_by(_l.lease_id)
+        return await self._rows(LeaseRow, query)
 
     async def lease(
         self,

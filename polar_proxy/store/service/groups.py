@@ -63,6 +63,11 @@ class GroupRepository(Repository):
     async def get(self, group_id: str) -> GroupRow | None:
         return await self._row(GroupRow, _select_groups.where(_g.group_id == group_id))
 
+    async def recent(self, limit: int = 50, before: str | None = None) -> list[GroupRow]:
+        """Return a page of groups, newest first. `before`: the last group id of the previous page."""
+        query = _select_groups.order_by(_g.group_id.desc()).limit(limit)
+        return await self._rows(GroupRow, query if before is None else query.where(_g.group_id < before))
+
     async def of_job(self, job_id: str) -> list[GroupRow]:
         """Return the groups of a job in the order of submission."""
         return await self._rows(GroupRow, _select_groups.where(_g.job_id == job_id).order_by(_g.group_id))

@@ -60,8 +60,9 @@ def _views(dialect: str) -> dict[str, str]:
             LEFT JOIN sessions s ON s.session_id = r.session_id""",
         "v_calls": f"""
             SELECT c.call_id, c.session_id, s.label AS session_label, r.rollout_id, c.dialect, c.path, c.stream,
-                c.model, e.engine, e.version AS engine_version, c.weight_version, c.logprob_mode,
-                c.status, c.http_status, c.error, c.edge, c.parent_call_id, c.rule, c.ambiguous, c.thread,
+                c.model, e.engine, e.version AS engine_version, c.engine_name, c.route,
+                c.weight_version, c.logprob_mode, c.status, c.http_status, c.error,
+                c.edge, c.parent_call_id, c.rule, c.ambiguous, c.thread,
                 c.prompt_mode, c.prompt_reason, c.base_call_id, c.base_choice,
                 c.message_count AS messages, c.prompt_tokens, c.completion_tokens, c.cached_tokens,
                 c.input_tokens, c.output_tokens, c.cache_write_tokens, c.cache_write_1h_tokens, c.reasoning_tokens,

@@ -1,0 +1,1 @@
+"""Agents that speak the Agent Client Protocol (https://agentclientprotocol.com), for any number of user turns."""

@@ -1,0 +1,99 @@
+"""The engine of each call: that of the settings [engine], or another one that a rule in `routes` chooses.
+
+Promises:
+
+* The choice depends only on the session's id and label and on the model that the request names, so that a session's
+  calls with one model stay with one engine, also after a restart and on other gateways with the same settings.
+* A prompt is never continued from tokens of another engine (`PromptBuilder`), and no trace joins answers of two.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from polar_proxy.config import GatewaySettings, RouteSettings
+from polar_proxy.engines.base import Engine
+from polar_proxy.gateway.engine_timeouts import EngineTimeouts
+from polar_proxy.gateway.health import HealthCheck
+from polar_proxy.offload import OffloadThread
+from polar_proxy.sessions.continuation import PromptBuilder
+from polar_proxy.sessions.state import SessionState
+from polar_proxy.types import CallRecord
+
+ReadCall = Callable[[str], Awaitable[CallRecord | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class ServedEngine:
+    """An engine, and what a gateway needs to ask it."""
+
+    name: str | None
+    """Its name in [engines]; None for the engine of [engine]."""
+    engine: Engine
+    prompts: PromptBuilder
+    health: HealthCheck
+    timeouts: EngineTimeouts
+
+    @classmethod
+    def of(
+        cls, name: str | None, engine: Engine, settings: GatewaySettings, read_call: ReadCall, thread: OffloadThread
+    ) -> ServedEngine:
+        health = HealthCheck("The engine" if name is None else f"The engine {name}", engine.health)
+        prompts = PromptBuilder(engine, read_call, settings, thread, engine_name=name)
+        return cls(name, engine, prompts, health, EngineTimeouts(settings, health.result))
+
+
+@dataclass(frozen=True, slots=True)
+class EngineChoice:
+    """The engine for a call, and the name of the rule that chose it."""
+
+    served: ServedEngine
+    route: str | None = None
+
+
+class EngineRouter:
+    def __init__(
+        self, default: ServedEngine, named: Mapping[str, ServedEngine], rules: Sequence[RouteSettings]
+    ) -> None:
+        self.default = EngineChoice(default)
+        self.all = (default, *named.values())
+        self._rules = [(rule, EngineChoice(named[rule.engine], rule.name)) for rule in rules]
+
+    def choose(self, session: SessionState, model: str) -> EngineChoice:
+        """Return the engine for a call. `model`: the model that the request names."""
+        for rule, choice in self._rules:
+            if (
+                _matches(model, rule.models)
+                and _matches(session.label or "", rule.labels)
+                and _in_share(session.session_id, rule)
+            ):
+                return choice
+        return self.default
+
+    async def close(self) -> None:
+        for served in self.all:
+            await served.health.close()
+
+    async def problem(self) -> str | None:
+        """Return why an engine cannot sample, or None if no problem is known."""
+        problems = await asyncio.gather(*(served.timeouts.problem() for served in self.all))
+        for served, problem in zip(self.all, problems, strict=True):
+            if problem is not None:
+                return problem if served.name is None else f"engine {served.name}: {problem}"
+        return None
+
+
+def _matches(value: str, patterns: Sequence[str]) -> bool:
+    return not patterns or any(fnmatchcase(value, pattern) for pattern in patterns)
+
+
+def _in_share(session_id: str, rule: RouteSettings) -> bool:
+    """Return whether a session is in the share of a rule. Rules of different names draw independently."""
+    if rule.share >= 1:
+        return True
+    drawn = hashlib.blake2b(f"{rule.name}/{session_id}".encode(), digest_size=8).digest()
+    return int.from_bytes(drawn) < rule.share * 2**64

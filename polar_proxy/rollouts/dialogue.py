@@ -1,0 +1,209 @@
+"""Dialogues: after each turn of the agent, the task's user says something more, until the user is done.
+
+The user is a list of texts, or a model that plays a persona (`DialogueUser`). The agent must be a harness that can
+resume its conversation; each text of the user is one start of it. Promises:
+
+* the agent's calls are ordinary calls of the rollout's session; a text of the user that was sampled is part of their
+  prompts only, so it is never trained as the agent's;
+* the calls of a model that plays the user are recorded in a session of their own, which belongs to no rollout;
+* a dialogue ends when the user is done, at `RolloutSpec.max_user_turns`, or with a turn in which the agent fails or
+  runs out of time. The time that the user takes does not count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import httpx
+
+from polar_proxy.config import EngineSettings, GatewaySettings
+from polar_proxy.engines.base import Engine
+from polar_proxy.engines.factory import make_engine
+from polar_proxy.gateway import Gateway
+from polar_proxy.rollouts.infrastructure import InfrastructureError
+from polar_proxy.sessions.identity import hash_key, new_key
+from polar_proxy.store import Store
+from polar_proxy.tasks import DialogueUser
+from polar_proxy.types import ANSWERED, Json
+from sandboxes.base import ExecResult
+
+DONE = "###STOP###"
+"""The mark by which a model that plays the user ends the dialogue."""
+_ANSWER_SECONDS = 600.0
+_IDLE_SECONDS = 5.0
+"""How long to wait for a call of the user's model that is in flight when the dialogue ends."""
+_LEAST_SECONDS = 0.1
+"""Time limit of a turn that has no time left; the turn then ends as timed out."""
+_RULES = f"""
+You talk to an agent that works for you on a computer. Write only what you say to it, in the first person and in a few
+sentences. Answer its questions as the description above lets you, and do not do its work. When it has done what you
+want, or cannot do it, write {DONE} and nothing else.
+"""
+_OPENING = "Hello! What can I do for you?"
+"""What the agent says first in the user model's conversation, because most chat templates begin with the other side."""
+_SIDE_EDGES = ("subagent", "side_call")
+
+
+@dataclass(frozen=True, slots=True)
+class DialogueMessage:
+    speaker: Literal["user", "agent"]
+    text: str
+
+    def to_json(self) -> Json:
+        return {"speaker": self.speaker, "text": self.text}
+
+
+class UserPlayer(Protocol):
+    async def answer(self, messages: Sequence[DialogueMessage]) -> str | None:
+        """Return what the user says next, None if the user is done. `messages` begins with the instruction."""
+        ...
+
+
+class ScriptedUser:
+    """Says the given texts in order."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self._texts = iter(texts)
+
+    async def answer(self, messages: Sequence[DialogueMessage]) -> str | None:
+        del messages
+        return next(self._texts, None)
+
+
+@dataclass(frozen=True, slots=True)
+class PlayedUser:
+    """A model that plays a persona, through a gateway that records its calls."""
+
+    persona: str
+    base_url: str
+    key: str
+    model: str
+
+    async def answer(self, messages: Sequence[DialogueMessage]) -> str | None:
+        """Raises InfrastructureError if the model cannot answer."""
+        said = [{"role": "assistant" if one.speaker == "user" else "user", "content": one.text} for one in messages]
+        request = {
+            "model": self.model,
+            "messages": [
+                {"role": "system", "content": f"{self.persona}\n{_RULES}"},
+                {"role": "user", "content": _OPENING},
+                *said,
+            ],
+        }
+        try:
+            async with httpx.AsyncClient(timeout=_ANSWER_SECONDS) as client:
+                headers = {"authorization": f"Bearer {self.key}"}
+                reply = await client.post(f"{self.base_url}/v1/chat/completions", json=request, headers=headers)
+                reply.raise_for_status()
+        except httpx.HTTPError as error:
+            raise InfrastructureError("engine", f"the model that plays the user did not answer: {error}") from error
+        text = str(reply.json()["choices"][0]["message"].get("content") or "")
+        return None if DONE in text or not text.strip() else text
+
+
+class UserModel:
+    """The model that plays the users: the rollouts' own engine, or another one behind a gateway of its own.
+
+    The other engine is started by the first dialogue that needs it.
+    """
+
+    def __init__(self, store: Store, gateway: Gateway, engine: Engine, settings: EngineSettings | None) -> None:
+        """`gateway` and `engine` are the rollouts' own. `settings`: another engine, for the users."""
+        self._store = store
+        self._own = gateway, engine
+        self._settings = settings
+        self._starting = asyncio.Lock()
+        self._started: tuple[Gateway, Engine] | None = None
+        self._stack = contextlib.AsyncExitStack()
+
+    async def __aenter__(self) -> UserModel:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    @contextlib.asynccontextmanager
+    async def player(self, user: DialogueUser, rollout_id: str) -> AsyncIterator[UserPlayer]:
+        """Yield the user of one rollout. A persona has a session, which is open until the block ends."""
+        if user.persona is None:
+            yield ScriptedUser(user.texts)
+            return
+        gateway, engine = await self._open()
+        key = new_key()
+        label = f"user of {rollout_id}"
+        session = await self._store.sessions.create(key_hash=hash_key(key), label=label, origin="user")
+        try:
+            yield PlayedUser(user.persona, gateway.url, key, engine.info.model)
+        finally:
+            await self._store.sessions.close(session.session_id)
+            gateway.end_session(session.session_id)
+            await gateway.forget_session(session.session_id, _IDLE_SECONDS)
+
+    async def _open(self) -> tuple[Gateway, Engine]:
+        if self._settings is None:
+            return self._own
+        async with self._starting:
+            if self._started is None:
+                engine = await self._stack.enter_async_context(make_engine(self._settings))
+                settings = GatewaySettings(host="127.0.0.1", port=0, require_known_keys=True)
+                gateway = await self._stack.enter_async_context(Gateway(engine, self._store, settings))
+                self._started = gateway, engine
+            return self._started
+
+
+@dataclass(frozen=True, slots=True)
+class AgentRun:
+    """The runs of the agent on one task: one, or in a dialogue one for each text of the user."""
+
+    last: ExecResult
+    output: bytes
+    """Output of all runs."""
+    messages: tuple[DialogueMessage, ...] = ()
+    """What both sides said in a dialogue."""
+    end: str = ""
+    """Why the dialogue ended."""
+
+
+RunAgent = Callable[[str, bool, float], Awaitable[ExecResult]]
+"""Runs the agent on a text of the user: (text, whether it resumes its conversation, time limit in seconds)."""
+
+
+async def play_dialogue(
+    instruction: str,
+    user: UserPlayer,
+    run_agent: RunAgent,
+    last_answer: Callable[[], Awaitable[str]],
+    succeeded: Callable[[ExecResult], bool],
+    *,
+    max_turns: int,
+    seconds: float,
+) -> AgentRun:
+    """Play a dialogue that begins with the instruction. `seconds` limits the agent's time in total."""
+    messages = [DialogueMessage("user", instruction)]
+    output = b""
+    for turn in range(max_turns):
+        last = await run_agent(messages[-1].text, turn > 0, max(seconds, _LEAST_SECONDS))
+        seconds -= last.seconds
+        output += last.stdout + last.stderr
+        if not succeeded(last):
+            return AgentRun(last, output, tuple(messages), "the agent's turn failed")
+        messages.append(DialogueMessage("agent", await last_answer()))
+        text = await user.answer(messages) if turn + 1 < max_turns else None
+        if text is None:
+            break
+        messages.append(DialogueMessage("user", text))
+    end = f"the limit of {max_turns} turns" if turn + 1 == max_turns else "the user is done"
+    return AgentRun(last, output, tuple(messages), end)
+
+
+async def read_last_answer(store: Store, session_id: str) -> str:
+    """Return the text of the last answer in the agent's main conversation."""
+    calls = await store.calls.summaries(session_id)
+    main = [call for call in calls if call.status in ANSWERED and call.edge not in _SIDE_EDGES]
+    record = await store.calls.get(main[-1].call_id) if main else None
+    content = record.choices[0].message.content if record is not None and record.choices else None
+    return content if isinstance(content, str) else ""

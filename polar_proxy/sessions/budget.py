@@ -1,0 +1,164 @@
+"""The budget of a session: its limits, what the session has used of them, and whether it is spent.
+
+Promises:
+
+* A call begins only while no limit is reached. The calls in flight count towards `max_calls`, so that this limit is
+  never exceeded by one gateway. Tokens and repeats are counted when a call ends, so that at most the calls in flight
+  go beyond those limits.
+* Once spent, a budget stays spent: the store keeps the name of the limit (`sessions.spent`).
+* After a restart the counters are those of the session's row, and repeats are counted from the stored fingerprints.
+* Several gateways of one database read the row before each call (setting `gateway.shared`). What they exceed a limit by
+  is at most what is in flight on the other gateways when the limit is reached.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol, Self
+
+from polar_proxy.errors import RequestError
+from polar_proxy.rollout_spec import SessionBudget
+from polar_proxy.types import Json
+
+_FINAL_ANSWERS = 10
+"""Number of calls after the end of the budget that get a final answer of Polar's own. Further ones are refused."""
+
+
+class BudgetSpentError(RequestError):
+    """A call of a session whose budget is spent. SDKs and agents do not repeat a request with this status."""
+
+    def __init__(self, limit: str) -> None:
+        text = f"The budget of this session is spent ({limit}). No further call is answered; stop here."
+        super().__init__(text, status=403, code="insufficient_quota")
+
+
+class StoredUsage(Protocol):
+    """The counters of a session's row."""
+
+    @property
+    def calls(self) -> int: ...
+    @property
+    def prompt_tokens(self) -> int: ...
+    @property
+    def completion_tokens(self) -> int: ...
+    @property
+    def last_call_at(self) -> float | None: ...
+    @property
+    def spent(self) -> str | None: ...
+
+
+class BudgetUsage:
+    """The use of one session's budget, as its gateway knows it. Without limits, nothing is ever spent."""
+
+    def __init__(self, policy: Json) -> None:
+        """`policy`: the session's policy, which holds the limits (`SessionBudget.as_policy`)."""
+        given = {name: policy[name] for name in SessionBudget.model_fields if name in policy}
+        self.limits = SessionBudget(**given)
+        self.limited = bool(given)
+        self.spent: str | None = None
+        """The name of the limit that was reached first; None while calls are answered."""
+        self.stored = False
+        """Whether the store has `spent`."""
+        self.repeats = 0
+        """The largest number of equal calls so far."""
+        self._calls = 0
+        self._pending = 0
+        """Calls that have begun and are not counted in `_calls` yet."""
+        self._prompt_tokens = 0
+        self._sampled_tokens = 0
+        self._last_end: float | None = None
+        self._final_answers = 0
+
+    def load(self, row: StoredUsage) -> None:
+        """Take over what the store counts. The store may know calls of other gateways, and not yet know own ones."""
+        self._calls = max(self._calls, row.calls)
+        self._prompt_tokens = max(self._prompt_tokens, row.prompt_tokens)
+        self._sampled_tokens = max(self._sampled_tokens, row.completion_tokens)
+        self._last_end = max(self._last_end or 0.0, row.last_call_at or 0.0) or None
+        self.spent, self.stored = row.spent or self.spent, row.spent is not None
+
+    def reserve(self, calls: int, now: float) -> Reservation:
+        """Reserve places for calls that are about to begin, or find that the budget is spent. `now`: epoch seconds."""
+        if self.limited and self.spent is None:
+            self.spent = self._reached(calls, now)
+        if self.spent is None:
+            self._pending += calls
+            return Reservation(self, calls)
+        if self.limits.at_budget == "refuse" or self._final_answers >= _FINAL_ANSWERS:
+            return Reservation(self, 0, refusal=BudgetSpentError(self.description))
+        self._final_answers += 1
+        text = (
+            f"The budget of this session is spent ({self.description}). This text is not from the model, which answers "
+            "no further call. Finish now, without another tool call."
+        )
+        return Reservation(self, 0, final_answer=text)
+
+    def spend_if_idle(self, now: float, *, since: float) -> bool:
+        """Spend the budget if no call is in flight and none ended within `max_idle_seconds`, and not after `since`."""
+        limit = self.limits.max_idle_seconds
+        idle = limit is not None and not self._pending and now - max(since, self._last_end or 0.0) > limit
+        if idle and self.spent is None:
+            self.spent = "max_idle_seconds"
+        return idle
+
+    @property
+    def description(self) -> str:
+        """The limit that was reached, with its value."""
+        return f"{self.spent} = {getattr(self.limits, self.spent or '')}"
+
+    def _reached(self, calls: int, now: float) -> str | None:
+        """Return the name of a limit that these further calls must not go beyond, or None."""
+        limits = self.limits
+        if limits.max_calls is not None and self._calls + self._pending + calls > limits.max_calls:
+            return "max_calls"
+        for name, used in (
+            ("max_sampled_tokens", self._sampled_tokens),
+            ("max_prompt_tokens", self._prompt_tokens),
+            ("max_repeats", self.repeats),
+        ):
+            limit = getattr(limits, name)
+            if limit is not None and used >= limit:
+                return name
+        if self._last_end is not None and self.spend_if_idle(now, since=self._last_end):
+            return "max_idle_seconds"
+        return None
+
+    def count(self, prompt_tokens: int, sampled_tokens: int, ended_at: float) -> None:
+        """Count a call that has ended."""
+        self._calls += 1
+        self._prompt_tokens += prompt_tokens
+        self._sampled_tokens += sampled_tokens
+        self._last_end = max(self._last_end or 0.0, ended_at)
+
+    def release(self, calls: int) -> None:
+        """Free reserved places."""
+        self._pending -= calls
+
+
+@dataclass(slots=True)
+class Reservation:
+    """Places for the calls of one request. Leaving the `with` block frees those that were not counted."""
+
+    usage: BudgetUsage
+    calls: int
+    refusal: BudgetSpentError | None = None
+    """The error for the agent, because the budget is spent."""
+    final_answer: str | None = None
+    """The text that Polar answers with in place of the model, because the budget is spent."""
+
+    def count(self, prompt_tokens: int, sampled_tokens: int, ended_at: float) -> None:
+        """Count one call that has ended, in place of its reservation."""
+        self.usage.count(prompt_tokens, sampled_tokens, ended_at)
+        if self.calls:
+            self.usage.release(1)
+            self.calls -= 1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.usage.release(self.calls)
+        self.calls = 0

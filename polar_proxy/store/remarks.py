@@ -1,0 +1,94 @@
+"""Labels, notes and ratings that people give to rollouts and sessions: who gave which, and when."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from typing import Literal, get_args
+
+from sqlalchemy import insert, select, update
+
+from polar_proxy.errors import UsageError
+from polar_proxy.store import schema
+from polar_proxy.store.database import Repository, row_columns
+from polar_proxy.store.secrets import clean_label, without_secrets
+from polar_proxy.types import new_id
+
+RemarkKind = Literal["label", "note", "rating"]
+REMARK_KINDS: dict[str, RemarkKind] = {kind: kind for kind in get_args(RemarkKind)}
+LOWEST_RATING, HIGHEST_RATING = 1, 5
+_LONGEST_NOTE = 20_000
+_a = schema.remarks.c
+
+
+@dataclass(frozen=True, slots=True)
+class RemarkRow:
+    """One remark. `text` is that of a label or note, `value` that of a rating."""
+
+    remark_id: str
+    rollout_id: str | None
+    session_id: str | None
+    kind: RemarkKind
+    text: str | None
+    value: float | None
+    author: str
+    created_at: float
+
+
+class RemarkRepository(Repository):
+    """Remarks of rollouts, and of sessions without a rollout. All are kept."""
+
+    async def add(
+        self,
+        kind: RemarkKind,
+        author: str,
+        *,
+        rollout_id: str | None = None,
+        session_id: str | None = None,
+        text: str = "",
+        rating: float | None = None,
+    ) -> str:
+        """Store an remark and return its id. The newest label and rating are also in the row of their record.
+
+        Raises UsageError for an empty or too long text, and for a rating that is not from 1 to 5.
+        """
+        if (rollout_id is None) == (session_id is None):
+            raise UsageError("Give either rollout_id or session_id.")
+        text = text.strip()
+        if kind == "rating":
+            if rating is None or not LOWEST_RATING <= rating <= HIGHEST_RATING:
+                raise UsageError(f"A rating is a number from {LOWEST_RATING} to {HIGHEST_RATING}.")
+            text = ""
+        elif not text:
+            raise UsageError(f"The {kind} is empty.")
+        elif len(text) > _LONGEST_NOTE:
+            raise UsageError(f"The {kind} has {len(text)} characters; at most {_LONGEST_NOTE} are stored.")
+        row = RemarkRow(
+            new_id("rem"),
+            rollout_id,
+            session_id,
+            kind,
+            (clean_label(text) if kind == "label" else without_secrets(text)) if text else None,
+            rating if kind == "rating" else None,
+            clean_label(author) or "",
+            time.time(),
+        )
+        table, key = (schema.sessions, session_id) if rollout_id is None else (schema.rollouts, rollout_id)
+        shown = {"label": row.text, "rating": row.value}
+        async with self._database.writing() as connection:
+            await connection.execute(insert(schema.remarks).values(asdict(row)))
+            if kind in shown:
+                (identity,) = table.primary_key.columns
+                await connection.execute(update(table).where(identity == key).values({kind: shown[kind]}))
+        return row.remark_id
+
+    async def of_rollout(self, rollout_id: str) -> list[RemarkRow]:
+        """Return the remarks of a rollout, oldest first."""
+        return await self._rows(RemarkRow, _select.where(_a.rollout_id == rollout_id))
+
+    async def of_session(self, session_id: str) -> list[RemarkRow]:
+        """Return the remarks of a session, oldest first."""
+        return await self._rows(RemarkRow, _select.where(_a.session_id == session_id))
+
+
+_select = select(*row_columns(RemarkRow, schema.remarks)).order_by(_a.remark_id)

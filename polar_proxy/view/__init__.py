@@ -1,0 +1,13 @@
+"""The web page: what a database has recorded, from the overview down to one token.
+
+Pages are Jinja2 templates (`templates/`), rendered by the server; small ES modules (`assets/`) add live updates, keys
+and the token view. Without scripts all pages but the token view can be read. A file with `add_routes` has the pages of
+one kind: lists.py (overview and lists), run.py (rollout, session and call), tokens.py. `router.py` joins them and adds
+what is common; access.py decides who may see them. To add a page, write such a file and a template that extends
+`base.html`, and name it in `router.py`.
+"""
+
+from polar_proxy.view.router import create_view_router
+from polar_proxy.view.server import serve_pages
+
+__all__ = ["create_view_router", "serve_pages"]

@@ -1,0 +1,170 @@
+"""Who may see the pages: the keys and roles of the HTTP API, by a cookie that a login sets.
+
+The cookie is not the key. It is `NAME.EXPIRY.MAC`: the name of an API key, and a MAC under the key's stored hash. Other
+servers on the same host get the cookie too, because cookies know no ports, and it opens nothing but the pages. It ends
+when its time is over or when the key is revoked, and every server of the database accepts it.
+
+On loopback no login is needed to read, if the gateway takes unknown keys there (`gateway.require_known_keys`) and no
+proxy forwarded the request. To change something always needs one, because an agent in a process sandbox also connects
+from loopback and must not reward itself. Sockets inside sandboxes serve no page.
+"""
+
+from __future__ import annotations
+
+import hmac
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from urllib.parse import quote, urlsplit
+
+from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import RedirectResponse
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+
+from polar_proxy.api.context import by_api_key, to_api_error
+from polar_proxy.api_models import Role
+from polar_proxy.config import is_loopback
+from polar_proxy.errors import ApiError, PolarError
+from polar_proxy.sessions.identity import hash_key
+from polar_proxy.store import Store
+from polar_proxy.store.sessions import ApiKeyRow
+
+LOGIN = "/view/login"
+COOKIE = "polar_view"
+COOKIE_SECONDS = 7 * 24 * 3600
+_READING = ("GET", "HEAD")
+_FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip", "via")
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "base-uri 'none'; frame-ancestors 'none'; form-action 'self'"
+)
+HEADERS = {
+    "content-security-policy": _POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "same-origin",  # with no-referrer, a form's request would have the Origin null
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+}
+ShowError = Callable[[Request, ApiError], Awaitable[Response]]
+
+
+class LoginRequiredError(PolarError):
+    """The page needs a login."""
+
+
+@dataclass(frozen=True, slots=True)
+class Visitor:
+    """The sender of a request. `name`: the label and name of an API key; None without a login."""
+
+    role: Role
+    name: str | None
+
+
+@dataclass(frozen=True)
+class PageAccess:
+    """Decides who may see the pages of one server."""
+
+    store: Store
+    open_on_loopback: bool
+    """Requests from this machine that change nothing need no login."""
+
+    async def visitor(self, request: Request) -> Visitor:
+        """Return the request's sender. Raises LoginRequiredError, and ApiError for a bad API key."""
+        if "authorization" in request.headers:
+            role = await by_api_key(self.store)(request)
+            return Visitor(role, f"key {hash_key(request.headers['authorization'].split()[-1]).hex()[:12]}")
+        row = await self._key_of_cookie(request.cookies.get(COOKIE, ""))
+        if row is not None:
+            return Visitor(row.role, f"{row.label or 'key'} {row.name}")
+        if self.open_on_loopback and request.method in _READING and _is_local(request):
+            return Visitor("trainer", None)
+        raise LoginRequiredError("This page needs a login with an API key.")
+
+    async def log_in(self, key: str, response: Response, *, secure: bool) -> bool:
+        """Set the cookie of a valid API key. Return False for any other key."""
+        key_hash = hash_key(key.strip())
+        row = await self.store.api_keys.get(key_hash)
+        if row is None or row.revoked_at is not None:
+            return False
+        value = make_cookie(row, key_hash, int(time.time()) + COOKIE_SECONDS)
+        response.set_cookie(
+            COOKIE, value, max_age=COOKIE_SECONDS, path="/", secure=secure, httponly=True, samesite="strict"
+        )
+        return True
+
+    async def _key_of_cookie(self, value: str) -> ApiKeyRow | None:
+        """Return the API key that a valid cookie was made for; None for any other cookie."""
+        name, _, rest = value.partition(".")
+        expiry = rest.partition(".")[0]
+        if not (expiry.isascii() and expiry.isdecimal() and int(expiry) > time.time()):
+            return None
+        key_hash = await self.store.api_keys.find_hash(name)
+        row = None if key_hash is None else await self.store.api_keys.get(key_hash)
+        if row is None or key_hash is None or row.revoked_at is not None:
+            return None
+        is_valid = hmac.compare_digest(make_cookie(row, key_hash, int(expiry)).encode(), value.encode())
+        return row if is_valid else None
+
+
+def make_cookie(row: ApiKeyRow, key_hash: bytes, expiry: int) -> str:
+    """Return the cookie of an API key that is valid until `expiry`, in seconds since the epoch."""
+    text = f"{row.name}.{expiry}"
+    return f"{text}.{hmac.digest(key_hash, f'polar view {text}'.encode(), 'sha256').hex()}"
+
+
+def _is_local(request: Request) -> bool:
+    """Return whether a program of this machine sent the request, and no proxy forwarded it."""
+    peer = request.client.host if request.client is not None else ""
+    host = urlsplit(f"//{request.headers.get('host', '')}").hostname or ""
+    return is_loopback(peer) and is_loopback(host) and not any(name in request.headers for name in _FORWARDED)
+
+
+def require_same_origin(request: Request) -> None:
+    """Raise ApiError unless a page of this server sends the request."""
+    origin = urlsplit(request.headers.get("origin", "")).netloc
+    if not origin or origin != request.headers.get("host"):
+        raise ApiError("Only a page of this server may send this request.", status=403, code="forbidden")
+
+
+def page_route(access: PageAccess, show_error: ShowError) -> type[APIRoute]:
+    """Return a route class that checks access first, adds the security headers, and shows each error as a page."""
+
+    class PageRoute(APIRoute):
+        def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
+            handle = super().get_route_handler()
+
+            async def guarded(request: Request) -> Response:
+                try:
+                    request.state.visitor = await access.visitor(request)
+                    if request.method not in _READING:
+                        require_same_origin(request)
+                    response = await handle(request)
+                except LoginRequiredError:
+                    response = _to_login(request)
+                except (PolarError, RequestValidationError, HTTPException) as error:
+                    response = await show_error(request, to_api_error(error))
+                return with_headers(response)
+
+            return guarded
+
+    return PageRoute
+
+
+def with_headers(response: Response) -> Response:
+    """Add the security headers. Pages are not cached, because they show recorded conversations."""
+    response.headers.update(HEADERS)
+    response.headers.setdefault("cache-control", "no-store")
+    return response
+
+
+def _to_login(request: Request) -> Response:
+    here = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+    return RedirectResponse(f"{LOGIN}?next={quote(here, safe='')}", status_code=303)
+
+
+def safe_next(path: str) -> str:
+    """Return the path of a page of this server to go to after the login; `/` for anything else."""
+    is_ours = path == "/" or path.startswith(("/?", "/view/"))
+    return path if is_ours and "\\" not in path and not any(ord(letter) < 33 for letter in path) else "/"

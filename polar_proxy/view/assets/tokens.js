@@ -1,0 +1,383 @@
+// The token view: lines of equal height, of which only the visible ones are in the page.
+
+const box = document.querySelector("#tokens");
+const space = box.querySelector(".space");
+const facts = document.querySelector("#token");
+const LINE = 20; // pixels; as in polar.css
+const MARGIN = 12; // lines above and below the visible ones
+const HEAT = [[0.9, ""], [0.7, "h1"], [0.5, "h2"], [0.3, "h3"], [0.1, "h4"], [0.01, "h5"], [0, "h6"]];
+
+const source = box.dataset.source;
+const head = await getJson(`${source}/head`);
+const ids = new Int32Array(head.length);
+const logprobs = new Float32Array(head.length).fill(NaN);
+const texts = new Map(); // token id -> text
+const findings = new Map(head.findings.map((one) => [one.at, one.text]));
+let loaded = 0; // tokens that have arrived
+let lines = []; // index of the first token of each line
+let columns = 80;
+let columnAt = 0; // of the last line, while it is laid out
+let fresh = false; // the last line has no token yet
+let here = -1; // the chosen token
+let hits = []; // tokens at which the search begins to match
+let hitEnds = [];
+let shown = new Map(); // line number -> element
+let colour = document.querySelector("#colour").value;
+
+async function load() {
+  while (loaded < head.length) {
+    const chunk = await getJson(`${source}/tokens?start=${loaded}`);
+    ids.set(chunk.ids, chunk.start);
+    chunk.logprobs.forEach((value, index) => { if (value !== null) logprobs[chunk.start + index] = value; });
+    for (const [id, text] of Object.entries(chunk.texts)) texts.set(Number(id), text);
+    if (chunk.problem && chunk.start === 0) showProblem(chunk.problem);
+    loaded += chunk.ids.length;
+    layOut(chunk.start);
+    if (chunk.start === 0) openHash();
+  }
+  openHash();
+}
+
+async function getJson(url) {
+  const answer = await fetch(url, { credentials: "same-origin" });
+  if (!answer.ok) throw new Error(`${url}: ${answer.status}`);
+  return answer.json();
+}
+
+function showProblem(text) {
+  const note = document.createElement("p");
+  note.className = "problem";
+  note.textContent = `The tokens are shown without their texts. ${text}`;
+  box.parentElement.before(note);
+}
+
+// Layout
+
+/** Return what a token shows: up to its last line break. What follows it, an indentation, begins the next line. */
+function displayed(index) {
+  const text = texts.get(ids[index]);
+  if (text === undefined) return `⟨${ids[index]}⟩`;
+  return text === "" ? "∅" : visible(text.slice(0, text.lastIndexOf("\n") + 1 || undefined));
+}
+
+function indentation(index) {
+  const text = texts.get(ids[index]) ?? "";
+  const end = text.lastIndexOf("\n");
+  return end < 0 ? "" : visible(text.slice(end + 1));
+}
+
+const visible = (text) => text.replace(/[\n\r]/g, "↵").replace(/\t/g, "⇥   ");
+
+function widthOf(text) {
+  let width = 0;
+  for (const letter of text) width += letter.codePointAt(0) >= 0x1100 ? 2 : 1;
+  return width;
+}
+
+/** Divide the tokens from `start` on into lines. A line ends after a line break and before another origin. */
+function layOut(start = 0) {
+  if (start === 0) { lines = []; columnAt = Infinity; fresh = false; }
+  else if (fresh) lines.push(start);
+  const starts = new Set(head.spans.map((span) => span.at));
+  for (let index = start; index < loaded; index++) {
+    const text = displayed(index);
+    const width = widthOf(text);
+    if (!fresh && (columnAt + width > columns || starts.has(index))) { lines.push(index); columnAt = 0; }
+    columnAt += width;
+    if (texts.get(ids[index])?.includes("\n")) {
+      if (index + 1 < loaded) lines.push(index + 1);
+      columnAt = widthOf(indentation(index));
+      fresh = true;
+    } else {
+      fresh = false;
+    }
+  }
+  space.style.height = `${Math.max(lines.length, 1) * LINE}px`;
+  redraw();
+}
+
+function measure() {
+  const probe = document.createElement("span");
+  probe.textContent = "0".repeat(100);
+  probe.style.cssText = "position:absolute;visibility:hidden;white-space:pre";
+  box.append(probe);
+  const letter = probe.getBoundingClientRect().width / 100;
+  probe.remove();
+  return Math.max(20, Math.floor((box.clientWidth - 8) / letter - 7));
+}
+
+new ResizeObserver(() => {
+  const now = measure();
+  if (now === columns) return draw();
+  const kept = lines[Math.floor(box.scrollTop / LINE)] ?? 0;
+  columns = now;
+  layOut();
+  box.scrollTop = lineOf(kept) * LINE;
+}).observe(box);
+
+/** Return the number of the line that has a token. */
+function lineOf(index) {
+  let low = 0, high = lines.length - 1;
+  while (low < high) {
+    const middle = (low + high + 1) >> 1;
+    if (lines[middle] <= index) low = middle; else high = middle - 1;
+  }
+  return low;
+}
+
+// Drawing
+
+function redraw() {
+  shown.clear();
+  space.replaceChildren();
+  draw();
+}
+
+function draw() {
+  const first = Math.max(0, Math.floor(box.scrollTop / LINE) - MARGIN);
+  const last = Math.min(lines.length, Math.ceil((box.scrollTop + box.clientHeight) / LINE) + MARGIN);
+  for (const [number, line] of shown) {
+    if (number < first || number >= last) { line.remove(); shown.delete(number); }
+  }
+  for (let number = first; number < last; number++) {
+    if (!shown.has(number)) shown.set(number, space.appendChild(makeLine(number)));
+  }
+}
+box.addEventListener("scroll", () => requestAnimationFrame(draw), { passive: true });
+
+function makeLine(number) {
+  const line = document.createElement("div");
+  const start = lines[number], end = lines[number + 1] ?? loaded;
+  const span = spanOf(start);
+  line.className = span.kind === "sampled" ? "line sampled" : "line";
+  line.style.top = `${number * LINE}px`;
+  line.dataset.at = start;
+  if (start > 0 && indentation(start - 1)) line.append(makeToken(start - 1, spanOf(start - 1), indentation(start - 1)));
+  for (let index = start; index < end; index++) line.append(makeToken(index, span, displayed(index)));
+  return line;
+}
+
+function makeToken(index, span, text) {
+  const token = document.createElement("span");
+  token.textContent = text;
+  token.dataset.index = index;
+  token.className = `t ${span.kind === "sampled" ? "s" : "c"} ${colourOf(index, span)}${marks(index, span)}`;
+  return token;
+}
+
+function colourOf(index, span) {
+  if (colour === "origin") return `o${head.spans.indexOf(span) % 4}`;
+  if (span.kind !== "sampled" || colour === "none") return "";
+  if (colour === "advantage") {
+    const value = head.facts.advantage;
+    return value === 0 ? "" : `${value > 0 ? "plus" : "minus"}${Math.abs(value) >= 0.8 ? 2 : 1}`;
+  }
+  const probability = Math.exp(logprobs[index]);
+  return HEAT.find(([least]) => probability >= least)?.[1] ?? "";
+}
+
+function marks(index, span) {
+  const hit = hits.length > 0 ? hitAt(index) : -1;
+  return (index === here ? " here" : "") + (findings.has(index) ? " finding" : "") + (hit >= 0 ? " hit" : "") +
+    (span.versions.some(([at]) => at > 0 && at + span.at === index) ? " start" : "");
+}
+
+function spanOf(index) {
+  let low = 0, high = head.spans.length - 1;
+  while (low < high) {
+    const middle = (low + high + 1) >> 1;
+    if (head.spans[middle].at <= index) low = middle; else high = middle - 1;
+  }
+  return head.spans[low];
+}
+
+document.querySelector("#colour").addEventListener("change", (event) => {
+  colour = event.target.value;
+  drawLegend();
+  redraw();
+});
+drawLegend();
+
+function drawLegend() {
+  const entries = {
+    logprob: [["", "p ≥ 0.9"], ["h1", "0.7"], ["h2", "0.5"], ["h3", "0.3"], ["h4", "0.1"], ["h5", "0.01"], ["h6", "less"]],
+    advantage: [["plus2", "made likelier"], ["minus2", "made less likely"]],
+    origin: [],
+    none: [],
+  }[colour];
+  document.querySelector("#legend").replaceChildren(...entries.map(([name, text]) => {
+    const sample = document.createElement("b");
+    sample.className = name;
+    sample.textContent = text;
+    return sample;
+  }));
+}
+
+// One token
+
+box.addEventListener("mouseover", (event) => {
+  const token = event.target.closest(".t");
+  if (token !== null) describe(Number(token.dataset.index));
+});
+box.addEventListener("click", (event) => {
+  const token = event.target.closest(".t");
+  if (token !== null) choose(Number(token.dataset.index));
+});
+box.addEventListener("mouseleave", () => { if (here >= 0) describe(here); });
+box.addEventListener("keydown", (event) => {
+  const line = lineOf(Math.max(here, 0));
+  const column = here - lines[line];
+  const next = {
+    ArrowRight: here + 1,
+    ArrowLeft: here - 1,
+    ArrowDown: Math.min((lines[line + 1] ?? here) + column, (lines[line + 2] ?? loaded) - 1),
+    ArrowUp: Math.min((lines[line - 1] ?? 0) + column, Math.max(lines[line] - 1, 0)),
+    Home: lines[line],
+    End: (lines[line + 1] ?? loaded) - 1,
+  }[event.key];
+  if (next === undefined) return;
+  event.preventDefault();
+  choose(Math.min(Math.max(next, 0), loaded - 1));
+});
+
+/** Choose a token: show it, describe it, and name it in the address. */
+function choose(index, { centre = false } = {}) {
+  here = index;
+  const top = lineOf(index) * LINE;
+  if (centre) box.scrollTop = top - box.clientHeight / 2;
+  else if (top < box.scrollTop) box.scrollTop = top;
+  else if (top + LINE > box.scrollTop + box.clientHeight) box.scrollTop = top + LINE - box.clientHeight;
+  history.replaceState(null, "", `#${index}`);
+  redraw();
+  describe(index);
+}
+
+function describe(index) {
+  const span = spanOf(index);
+  const inside = index - span.at + span.start;
+  const sampled = span.kind === "sampled";
+  const rows = [["position", index], ["id", ids[index]]];
+  if (sampled) {
+    const value = logprobs[index];
+    rows.push(["log-probability", Number.isNaN(value) ? "not reported" : value.toFixed(4)]);
+    if (!Number.isNaN(value)) rows.push(["probability", percent(Math.exp(value))]);
+  }
+  rows.push(["trained", sampled ? (head.facts.grade === undefined ? "sampled" : "yes: loss mask 1") : "no: context"]);
+  if (sampled && head.facts.advantage != null) rows.push(["advantage", head.facts.advantage]);
+  rows.push([sampled ? "of answer" : "of prompt", `${inside} of call`, `/view/calls/${encodeURIComponent(span.call_id)}`, span.call_id]);
+  rows.push(["edge", span.edge], ["prompt", span.prompt_mode + (span.prompt_reason ? `: ${span.prompt_reason}` : "")]);
+  if (sampled) {
+    const version = span.versions.filter(([at]) => at <= inside).at(-1)?.[1];
+    rows.push(["policy version", version ?? "unknown"]);
+    if (span.temperature !== null) rows.push(["temperature", span.temperature]);
+    if (span.reasoning_tokens !== null && inside < span.reasoning_tokens) rows.push(["part", "reasoning"]);
+  }
+  if (findings.has(index)) rows.push(["finding", findings.get(index)]);
+  const text = document.createElement("p");
+  text.className = "big";
+  text.textContent = JSON.stringify(texts.get(ids[index]) ?? null);
+  const list = document.createElement("dl");
+  list.className = "facts";
+  for (const [name, value, href, label] of rows) {
+    const term = document.createElement("dt"), description = document.createElement("dd");
+    term.textContent = name;
+    description.textContent = href ? `${value} ` : value;
+    if (href) {
+      const link = document.createElement("a");
+      link.href = href;
+      link.className = "id";
+      link.textContent = label.length > 16 ? `${label.slice(0, 9)}…${label.slice(-4)}` : label;
+      description.append(link);
+    }
+    list.append(term, description);
+  }
+  facts.replaceChildren(text, list);
+}
+
+const percent = (share) => (share >= 0.001 ? `${(share * 100).toPrecision(3)} %` : share.toExponential(2));
+
+// Search, and going to a position
+
+const search = document.querySelector("#search");
+let searched = null;
+let joined = null; // {text, starts}: the text of all tokens in one, made for the first search
+
+search.addEventListener("submit", (event) => {
+  event.preventDefault();
+  const wanted = search.querySelector("input").value;
+  if (wanted !== searched || joined?.loaded !== loaded) find(wanted);
+  searched = wanted;
+  if (hits.length > 0) {
+    const next = hits.findIndex((index) => index > here);
+    choose(hits[next < 0 ? 0 : next], { centre: true });
+    search.querySelector("output").textContent = `${(next < 0 ? 0 : next) + 1} of ${hits.length}`;
+  } else {
+    search.querySelector("output").textContent = wanted ? "not found" : "";
+    redraw();
+  }
+});
+
+function find(wanted) {
+  hits = [];
+  hitEnds = [];
+  if (/^#\d+$/.test(wanted)) {
+    const id = Number(wanted.slice(1));
+    for (let index = 0; index < loaded; index++) if (ids[index] === id) { hits.push(index); hitEnds.push(index); }
+  } else if (wanted) {
+    joined = joined?.loaded === loaded ? joined : join();
+    const text = wanted.toLowerCase();
+    for (let at = joined.text.indexOf(text); at >= 0; at = joined.text.indexOf(text, at + text.length)) {
+      hits.push(tokenAt(at));
+      hitEnds.push(tokenAt(at + text.length - 1));
+    }
+  }
+}
+
+function join() {
+  const starts = new Int32Array(loaded);
+  const parts = [];
+  let length = 0;
+  for (let index = 0; index < loaded; index++) {
+    const text = (texts.get(ids[index]) ?? "").toLowerCase();
+    starts[index] = length;
+    length += text.length;
+    parts.push(text);
+  }
+  return { text: parts.join(""), starts, loaded };
+}
+
+function tokenAt(letter) {
+  let low = 0, high = joined.starts.length - 1;
+  while (low < high) {
+    const middle = (low + high + 1) >> 1;
+    if (joined.starts[middle] <= letter) low = middle; else high = middle - 1;
+  }
+  return low;
+}
+
+/** Return the number of the match that has a token, or -1. */
+function hitAt(index) {
+  let low = 0, high = hits.length - 1;
+  while (low < high) {
+    const middle = (low + high + 1) >> 1;
+    if (hits[middle] <= index) low = middle; else high = middle - 1;
+  }
+  return hits[low] <= index && index <= hitEnds[low] ? low : -1;
+}
+
+document.querySelector("#position").addEventListener("change", (event) => {
+  const index = Math.min(Number(event.target.value), loaded - 1);
+  if (index >= 0) choose(index, { centre: true });
+});
+for (const button of document.querySelectorAll("[data-position]")) {
+  button.addEventListener("click", () => choose(Math.min(Number(button.dataset.position), loaded - 1), { centre: true }));
+}
+addEventListener("hashchange", openHash);
+
+function openHash() {
+  const index = Number(location.hash.slice(1));
+  if (location.hash.length > 1 && index !== here && index < loaded) choose(index, { centre: true });
+}
+
+layOut();
+await load();

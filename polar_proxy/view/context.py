@@ -1,0 +1,50 @@
+"""The objects that all pages use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import HTMLResponse
+
+from polar_proxy.api import ApiContext
+from polar_proxy.store import Store
+from polar_proxy.view.access import COOKIE, PageAccess
+from polar_proxy.view.templates import render
+from polar_proxy.view.token_source import TokenSources
+
+NAVIGATION = (
+    ("Overview", "/"),
+    ("Rollouts", "/view/rollouts"),
+    ("Sessions", "/view/sessions"),
+    ("Groups", "/view/groups"),
+    ("Jobs", "/view/jobs"),
+    ("Training", "/view/training"),
+    ("Compare", "/view/compare"),
+)
+
+
+@dataclass(frozen=True)
+class ViewContext:
+    """The store and the API's context of the server whose pages are shown, and caches of the pages."""
+
+    api: ApiContext
+    access: PageAccess
+    writable: bool = True
+    """Remarks and rewards can be given in the pages."""
+    tokens: TokenSources = field(default_factory=TokenSources)
+
+    @property
+    def store(self) -> Store:
+        return self.api.store
+
+    async def page(self, request: Request, template: str, *, status: int = 200, **values: Any) -> HTMLResponse:
+        """Return a page with the navigation of all pages."""
+        common = {
+            "navigation": NAVIGATION,
+            "path": request.url.path,
+            "location": self.store.location,
+            "logged_in": COOKIE in request.cookies,
+        }
+        return await render(template, status=status, **common, **values)

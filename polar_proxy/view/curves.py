@@ -1,0 +1,138 @@
+"""Curves of training runs as drawings: one panel for each quantity, with the lines of all runs over each other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from polar_proxy.types import Json
+
+WIDTH = 320
+HEIGHT = 150
+"""Size of a drawing, in the units of its paths."""
+
+Value = Callable[[Json], float | None]
+"""Reads a value of a line of metrics.jsonl; None where the line has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quantity:
+    """A line of a panel. `kind`: the kind of lines of metrics.jsonl that it is read from."""
+
+    name: str
+    read: Value
+    kind: str = "step"
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """A line of one run. `run`: index of the run, which gives the colour; `quantity`: that of the panel, which gives
+    the dashes. `steps` and `values` are the points of `path`."""
+
+    label: str
+    run: int
+    quantity: int
+    path: str
+    steps: Sequence[int]
+    values: Sequence[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """A drawing with the range of its axes."""
+
+    title: str
+    unit: str
+    names: Sequence[str]
+    """What each quantity of the panel is called; a panel with one needs no names."""
+    curves: Sequence[Curve]
+    low: float
+    high: float
+    first: int
+    last: int
+
+
+def _of(name: str) -> Value:
+    return lambda line: line.get(name)
+
+
+def _busy_share(line: Json) -> float | None:
+    busy, wall = line.get("engine_busy_seconds"), line.get("step_seconds")
+    return busy / wall if busy is not None and wall else None
+
+
+PANELS: tuple[tuple[str, str, tuple[Quantity, ...]], ...] = (
+    ("Reward", "", (Quantity("training", _of("reward")), Quantity("held out", _of("reward"), "eval"))),
+    ("Loss", "", (Quantity("loss", _of("loss")),)),
+    ("KL", "nats", (Quantity("to the sampler", _of("approx_kl")), Quantity("to the reference", _of("kl_reference")))),
+    ("Entropy", "nats", (Quantity("entropy", _of("entropy")),)),
+    ("Mismatch", "nats", (Quantity("mean", _of("mismatch_mean")), Quantity("largest", _of("mismatch_max")))),
+    ("Staleness", "policy versions", (Quantity("largest", _of("staleness")),)),
+    ("Engine busy", "share of the time", (Quantity("busy", _busy_share),)),
+    (
+        "Tokens",
+        "per step",
+        tuple(Quantity(name, _of(f"{name}_tokens")) for name in ("sampled", "trained", "computed")),
+    ),
+    (
+        "Time",
+        "seconds per step",
+        (
+            Quantity("waiting for rollouts", _of("waiting_seconds")),
+            Quantity("training", _of("training_seconds")),
+            Quantity("weight sync", _of("seconds"), "sync"),
+        ),
+    ),
+)
+"""Title, unit and lines of each panel."""
+
+
+def draw_panels(runs: Sequence[tuple[str, Sequence[Json]]]) -> list[Panel]:
+    """Draw the curves of runs, each given by its name and the lines of its metrics.jsonl. Empty panels are left out."""
+    found = (_draw(title, unit, quantities, runs) for title, unit, quantities in PANELS)
+    return [panel for panel in found if panel is not None]
+
+
+def _draw(
+    title: str, unit: str, quantities: Sequence[Quantity], runs: Sequence[tuple[str, Sequence[Json]]]
+) -> Panel | None:
+    points = [
+        (name, run, number, list(_points(quantity, lines)))
+        for run, (name, lines) in enumerate(runs)
+        for number, quantity in enumerate(quantities)
+    ]
+    points = [one for one in points if one[3]]
+    if not points:
+        return None
+    steps = [step for *_, line in points for step, _ in line]
+    values = [value for *_, line in points for _, value in line]
+    first, last, low, high = min(steps), max(steps), min(values), max(values)
+    if low == high:
+        low, high = low - 0.5, high + 0.5
+
+    def place(step: int, value: float) -> str:
+        x = WIDTH * (step - first) / max(last - first, 1)
+        return f"{x:.1f} {HEIGHT * (high - value) / (high - low):.1f}"
+
+    curves = [
+        Curve(
+            label=name if len(quantities) == 1 else f"{name}: {quantities[number].name}",
+            run=run,
+            quantity=number,
+            path="M" + "L".join(place(*point) for point in line),
+            steps=[step for step, _ in line],
+            values=[value for _, value in line],
+        )
+        for name, run, number, line in points
+    ]
+    used = sorted({number for _, _, number, _ in points})
+    names = [quantities[number].name for number in used] if len(quantities) > 1 else []
+    return Panel(title, unit, names, curves, low, high, first, last)
+
+
+def _points(quantity: Quantity, lines: Iterable[Json]) -> Iterable[tuple[int, float]]:
+    for line in lines:
+        value = quantity.read(line) if line["kind"] == quantity.kind else None
+        if value is not None and math.isfinite(value):
+            yield line["step"], value

@@ -1,0 +1,221 @@
+"""The tokens of a trace or a call for the token view: a head with spans and findings, and chunks of tokens.
+
+A sequence is read from the store once and kept for the requests that follow. Chunks are compact: ids, log-probabilities
+of sampled tokens, and the text of each id that occurs, so that a sequence of any length is sent piece by piece.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+from cachetools import LRUCache
+
+from polar_proxy.api import ApiContext
+from polar_proxy.api.context import not_found
+from polar_proxy.engines.token_texts import NoTextsError, token_texts
+from polar_proxy.sequences import assemble, find_choice, policy_versions
+from polar_proxy.store import Store
+from polar_proxy.store.traces import TraceSummary
+from polar_proxy.terminal import escape_controls
+from polar_proxy.training.advantages import grpo
+from polar_proxy.types import CallRecord, EngineInfo, Json, Logprobs, Span, TokenIds
+
+CHUNK = 16_384
+"""The most tokens of one chunk."""
+_KEPT = 4
+"""Sequences that are kept in memory."""
+_TEXTS_KEPT = 400_000
+"""Texts of tokens, of all models, that are kept in memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSequence:
+    """Tokens with their origin. `token_ids` int32 [n]; `logprobs` float32 [n], NaN where nothing was sampled."""
+
+    title: str
+    token_ids: TokenIds
+    logprobs: Logprobs
+    spans: Sequence[Json]
+    """Runs of tokens of one origin, in order."""
+    findings: Sequence[Json]
+    """Drift and other findings, each at its position."""
+    facts: Json
+    """Session, rollout, grade, advantage and other values of the whole sequence."""
+    engine: EngineInfo | None
+
+    def head(self) -> Json:
+        return {
+            "title": self.title,
+            "length": len(self.token_ids),
+            "chunk": CHUNK,
+            "spans": self.spans,
+            "findings": self.findings,
+            "facts": self.facts,
+        }
+
+
+@dataclass
+class TokenSources:
+    """Reads sequences and texts, and keeps the last ones."""
+
+    _sequences: LRUCache[str, TokenSequence] = field(default_factory=lambda: LRUCache(_KEPT))
+    _texts: LRUCache[tuple[str, int], str] = field(default_factory=lambda: LRUCache(_TEXTS_KEPT))
+
+    async def of_trace(self, store: Store, trace_id: str) -> TokenSequence:
+        """Return the tokens of a trace. Raises ApiError 404 if it does not exist."""
+        if (known := self._sequences.get(trace_id)) is None:
+            summary = await store.traces.summary(trace_id)
+            if summary is None:
+                raise not_found("trace", trace_id)
+            known = self._sequences[trace_id] = await _read_trace(store, summary)
+        return known
+
+    async def of_call(self, store: Store, call_id: str) -> TokenSequence:
+        """Return the prompt and the first answer of a call. Raises ApiError 404 if it does not exist."""
+        if (known := self._sequences.get(call_id)) is None:
+            call = await store.calls.get(call_id)
+            if call is None:
+                raise not_found("call", call_id)
+            known = self._sequences[call_id] = await asyncio.to_thread(_read_call, call)
+        return known
+
+    async def chunk(self, context: ApiContext, sequence: TokenSequence, start: int) -> Json:
+        """Return the tokens from `start` on, at most CHUNK: ids, log-probabilities (null: not sampled) and texts."""
+        ids = sequence.token_ids[start : start + CHUNK]
+        values = sequence.logprobs[start : start + CHUNK].tolist()
+        found: Json = {
+            "start": start,
+            "ids": ids.tolist(),
+            "logprobs": [None if math.isnan(value) else round(value, 4) for value in values],
+        }
+        try:
+            found["texts"] = await self._texts_of(context, sequence.engine, ids)
+        except NoTextsError as error:
+            found |= {"texts": {}, "problem": str(error)}
+        return found
+
+    async def _texts_of(self, context: ApiContext, engine: EngineInfo | None, ids: TokenIds) -> dict[str, str]:
+        """Return the text of each id, by the id as text. Raises NoTextsError."""
+        model = "" if engine is None else f"{engine.engine} {engine.model}"
+        wanted = np.unique(ids)
+        unknown = np.array([one for one in wanted.tolist() if (model, one) not in self._texts], np.int32)
+        if unknown.size:
+            (texts,) = await token_texts([unknown], engine, context.settings.engine, context.engine)
+            for one, text in zip(unknown.tolist(), texts, strict=True):
+                self._texts[model, one] = escape_controls(text)
+        return {str(one): self._texts[model, one] for one in wanted.tolist() if (model, one) in self._texts}
+
+
+def _read_call(call: CallRecord) -> TokenSequence:
+    spans = []
+    if call.prompt_ids is not None and len(call.prompt_ids):
+        spans.append(Span("context", call.call_id, 0, len(call.prompt_ids)))
+    if call.choices and len(call.choices[0].token_ids):
+        first = call.choices[0]
+        spans.append(Span("sampled", call.call_id, 0, len(first.token_ids), first.index))
+    calls = {call.call_id: call}
+    token_ids, _, logprobs = assemble(spans, calls)
+    facts = {"session_id": call.session_id, "call_id": call.call_id, "logprob_mode": call.logprob_mode}
+    return TokenSequence(
+        f"Call {call.call_id}", token_ids, logprobs, _describe_spans(spans, calls), [], facts, call.engine
+    )
+
+
+async def _read_trace(store: Store, summary: TraceSummary) -> TokenSequence:
+    stored = await store.traces.of_session(summary.session_id, builder=summary.builder, text=False)
+    trace = next((one for one in stored.traces if one.trace_id == summary.trace_id), None)
+    if trace is None:
+        raise not_found("trace", summary.trace_id)
+    calls = {call.call_id: call for call in stored.trace_calls}
+    facts: Json = {
+        "session_id": summary.session_id,
+        "rollout_id": summary.rollout_id,
+        "builder": summary.builder,
+        "grade": summary.grade,
+        "reward": summary.reward,
+        "advantage": await advantage_of(store, summary),
+        "trained_tokens": summary.trained_tokens,
+        "logprob_mode": trace.sampling[0].logprob_mode if trace.sampling else None,
+        "branch_at": summary.branch_at,
+        "grade_reasons": (summary.certificate or {}).get("grade_reasons", []),
+    }
+    infos = [call.engine for call in calls.values() if call.engine is not None]
+    return TokenSequence(
+        f"Trace {trace.trace_id}",
+        trace.token_ids,
+        trace.logprobs,
+        _describe_spans(trace.spans, calls),
+        _findings(trace.spans, summary.certificate or {}),
+        facts,
+        infos[0] if infos else None,
+    )
+
+
+async def advantage_of(store: Store, trace: TraceSummary) -> float | None:
+    """Return the GRPO advantage of a trace's rollout within its group; None without a group of at least two rewards."""
+    rollout = None if trace.rollout_id is None else await store.rollouts.get(trace.rollout_id)
+    if rollout is None:
+        return None
+    rows = [row for row in await store.rollouts.find(group_id=rollout.group_id) if row.final and not row.incomplete]
+    values = grpo([row.reward for row in rows]).tolist()
+    own = dict(zip([row.rollout_id for row in rows], values, strict=True)).get(rollout.rollout_id, math.nan)
+    return None if math.isnan(own) else round(own, 4)
+
+
+def _describe_spans(spans: Sequence[Span], calls: Mapping[str, CallRecord]) -> list[Json]:
+    """Return each span with its first position in the sequence and what is known of its call."""
+    found = []
+    position = 0
+    for span in spans:
+        call = calls[span.call_id]
+        choice = find_choice(call, span.choice) if span.kind == "sampled" else None
+        found.append(
+            {
+                **asdict(span),
+                "at": position,
+                "edge": call.edge,
+                "prompt_mode": call.prompt_mode,
+                "prompt_reason": call.prompt_reason,
+                "versions": [] if choice is None else list(policy_versions(call, choice)),
+                "reasoning_tokens": None if choice is None else choice.reasoning_tokens,
+                "temperature": call.sampling.get("temperature"),
+            }
+        )
+        position += span.end - span.start
+    return found
+
+
+def _findings(spans: Sequence[Span], certificate: Mapping[str, Any]) -> list[Json]:
+    """Return the drift events and the audit's worst token, each at its position in the trace."""
+    found = []
+    for event in certificate.get("drift", ()):
+        expected, actual = event["expected"], event["actual"]
+        text = (
+            f"Drift ({event['outcome']}): the prompt of {event['call_id']} has token {actual} where the tokens of "
+            f"{event['base_call_id']} have {expected}."
+        )
+        found.append({"at": _place(spans, "context", event["call_id"], event["position"]), "text": text})
+    audit = certificate.get("audit") or {}
+    for name, text in (audit.get("findings") or {}).items():
+        worst = audit.get("worst") or {}
+        at = _place(spans, "sampled", worst.get("call_id"), worst.get("position", 0))
+        found.append({"at": at, "text": f"Audit ({name}): {text}."})
+    return found
+
+
+def _place(spans: Sequence[Span], kind: str, call_id: str | None, position: int) -> int:
+    """Return the place in the trace of a position in a call's prompt or answer.
+
+    A position before the part of a prompt that the trace has is the same in the trace, which begins with that prompt.
+    """
+    at = 0
+    for span in spans:
+        if (span.kind, span.call_id) == (kind, call_id) and position < span.end:
+            return at + position - span.start if position >= span.start else position
+        at += span.end - span.start
+    return min(position, max(at - 1, 0))

@@ -1,0 +1,64 @@
+"""Rollouts that a budget ends: their status, cause, score and mask."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polar_proxy.rollouts import stopping
+from polar_proxy.store import open_store
+from tests.cli.runner import polar_json
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_sandbox_register")]
+
+PLAYER = ("--engine", "tests.fakes.player:PlayerEngine", "--sandbox", "process")
+CURL = 'curl -s -o /dev/null -H "Authorization: Bearer $OPENAI_API_KEY"'
+
+
+def run(*arguments: str, harness: str = "tests.fakes.tiny_agent:TinyAgent") -> dict[str, Any]:
+    (rollout,) = polar_json("run", "swe-task", *PLAYER, "--harness", harness, *arguments)["rollouts"]
+    return dict(rollout)
+
+
+def test_a_spent_budget_ends_the_rollout(polar_home: Path) -> None:
+    rollout = run("--max-calls", "2")
+    assert (rollout["status"], rollout["cause"], rollout["masked"]) == ("done", "budget", True)
+    assert (rollout["calls"], rollout["reward"]) == (2, 0.0)
+    assert rollout["exit_code"] == 1  # of the agent, whose call was refused
+
+
+def test_trains_over_budget_on_request(polar_home: Path) -> None:
+    rollout = run("--max-sampled-tokens", "1", "--train-over-budget")
+    assert (rollout["cause"], rollout["masked"], rollout["calls"]) == ("budget", False, 1)
+    assert rollout["trained_tokens"] == rollout["completion_tokens"] > 0
+
+
+def test_a_budget_that_suffices_changes_nothing(polar_home: Path) -> None:
+    rollout = run("--max-calls", "50", "--max-idle-seconds", "60", "--max-repeats", "20")
+    assert (rollout["status"], rollout["cause"], rollout["reward"], rollout["masked"]) == ("done", None, 1.0, False)
+
+
+def test_stops_an_agent_that_goes_on_over_budget(polar_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stopping, "GRACE_SECONDS", 0.5)
+    ask = f"{CURL} -d @body $OPENAI_BASE_URL/chat/completions"
+    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}]}).replace('"', '\\"')
+    loop = f'printf %s "{body}" > body; while true; do {ask}; sleep 0.1; done'
+    rollout = run("--max-calls", "3", harness=f"shell:sh -c {shlex.quote(loop.replace('{', '{{').replace('}', '}}'))}")
+    assert (rollout["status"], rollout["cause"], rollout["calls"]) == ("done", "budget", 3)
+
+
+def test_stops_an_idle_agent(polar_home: Path) -> None:
+    rollout = run("--max-idle-seconds", "1", harness="shell:sleep 300")
+    assert (rollout["status"], rollout["cause"], rollout["calls"]) == ("done", "budget", 0)
+    assert asyncio.run(spent_limit(polar_home, rollout["session_id"])) == "max_idle_seconds"
+
+
+async def spent_limit(home: Path, session_id: str) -> str | None:
+    async with open_store(f"sqlite:///{home}/polar.db", create=False) as store:
+        row = await store.sessions.get(session_id)
+        return None if row is None else row.spent

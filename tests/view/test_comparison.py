@@ -1,0 +1,111 @@
+"""Groups and comparisons: messages side by side, the first difference, shared tokens, and what is trained."""
+
+from __future__ import annotations
+
+import httpx
+import numpy as np
+import pytest
+
+from polar_proxy.store import Store
+from polar_proxy.traces.operations import build_traces
+from polar_proxy.types import Message
+from polar_proxy.view.alignment import RunMessage, align, main_call, shared_tokens
+from tests.factories import call_record
+from tests.view import recorded
+
+
+def messages(*texts: str) -> list[RunMessage]:
+    return [RunMessage("user" if index % 2 == 0 else "assistant", text) for index, text in enumerate(texts)]
+
+
+def test_runs_share_their_first_messages_and_part_at_a_word() -> None:
+    found = align([messages("fix it", "I read mean.py now", "ok"), messages("fix it", "I read test.py now")])
+    assert [cell.rest for cell in found.shared] == ["fix it"]
+    first, second = found.rows[0]
+    assert first is not None
+    assert second is not None
+    assert (first.same, first.different, first.rest) == ("I read ", "mean.py", " now")
+    assert (second.same, second.different, second.rest) == ("I read ", "test.py", " now")
+    assert [None if cell is None else cell.rest for cell in found.rows[1]] == ["ok", None]
+
+
+def test_a_run_that_ends_early_shares_all_its_messages() -> None:
+    found = align([messages("a", "b"), messages("a", "b", "c")])
+    assert len(found.shared) == 2
+    assert [None if cell is None else cell.different for cell in found.rows[0]] == [None, "c"]
+
+
+def test_a_long_message_is_shown_around_its_first_difference() -> None:
+    same = "x " * 5000
+    found = align([messages(same + "left end"), messages(same + "right end")])
+    cell = found.rows[0][0]
+    assert cell is not None
+    assert cell.different == "left"
+    assert len(cell.same) == 400
+    assert cell.is_cut
+
+
+@pytest.mark.parametrize(
+    ("sequences", "shared"), [([[1, 2, 3], [1, 2, 4]], 2), ([[1, 2], [1, 2, 3]], 2), ([[5], [6]], 0), ([[7, 8]], 2)]
+)
+def test_shared_tokens_end_at_the_first_difference(sequences: list[list[int]], shared: int) -> None:
+    assert shared_tokens([np.array(ids, np.int32) for ids in sequences]) == shared
+
+
+async def test_the_main_call_is_not_one_of_a_subagent(store: Store) -> None:
+    session_id = await recorded.branching_session(store)
+    call = main_call(await store.calls.summaries(session_id))
+    assert call is not None
+    assert call.edge not in ("subagent", "side_call")
+
+
+async def finished_rollout(store: Store, answer: str, reward: float) -> str:
+    rollout_id, session_id = await recorded.running_rollout(store, answer)
+    call = call_record(session_id)
+    choice = call.choices[0]
+    changed = type(choice)(
+        0, Message("assistant", answer), "stop", np.append(choice.token_ids, len(answer)).astype(np.int32),
+        np.append(choice.logprobs, -0.5).astype(np.float32),
+    )  # fmt: skip
+    await recorded.commit(store, type(call)(**{**{n: getattr(call, n) for n in call.__slots__}, "choices": (changed,)}))
+    await build_traces(store, session_id, rollout_id, reward=reward, incomplete=False)
+    await store.rewards.add(rollout_id, reward, "test", {})
+    await store.rollouts.update(rollout_id, status="done")
+    return rollout_id
+
+
+async def test_two_rollouts_are_compared(pages: httpx.AsyncClient, store: Store) -> None:
+    first = await finished_rollout(store, "I changed mean.py", 1.0)
+    second = await finished_rollout(store, "I gave up entirely", 0.0)
+    page = (await pages.get("/view/compare", params={"run": [first, second]})).text
+    assert "<mark>changed</mark> mean.py" in page
+    assert "<mark>gave</mark> up entirely" in page
+    row = await store.rollouts.get(first)
+    assert row is not None
+    (trace,) = await store.traces.find(session_id=row.session_id)
+    position = len(trace.token_ids) - 1
+    assert f"/view/traces/{trace.trace_id}#{position}" in page
+
+
+async def test_hostile_texts_are_compared_as_text(pages: httpx.AsyncClient, store: Store) -> None:
+    hostile, _ = await recorded.hostile_rollout(store)
+    other = await finished_rollout(store, "fine", 1.0)
+    page = (await pages.get("/view/compare", params={"run": [hostile, other]})).text
+    assert "<script>document" not in page
+    assert "&lt;script&gt;document" in page
+
+
+async def test_an_unknown_rollout_is_named(pages: httpx.AsyncClient) -> None:
+    answer = await pages.get("/view/compare", params={"run": ["roll_x", "roll_y"]})
+    assert answer.status_code in (400, 404)
+    assert "roll_x" in answer.text
+
+
+async def test_a_group_shows_what_is_trained(pages: httpx.AsyncClient, store: Store) -> None:
+    rollout_id = await finished_rollout(store, "alone", 1.0)
+    row = await store.rollouts.get(rollout_id)
+    assert row is not None
+    page = (await pages.get(f"/view/groups/{row.group_id}")).text
+    assert f"/view/parts/groups/{row.group_id}/training" in page
+    part = (await pages.get(f"/view/parts/groups/{row.group_id}/training")).text
+    assert "no spread" in part
