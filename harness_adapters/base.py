@@ -59,6 +59,8 @@ class HarnessInfo:
     """The lowest and the highest version that this adapter was run with; None: its default version only."""
     summary: str = ""
     """Description of the harness in a few words."""
+    intercepted: bool = False
+    """Its endpoint cannot be set, so its calls to the provider's own host must be intercepted."""
     command: str = ""
     """Name of the program that users start after they have installed the harness themselves, such as ``codex``."""
 

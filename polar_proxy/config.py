@@ -156,8 +156,8 @@ class EngineSettings(_Section):
     """The inference engine."""
 
     kind: str = "local"
-    """`local`, `vllm`, `llamacpp` (a llama-server), `openai` (or a compatible API), `anthropic`, `google`, or
-    module:Class."""
+    """`local`, `vllm`, `llamacpp` (a llama-server), `openai` (or a compatible API), `anthropic`, `google`,
+    `passthrough` (each call goes to the provider that the agent asks), or module:Class."""
     url: str | None = None
     """Where the engine listens (not local). Default for openai, anthropic and google: the provider's own API."""
     model: str | None = None

@@ -8,6 +8,7 @@ PolarError
     RequestError        a model request
     EngineError         the inference engine
         EngineDroppedError  it dropped a request
+        ProviderError       a provider's own answer to a request that was passed on
     ApiError            a request to the HTTP API
     TrainingError       a training run
 """
@@ -69,6 +70,17 @@ class EngineError(PolarError):
 
 class EngineDroppedError(EngineError):
     """The engine closed the connection before it began to answer. It may have sampled."""
+
+
+class ProviderError(EngineError):
+    """A provider refused or failed a request that was passed on to it. With a `body`, the agent gets that response."""
+
+    def __init__(
+        self, message: str, *, status: int, headers: tuple[tuple[bytes, bytes], ...] = (), body: bytes | None = None
+    ) -> None:
+        super().__init__(message, status=status)
+        self.headers = headers
+        self.body = body
 
 
 class ApiError(PolarError):

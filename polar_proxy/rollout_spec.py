@@ -73,6 +73,9 @@ class RolloutSpec(SessionBudget):
     """Seconds that the agent may run, without the time for preparing, waiting and scoring."""
     max_tokens: int = Field(2048, ge=1, le=MAX_INTEGER)
     """Maximum number of tokens in one answer."""
+    intercept: bool = False
+    """Also answer the agent's calls to the hosts of OpenAI, Anthropic, Google and other providers. For agents whose
+    endpoint cannot be set; agents that Polar knows to need it are always intercepted. Not in process sandboxes."""
     max_user_turns: int = Field(20, ge=1, le=MAX_INTEGER)
     """In tasks that are dialogues: maximum number of texts of the user, the instruction included."""
     train_timed_out: bool = False

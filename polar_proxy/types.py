@@ -1,4 +1,4 @@
-"""The types that all packages share: frozen data without behaviour beyond conversions, and no imports from Polar.
+"""The types that all packages share: frozen data without behaviour beyond conversions.
 
 Messages follow OpenAI's Chat Completions, because every engine accepts that form and every other dialect can be
 translated to it without losing anything that a model reads.
@@ -12,6 +12,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+
+from polar_proxy.provider_calls import ProviderPiece, ProviderRequest
 
 if TYPE_CHECKING:  # importing numpy takes a fifth of the time of a command that reads no tokens
     import numpy as np
@@ -188,6 +190,8 @@ class ChatRequest:
     options: ClientOptions | None = field(default=None, compare=False)
     large: bool = field(default=False, compare=False)
     """True if the request is so large that work on the whole of it runs in an `OffloadThread`."""
+    raw: ProviderRequest | None = field(default=None, compare=False, repr=False)
+    """The request as it came, if it is passed on to its provider."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +203,8 @@ class TextRequest:
     sampling: Sampling = field(default_factory=Sampling)
     large: bool = field(default=False, compare=False)
     """True if the request is large (see `ChatRequest.large`)."""
+    raw: ProviderRequest | None = field(default=None, compare=False, repr=False)
+    """As in `ChatRequest`."""
 
 
 EngineRequest = ChatRequest | TextRequest
@@ -277,6 +283,8 @@ class SampleEvent:
     """Comes from engines that report no token ids. The last one of an answer counts."""
     provider_turn: ProviderTurn | None = None
     """The choice as the provider wrote it, if it holds signatures. Comes with the `finish_reason`."""
+    raw: ProviderPiece | None = None
+    """From the passthrough engine: the bytes that the agent gets in place of this event's encoding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -414,20 +422,6 @@ class CallRecord:
         if self.usage is not None:
             return self.usage.output_tokens
         return sum(int(choice.token_ids.size) for choice in self.choices)
-
-
-@dataclass(frozen=True, slots=True)
-class StoredLineage:
-    """A stored call's relation to the other calls of its session."""
-
-    call_id: str
-    edge: Edge
-    parent_call_id: str | None
-    rule: str | None
-    thread: str | None
-    status: CallStatus
-    ended_at: float
-    fingerprint: Json | None
 
 
 SpanKind = Literal["context", "sampled"]

@@ -41,6 +41,7 @@ SandboxKind = Literal["docker", "bubblewrap", "process"]
 DockerRuntime = Literal["auto", "runc", "runsc"]
 OutputCallback = Callable[[bytes], None]
 
+HTTPS_PORT = 443
 OUTPUT_LIMIT = 4 << 20
 READ_LIMIT = 64 << 20
 SANDBOX_ID_VARIABLE = "POLAR_SANDBOX_ID"
@@ -107,6 +108,8 @@ class SandboxSpec:
     files."""
     folders: tuple[str, ...] = ()
     """Further empty, writable folders, absolute."""
+    hosts: tuple[str, ...] = ()
+    """Names that resolve to 127.0.0.1 inside. `listen` then takes HTTPS_PORT too."""
 
     def check(self) -> None:
         """Raise `SandboxError` for a mount or folder that is invalid or missing, before anything is started."""

@@ -55,6 +55,8 @@ class BubblewrapSandbox(SupervisedSandbox):
             self._disk_image = (str(self.base / "disk.ext4"), str(self._files))
         if self.uid is not None:
             binds += self._user_files(self.uid)
+        if self.spec.hosts:
+            binds += self._hosts_file()
         self._limit()
         for mount in self.spec.mounts:
             binds += ["--ro-bind", str(mount.source.absolute()), mount.target]
@@ -82,6 +84,16 @@ class BubblewrapSandbox(SupervisedSandbox):
                 mounts += ["--ro-bind", str(file), str(system)]
         return mounts
 
+    def _hosts_file(self) -> list[str]:
+        """Return the mount of a file of hosts in which the specification's names resolve to loopback."""
+        system = Path("/etc/hosts")
+        if not system.exists():
+            raise SandboxError("this machine has no /etc/hosts, in whose place the sandbox would see its own")
+        file = self.base / "hosts"
+        file.write_text("".join(f"127.0.0.1 {name}\n" for name in ("localhost", *self.spec.hosts)))
+        file.chmod(0o644)
+        return ["--ro-bind", str(file), str(system.resolve())]
+
     def _limit(self) -> None:
         """Limit the sandbox by control groups if this user may make them, else limit each process."""
         limits = self.spec.limits
@@ -106,8 +118,9 @@ class BubblewrapSandbox(SupervisedSandbox):
         return limits
 
     async def listen(self, port: int = 0) -> socket.socket | None:
-        _, fds = await self._require_open(self._link).call(op="listen", port=port)
-        listening = socket.socket(fileno=fds[0])
+        link = self._require_open(self._link)
+        early = self._early_sockets.pop(port, None)
+        listening = socket.socket(fileno=(await link.call(op="listen", port=port))[1][0] if early is None else early)
         listening.setblocking(False)
         return listening
 

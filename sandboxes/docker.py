@@ -164,6 +164,8 @@ class DockerSandbox(Sandbox):
             # The engine keeps no copy of the output in its own log.
             "LogConfig": {"Type": "none"},
         }
+        if self.spec.hosts:
+            host["ExtraHosts"] = [f"{name}:127.0.0.1" for name in self.spec.hosts]
         if limits.memory_mb is not None:
             host["Memory"] = host["MemorySwap"] = limits.memory_mb << 20
         if limits.cpus is not None:

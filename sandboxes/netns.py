@@ -125,6 +125,7 @@ async def listen_by_helper(
                 "NetworkMode": f"container:{sandbox}",
                 "Binds": [f"{inner}:/handover"],
                 "CapDrop": ["ALL"],
+                "CapAdd": ["NET_BIND_SERVICE"] if 0 < port < 1024 else [],
                 "SecurityOpt": ["no-new-privileges"],
             },
         }

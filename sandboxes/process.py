@@ -21,6 +21,7 @@ from typing import Any
 
 from sandboxes import cgroups, disk, orphans
 from sandboxes.base import (
+    HTTPS_PORT,
     READ_LIMIT,
     SANDBOX_ID_VARIABLE,
     Command,
@@ -69,6 +70,8 @@ class SupervisedSandbox(Sandbox):
         self._process: subprocess.Popen[bytes] | None = None
         self._pipes: set[OutputPipe] = set()
         self._cgroup: cgroups.ControlGroup | None = None
+        self._early_sockets: dict[int, int] = {}
+        """Descriptors by port, of sockets that only the start of the supervisor has the right to bind."""
 
     # ------------------------------------------------------------ life cycle
 
@@ -104,8 +107,9 @@ class SupervisedSandbox(Sandbox):
         procs = self._cgroup.procs if self._cgroup else []
         ready, future = self._link.expect()
         identity = {"uid": self.uid, "filter": self.system_call_filter.hex()}
+        ports = [HTTPS_PORT] if self.spec.hosts else []
         await self._link.send(
-            {"id": ready, "bwrap": bwrap, "cgroup_procs": procs, "disk": self._disk_image, **identity}
+            {"id": ready, "bwrap": bwrap, "cgroup_procs": procs, "disk": self._disk_image, "ports": ports, **identity}
         )
         try:
             reply, fds = await future
@@ -116,7 +120,8 @@ class SupervisedSandbox(Sandbox):
         pids = [self._process.pid] + ([reply["init"]] if reply["init"] else [])
         self._record.add_processes(pids)
         await uncancellable(asyncio.to_thread(self._registry.write, self._record))
-        self._disk_folder = fds[0] if fds else None
+        self._disk_folder = fds[0] if reply["disk"] else None
+        self._early_sockets = dict(zip(ports, fds[1:] if reply["disk"] else fds, strict=True))
         if self._disk_folder is None:
             watching = disk.watch(self.id, self._disk_usage, self.spec.limits, self._stop_programs)
             self._disk_watch = asyncio.create_task(watching)
@@ -151,6 +156,8 @@ class SupervisedSandbox(Sandbox):
             await asyncio.to_thread(_end_process, self._process)
         for pipe in tuple(self._pipes):
             pipe.close()
+        while self._early_sockets:
+            os.close(self._early_sockets.popitem()[1])
         if self._disk_folder is not None:
             os.close(self._disk_folder)
             self._disk_folder = None
@@ -296,6 +303,11 @@ class ProcessSandbox(SupervisedSandbox):
             raise SandboxError(
                 f"a process sandbox has no file system of its own, so it cannot have its own {own[-1]}; "
                 "use bubblewrap or docker"
+            )
+        if self.spec.hosts:
+            raise SandboxError(
+                f"a process sandbox uses the host's network, in which {self.spec.hosts[0]} cannot resolve to another "
+                "address; use bubblewrap or docker"
             )
         for mount in self.spec.mounts:
             if posixpath.normpath(mount.target) != str(mount.source.absolute()):

@@ -16,10 +16,11 @@ PACKAGES = ("polar_proxy", "harness_adapters", "sandboxes")
 SOURCES = sorted(path for name in PACKAGES for path in (ROOT / name).rglob("*.py"))
 
 LAYERS = [
+    {"provider_calls"},
     {"types", "errors", "terminal", "temporary", "offload", "memory", "documented"},
     {"rollout_spec", "sequences", "message_text", "allowed_code", "clean_git", "prices"},
     {"config", "api_models"},
-    {"webhooks"},
+    {"webhooks", "intercept"},
     {"dialects", "engines", "store", "rewards", "client"},
     {"sessions", "traces", "tasks"},
     {"gateway", "telemetry"},
@@ -34,7 +35,7 @@ LAYERS = [
 """Parts of `polar_proxy`, lowest layer first. A part imports only from lower layers."""
 
 LAYER_OF = {part: level for level, parts in enumerate(LAYERS) for part in parts}
-USERS_OF_AGENTS_AND_SANDBOXES = ("temporary", "rollouts", "conformance", "training", "cli")
+USERS_OF_AGENTS_AND_SANDBOXES = ("temporary", "intercept", "rollouts", "conformance", "training", "cli")
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Installing a Python harness into its own cached virtual environment, on a Python version that the harness supports.
+"""Installing a Python harness, or another program, into its own cached environment, on a Python that it supports.
 
 Promises: the interpreter has one of the requested minor versions and can make virtual environments, which is checked by
 starting it; nothing is installed outside the cache. The search order is: the Python that runs Polar, those on PATH and
@@ -39,23 +39,21 @@ _FETCHED = ".python"
 _PIP_INSTALL = ("-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-input")
 
 
-class VenvHarness(ConnectableHarness):
+class VenvPackage:
+    """A package of PyPI in its own cached environment."""
+
+    name: str
+    default_version: str
     imports: str
     """Modules whose import proves the installation, separated by commas."""
     extra_requirements: tuple[str, ...] = ()
-    """pip requirements besides the harness's own package."""
+    """pip requirements besides the package."""
     pythons: tuple[str, ...] = ()
-    """Minor versions that the harness runs on, best first; empty: it gets the Python that runs Polar."""
+    """Minor versions that the package runs on, best first; empty: it gets the Python that runs Polar."""
 
     @property
     def package(self) -> str:
-        return self.info.package.removeprefix("pypi:")
-
-    @property
-    def install_command(self) -> tuple[str, ...]:
-        python = ("--python", self.pythons[0]) if self.pythons else ()
-        extras = (word for requirement in self.extra_requirements for word in ("--with", requirement))
-        return ("uv", "tool", "install", *python, *extras, self.package)
+        return self.name
 
     def requirements(self, version: str) -> tuple[str, ...]:
         return (f"{self.package}=={version}", *self.extra_requirements)
@@ -103,6 +101,18 @@ class VenvHarness(ConnectableHarness):
         # compileall fails for files of other Python versions, which pip would have skipped silently.
         step("compile it", [python, "-m", "compileall", "-q", "-j", "0", str(folder / "lib")], strict=False)
         step("start it once", [python, "-c", f"import {self.imports}"])
+
+
+class VenvHarness(VenvPackage, ConnectableHarness):
+    @property
+    def package(self) -> str:
+        return self.info.package.removeprefix("pypi:")
+
+    @property
+    def install_command(self) -> tuple[str, ...]:
+        python = ("--python", self.pythons[0]) if self.pythons else ()
+        extras = (word for requirement in self.extra_requirements for word in ("--with", requirement))
+        return ("uv", "tool", "install", *python, *extras, self.package)
 
 
 def _interpreter_mounts(folder: Path) -> tuple[Path, ...]:

@@ -57,6 +57,10 @@ VERBS = {
         "Print the lines that point an agent at a server, or start the agent: `polar connect AGENT -- ARGUMENTS`.",
         command_class="connect:ConnectCommand",
     ),
+    "intercept": Verb(
+        "intercept:intercept",
+        "Start a program whose model endpoint cannot be set, and answer its model calls: `polar intercept -- PROGRAM`.",
+    ),
     "node": Verb("serve:node", "Add this machine to a Ray cluster until stopped."),
     "submit": Verb("rollouts:submit", "Queue rollouts and print the job's id."),
     "status": Verb("rollouts:status", "Show the progress of jobs."),

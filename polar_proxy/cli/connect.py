@@ -12,12 +12,8 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
-import signal
-import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
@@ -25,20 +21,19 @@ import typer
 from rich.text import Text
 from typer.core import TyperCommand
 
-from harness_adapters.base import Connection, Endpoint, get_adapter, list_adapters
+from harness_adapters.base import Connection, get_adapter, list_adapters
 from harness_adapters.toolkit.adapter import ConnectableHarness, settings_files
 from polar_proxy.cli import options
-from polar_proxy.cli.common import is_local_url, load_client_settings, load_settings, with_client
+from polar_proxy.cli.agent_session import AgentSession, open_session, run_in_foreground
+from polar_proxy.cli.common import load_client_settings, load_settings
 from polar_proxy.cli.harness import find_adapter
 from polar_proxy.cli.output import make_table, print_note, print_result
-from polar_proxy.config import Settings, child_environment, local_url
+from polar_proxy.config import child_environment
 from polar_proxy.errors import UsageError
 from polar_proxy.temporary import left_folders, temporary_folder
 from sandboxes.remove_tree import remove_tree
 
 _START = "polar_connect_start"
-_REQUEST_SECONDS = 1800.0
-"""Time limit of the agent's model calls. A laptop may take minutes to read a long prompt."""
 _END_OF_FILE = "END_OF_SETTINGS"
 
 
@@ -48,37 +43,6 @@ class ConnectCommand(TyperCommand):
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         ctx.meta[_START] = "--" in args
         return super().parse_args(ctx, args)
-
-
-@dataclass(frozen=True)
-class ModelCard:
-    name: str
-    context_length: int | None
-    max_answer: int | None
-    """Tokens of its longest answer, if it ends answers before the context is full."""
-
-
-@dataclass(frozen=True)
-class AgentSession:
-    """The session that an agent is pointed at."""
-
-    server: str
-    """URL of the Polar server, without /v1."""
-    key: str
-    session_id: str | None
-    """None if the user gave the key."""
-    model: ModelCard
-
-    def endpoint(self, home: Path) -> Endpoint:
-        """Return the endpoint for an agent whose settings are in the folder `home`."""
-        return Endpoint(
-            base_url=f"{self.server}/v1",
-            api_key=self.key,
-            model=self.model.name,
-            context_length=self.model.context_length,
-            home=str(home),
-            request_timeout_seconds=_REQUEST_SECONDS,
-        )
 
 
 def connect(
@@ -114,7 +78,7 @@ def connect(
     harness = _find_harness(agent)
     program = _require_program(harness) if start else None
     settings = load_client_settings(url, db)
-    session = _open_session(harness, settings, url, db, key, model)
+    session = open_session(harness.name, settings, url, db, key, model)
     folder = settings.home / "connect"
     if program is None:
         _print_connection(harness, session, folder, as_json)
@@ -169,75 +133,6 @@ def _require_program(harness: ConnectableHarness) -> str:
             f"Install it: {shlex.join(harness.install_command)}"
         )
     return program
-
-
-# The session
-
-
-def _open_session(
-    harness: ConnectableHarness, settings: Settings, url: str | None, db: str | None, key: str | None, model: str | None
-) -> AgentSession:
-    """Ask the server for its model, and make a session unless a key is given.
-
-    Without a URL the session is made in the database, as by `polar session new`.
-    """
-    server = _server_url(settings)
-    served = _ask_model(server)
-    if model is not None:
-        served = replace(served, name=_printable("--model", model))
-    if key is not None:
-        if not key.isascii() or not key.isprintable() or not key or " " in key:
-            raise UsageError("--key must consist of visible ASCII characters, so that an HTTP header can carry it.")
-        return AgentSession(server, key, None, served)
-    from polar_proxy.api_models import SessionRequest
-    from polar_proxy.client import UnauthorisedError
-
-    request = SessionRequest(label=harness.name)
-    try:
-        created = with_client(url, db, lambda client: client.new_session(request), create=True)
-    except UnauthorisedError as error:
-        raise UsageError(f"{error} Or give the key of a session: --key KEY.") from error
-    return AgentSession(server, created.key, created.session_id, served)
-
-
-def _server_url(settings: Settings) -> str:
-    """Return the URL of the server without /v1. Raises UsageError."""
-    if settings.url is not None:
-        is_local_url(settings.url)  # validates it
-        return settings.url.rstrip("/").removesuffix("/v1")
-    if settings.gateway.port == 0:
-        raise UsageError("The setting gateway.port is 0, so the server's port is not known: give --url.")
-    return local_url(settings.gateway.host, settings.gateway.port)
-
-
-def _ask_model(server: str) -> ModelCard:
-    """Return the model that the server serves. Raises UsageError if there is no Polar server at this URL."""
-    import httpx
-
-    try:
-        reply = httpx.get(f"{server}/v1/models", timeout=10)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise UsageError(
-            f"No server answers at {server} ({type(error).__name__}: {error}). Start one with `polar serve`, or name a "
-            "running one with --url."
-        ) from error
-    try:
-        (card,) = reply.json()["data"]
-        if card["owned_by"] != "polar":
-            raise ValueError(card["owned_by"])
-        length, answer = card["max_model_len"], card["max_tokens"]
-        name = str(card["id"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{server} is not a Polar server: its list of models is not Polar's.") from error
-    context_length = length if isinstance(length, int) else None
-    max_answer = answer if isinstance(answer, int) and answer != context_length else None
-    return ModelCard(_printable("The model of the server", name), context_length, max_answer)
-
-
-def _printable(what: str, name: str) -> str:
-    if not name or not name.isprintable():
-        raise UsageError(f"{what} is {name!r}: a model name must be printable text.")
-    return name
 
 
 # Printing
@@ -315,39 +210,7 @@ def _start(
         for note in _notes(session, connection):
             print_note(note)
         environment = child_environment(connection.env, without=connection.unset)
-        code = _run_in_foreground([*argv, *connection.arguments, *arguments], environment)
+        code = run_in_foreground([*argv, *connection.arguments, *arguments], environment)
     if session.session_id is not None:
         print_note(f"recorded as {session.session_id}; to see it: polar show {session.session_id}")
     return code
-
-
-def _run_in_foreground(argv: Sequence[str], environment: dict[str, str]) -> int:
-    """Run a program on this terminal and return its exit code, as a shell reports it.
-
-    Ctrl-C reaches the program from the terminal, and does not end this process. SIGTERM and SIGHUP are passed on.
-    """
-    process: subprocess.Popen[bytes] | None = None
-    came_early: list[int] = []
-
-    def pass_on(number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT:
-            return
-        if process is None:
-            came_early.append(number)
-        else:
-            process.send_signal(number)
-
-    # Handlers instead of SIG_IGN, which the program would inherit.
-    numbers = [one for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) != signal.SIG_IGN]
-    before = {number: signal.signal(number, pass_on) for number in numbers}
-    try:
-        process = subprocess.Popen(argv, env=environment)
-        for number in came_early:
-            process.send_signal(number)
-        code = process.wait()
-    except OSError as error:
-        raise UsageError(f"{argv[0]} cannot be started: {error.strerror}.") from error
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    return code if code >= 0 else 128 - code

@@ -43,7 +43,8 @@ ServerUrl = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")]
 Engine = Annotated[
-    str | None, typer.Option("--engine", help="local, vllm, llamacpp, openai, anthropic, google, or module:Class.")
+    str | None,
+    typer.Option("--engine", help="local, vllm, llamacpp, openai, anthropic, google, passthrough, or module:Class."),
 ]
 EngineUrl = Annotated[
     str | None, typer.Option("--engine-url", help="URL of the engine; by default a provider's own API.")

@@ -131,6 +131,7 @@ async def _serve(settings: Settings, as_json: bool, *, with_workers: bool, ray_a
                 note=log.info,
                 code=settings.code(),
                 on_rollout_end=on_rollout_end,
+                home=settings.home,
             )
         # The API is added before the gateway listens, so that a client that waits for this server never gets a 404.
         exports = await stack.enter_async_context(ExportProcesses(store.database.url))

@@ -21,6 +21,8 @@ from harness_adapters.base import (
 from polar_proxy.config import Settings
 from polar_proxy.engines.factory import POLAR_TINY, make_engine
 from polar_proxy.errors import PolarError
+from polar_proxy.intercept.certificates import is_made
+from polar_proxy.intercept.proxy import Mitmproxy
 from polar_proxy.prices import PriceTable
 from polar_proxy.store import Store
 from sandboxes.base import DockerRuntime, Mount, ResourceLimits, Sandbox, SandboxError, SandboxKind, SandboxSpec
@@ -158,6 +160,7 @@ async def check_installation(
         _bundled_policy(),
         *await _sandboxes(settings),
         *_harnesses(settings),
+        _interception(settings),
         await _database(database),
     ]
     return checks + (await _engine(settings) if engine else [])
@@ -231,6 +234,15 @@ def _harnesses(settings: Settings) -> list[InstallCheck]:
     if others:
         checks.append(InstallCheck("harnesses", "note", f"installed at their first use: {', '.join(others)}"))
     return checks
+
+
+def _interception(settings: Settings) -> InstallCheck:
+    mitmproxy = Mitmproxy()
+    authority = "a certificate authority" if is_made(settings.home) else "no certificate authority yet"
+    if mitmproxy.is_installed(settings.harness_cache):
+        detail = f"mitmproxy {mitmproxy.default_version} installed, {authority}"
+        return InstallCheck("interception", "ok", detail)
+    return InstallCheck("interception", "note", f"mitmproxy is installed by the first `polar intercept`; {authority}")
 
 
 async def _database(database: AbstractAsyncContextManager[Store]) -> InstallCheck:

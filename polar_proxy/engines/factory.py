@@ -41,6 +41,10 @@ def make_engine(settings: EngineSettings) -> Engine:
         return LlamaCppEngine(url, model=settings.model, api_key=settings.api_key)
     if settings.kind in ("openai", "anthropic", "google"):
         return _hosted(settings)
+    if settings.kind == "passthrough":
+        from polar_proxy.engines.passthrough.engine import PassthroughEngine
+
+        return PassthroughEngine(settings.url)
     if settings.kind == "scripted":
         from polar_proxy.engines.scripted import ScriptedEngine
 
@@ -104,8 +108,8 @@ def _by_name(kind: str) -> Engine:
     module_name, separator, class_name = kind.partition(":")
     if not separator:
         raise UsageError(
-            f"There is no engine {kind!r}: choose local, vllm, llamacpp, openai, anthropic, google, scripted, or "
-            "module:Class."
+            f"There is no engine {kind!r}: choose local, vllm, llamacpp, openai, anthropic, google, passthrough, "
+            "scripted, or module:Class."
         )
     try:
         engine = getattr(importlib.import_module(module_name), class_name)()

@@ -246,9 +246,13 @@ class HttpClient:
         self._idle: list[_ClientConnection] = []
         self._open: set[_ClientConnection] = set()
 
-    async def request(self, method: str, path: str, body: bytes | None) -> HttpResponse:
-        """Send a request and return the response once its headers are there. `path` follows the URL's own path."""
-        head = b"%b %b%b HTTP/1.1\r\n%b" % (method.encode("ascii"), self._base, path.encode("ascii"), self._fields)
+    async def request(self, method: str, path: str, body: bytes | None, *, fields: bytes = b"") -> HttpResponse:
+        """Send a request and return the response once its headers are there. `path` follows the URL's own path.
+
+        `fields`: further header fields, each with its line break.
+        """
+        target = self._base + path.encode("ascii")
+        head = b"%b %b HTTP/1.1\r\n%b%b" % (method.encode("ascii"), target, self._fields, fields)
         parts = [head, b"\r\n"] if body is None else [head, b"content-length: %d\r\n\r\n" % len(body), body]
         connection = self._pooled() or await self._connected()
         return await connection.exchange(parts)

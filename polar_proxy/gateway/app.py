@@ -2,7 +2,8 @@
 
 Each model route is served with and without its version (such as `/v1`), because only some clients add the version to
 the base URL.
-Every route is also served below `/s/{key}`, for programs that cannot send an API key.
+Every route is also served below `/s/{key}`, for programs that cannot send an API key. Requests for a provider's host
+that were intercepted are mapped to these routes first (`intercepted.py`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from polar_proxy import __version__
 from polar_proxy.api_models import API_PREFIX
 from polar_proxy.config import is_loopback
 from polar_proxy.dialects import get_dialect
+from polar_proxy.dialects.anthropic.cloud import cloud_route
 from polar_proxy.dialects.base import Dialect
 from polar_proxy.dialects.google.dialect import GoogleGenerateContent, google_model_card, google_route
 from polar_proxy.dialects.openai_responses.compaction import ResponsesCompaction
@@ -33,6 +35,7 @@ from polar_proxy.gateway import asgi
 from polar_proxy.gateway.conversations import ConversationRoute, ConversationRoutes
 from polar_proxy.gateway.docs_page import serve_docs
 from polar_proxy.gateway.handler import RequestHandler
+from polar_proxy.gateway.intercepted import InterceptedRequest
 from polar_proxy.gateway.metrics import GatewayMetrics
 from polar_proxy.gateway.reply import send_error, send_wrong_method
 from polar_proxy.gateway.responses_websocket import ResponsesWebSocket
@@ -97,6 +100,14 @@ class GatewayApp:
                 await send_error(refuse, error, error_format(path))
                 return
         path_key, path = split_path(path)
+        if (intercepted := InterceptedRequest.of_scope(scope)) is not None:
+            path_key = intercepted.key or path_key
+            if (served := intercepted.route) is None:
+                await intercepted.answer(asgi.read_headers(scope), send, error_format(intercepted.path))
+                return
+            path = served
+            provider_path = (intercepted.host, intercepted.target)
+            scope = {**scope, "state": {**scope.get("state", {}), asgi.PROVIDER_PATH: provider_path}}
         if scope["type"] == "websocket":
             await self._serve_websocket(path, path_key, scope, receive, send)
             return
@@ -178,6 +189,8 @@ def find_route(path: str, query: bytes) -> tuple[Dialect, bool] | None:
         return _MODEL_ROUTES[route], False
     if route in _TOKEN_COUNTS:
         return _TOKEN_COUNTS[route], True
+    if (cloud := cloud_route(path)) is not None:
+        return cloud, False
     return google_route(path, query.decode("latin-1"))
 
 
@@ -248,6 +261,7 @@ def _add_models(app: FastAPI, router: EngineRouter) -> None:
             "created": started_at,
             "owned_by": "polar",
             "max_model_len": info.context_length,
+            "engine": info.engine,
             # Anthropic's clients read the same list by these names.
             "type": "model",
             "display_name": name,

@@ -24,6 +24,13 @@ Headers = Iterable[tuple[bytes, bytes]]
 
 INSIDE_SANDBOX = "polar_inside_sandbox"
 """Key that the scope's `state` has if the request came through a socket inside a sandbox."""
+SANDBOX_KEY = "polar_sandbox_key"
+"""Key that the scope's `state` has if the request came through a socket that model hosts resolve to: its value is the
+key of the sandbox's session."""
+PROVIDER_PATH = "polar_provider_path"
+"""Key of the host and of the path with its query, (str, str), to which an intercepted request was sent."""
+PROVIDER_EXCHANGE = "polar_provider_exchange"
+"""Key of the function that passes a request on over the WebSocket to the provider (`ProviderRequest.exchange`)."""
 CONNECTION = "polar_connection"
 """Key of the connection's random id in the scope's `state`."""
 WEBSOCKET_PIECE = "polar.websocket.piece"
@@ -162,7 +169,7 @@ def with_request_id(send: Send, request_id: str) -> Send:
     async def identified_send(message: Any) -> None:
         if message["type"] in ("http.response.start", "websocket.http.response.start"):
             headers = list(message.get("headers", ()))
-            if all(name != b"x-request-id" for name, _ in headers):
+            if all(name not in (b"x-request-id", b"request-id") for name, _ in headers):
                 message = {**message, "headers": headers + request_id_headers(request_id)}
         await send(message)
 

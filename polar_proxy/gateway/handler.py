@@ -27,6 +27,7 @@ from urllib.parse import parse_qs
 from polar_proxy.config import GatewaySettings
 from polar_proxy.dialects.base import Answer, Dialect, ParsedRequest
 from polar_proxy.engines.one_call import OneCallLimit, wants_one_call
+from polar_proxy.engines.passthrough.engine import PassthroughEngine
 from polar_proxy.errors import EngineDroppedError, EngineError, RequestError, StoreError
 from polar_proxy.gateway import asgi
 from polar_proxy.gateway.background import BackgroundCalls
@@ -38,6 +39,7 @@ from polar_proxy.gateway.hooks import HookedCall, Hooks, events_of, request_chan
 from polar_proxy.gateway.in_flight import InFlightCalls
 from polar_proxy.gateway.limits import BodyBudget
 from polar_proxy.gateway.metrics import GatewayMetrics
+from polar_proxy.gateway.passthrough import PassthroughReply, provider_request
 from polar_proxy.gateway.provider_turns import ProviderTurns
 from polar_proxy.gateway.recording import CallOutcome, CallRecorder, PendingCall, RequestContext, apply_policy
 from polar_proxy.gateway.reply import BackgroundReply, Reply, send_error, send_stream
@@ -95,7 +97,16 @@ class RequestHandler:
         self.background = BackgroundCalls()
         self.stored_calls = StoredCalls(store, monitor, settings.max_body_mb << 20)
         self.conversations = StoredConversations(store, monitor, settings.max_body_mb << 20, settings.limits.messages)
-        self._reader = RequestReader(settings.limits, self._thread, self.stored_calls, self.conversations, monitor)
+        engine = router.default.served.engine
+        self.passthrough = engine if isinstance(engine, PassthroughEngine) else None
+        self._reader = RequestReader(
+            settings.limits,
+            self._thread,
+            self.stored_calls,
+            self.conversations,
+            monitor,
+            passes_on=self.passthrough is not None,
+        )
         self._warned_of_no_key = False
 
     async def handle(
@@ -128,6 +139,9 @@ class RequestHandler:
                 request = RequestContext(
                     dialect, session, path, parsed, metadata, started_at, body.large, body.conversation
                 )
+                if self.passthrough is not None:
+                    raw = provider_request(scope, dialect, path, body.raw, parsed.tools)
+                    request = replace(request, raw=raw)
                 if parsed.generate:
                     await self._join_or_answer(request, receive, send)
                 else:
@@ -233,7 +247,7 @@ class RequestHandler:
     ) -> bool | None:
         """Answer a request whose calls have places in the session's budget (see `_answer`)."""
         session = request.session
-        kind = BackgroundReply if request.parsed.background else Reply
+        kind = PassthroughReply if request.raw else BackgroundReply if request.parsed.background else Reply
         reply = kind(buffer.wrap(send), request, calls[0], self._settings)
         session.begin(len(calls))
         self._metrics.in_flight.inc(len(calls))
@@ -286,8 +300,8 @@ class RequestHandler:
             lineage = session.place(call_id, engine_request, request.metadata, hashed, now=request.started_at)
             engine = self.router.choose(session, engine_request.model)
             engine_request = self._as_sampled(request, engine_request, engine)
-            one_call = wants_one_call(engine_request, engine.served.engine.info)
-            limit = OneCallLimit(engine_request.sampling.n) if one_call else None
+            limited = request.raw is None and wants_one_call(engine_request, engine.served.engine.info)
+            limit = OneCallLimit(engine_request.sampling.n) if limited else None
             calls.append(
                 PendingCall(call_id, engine_request, lineage, messages, engine, limit=limit, final_answer=final_answer)
             )
@@ -298,6 +312,8 @@ class RequestHandler:
         self, request: RequestContext, engine_request: EngineRequest, engine: EngineChoice
     ) -> EngineRequest:
         """Return the request as it is sampled: with the session's policy, and a model if the client named none."""
+        if request.raw is not None:  # sent as it came
+            return replace(engine_request, raw=request.raw, large=request.large)
         info = engine.served.engine.info
         hosted = "hosted" in info.capabilities
         sampled = replace(

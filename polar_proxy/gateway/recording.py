@@ -22,6 +22,7 @@ from polar_proxy.gateway.in_flight import InFlightCalls
 from polar_proxy.gateway.metrics import GatewayMetrics
 from polar_proxy.gateway.routing import EngineChoice
 from polar_proxy.prices import PriceTable
+from polar_proxy.provider_calls import ProviderRequest
 from polar_proxy.sessions.budget import Reservation
 from polar_proxy.sessions.continuation import PromptPlan
 from polar_proxy.sessions.identity import ClientMetadata
@@ -80,6 +81,8 @@ class RequestContext:
     large: bool = False
     """True if the request is large (see `ChatRequest.large`)."""
     conversation: ContinuedConversation | None = None
+    raw: ProviderRequest | None = None
+    """The request as it came, if it is passed on to its provider."""
 
 
 @dataclass(slots=True)

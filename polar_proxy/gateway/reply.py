@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from polar_proxy.config import GatewaySettings
 from polar_proxy.dialects.base import Answer, Dialect
-from polar_proxy.errors import EngineError, RequestError
+from polar_proxy.errors import EngineError, ProviderError, RequestError
 from polar_proxy.gateway import asgi
 from polar_proxy.gateway.recording import PendingCall, RequestContext
 from polar_proxy.types import SampleEvent
@@ -23,6 +23,12 @@ async def send_error(
     call_id: str | None = None,
 ) -> None:
     """Send an error as the whole response. `call_id`: the id of the call that failed."""
+    if isinstance(error, ProviderError) and error.body is not None:
+        own = [field for field in error.headers if field[0] != b"content-length"]
+        own.append((b"content-length", b"%d" % len(error.body)))
+        await send({"type": "http.response.start", "status": error.status, "headers": [*headers, *own]})
+        await send({"type": "http.response.body", "body": error.body})
+        return
     if isinstance(error, EngineError):
         failure, error = error, RequestError(str(error), status=error.status, code=error.code or "engine_error")
         error.retry_after = failure.retry_after

@@ -17,6 +17,7 @@ from polar_proxy.gateway import asgi
 from polar_proxy.gateway.conversations import NewItems, StoredConversations
 from polar_proxy.gateway.health import StoreMonitor
 from polar_proxy.gateway.limits import BodyReservation
+from polar_proxy.gateway.passthrough import parse_for_record
 from polar_proxy.gateway.recording import ContinuedConversation
 from polar_proxy.gateway.stored_responses import StoredCalls
 from polar_proxy.offload import OffloadThread
@@ -49,6 +50,8 @@ class Body:
     large: bool
     """The request is large (see `_LARGE_BODY`)."""
     conversation: ContinuedConversation | None = None
+    raw: bytes = b""
+    """The body as it came, if requests are passed on to their provider."""
 
 
 class RequestReader:
@@ -59,8 +62,11 @@ class RequestReader:
         stored_calls: StoredCalls,
         conversations: StoredConversations,
         monitor: StoreMonitor,
+        *,
+        passes_on: bool,
     ) -> None:
-        """`thread`: where large requests are parsed."""
+        """`thread`: where large requests are parsed. `passes_on`: requests are passed on to their provider."""
+        self._passes_on = passes_on
         self._limits = limits
         self._thread = thread
         self._stored_calls = stored_calls
@@ -79,8 +85,10 @@ class RequestReader:
         parts = await asgi.read_body(receive, reservation.take)
         async with _turn(session, reservation.size):
             body = await self._read_json(parts, reservation)
-            body = await self._write_out_references(dialect, body, session, resumable)
             previous = session.last_parsed(dialect.name)
+            if self._passes_on:
+                return await self._thread.run(body.large, parse_for_record, dialect, body.fields, previous), body
+            body = await self._write_out_references(dialect, body, session, resumable)
             return await self._thread.run(body.large, dialect.parse, body.fields, previous), body
 
     async def read_count(
@@ -132,7 +140,7 @@ class RequestReader:
                 message = f"'{name}' has {len(items)} items; at most {most} are served."
                 raise RequestError(message, status=413, param=name)
             large = large or (isinstance(items, list) and len(items) > _MANY_MESSAGES)
-        return Body(body, reservation.size, large)
+        return Body(body, reservation.size, large, raw=raw if self._passes_on else b"")
 
     async def _write_out_references(
         self, dialect: Dialect, body: Body, session: SessionState, resumable: Collection[str] = ()

@@ -25,10 +25,12 @@ import orjson
 
 from polar_proxy.dialects.openai_responses.items import response_id
 from polar_proxy.dialects.openai_responses.websocket import ResponsesWebSocketDialect
-from polar_proxy.errors import RequestError
+from polar_proxy.engines.passthrough.socket import ProviderWebSocket
+from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.gateway import asgi
 from polar_proxy.gateway.handler import RequestHandler
 from polar_proxy.gateway.limits import BodyReservation
+from polar_proxy.gateway.passthrough import provider_request
 from polar_proxy.gateway.reply import send_error
 from polar_proxy.gateway.websocket import CLOSE_SECONDS, TRY_AGAIN_LATER
 from polar_proxy.types import new_id
@@ -67,6 +69,11 @@ class ResponsesWebSocket:
         except RequestError as error:
             await send_error(asgi.refuse_upgrade(self._send), error, _DIALECT)
             return
+        try:
+            provider = await self._open_provider()
+        except (RequestError, EngineError) as error:
+            await send_error(asgi.refuse_upgrade(self._send), error, _DIALECT)
+            return
         await receive()  # websocket.connect
         await self.send({"type": "websocket.accept"})
         try:
@@ -76,10 +83,24 @@ class ResponsesWebSocket:
                 reader.cancel()
         except asyncio.CancelledError:
             pass  # a server that stops cancels requests after its grace period
+        finally:
+            if provider is not None:
+                await provider.close()
         if self._close_code is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(CLOSE_SECONDS):
                     await self.send({"type": "websocket.close", "code": self._close_code})
+
+    async def _open_provider(self) -> ProviderWebSocket | None:
+        """Connect to the provider, if requests are passed on to it. Raises RequestError or EngineError."""
+        engine = self._handler.passthrough
+        if engine is None:
+            return None
+        raw = provider_request(self._scope, _DIALECT, self._path)
+        provider = await ProviderWebSocket.open(engine.url_of(raw.host), raw)
+        state = {**self._scope.get("state", {}), asgi.PROVIDER_EXCHANGE: provider.exchange}
+        self._scope = {**self._scope, "state": state}
+        return provider
 
     async def _answer_requests(self) -> None:
         await self.send({"type": asgi.WEBSOCKET_IDLE})

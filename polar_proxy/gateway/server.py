@@ -7,6 +7,7 @@ import contextlib
 import logging
 import math
 import socket
+import ssl
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -246,20 +247,25 @@ class Gateway:
         """
         return await self._handler.failed_requests.failure_of_its_own(session_id)
 
-    async def serve_on(self, listener: socket.socket) -> None:
+    async def serve_on(
+        self, listener: socket.socket, *, tls: ssl.SSLContext | None = None, key: str | None = None
+    ) -> None:
         """Serve agents on one more listening socket, such as one inside a sandbox's network.
 
-        It serves the routes that agents need, and nothing that shows the gateway or other sessions.
+        It serves the routes that agents need, and nothing that shows the gateway or other sessions. With `tls` and the
+        `key` of a session, it serves the paths of the model hosts that resolve to the socket.
         """
         connections = Connections(self.settings.limits.sandbox_connections, self._connections)
         protocol_class = self._protocol(connections)
         state, config = self._server.server_state, self._config
 
         def protocol() -> asyncio.Protocol:
-            return protocol_class(config=config, server_state=state, app_state={asgi.INSIDE_SANDBOX: True})
+            app_state = {asgi.INSIDE_SANDBOX: True} | ({} if key is None else {asgi.SANDBOX_KEY: key})
+            return protocol_class(config=config, server_state=state, app_state=app_state)
 
         loop = asyncio.get_running_loop()
-        self._sandbox_servers[listener] = await loop.create_server(protocol, sock=listener, backlog=config.backlog)
+        server = await loop.create_server(protocol, sock=listener, backlog=config.backlog, ssl=tls)
+        self._sandbox_servers[listener] = server
 
     def _protocol(self, connections: Connections) -> Callable[..., asyncio.Protocol]:
         return partial(

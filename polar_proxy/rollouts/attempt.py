@@ -33,6 +33,7 @@ from polar_proxy.rollouts.agent_patch import read_patch, save_base
 from polar_proxy.rollouts.dialogue import AgentRun, UserModel, play_dialogue, read_last_answer
 from polar_proxy.rollouts.harnesses import HarnessInstaller, PrebuiltImageCache
 from polar_proxy.rollouts.infrastructure import InfrastructureError, UnsafeSandboxError, infrastructure_errors
+from polar_proxy.rollouts.interception import SandboxInterception
 from polar_proxy.rollouts.pool import SandboxPool
 from polar_proxy.rollouts.prepared_agent import PreparedAgent, write_files
 from polar_proxy.rollouts.recovery import exclude_earlier_attempts
@@ -145,6 +146,7 @@ class AttemptRunner:
     """Provides docker images that contain the agent. None: the agent is mounted."""
     sandbox_settings: SandboxSettings
     self_tests: SelfTests
+    interception: SandboxInterception
     user_model: UserModel
     code: AllowedCode = NO_CODE
     """The functions that tasks may name."""
@@ -237,11 +239,15 @@ class AttemptRunner:
             spec = await task_sandboxes.spec(given.task, labels=attempt.labels, mounts=mounts)
             if kind == "docker" and self.prebuilt is not None:
                 spec = await self.prebuilt.spec(spec, harness.installed.mounts)
+            if intercepted := given.spec.intercept or harness.adapter.info.intercepted:
+                spec = await self.interception.spec(kind, spec)
             async with asyncio.timeout(_PREPARE_SECONDS):
                 sandbox = await sandbox_stack.enter_async_context(await self.pool.take(kind, spec))
                 await prepare_workspace(given.task, sandbox, await task_sandboxes.bundle(given.task))
                 base = await save_base(sandbox, snapshot=given.task.environment.snapshot)
                 url = await sandbox_stack.enter_async_context(self._gateway_url(sandbox))
+                if intercepted:
+                    await sandbox_stack.enter_async_context(self.interception.serve(self.gateway, sandbox, key))
                 context = self._launch_context(given.task, sandbox, url, key)
                 plan = harness.adapter.launch(harness.installed, context)
                 await write_files(sandbox, plan)

@@ -177,7 +177,7 @@ class SandboxPool:
 def _key(kind: SandboxKind, spec: SandboxSpec) -> Hashable:
     """Return a key that interchangeable sandboxes share: the kind and the specification without its labels."""
     env = tuple(sorted(spec.env.items()))
-    return kind, spec.image, spec.mounts, spec.limits, env, spec.workdir, spec.folders
+    return kind, spec.image, spec.mounts, spec.limits, env, spec.workdir, spec.folders, spec.hosts
 
 
 async def _close(tasks: list[asyncio.Task[Sandbox]]) -> None:

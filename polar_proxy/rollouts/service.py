@@ -28,6 +28,7 @@ from polar_proxy.rollouts.attempt import AttemptRunner, ProgressReporter, Remote
 from polar_proxy.rollouts.dialogue import UserModel
 from polar_proxy.rollouts.harnesses import HarnessInstaller, PrebuiltImageCache, harness_label
 from polar_proxy.rollouts.infrastructure import UnsafeSandboxError
+from polar_proxy.rollouts.interception import SandboxInterception
 from polar_proxy.rollouts.pool import SandboxOpener, SandboxPool
 from polar_proxy.rollouts.stopping import get_group_policy
 from polar_proxy.rollouts.worker import Worker
@@ -70,8 +71,10 @@ class RolloutService:
         remote_scorer: RemoteScorer | None = None,
         code: AllowedCode = NO_CODE,
         on_rollout_end: Callable[[str], None] = lambda rollout_id: None,
+        home: Path | None = None,
     ) -> None:
-        """`harnesses` is the folder of installed agents. `code` lists the Python objects that tasks and rollouts may
+        """`harnesses` is the folder of installed agents, `home` that of the certificate authority for agents whose
+        calls are intercepted. `code` lists the Python objects that tasks and rollouts may
         refer to by name. With `job_id` the service works only on that job. `remote_scorer` scores on another machine
         when scoring here would have to wait. `on_rollout_end` is called after each attempt at a rollout; unless it
         failed and is repeated, the rollout then has its final status."""
@@ -109,6 +112,7 @@ class RolloutService:
             self._prebuilt,
             limits.sandboxes,
             self.self_tests,
+            SandboxInterception(home),
             self._user_model,
             code,
         )
@@ -364,6 +368,7 @@ async def run_job(
         job_id="",
         code=settings.code() if code is None else code,
         on_rollout_end=on_rollout_end,
+        home=settings.home,
     ) as service:
         service.self_tests.start(choice.kind)
         try:

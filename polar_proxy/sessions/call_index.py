@@ -14,7 +14,8 @@ import orjson
 
 from polar_proxy.sessions.hashing import AnswerNode, AssistantTurn, text_of
 from polar_proxy.sessions.rules import AGENT_TOOLS
-from polar_proxy.types import ANSWERED, FAILED, CallStatus, Edge, Json, Message, StoredLineage
+from polar_proxy.store.calls import StoredLineage
+from polar_proxy.types import ANSWERED, FAILED, CallStatus, Edge, Json, Message
 
 _FINGERPRINT_FORM = 2
 """Fingerprints of another form are ignored. Their calls are not found again, so the session's next call is a root."""

@@ -27,7 +27,7 @@ from polar_proxy.store.batch_writer import BatchWriter
 from polar_proxy.store.database import Database, Repository, row_columns
 from polar_proxy.store.encoding.loader import chain_ids, fetch
 from polar_proxy.store.group_commit import PATIENCE_SECONDS, GroupCommit
-from polar_proxy.types import CallRecord, CallStatus, Edge, PromptMode, StoredLineage
+from polar_proxy.types import CallRecord, CallStatus, Edge, Json, PromptMode
 
 _MAX_BOUND_VALUES = 10_000
 """The most values bound to one statement. Both databases accept three times as many."""
@@ -86,6 +86,22 @@ _summary = row_columns(
     choices=_answers.with_only_columns(func.count()).scalar_subquery(),
     finish_reason=_first_answer.with_only_columns(_x.finish_reason).scalar_subquery(),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class StoredLineage:
+    """A stored call's relation to the other calls of its session."""
+
+    call_id: str
+    edge: Edge
+    parent_call_id: str | None
+    rule: str | None
+    thread: str | None
+    status: CallStatus
+    ended_at: float
+    fingerprint: Json | None
+
+
 _lineage = row_columns(StoredLineage, schema.calls)
 
 

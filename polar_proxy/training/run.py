@@ -97,6 +97,7 @@ async def train_locally(
                 note=report,
                 code=code,
                 on_rollout_end=on_rollout_end,
+                home=settings.home,
             ) as service:
                 return await GrpoTrainer(
                     run,

@@ -8,7 +8,7 @@ import fcntl
 import os
 import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 LINUX = sys.platform == "linux"
 
@@ -48,8 +48,10 @@ def rename_process(name: bytes) -> None:
         ctypes.memmove(start, name, min(len(name), end - start - 1))
 
 
-def enter_namespaces(pid: int) -> None:
+def enter_namespaces(pid: int, with_rights: Callable[[], None]) -> None:
     """Join all namespaces of a process, as root or as the user who made them.
+
+    `with_rights` is called while this process has all rights over the network that it has joined.
 
     bwrap nests two user namespaces: the outer one owns the other namespaces, the inner one has the processes. Joining
     needs the privileges of the outer one, so the order is: outer, the other namespaces, inner.
@@ -63,6 +65,7 @@ def enter_namespaces(pid: int) -> None:
         check(libc.setns(outer, CLONE_NEWUSER), "setns(user)")
     for name, fd in fds.items():
         check(libc.setns(fd, 0), f"setns({name})")
+    with_rights()
     if os.fstat(inner).st_ino not in (own, os.fstat(outer).st_ino):
         check(libc.setns(inner, CLONE_NEWUSER), "setns(inner user)")
     for fd in (*fds.values(), inner, outer):

@@ -35,7 +35,7 @@ class Supervisor:
     def start(self, config: dict[str, Any]) -> None:
         """Open the control groups, start bwrap if requested, and enter its namespaces."""
         self.cgroups = [os.open(path, os.O_WRONLY) for path in config["cgroup_procs"]]
-        out = []
+        out: list[int] = []
         if config["disk"]:
             image, folder = config["disk"]
             try:
@@ -44,14 +44,15 @@ class Supervisor:
                 os.write(2, f"no file system for the sandbox: {error}\n".encode())
             else:
                 out.append(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
+        reply = {"id": config["id"], "disk": bool(out)}
         if config["bwrap"]:
             inner = self.start_bwrap(config["bwrap"])
-            kernel.enter_namespaces(inner)
+            kernel.enter_namespaces(inner, lambda: out.extend(listen(port) for port in config["ports"]))
             self.identity = Identity(config["uid"], bytes.fromhex(config["filter"]))
             if self.identity.uid is not None:
                 os.setgroups([])
             kernel.drop_privileges(self.identity.supervisor_capabilities)
-        self.control.send({"id": config["id"], "init": self.init}, out)
+        self.control.send({**reply, "init": self.init}, out)
         for fd in out:
             os.close(fd)
 

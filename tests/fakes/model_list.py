@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 @contextlib.contextmanager
 def serve_model_list(name: str, owner: str = "polar", max_tokens: int = 32768) -> Iterator[str]:
     """Serve one model, with a context of 32768 tokens and answers of `max_tokens`, and yield the server's URL."""
-    card = {"id": name, "owned_by": owner, "max_model_len": 32768, "max_tokens": max_tokens}
+    card = {"id": name, "owned_by": owner, "max_model_len": 32768, "max_tokens": max_tokens, "engine": "x"}
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

@@ -168,6 +168,7 @@ async def run_node(config: NodeConfig, remote_scorer: RemoteScorer | None = None
                 remote_scorer=remote_scorer,
                 code=settings.code(),
                 on_rollout_end=on_rollout_end,
+                home=settings.home,
             )
             await service.test_sandbox(settings.run.sandbox)
             async with service:

@@ -1,0 +1,173 @@
+"""Reading of a provider's answer while it is passed on: which decoder reads it, and where it ends."""
+
+from __future__ import annotations
+
+import base64
+import struct
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import orjson
+
+from polar_proxy.engines.hosted.anthropic import MessageDecoder
+from polar_proxy.engines.hosted.google import ContentDecoder
+from polar_proxy.engines.openai_client import AnswerDecoder
+from polar_proxy.engines.openai_stream import ChunkDecoder, SseDecoder
+from polar_proxy.errors import EngineError, RequestError
+from polar_proxy.provider_calls import ProviderRequest
+from polar_proxy.types import EngineRequest, Json, Message, SampleEvent, ToolDelta, Usage
+
+EVENT_STREAM, AWS_EVENT_STREAM = "text/event-stream", "application/vnd.amazon.eventstream"
+_FINAL_TYPES = frozenset(
+    {"message_delta", "message_stop", "response.completed", "response.incomplete", "response.failed", "error"}
+)
+
+
+def make_decoder(raw: ProviderRequest, request: EngineRequest) -> AnswerDecoder:
+    """Return the decoder of an answer in the dialect of the request."""
+    name = f"The provider at {raw.host}"
+    if raw.dialect == "anthropic_messages":
+        return MessageDecoder(name, request.model)
+    if raw.dialect == "google_generate_content":
+        return ContentDecoder(name, request.model, request.sampling.n)
+    if raw.dialect == "openai_responses":
+        return ResponseDecoder(name, raw.read_items)
+    return ChunkDecoder(request.sampling, name, expect_ids=False)
+
+
+def is_end(chunk: Json) -> bool:
+    """Return whether an answer ends in this object of its stream: an agent that has it may act on the answer."""
+    choices = chunk.get("choices") or chunk.get("candidates") or ()
+    return chunk.get("type") in _FINAL_TYPES or any(
+        choice.get("finish_reason") or choice.get("finishReason") for choice in choices
+    )
+
+
+def error_in(chunk: Json) -> Json | None:
+    """Return the error that an object of a stream reports, or None."""
+    error = chunk.get("error")
+    if isinstance(error, dict):
+        return error
+    response = chunk.get("response")
+    if chunk.get("type") == "response.failed" and isinstance(response, dict):
+        return response.get("error") or {"message": "the response failed"}
+    return chunk if chunk.get("type") == "error" else None
+
+
+class BodyReader:
+    """Splits a response body of any of the providers' forms into JSON objects, as it arrives."""
+
+    def __init__(self, content_type: str, name: str) -> None:
+        self._lines = SseDecoder(name) if content_type.startswith(EVENT_STREAM) else None
+        self._frames = content_type.startswith(AWS_EVENT_STREAM)
+        self._name = name
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[Json]:
+        """Return the objects that `data` completes. Raises EngineError for malformed JSON."""
+        if self._lines is not None:
+            return self._lines.feed(data)
+        self._rest += data
+        return self._read_frames() if self._frames else []
+
+    def end(self) -> list[Json]:
+        """Return the objects of a body that is no stream: one, or those of an array."""
+        if self._lines is not None or self._frames:
+            return []
+        try:
+            value: Any = orjson.loads(self._rest)
+        except orjson.JSONDecodeError as error:
+            raise EngineError(f"{self._name} sent malformed JSON: {error}.") from error
+        return [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, dict)]
+
+    def _read_frames(self) -> list[Json]:
+        """Return the events in the complete frames of Amazon's event stream.
+
+        A frame has lengths (of all, of its headers), a checksum, headers, a payload and a checksum. The payload of a
+        chunk holds the event in base64.
+        """
+        found = []
+        while len(self._rest) >= 12:
+            total, headers = struct.unpack(">II", self._rest[:8])
+            if total < 16 or headers > total - 16:
+                raise EngineError(f"{self._name} sent a malformed event stream.")
+            if len(self._rest) < total:
+                break
+            payload, self._rest = self._rest[12 + headers : total - 4], self._rest[total:]
+            event = orjson.loads(payload)
+            found.append(orjson.loads(base64.b64decode(event["bytes"])) if "bytes" in event else {"error": event})
+        return found
+
+
+class ResponseDecoder:
+    """Turns an object of the Responses API, or the events of its stream, into events.
+
+    Text comes with its pieces; reasoning and tool calls come at the end, read like the same items in a later request.
+    """
+
+    def __init__(self, name: str, read_items: Callable[[list[Json]], Sequence[Message]]) -> None:
+        self._name = name
+        self._read_items = read_items
+        self._items: dict[int, Json] = {}
+        self._response: Json | None = None
+        self._text = False
+
+    def feed(self, chunks: Iterable[Json]) -> list[SampleEvent]:
+        try:
+            return [event for chunk in chunks if (event := self._event(chunk)) is not None]
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise EngineError(f"{self._name} sent an answer of an unknown shape: {error!r}.") from error
+
+    def _event(self, chunk: Json) -> SampleEvent | None:
+        kind = chunk.get("type")
+        if kind == "response.output_text.delta":
+            self._text = True
+            return SampleEvent(text=chunk["delta"])
+        if kind == "response.output_item.done":
+            self._items[chunk["output_index"]] = chunk["item"]
+        elif kind in ("response.completed", "response.incomplete"):
+            self._response = chunk["response"]
+        elif chunk.get("object") == "response":
+            self._response = chunk
+        return None
+
+    def end(self) -> list[SampleEvent]:
+        response = self._response
+        if response is None:
+            raise EngineError(f"{self._name} broke off in the middle of its answer.")
+        # ChatGPT's backend leaves the output of the last event empty.
+        items = response.get("output") or [self._items[index] for index in sorted(self._items)]
+        try:
+            messages = self._read_items(items) if items else ()
+        except RequestError as error:
+            raise EngineError(f"{self._name} sent an answer that Polar cannot read: {error}") from error
+        answers = [message for message in messages if message.role == "assistant"]
+        calls = [call for message in answers for call in message.tool_calls]
+        text = "" if self._text else "".join(str(message.content or "") for message in answers)
+        deltas = (ToolDelta(index, call.id, call.name, call.arguments) for index, call in enumerate(calls))
+        cut = (response.get("incomplete_details") or {}).get("reason")
+        finish = {"max_output_tokens": "length", "content_filter": "content_filter"}.get(str(cut))
+        return [
+            SampleEvent(
+                text=text,
+                reasoning="".join(message.reasoning or "" for message in answers),
+                tool_calls=tuple(deltas),
+                finish_reason=finish or ("tool_calls" if calls else "stop"),
+                usage=_usage(response),
+            )
+        ]
+
+
+def _usage(response: Json) -> Usage | None:
+    usage = response.get("usage") or {}
+    if not isinstance(usage.get("input_tokens"), int) or not isinstance(usage.get("output_tokens"), int):
+        return None
+    tier = response.get("service_tier")
+    return Usage(
+        input_tokens=usage["input_tokens"],
+        output_tokens=usage["output_tokens"],
+        cached_tokens=(usage.get("input_tokens_details") or {}).get("cached_tokens"),
+        reasoning_tokens=(usage.get("output_tokens_details") or {}).get("reasoning_tokens"),
+        model=response.get("model"),
+        service_tier=None if tier in (None, "auto", "default") else tier,
+    )

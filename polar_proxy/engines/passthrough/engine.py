@@ -1,0 +1,185 @@
+"""The passthrough engine: each request goes to its provider as it came, and the answer to the agent as it comes.
+
+Promises:
+
+* The agent gets the provider's status and every byte of its body, in order, whether Polar can read them or not. What
+  cannot be read is recorded as far as it was read, with the finish reason `unread`.
+* The agent's own key is in the request's headers in memory only, for the time of the call.
+* A request is sent once. Retries are the agent's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from dataclasses import replace
+
+import orjson
+
+from polar_proxy.engines.base import Engine, ExactPrompt
+from polar_proxy.engines.http_client import HttpClient, HttpResponse
+from polar_proxy.engines.openai_client import CONNECT_SECONDS, KEEPALIVE_SECONDS, AnswerDecoder
+from polar_proxy.engines.passthrough.answers import BodyReader, error_in, is_end, make_decoder
+from polar_proxy.errors import EngineError, ProviderError, RequestError
+from polar_proxy.provider_calls import ProviderPiece, ProviderRequest
+from polar_proxy.types import ChatRequest, EngineInfo, EngineRequest, SampleEvent
+
+log = logging.getLogger(__name__)
+
+PROVIDER_HOSTS = {
+    "anthropic_messages": "api.anthropic.com",
+    "google_generate_content": "generativelanguage.googleapis.com",
+}
+"""The host of each dialect for requests that name none: agents that are pointed at Polar by their base URL."""
+OPENAI_HOST = "api.openai.com"
+_CONTEXT_LENGTH = 200_000
+"""Reported to harnesses, because the provider's is not known before a request."""
+_NOT_SENT = frozenset(
+    {b"host", b"connection", b"content-length", b"transfer-encoding", b"accept-encoding", b"content-encoding"}
+    | {b"keep-alive", b"te", b"trailer", b"upgrade", b"proxy-authorization", b"proxy-connection", b"expect"}
+)
+"""Headers that belong to one connection. The answer is asked for without compression, so that it can be read."""
+_NOT_RETURNED = frozenset({"connection", "content-length", "transfer-encoding", "keep-alive", "trailer", "upgrade"})
+_INFO = EngineInfo(
+    engine="passthrough",
+    version="1",
+    model="the-provider's",
+    context_length=_CONTEXT_LENGTH,
+    template_hash=None,
+    logprob_mode="raw",
+    capabilities=frozenset({"tools", "json_schema", "tool_choice_required", "images", "hosted"}),
+)
+
+
+class PassthroughEngine(Engine):
+    def __init__(self, url: str | None = None) -> None:
+        """`url`: send all requests to this server in place of the providers' own hosts."""
+        self._url = None if url is None else url.rstrip("/")
+        self._clients: dict[str, HttpClient] = {}
+
+    @property
+    def info(self) -> EngineInfo:
+        return _INFO
+
+    async def __aexit__(self, *error: object) -> None:
+        for client in self._clients.values():
+            client.close()
+
+    async def sample(
+        self, request: EngineRequest, *, stream: bool = True, prompt: ExactPrompt | None = None
+    ) -> AsyncGenerator[SampleEvent, None]:
+        raw = request.raw
+        if raw is None:
+            raise RequestError("The passthrough engine samples nothing: only agents' requests can be passed on.")
+        decoder = _LenientDecoder(make_decoder(raw, request), raw)
+        pieces = (raw.exchange or self._over_http)(raw)
+        async for piece, chunks in pieces:
+            for event in decoder.feed(chunks):
+                yield event
+            yield SampleEvent(raw=replace(piece, last=piece.last or any(map(is_end, chunks))))
+            error = next(filter(None, map(error_in, chunks)), None)
+            if error is not None:
+                raise ProviderError(f"{raw.host} failed: {error.get('message') or error}", status=502)
+        for event in decoder.end():
+            yield event
+
+    async def _over_http(self, raw: ProviderRequest) -> AsyncIterator[tuple[ProviderPiece, list[dict[str, object]]]]:
+        """Send a request, and yield each piece of its answer with the JSON objects that the piece completes.
+
+        Raises ProviderError for an error status, and EngineError if the connection breaks.
+        """
+        response = await self._send(raw)
+        headers = tuple((n.encode("latin-1"), v.encode("latin-1")) for n, v in response.headers.items())
+        headers = tuple((name, value) for name, value in headers if name.decode() not in _NOT_RETURNED)
+        try:
+            if response.status >= 400:
+                body = await response.read()
+                raise ProviderError(_message(body, response.status), status=response.status, headers=headers, body=body)
+            reader = BodyReader(response.headers.get("content-type", ""), f"The provider at {raw.host}")
+            compressed = "content-encoding" in response.headers
+            yield ProviderPiece(b"", headers=headers, status=response.status), []
+            while data := await response.read_some():
+                yield ProviderPiece(data), [] if compressed else reader.feed(data)
+            yield ProviderPiece(b""), [] if compressed else reader.end()
+        except OSError as error:
+            raise EngineError(f"The connection to {raw.host} broke off: {error}.") from error
+        finally:
+            response.close()
+
+    async def _send(self, raw: ProviderRequest) -> HttpResponse:
+        fields = b"".join(b"%b: %b\r\n" % field for field in headers_to_send(raw))
+        try:
+            return await self._client(raw.host).request("POST", raw.target, raw.body, fields=fields)
+        except OSError as error:
+            raise EngineError(f"{raw.host} cannot be reached: {error or type(error).__name__}.") from error
+
+    def _client(self, host: str) -> HttpClient:
+        url = self.url_of(host)
+        if url not in self._clients:
+            self._clients[url] = HttpClient(url, {}, connect_seconds=CONNECT_SECONDS, keep_seconds=KEEPALIVE_SECONDS)
+        return self._clients[url]
+
+    def url_of(self, host: str) -> str:
+        return self._url or f"https://{host}"
+
+    async def render(self, request: ChatRequest, *, generation: bool = True) -> list[int]:
+        raise RequestError("A provider does not return a prompt's tokens.", status=501, code="unsupported")
+
+    async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]:
+        raise RequestError("A provider does not accept token ids.", status=501, code="unsupported")
+
+    async def health(self) -> str | None:
+        return None
+
+
+class _LenientDecoder:
+    """A decoder that stops at the first object that it cannot read, instead of ending the answer."""
+
+    def __init__(self, decoder: AnswerDecoder, raw: ProviderRequest) -> None:
+        self._decoder = decoder
+        self._host = raw.host
+        self._unread = False
+
+    def feed(self, chunks: list[dict[str, object]]) -> list[SampleEvent]:
+        if self._unread or not chunks or any(map(error_in, chunks)):
+            return []
+        return self._read(lambda: self._decoder.feed(chunks))
+
+    def end(self) -> list[SampleEvent]:
+        events = [] if self._unread else self._read(self._decoder.end)
+        return [SampleEvent(finish_reason="unread")] if self._unread else events
+
+    def _read(self, read: Callable[[], list[SampleEvent]]) -> list[SampleEvent]:
+        try:
+            return read()
+        except (EngineError, RequestError) as error:
+            self._unread = True
+            log.warning("an answer of %s was passed on, but could not be read: %s", self._host, error)
+            return []
+
+
+def headers_to_send(raw: ProviderRequest) -> list[tuple[bytes, bytes]]:
+    """Return the request's headers without those of its connection.
+
+    Raises RequestError if the agent sent a key of Polar instead of its own.
+    """
+    kept = [(name, value) for name, value in raw.headers if name not in _NOT_SENT and not name.startswith(b"sec-web")]
+    if any(b"sk-polar-" in value for _, value in kept):
+        raise RequestError(
+            "This server passes calls on to the provider, and the agent sent a key of Polar: give the agent its own "
+            "key, and start it with `polar intercept`.",
+            status=401,
+            code="invalid_api_key",
+        )
+    return kept
+
+
+def _message(body: bytes, status: int) -> str:
+    """Return the text of an error body."""
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return body.decode(errors="replace")[:300] or f"HTTP {status}"
+    value = value[0] if isinstance(value, list) and value else value
+    error = value.get("error", value) if isinstance(value, dict) else value
+    return str(error.get("message") or error)[:2000] if isinstance(error, dict) else str(error)[:2000]

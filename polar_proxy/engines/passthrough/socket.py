@@ -1,0 +1,69 @@
+"""The WebSocket to a provider that belongs to one WebSocket of an agent."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import orjson
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed, InvalidStatus, WebSocketException
+
+from polar_proxy.engines.passthrough.answers import is_end
+from polar_proxy.engines.passthrough.engine import headers_to_send
+from polar_proxy.errors import EngineError, ProviderError
+from polar_proxy.provider_calls import ProviderPiece, ProviderRequest
+from polar_proxy.types import Json
+
+_OPEN_SECONDS = 30.0
+
+
+class ProviderWebSocket:
+    """`async with` is not used, because its lifetime is that of the agent's WebSocket: `open`, then `close`."""
+
+    def __init__(self, connection: ClientConnection) -> None:
+        self._connection = connection
+
+    @classmethod
+    async def open(cls, url: str, raw: ProviderRequest) -> ProviderWebSocket:
+        """Connect to the provider. Raises ProviderError if it refuses, EngineError if it cannot be reached."""
+        headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers_to_send(raw)]
+        try:
+            connection = await connect(
+                "ws" + url.removeprefix("http") + raw.target,
+                additional_headers=headers,
+                user_agent_header=None,
+                compression=None,
+                max_size=None,
+                open_timeout=_OPEN_SECONDS,
+                ping_interval=None,
+                proxy=None,
+            )
+        except InvalidStatus as error:
+            response = error.response
+            body = bytes(response.body or b"")
+            raise ProviderError(f"{raw.host} refused the WebSocket.", status=response.status_code, body=body) from error
+        except (OSError, WebSocketException) as error:
+            raise EngineError(f"{raw.host} cannot be reached: {error or type(error).__name__}.") from error
+        return cls(connection)
+
+    async def exchange(self, raw: ProviderRequest) -> AsyncIterator[tuple[ProviderPiece, list[Json]]]:
+        """Send a request, and yield the messages up to the last one of its answer.
+
+        Each is a piece in the form of a server-sent event, as the gateway's WebSocket takes it.
+        """
+        yield ProviderPiece(b"", headers=((b"content-type", b"text/event-stream"),)), []
+        try:
+            await self._connection.send(raw.body.decode())
+            while True:
+                message = await self._connection.recv()
+                data = message.encode() if isinstance(message, str) else message
+                event = orjson.loads(data)
+                name = str(event.get("type", "message")).encode()
+                yield ProviderPiece(b"event: " + name + b"\ndata: " + data + b"\n\n"), [event]
+                if is_end(event):
+                    return
+        except (ConnectionClosed, OSError) as error:
+            raise EngineError(f"The WebSocket to {raw.host} broke off: {error}.") from error
+
+    async def close(self) -> None:
+        await self._connection.close()

@@ -1,0 +1,82 @@
+"""Intercepted requests: for a provider's host, but sent to the gateway by one of two ways.
+
+* `polar intercept`: the proxy sends them as `/s/KEY/intercept/HOST/PATH`.
+* In a sandbox, model hosts resolve to a socket of the gateway: the header `Host` names the host, and the socket the
+  session. Keys that the program sends are not read.
+
+The table in `intercept/hosts.py` maps each path to a route of the gateway, answers it, or refuses it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+from urllib.parse import unquote
+
+import orjson
+
+from polar_proxy.errors import RequestError
+from polar_proxy.gateway import asgi
+from polar_proxy.gateway.reply import send_error
+from polar_proxy.intercept.hosts import INTERCEPT_PREFIX, InterceptedPath, find_path
+
+log = logging.getLogger(__name__)
+
+
+class InterceptedRequest(NamedTuple):
+    """A request for a path of a provider's host."""
+
+    host: str
+    path: str
+    """The path on that host, percent-decoded."""
+    target: str
+    """Path and query on that host, as they were sent."""
+    key: str | None
+    """Key of the session, if the socket names it."""
+    found: InterceptedPath | None
+    """None if the host is no model host."""
+
+    @classmethod
+    def of_scope(cls, scope: asgi.Scope) -> InterceptedRequest | None:
+        """Return the intercepted request in a scope; None if it was sent to the gateway itself."""
+        raw = scope["raw_path"].decode("latin-1")
+        key = scope.get("state", {}).get(asgi.SANDBOX_KEY)
+        if key is not None:
+            host = next((value for name, value in scope["headers"] if name == b"host"), b"").decode("latin-1")
+            host, raw = host.partition(":")[0], raw
+        else:
+            if raw.startswith("/s/"):
+                raw = "/" + raw[3:].partition("/")[2]
+            if not raw.startswith(INTERCEPT_PREFIX):
+                return None
+            host, _, rest = raw.removeprefix(INTERCEPT_PREFIX).partition("/")
+            host, raw = unquote(host), f"/{rest}"
+        path = unquote(raw)
+        query = scope["query_string"].decode("latin-1")
+        return cls(host.lower(), path, f"{raw}?{query}" if query else raw, key, find_path(host, path))
+
+    @property
+    def route(self) -> str | None:
+        """The gateway's route for this request; None if `answer` answers it."""
+        return None if self.found is None else self.found.to
+
+    async def answer(self, headers: Mapping[str, str], send: asgi.Send, form: asgi.ErrorFormat) -> None:
+        """Answer a request that is not mapped to a route: with the table's own answer, or with an error."""
+        if self.found is not None and self.found.rule is not None:
+            await asgi.send_json(send, 200, orjson.dumps(_filled_in(self.found.rule.body, headers)))
+            return
+        log.debug("an intercepted request for %s%s was refused", self.host, self.path)
+        what = "no model host" if self.found is None else f"not served in place of {self.found.host.provider}"
+        await send_error(send, RequestError(f"{self.host}{self.path} is {what} here.", status=404), form)
+
+
+def _filled_in(value: Any, headers: Mapping[str, str]) -> Any:
+    """Return an answer of the table with the request's headers in place of their names."""
+    if isinstance(value, dict):
+        return {name: _filled_in(inner, headers) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_filled_in(inner, headers) for inner in value]
+    if isinstance(value, str) and value.startswith("{"):
+        return headers.get(value[1:-1], "")
+    return value

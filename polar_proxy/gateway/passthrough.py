@@ -1,0 +1,175 @@
+"""Calls that are passed on to their provider: the request as it came, and the reply as it comes.
+
+The body is parsed for the record only. One that Polar cannot parse is passed on all the same, and recorded with its
+messages as JSON texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import orjson
+
+from polar_proxy.dialects.base import Answer, Dialect, Encoder, ParsedRequest
+from polar_proxy.dialects.wire import storable_params, to_json
+from polar_proxy.engines.passthrough.engine import OPENAI_HOST, PROVIDER_HOSTS
+from polar_proxy.errors import EngineError, RequestError
+from polar_proxy.gateway import asgi
+from polar_proxy.gateway.reply import Reply
+from polar_proxy.provider_calls import ProviderPiece, ProviderRequest
+from polar_proxy.types import ChatRequest, Json, Message, SampleEvent
+
+_MESSAGES = {
+    "anthropic_messages": "messages",
+    "google_generate_content": "contents",
+    "openai_chat": "messages",
+    "openai_completions": "prompt",
+    "openai_responses": "input",
+}
+"""The field of each dialect that holds the messages."""
+
+
+def provider_request(
+    scope: asgi.Scope, dialect: Dialect, path: str, body: bytes = b"", tools: bytes | None = None
+) -> ProviderRequest:
+    """Return a request in the form in which its provider gets it. `path`: the gateway's route."""
+    state = scope.get("state", {})
+    host, target = state.get(asgi.PROVIDER_PATH) or (PROVIDER_HOSTS.get(dialect.name, OPENAI_HOST), None)
+    if target is None:
+        query = scope["query_string"].decode("latin-1")
+        target = (path if path.startswith("/v1") else f"/v1{path}") + (f"?{query}" if query else "")
+    headers = tuple((bytes(name), bytes(value)) for name, value in scope["headers"])
+    read_items = partial(_read_items, dialect, tools)
+    return ProviderRequest(host, target, headers, body, dialect.name, read_items, state.get(asgi.PROVIDER_EXCHANGE))
+
+
+def _read_items(dialect: Dialect, tools: bytes | None, items: list[Json]) -> Sequence[Message]:
+    """Return the messages of a response's output items. Raises RequestError for items that Polar does not know."""
+    offered = orjson.loads(tools) if tools else []
+    return dialect.parse_count({"model": "", "input": items, "tools": offered}).messages
+
+
+def parse_for_record(dialect: Dialect, body: Json, previous: ParsedRequest | None) -> ParsedRequest:
+    """Return the parsed body of a request that is passed on: always one call, whose answer is the provider's."""
+    try:
+        parsed = dialect.parse(body, previous)
+    except RequestError:
+        parsed = _unread(dialect, body)
+    encoder: Callable[..., Encoder] = partial(PassthroughEncoder, inner=parsed.encoder, held=not parsed.stream)
+    messages = tuple(message for part in parsed.messages for message in part)
+    return replace(
+        parsed,
+        requests=parsed.requests[:1],
+        messages=(messages,),
+        encoder=encoder,
+        generate=True,
+        background=False,
+    )
+
+
+def _unread(dialect: Dialect, body: Json) -> ParsedRequest:
+    """Return a request whose messages are JSON texts, for a body that Polar cannot parse. Raises RequestError."""
+    name = _MESSAGES[dialect.name]
+    given = body.get(name)
+    items = given if isinstance(given, list) else [] if given is None else [given]
+    stored = tuple(to_json(item, f"{name}[{i}]") for i, item in enumerate(items))
+    roles = [str(item.get("role") or "user") if isinstance(item, dict) else "user" for item in items]
+    texts = tuple(Message(role, text.decode()) for role, text in zip(roles, stored, strict=True))
+    model, tools = body.get("model"), body.get("tools")
+    return ParsedRequest(
+        requests=(ChatRequest(model if isinstance(model, str) else getattr(dialect, "model", ""), texts),),
+        stream=bool(body.get("stream") or getattr(dialect, "stream", False)),
+        messages=(stored,),
+        tools=to_json(tools, "tools") if tools else None,
+        params=storable_params(body, name, "tools"),
+        encoder=_NoEncoder,
+    )
+
+
+@dataclass
+class PassthroughEncoder(Encoder):
+    """Encodes the answer as the provider's own bytes. What ends the answer is held back until the call is recorded."""
+
+    inner: Callable[..., Encoder] = field(kw_only=True)
+    """Makes the dialect's own encoder, for an error if the connection to the provider breaks."""
+    held: bool = field(kw_only=True)
+    """Everything from here on is held back."""
+    _rest: list[bytes] = field(default_factory=list, init=False)
+    _ended: bool = field(default=False, init=False)
+
+    def feed(self, request_index: int, event: SampleEvent) -> bytes:
+        if event.raw is None:
+            return b""
+        self._ended = self._ended or event.raw.last
+        self.held = self.held or event.raw.last
+        if not self.held:
+            return event.raw.data
+        self._rest.append(event.raw.data)
+        return b""
+
+    def end(self, answers: list[Answer]) -> bytes:
+        return b"".join(self._rest)
+
+    def respond(self, answers: list[Answer]) -> bytes:
+        return b"".join(self._rest)
+
+    def fail(self, message: str, status: int) -> bytes:
+        rest = b"".join(self._rest)
+        if self._ended:
+            return rest  # the provider itself has reported the error
+        return rest + self.inner(self.call_id, self.created, sampled=self.sampled).fail(message, status)
+
+
+@dataclass
+class _NoEncoder(Encoder):
+    """Stands in for the encoder of a body that Polar cannot parse: a broken stream just ends."""
+
+    def feed(self, request_index: int, event: SampleEvent) -> bytes:
+        return b""
+
+    def end(self, answers: list[Answer]) -> bytes:
+        return b""
+
+    def respond(self, answers: list[Answer]) -> bytes:
+        return b""
+
+    def fail(self, message: str, status: int) -> bytes:
+        return b""
+
+
+class PassthroughReply(Reply):
+    """A reply with the provider's status and headers, and with nothing between its bytes: no heartbeats."""
+
+    _head: ProviderPiece | None = None
+    """The first piece of the provider's response; None until its headers have arrived."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        if self._stream:
+            self._timer.cancel()
+
+    async def write(self, request_index: int, event: SampleEvent) -> None:
+        if event.raw is not None and event.raw.headers:
+            self._head = event.raw
+        if self._stream:
+            await super().write(request_index, event)
+        else:
+            self._encoder.feed(request_index, event)
+
+    async def finish(self, answers: list[Answer]) -> None:
+        await self._finish_stream(self._encoder.end(answers))
+
+    async def fail(self, error: RequestError | EngineError) -> None:
+        if self._head is not None and self._stream and not self._started:
+            await self._finish_stream(self._encoder.fail(str(error), error.status))
+        else:
+            await super().fail(error)
+
+    async def _send_headers(self) -> None:
+        assert self._head is not None
+        self._started = True
+        headers = [*self._head.headers, *self._polar_headers]
+        await self._send({"type": "http.response.start", "status": self._head.status, "headers": headers})

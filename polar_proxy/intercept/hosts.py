@@ -1,0 +1,268 @@
+"""The hosts of model providers, as data: which of their paths are model calls, and what happens to the others.
+
+A request to one of these hosts is sent to the gateway as `/intercept/HOST/PATH`. The first rule whose pattern matches
+the whole path decides. A path without a rule is refused with status 404, which the programs measured take for a
+feature that is switched off.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from polar_proxy.types import Json
+
+INTERCEPT_PREFIX = "/intercept/"
+"""Beginning of the gateway's path of an intercepted request, after `/s/KEY` if there is a key."""
+
+
+@dataclass(frozen=True, slots=True)
+class PathRule:
+    """What happens to the requests of a host whose whole path matches `path`, a regular expression."""
+
+    path: str
+    to: str | None = None
+    """The gateway's route that serves them, with the groups of `path` as `\\1`; it decides the dialect."""
+    call: bool = True
+    """With `to`: a model call, which the passthrough engine sends to the provider and records."""
+    body: Json | None = None
+    """Without `to`: the JSON object that answers them. A text `{name}` stands for the request's header of that name."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelHost:
+    """Hosts of one provider that serve the same paths."""
+
+    provider: str
+    hosts: tuple[str, ...]
+    """Names; `*` stands for one part of a name."""
+    rules: tuple[PathRule, ...]
+    named: tuple[str, ...] = ()
+    """Names that `*` stands for, such as regions. Inside a sandbox only these are caught, because a file of hosts has
+    no patterns."""
+    others_pass: bool = False
+    """Requests without a rule go to the host itself: it serves more than models."""
+
+    def names(self) -> tuple[str, ...]:
+        """Return the names of these hosts that are known in full."""
+        plain = [host for host in self.hosts if "*" not in host]
+        return (*plain, *(host.replace("*", name) for host in self.hosts if "*" in host for name in self.named))
+
+
+_OPENAI_CALLS = r"chat/completions|completions|responses(?:/compact)?"
+_OPENAI_STATE = r"responses/.+|conversations(?:/.+)?|models(?:/.+)?"
+_AWS_REGIONS = (
+    *("us-east-1", "us-east-2", "us-west-1", "us-west-2", "ca-central-1", "sa-east-1"),
+    *("eu-central-1", "eu-central-2", "eu-north-1", "eu-south-1", "eu-south-2", "eu-west-1", "eu-west-2", "eu-west-3"),
+    *("ap-east-2", "ap-northeast-1", "ap-northeast-2", "ap-northeast-3", "ap-south-1", "ap-south-2"),
+    *("ap-southeast-1", "ap-southeast-2", "ap-southeast-3", "ap-southeast-4", "me-central-1", "il-central-1"),
+)
+_GOOGLE_REGIONS = (
+    *("us-central1", "us-east1", "us-east4", "us-east5", "us-south1", "us-west1", "us-west4"),
+    *("europe-central2", "europe-north1", "europe-southwest1", "europe-west1", "europe-west2", "europe-west3"),
+    *("europe-west4", "europe-west8", "europe-west9", "asia-east1", "asia-east2", "asia-northeast1"),
+    *("asia-northeast3", "asia-south1", "asia-southeast1", "australia-southeast1", "me-central1"),
+)
+_CHATGPT_ACCOUNTS = {
+    "accounts": [
+        {
+            "id": "{chatgpt-account-id}",
+            "name": "Personal",
+            "structure": "personal",
+            "plan_type": "pro",
+            "can_access_with_session": True,
+            "is_deactivated": False,
+            "is_fedramp_compliant_workspace": False,
+            "workspace_backend_origin": "https://chatgpt.com",
+            "account_routing_override": "us",
+        }
+    ],
+    "default_account_id": "{chatgpt-account-id}",
+    "account_ordering": ["{chatgpt-account-id}"],
+}
+_COPILOT_USER = {
+    "login": "polar",
+    "copilot_plan": "individual",
+    "access_type_sku": "plus_yearly_subscriber_quota",
+    "chat_enabled": True,
+    "endpoints": {"api": "https://api.githubcopilot.com", "telemetry": "https://api.githubcopilot.com"},
+    "organization_login_list": [],
+    "organization_list": [],
+}
+_COPILOT_MODEL = {
+    "id": "claude-sonnet-5",
+    "name": "The model of Polar's engine",
+    "object": "model",
+    "vendor": "Anthropic",
+    "version": "claude-sonnet-5",
+    "preview": False,
+    "model_picker_enabled": True,
+    "is_chat_default": True,
+    "policy": {"state": "enabled", "terms": ""},
+    "billing": {"is_premium": False, "multiplier": 0},
+    "supported_endpoints": ["/chat/completions"],
+    "capabilities": {
+        "type": "chat",
+        "object": "model_capabilities",
+        "family": "claude-sonnet-5",
+        "tokenizer": "o200k_base",
+        "limits": {"max_context_window_tokens": 128_000, "max_prompt_tokens": 112_000, "max_output_tokens": 16_000},
+        "supports": {"streaming": True, "tool_calls": True, "parallel_tool_calls": True},
+    },
+}
+
+MODEL_HOSTS: tuple[ModelHost, ...] = (
+    ModelHost(
+        "OpenAI",
+        ("api.openai.com", "*.api.openai.com"),
+        (
+            PathRule(rf"/v1/({_OPENAI_CALLS})", r"/v1/\1"),
+            PathRule(rf"/v1/({_OPENAI_STATE})", r"/v1/\1", call=False),
+        ),
+        named=("us", "eu"),
+    ),
+    ModelHost(
+        "ChatGPT",  # Codex that is signed in
+        ("chatgpt.com",),
+        (
+            PathRule(r"/backend-api/codex/(responses(?:/compact)?)", r"/v1/\1"),
+            PathRule(r"/backend-api/codex/(responses/.+)", r"/v1/\1", call=False),
+            # Without its workspace Codex makes no call.
+            PathRule(r"/backend-api/wham/accounts/check", body=_CHATGPT_ACCOUNTS),
+            PathRule(r"/(?:backend-api/)?(?:ces/.*|codex/analytics-events/.*|o11y/.*)", body={}),  # telemetry
+        ),
+    ),
+    ModelHost(
+        "Anthropic",
+        ("api.anthropic.com",),
+        (
+            PathRule(r"/v1/messages", "/v1/messages"),
+            PathRule(r"(/v1/messages/count_tokens|/v1/models(?:/.+)?|/api/hello)", r"\1", call=False),
+            PathRule(r"/api/event_logging/.*", body={}),
+            PathRule(r"/api/claude_code/(?:metrics|organizations/metrics_enabled)", body={"metrics_enabled": False}),
+        ),
+    ),
+    ModelHost(
+        "Google AI",
+        ("generativelanguage.googleapis.com",),
+        (
+            PathRule(r"(/v1[a-z0-9]*/(?:models|tunedModels)/[^/]+:(?:generate|streamGenerate)Content)", r"\1"),
+            PathRule(r"(/v1[a-z0-9]*/models(?:/.+)?)", r"\1", call=False),
+            PathRule(rf"/v1[a-z0-9]*/openai/({_OPENAI_CALLS})", r"/v1/\1"),
+        ),
+    ),
+    ModelHost("Google telemetry", ("play.googleapis.com",), (PathRule(r"/log", body={}),), others_pass=True),
+    ModelHost(
+        "Google Vertex",
+        ("aiplatform.googleapis.com", "*-aiplatform.googleapis.com"),
+        (
+            PathRule(r"(/v1[a-z0-9]*/(?:projects/.+/)?publishers/google/models/[^/]+:\w*[gG]enerateContent)", r"\1"),
+            PathRule(r"(/v1[a-z0-9]*/(?:projects/.+/)?publishers/anthropic/models/[^/]+:\w*[rR]awPredict)", r"\1"),
+            PathRule(r"(/v1[a-z0-9]*/(?:projects/.+/)?publishers/google/models/[^/]+:countTokens)", r"\1", call=False),
+            PathRule(rf"/v1[a-z0-9]*/projects/.+/endpoints/openapi/({_OPENAI_CALLS})", r"/v1/\1"),
+        ),
+        named=_GOOGLE_REGIONS,
+    ),
+    ModelHost(
+        "Azure",
+        ("*.openai.azure.com", "*.cognitiveservices.azure.com", "*.services.ai.azure.com"),
+        (
+            PathRule(rf"/openai/deployments/[^/]+/({_OPENAI_CALLS})", r"/v1/\1"),
+            PathRule(rf"/openai/(?:v1/)?({_OPENAI_CALLS})", r"/v1/\1"),
+            PathRule(rf"/openai/(?:v1/)?({_OPENAI_STATE})", r"/v1/\1", call=False),
+            PathRule(r"/models/chat/completions", "/v1/chat/completions"),
+            PathRule(r"/anthropic/v1/messages", "/v1/messages"),
+        ),
+    ),
+    ModelHost(
+        "Bedrock",  # its form of Anthropic Messages
+        ("bedrock-runtime.*.amazonaws.com",),
+        (PathRule(r"(/model/.+/invoke(?:-with-response-stream)?)", r"\1"),),
+        named=_AWS_REGIONS,
+    ),
+    ModelHost(
+        "OpenRouter",
+        ("openrouter.ai",),
+        (
+            PathRule(rf"/api/v1/({_OPENAI_CALLS}|messages)", r"/v1/\1"),
+            PathRule(r"/api/v1/(models(?:/.+)?)", r"/v1/\1", call=False),
+        ),
+    ),
+    ModelHost(
+        "Mistral",
+        ("api.mistral.ai", "codestral.mistral.ai"),
+        (
+            PathRule(r"/v1/chat/completions", "/v1/chat/completions"),
+            PathRule(r"(/v1/models(?:/.+)?)", r"\1", call=False),
+        ),
+    ),
+    ModelHost(
+        "GitHub",  # where Copilot asks for its account and its endpoint
+        ("api.github.com",),
+        (PathRule(r"/copilot_internal/user", body=_COPILOT_USER), PathRule(r"/copilot_internal/.*", body={})),
+        others_pass=True,
+    ),
+    ModelHost(
+        "GitHub Copilot",
+        ("api.githubcopilot.com", "api.*.githubcopilot.com"),
+        (
+            PathRule(rf"(?:/v1)?/({_OPENAI_CALLS}|messages)", r"/v1/\1"),
+            # It uses only models that it knows.
+            PathRule(r"/models", body={"object": "list", "data": [_COPILOT_MODEL]}),
+            PathRule(r"/telemetry.*", body={}),
+        ),
+        named=("individual", "business", "enterprise"),
+    ),
+)
+
+
+class InterceptedPath(NamedTuple):
+    """A path of a model host, and the rule that decides what happens to it; None if there is no such rule."""
+
+    host: ModelHost
+    rule: PathRule | None
+    to: str | None
+    """The gateway's route, if it serves the path."""
+
+
+@lru_cache(maxsize=1024)
+def find_host(name: str) -> ModelHost | None:
+    """Return the provider's hosts to which a name (lower case, without port) belongs; None if it is no model host."""
+    return next((row for row in MODEL_HOSTS if any(re.fullmatch(_pattern(one), name) for one in row.hosts)), None)
+
+
+def find_path(name: str, path: str) -> InterceptedPath | None:
+    """Return what happens to a path (without query) of the host `name`; None if it is no model host."""
+    row = find_host(name.lower())
+    if row is None:
+        return None
+    for rule in row.rules:
+        if (found := re.fullmatch(rule.path, path)) is not None:
+            return InterceptedPath(row, rule, None if rule.to is None else found.expand(rule.to))
+    return InterceptedPath(row, None, None)
+
+
+def host_names() -> tuple[str, ...]:
+    """Return the names of the model hosts that are known in full: those that a sandbox's file of hosts can have."""
+    return tuple(name for row in MODEL_HOSTS for name in row.names())
+
+
+def rules_for_proxy(*, record: bool) -> list[Json]:
+    """Return the table for the proxy's addon: patterns of hosts, and of the paths that it sends to the gateway.
+
+    `record`: the provider answers, so only model calls are sent to the gateway, and the rest to the provider itself.
+    """
+    return [
+        {
+            "hosts": [_pattern(host) for host in row.hosts],
+            "paths": [rule.path for rule in row.rules if (rule.to is not None and rule.call) or not record]
+            + ([] if record or row.others_pass else [".*"]),
+        }
+        for row in MODEL_HOSTS
+    ]
+
+
+def _pattern(host: str) -> str:
+    return re.escape(host).replace(r"\*", r"[a-z0-9-]+")

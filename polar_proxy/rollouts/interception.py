@@ -1,0 +1,69 @@
+"""Interception in sandboxes: the names of model hosts resolve to a socket of the gateway inside the sandbox.
+
+No proxy is involved, so programs that ignore proxies are caught too. The socket presents certificates of this machine's
+certificate authority, and belongs to the session of the rollout: keys that the program sends are not read. Everything
+else stays unreachable.
+
+Programs find the authority where their system keeps its certificates, and by variables for those with certificates of
+their own (Node.js, Python, Java).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+from polar_proxy.errors import UsageError
+from polar_proxy.gateway import Gateway
+from polar_proxy.intercept.certificates import CertificateAuthority, open_authority
+from polar_proxy.intercept.hosts import host_names
+from polar_proxy.intercept.variables import trust_variables
+from sandboxes.base import HTTPS_PORT, Mount, Sandbox, SandboxKind, SandboxSpec
+
+_SYSTEM_BUNDLE = "/etc/ssl/certs/ca-certificates.crt"
+"""Where programs of Debian, Ubuntu, Alpine, Arch and others find the system's certificates."""
+
+
+class SandboxInterception:
+    def __init__(self, home: Path | None) -> None:
+        """`home`: Polar's home, in which the certificate authority is made at its first use."""
+        self._home = home
+
+    async def spec(self, kind: SandboxKind, spec: SandboxSpec) -> SandboxSpec:
+        """Return the specification with the model hosts' names and the authority's certificate.
+
+        Raises UsageError for a process sandbox.
+        """
+        if kind == "process":
+            raise UsageError(
+                "This agent's calls have to be intercepted, and a process sandbox uses the host's network: use "
+                "--sandbox bubblewrap or docker."
+            )
+        authority = await self._authority()
+        files = (authority.certificate, authority.bundle, authority.java_store)
+        mounts = [Mount(file, str(file)) for file in files]
+        if kind == "docker" or Path(_SYSTEM_BUNDLE).is_file():
+            mounts.append(Mount(authority.bundle, _SYSTEM_BUNDLE))
+        env = {**trust_variables(authority), **spec.env}
+        return replace(spec, hosts=host_names(), mounts=(*spec.mounts, *mounts), env=env)
+
+    @contextlib.asynccontextmanager
+    async def serve(self, gateway: Gateway, sandbox: Sandbox, key: str) -> AsyncIterator[None]:
+        """Answer the model hosts inside a sandbox until the block ends. `key`: that of the session that records."""
+        authority = await self._authority()
+        tls = await asyncio.to_thread(authority.server_context, host_names())
+        listener = await sandbox.listen(HTTPS_PORT)
+        assert listener is not None  # only a process sandbox has no network of its own
+        await gateway.serve_on(listener, tls=tls, key=key)
+        try:
+            yield
+        finally:
+            await gateway.stop_serving_on(listener)
+
+    async def _authority(self) -> CertificateAuthority:
+        if self._home is None:
+            raise UsageError("This service was started without a home for a certificate authority.")
+        return await asyncio.to_thread(open_authority, self._home)

@@ -1,0 +1,116 @@
+"""The table of model hosts, and the gateway's routes of intercepted requests. No proxy is involved."""
+
+from __future__ import annotations
+
+import base64
+import json
+import struct
+import zlib
+
+import httpx
+import pytest
+
+from polar_proxy.engines.scripted import ScriptedEngine
+from polar_proxy.gateway.app import find_route
+from polar_proxy.intercept.hosts import MODEL_HOSTS, find_path, host_names, rules_for_proxy
+from polar_proxy.store import Store
+from tests.conftest import Serve
+from tests.gateway.agents import CHAT, recorded_calls
+
+BEDROCK = "bedrock-runtime.eu-central-1.amazonaws.com/model/anthropic.claude-5-v1%3A0"
+VERTEX = "us-east5-aiplatform.googleapis.com/v1/projects/p/locations/us-east5/publishers"
+CALLS = {
+    "api.openai.com/v1/chat/completions": "openai_chat",
+    "api.openai.com/v1/responses": "openai_responses",
+    "eu.api.openai.com/v1/completions": "openai_completions",
+    "chatgpt.com/backend-api/codex/responses": "openai_responses",
+    "api.anthropic.com/v1/messages": "anthropic_messages",
+    "generativelanguage.googleapis.com/v1beta/models/gemini-3:streamGenerateContent": "google_generate_content",
+    f"{VERTEX}/google/models/gemini-3:generateContent": "google_generate_content",
+    f"{VERTEX}/anthropic/models/claude-5:streamRawPredict": "anthropic_messages",
+    "my-resource.openai.azure.com/openai/deployments/gpt/chat/completions": "openai_chat",
+    "my-resource.services.ai.azure.com/openai/v1/responses": "openai_responses",
+    "my-resource.services.ai.azure.com/anthropic/v1/messages": "anthropic_messages",
+    BEDROCK + "/invoke": "anthropic_messages",
+    BEDROCK + "/invoke-with-response-stream": "anthropic_messages",
+    "openrouter.ai/api/v1/chat/completions": "openai_chat",
+    "api.mistral.ai/v1/chat/completions": "openai_chat",
+    "api.githubcopilot.com/chat/completions": "openai_chat",
+    "api.business.githubcopilot.com/v1/messages": "anthropic_messages",
+}
+ANTHROPIC = {"max_tokens": 500, "messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.mark.parametrize("url", CALLS)
+def test_every_provider_has_a_route_in_its_dialect(url: str) -> None:
+    host, _, path = url.partition("/")
+    found = find_path(host, "/" + path)
+    assert found is not None
+    assert found.to is not None
+    assert found.rule is not None
+    assert found.rule.call
+    route = find_route(found.to, b"")
+    assert route is not None
+    assert route[0].name == CALLS[url]
+
+
+def test_every_provider_is_in_the_list_of_calls() -> None:
+    """Except those that only take telemetry."""
+    found = {found.host.provider for url in CALLS if (found := find_path(url.partition("/")[0], "/")) is not None}
+    assert {row.provider for row in MODEL_HOSTS if any(rule.to for rule in row.rules)} == found
+
+
+@pytest.mark.parametrize("host", ["openai.com.evil.example", "xapi.openai.com.", "evilapi.anthropic.com", "localhost"])
+def test_other_hosts_are_no_model_hosts(host: str) -> None:
+    assert find_path(host, "/v1/messages") is None
+
+
+def test_names_for_a_sandbox_are_whole_names() -> None:
+    names = host_names()
+    assert {"api.openai.com", "api.anthropic.com", "bedrock-runtime.us-east-1.amazonaws.com"} <= set(names)
+    assert not [name for name in names if "*" in name]
+
+
+def test_only_calls_go_to_the_gateway_if_the_provider_answers() -> None:
+    (row,) = [row for row in rules_for_proxy(record=True) if row["hosts"][0].startswith("api\\.openai")]
+    assert row["paths"] == [r"/v1/(chat/completions|completions|responses(?:/compact)?)"]
+
+
+@pytest.mark.slow
+async def test_an_intercepted_request_is_recorded_in_the_session_of_its_key(serve: Serve, store: Store) -> None:
+    async with serve(ScriptedEngine(lambda request: "hi")) as gateway, httpx.AsyncClient() as client:
+        path = "/s/my-run/intercept/api.githubcopilot.com/chat/completions"
+        assert (await client.post(gateway.url + path, json=CHAT)).status_code == 200
+        other = await client.post(gateway.url + "/s/my-run/intercept/example.com/v1/chat/completions", json=CHAT)
+        assert (other.status_code, "no model host" in other.text) == (404, True)
+    (call,) = await recorded_calls(store, 1)
+    assert (call.status, call.dialect) == ("ok", "openai_chat")
+
+
+@pytest.mark.slow
+async def test_bedrock_streams_in_amazons_frames_and_vertex_in_anthropics_events(serve: Serve, store: Store) -> None:
+    async with serve(ScriptedEngine(lambda request: "hello")) as gateway, httpx.AsyncClient() as client:
+        root = f"{gateway.url}/s/my-run/intercept/"
+        streamed = await client.post(root + BEDROCK + "/invoke-with-response-stream", json=ANTHROPIC)
+        whole = await client.post(root + BEDROCK + "/invoke", json=ANTHROPIC)
+        vertex = await client.post(f"{root}{VERTEX}/anthropic/models/claude-5:streamRawPredict", json=ANTHROPIC)
+    assert streamed.headers["content-type"].startswith("application/vnd.amazon.eventstream")
+    events = read_frames(streamed.content)
+    assert [event["type"] for event in events][:: len(events) - 1] == ["message_start", "message_stop"]
+    assert "".join(event["delta"].get("text", "") for event in events if "delta" in event) == "hello"
+    assert whole.json()["content"] == [{"type": "text", "text": "hello"}]
+    assert vertex.text.endswith('event: message_stop\ndata: {"type":"message_stop"}\n\n')
+    models = [call.model for call in await recorded_calls(store, 3)]
+    assert models == ["anthropic.claude-5-v1:0", "anthropic.claude-5-v1:0", "claude-5"]
+
+
+def read_frames(body: bytes) -> list[dict[str, object]]:  # type: ignore[misc]
+    """Read Amazon's event stream, with its checksums."""
+    events = []
+    while body:
+        total, headers, checksum = struct.unpack(">III", body[:12])
+        frame, body = body[:total], body[total:]
+        assert checksum == zlib.crc32(frame[:8])
+        assert struct.unpack(">I", frame[-4:])[0] == zlib.crc32(frame[:-4])
+        events.append(json.loads(base64.b64decode(json.loads(frame[12 + headers : -4])["bytes"])))
+    return events

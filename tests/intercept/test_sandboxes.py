@@ -1,0 +1,99 @@
+"""In a sandbox, model hosts resolve to the gateway: no variable names a proxy, and everything else is unreachable."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from polar_proxy.engines.scripted import ScriptedEngine
+from polar_proxy.errors import UsageError
+from polar_proxy.rollouts.interception import SandboxInterception
+from polar_proxy.store import Store
+from sandboxes.base import ExecResult, Sandbox, SandboxError, SandboxKind, SandboxSpec
+from sandboxes.choice import open_sandbox
+from tests.conftest import Serve
+from tests.gateway.agents import new_session, only_call
+from tests.sandboxes.conftest import reasons  # noqa: F401
+
+pytestmark = pytest.mark.slow
+
+KINDS: list[object] = ["bubblewrap", pytest.param("docker", marks=pytest.mark.full)]
+CLIENT = """
+import json, ssl, sys, urllib.error, urllib.request
+body = json.dumps({"model": "gpt-5", "messages": [{"role": "user", "content": "hi"}]}).encode()
+headers = {"content-type": "application/json", "authorization": "Bearer sk-of-the-agent"}
+try:
+    with urllib.request.urlopen(urllib.request.Request(sys.argv[1], body, headers), timeout=20) as reply:
+        print(reply.status, reply.read().decode())
+except urllib.error.HTTPError as error:
+    print(error.code, error.read().decode())
+except OSError as error:
+    print("unreachable", error)
+"""
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest, reasons: dict[str, str]) -> SandboxKind:  # noqa: F811
+    if request.param in reasons:
+        pytest.skip(reasons[request.param])
+    return request.param  # type: ignore[no-any-return]
+
+
+async def ask(sandbox: Sandbox, url: str, **env: str) -> ExecResult:
+    done = await sandbox.exec(["python3", "-I", "-c", CLIENT, url], env=env, timeout=60)
+    assert done.exit_code == 0, done.stderr
+    return done
+
+
+async def test_calls_to_a_model_host_are_answered_and_recorded_and_nothing_else_is_reachable(
+    kind: SandboxKind, serve: Serve, store: Store, tmp_path: Path
+) -> None:
+    interception = SandboxInterception(tmp_path / "home")
+    session_id = await new_session(store, "sk-polar-rollout")
+    spec = await interception.spec(kind, SandboxSpec())
+    async with (
+        serve(ScriptedEngine(lambda request: "the answer")) as gateway,
+        await open_sandbox(kind, spec, state_dir=tmp_path / "state") as sandbox,
+        interception.serve(gateway, sandbox, "sk-polar-rollout"),
+    ):
+        answered = await ask(sandbox, "https://api.openai.com/v1/chat/completions")
+        status, _, body = answered.stdout.decode().partition(" ")
+        assert (status, json.loads(body)["choices"][0]["message"]["content"]) == ("200", "the answer")
+        for url in ("https://api.openai.com/v1/files", "https://api.anthropic.com/api/oauth/profile"):
+            assert (await ask(sandbox, url)).stdout.startswith(b"404")
+        for url in ("https://example.com", "https://169.254.169.254/", "https://1.1.1.1/"):
+            assert (await ask(sandbox, url)).stdout.startswith(b"unreachable")
+        names = await sandbox.exec(["cat", "/etc/hosts"])
+        assert b"api.anthropic.com" in names.stdout
+    call = await only_call(store)
+    assert (call.session_id, call.status) == (session_id, "ok")
+
+
+async def test_the_private_key_is_not_in_the_sandbox(kind: SandboxKind, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    spec = await SandboxInterception(home).spec(kind, SandboxSpec())
+    async with await open_sandbox(kind, spec, state_dir=tmp_path / "state") as sandbox:
+        found = await sandbox.exec(["find", str(home), "-type", "f"])
+    assert {Path(line).name for line in found.stdout.decode().split()} == {"ca.pem", "bundle.pem", "java.p12"}
+
+
+async def test_a_host_name_that_the_certificate_does_not_have_is_refused_by_the_client(
+    kind: SandboxKind, serve: Serve, tmp_path: Path
+) -> None:
+    interception = SandboxInterception(tmp_path / "home")
+    spec = await interception.spec(kind, SandboxSpec())
+    async with (
+        serve(ScriptedEngine()) as gateway,
+        await open_sandbox(kind, spec, state_dir=tmp_path / "state") as sandbox,
+        interception.serve(gateway, sandbox, "sk-polar-rollout"),
+    ):
+        assert b"certificate verify failed" in (await ask(sandbox, "https://localhost/v1/messages")).stdout
+
+
+async def test_a_process_sandbox_cannot_be_intercepted(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="use --sandbox bubblewrap or docker"):
+        await SandboxInterception(tmp_path).spec("process", SandboxSpec())
+    with pytest.raises(SandboxError, match="uses the host's network"):
+        await open_sandbox("process", SandboxSpec(hosts=("api.openai.com",)), state_dir=tmp_path / "state")
