@@ -18,11 +18,10 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
-from urllib.parse import parse_qs
 
 from polar_proxy.config import GatewaySettings
 from polar_proxy.dialects.base import Answer, Dialect, ParsedRequest
@@ -46,11 +45,12 @@ from polar_proxy.gateway.reply import BackgroundReply, Reply, send_error, send_s
 from polar_proxy.gateway.request_reader import RequestReader
 from polar_proxy.gateway.retries import ResponseBuffer, RetryCache
 from polar_proxy.gateway.routing import EngineChoice, EngineRouter
+from polar_proxy.gateway.session_finder import SessionFinder
 from polar_proxy.gateway.stored_responses import StoredCalls
 from polar_proxy.offload import OffloadThread
 from polar_proxy.prices import PriceTable
 from polar_proxy.sessions.budget import BudgetUsage, Reservation
-from polar_proxy.sessions.identity import key_of_request, key_without_api_key, read_client_metadata
+from polar_proxy.sessions.identity import read_client_metadata
 from polar_proxy.sessions.registry import SessionClosedError, SessionRegistry
 from polar_proxy.sessions.state import SessionState
 from polar_proxy.store import Store
@@ -60,8 +60,6 @@ from polar_proxy.types import ChatRequest, EngineRequest, SampleEvent, new_id
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-_NO_KEY = "No API key was sent. Polar accepts only keys made by `polar session new` or `polar connect` here."
 
 
 class RequestHandler:
@@ -107,7 +105,7 @@ class RequestHandler:
             monitor,
             passes_on=self.passthrough is not None,
         )
-        self._warned_of_no_key = False
+        self.find_session = SessionFinder(sessions, monitor, settings).find
 
     async def handle(
         self,
@@ -447,37 +445,6 @@ class RequestHandler:
             await send_error(send, error, dialect)
         else:
             await asgi.send_json(send, 200, dialect.count_body(tokens))
-
-    async def find_session(self, headers: Mapping[str, str], path_key: str | None, scope: asgi.Scope) -> SessionState:
-        query = scope["query_string"]
-        query_key = parse_qs(query.decode("latin-1")).get("key", [None])[0] if query else None
-        key = key_of_request(headers, query_key)
-        if not key and not path_key:
-            key, path_key = self._key_without_api_key(headers, scope), None
-        session = self._sessions.in_memory(key, path_key)
-        if session is not None and not self._settings.shared:
-            return session
-        inside_sandbox = asgi.INSIDE_SANDBOX in scope.get("state", {})
-        try:
-            find = partial(self._sessions.find, key, path_key, inside_sandbox=inside_sandbox)
-            return await self._monitor.run(find)
-        except StoreError as error:
-            session = session or self._sessions.open_unstored(key, path_key, inside_sandbox=inside_sandbox)
-            if session is None:
-                raise self._monitor.refusal() from error
-            self._monitor.watch()
-            return session
-
-    def _key_without_api_key(self, headers: Mapping[str, str], scope: asgi.Scope) -> str:
-        if asgi.INSIDE_SANDBOX in scope.get("state", {}) or not self._sessions.open_to_all:
-            raise RequestError(_NO_KEY, status=401, code="invalid_api_key")
-        if not self._warned_of_no_key:
-            self._warned_of_no_key = True
-            log.warning(
-                "A client sends no API key. Each of its connections is a session of its own, unless it names its "
-                "thread in a header. Give it a key of any name, or start it with `polar connect AGENT --`"
-            )
-        return key_without_api_key(headers, scope["state"][asgi.CONNECTION])
 
     async def read_items(self, session: SessionState, receive: asgi.Receive) -> NewItems:
         """Read and check the body of a request that may add items to a conversation."""
