@@ -1,4 +1,4 @@
-"""Mutations of exported rows, each of which the checker must detect. docs/guide/data.md lists them.
+"""Mutations of exported rows, each of which the checker must detect.
 
 A mutation changes rows in place, at positions that `random` chooses, and returns whether it changed anything.
 """

@@ -84,7 +84,7 @@ def test_certificate_of_two_turns() -> None:
 
 
 def test_hash_chain_is_as_documented() -> None:
-    """Compute the hashes as docs/guide/data.md describes them, without code of Polar."""
+    """Compute the hashes as `polar_proxy/traces/certificate.py` describes them, without code of Polar."""
 
     def chained(before: bytes, value: Json | bytes, *data: bytes) -> bytes:
         text = value if isinstance(value, bytes) else json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
