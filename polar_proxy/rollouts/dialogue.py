@@ -44,7 +44,8 @@ sentences. Answer its questions as the description above lets you, and do not do
 want, or cannot do it, write {DONE} and nothing else.
 """
 _OPENING = "Hello! What can I do for you?"
-"""What the agent says first in the user model's conversation, because most chat templates begin with the other side."""
+"""First message of the agent in the conversation with the user model, because most chat templates require that the
+other side begins."""
 _SIDE_EDGES = ("subagent", "side_call")
 
 
@@ -163,7 +164,7 @@ class AgentRun:
     output: bytes
     """Output of all runs."""
     messages: tuple[DialogueMessage, ...] = ()
-    """What both sides said in a dialogue."""
+    """Messages of both sides of a dialogue."""
     end: str = ""
     """Why the dialogue ended."""
 

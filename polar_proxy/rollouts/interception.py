@@ -24,7 +24,7 @@ from polar_proxy.intercept.variables import trust_variables
 from sandboxes.base import HTTPS_PORT, Mount, Sandbox, SandboxKind, SandboxSpec
 
 _SYSTEM_BUNDLE = "/etc/ssl/certs/ca-certificates.crt"
-"""Where programs of Debian, Ubuntu, Alpine, Arch and others find the system's certificates."""
+"""Path of the system's certificates on Debian, Ubuntu, Alpine, Arch and other systems."""
 
 
 class SandboxInterception:

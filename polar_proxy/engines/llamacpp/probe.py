@@ -42,7 +42,7 @@ _TOOL: Json = {
 
 @dataclass(frozen=True, slots=True)
 class LlamaServerModel:
-    """What a llama-server was found to serve."""
+    """The model that a llama-server serves, as probing it showed."""
 
     info: EngineInfo
     template_source: str
