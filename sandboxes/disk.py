@@ -1,8 +1,8 @@
-"""Disk quota: how much the files of one sandbox may occupy, and how many they may be.
+"""Disk quota: limits on the total size and the number of files of one sandbox.
 
-Where Polar runs as root, a sandbox gets its own file system in a sparse file: the program that fills it gets
-ENOSPC. Elsewhere a watcher measures the sandbox's folders and stops everything inside when they hold too much; each
-single file is bounded by the kernel meanwhile.
+Where Polar runs as root, a sandbox gets its own file system in a sparse file: a program that fills it gets ENOSPC.
+Elsewhere a watcher measures the sandbox's folders and stops everything inside when they hold too much; each single file
+is bounded by the kernel meanwhile.
 """
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ class LimitedConnection(asyncio.Protocol):
             self._pace = self._pace_timer = None
 
     def count_received(self, size: int) -> None:
-        """Count bytes of a body whose pace is measured."""
+        """Count received bytes of the request body, to check that it arrives fast enough."""
         if self._pace is not None:
             self._pace.received += size
 

@@ -35,7 +35,7 @@ _MESSAGES = {
 def provider_request(
     scope: asgi.Scope, dialect: Dialect, path: str, body: bytes = b"", tools: bytes | None = None
 ) -> ProviderRequest:
-    """Return a request in the form in which its provider gets it. `path`: the gateway's route."""
+    """Return the request to send to the provider for a request to the gateway's route `path`."""
     state = scope.get("state", {})
     host, target = state.get(asgi.PROVIDER_PATH) or (PROVIDER_HOSTS.get(dialect.name, OPENAI_HOST), None)
     if target is None:

@@ -1,11 +1,11 @@
 """Interception in sandboxes: the names of model hosts resolve to a socket of the gateway inside the sandbox.
 
-No proxy is involved, so programs that ignore proxies are caught too. The socket presents certificates of this machine's
-certificate authority, and belongs to the session of the rollout: keys that the program sends are not read. Everything
-else stays unreachable.
+No proxy is involved, so the calls of programs that ignore proxies are answered too. The socket presents certificates of
+this machine's certificate authority, and belongs to the session of the rollout: keys that the program sends are not
+read. Everything else stays unreachable.
 
-Programs find the authority where their system keeps its certificates, and by variables for those with certificates of
-their own (Node.js, Python, Java).
+Programs find the authority in the system's file of certificates. Programs with other certificates (Node.js, Python,
+Java) find it by environment variables.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Several rollouts side by side: their facts, and their conversations from the first difference on."""
+"""The page that compares rollouts side by side: their properties, and their conversations from the first difference
+on."""
 
 from __future__ import annotations
 
