@@ -125,7 +125,7 @@ class GatewaySettings(_Section):
     retry_grace_seconds: float = Field(2.0, ge=0)
     """How long to continue an answer after its client disconnected, so that a retry can take it over."""
     temperature: float | None = Field(None, ge=0)
-    """Sampling temperature for sessions that have none of their own. Their calls are then sampled without top_p, top_k,
+    """Sampling temperature for sessions without one. Their calls are then sampled without top_p, top_k,
     min_p, penalties and logit_bias, whatever the agents ask for. Otherwise traces of agents that ask for these are only
     `approximate`."""
     prompt_mode: PromptModeSetting = "continue"
@@ -250,7 +250,7 @@ class LogSettings(_Section):
     `debug` adds answered calls and refused requests; failed calls are warnings. Default: info for `polar serve` and
     Ray nodes, warning for `polar run`. Other commands log warnings as text."""
     format: Literal["text", "json"] = "text"
-    """`text`: lines for people. `json`: one JSON object per line, with the ids in fields of their own."""
+    """`text`: lines for people. `json`: one JSON object per line, with the ids in separate fields."""
 
 
 class TelemetrySettings(_Section):

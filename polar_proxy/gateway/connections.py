@@ -1,4 +1,4 @@
-"""Open connections: how many there may be, how much of one is parsed at a time, and clients that stop reading.
+"""Open connections: a limit on their number, parsing in slices, and time limits for clients that do not read.
 
 The base class of both protocols of the gateway: HTTP (`limits.py`) and WebSocket (`websocket.py`).
 """
@@ -119,7 +119,7 @@ class LimitedConnection(asyncio.Protocol):
 
     @abstractmethod
     def reading_paused(self) -> bool:
-        """Return whether the application wants nothing more for now."""
+        """Return whether the application has paused reading."""
 
     @abstractmethod
     def refuse_body(self, error: RequestError) -> None:

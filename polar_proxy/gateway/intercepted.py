@@ -35,7 +35,7 @@ class InterceptedRequest(NamedTuple):
     key: str | None
     """Key of the session, if the socket names it."""
     found: InterceptedPath | None
-    """None if the host is no model host."""
+    """The host's entry and rule for the path; None if it is not a model host."""
 
     @classmethod
     def of_scope(cls, scope: asgi.Scope) -> InterceptedRequest | None:
@@ -72,7 +72,7 @@ class InterceptedRequest(NamedTuple):
 
 
 def _filled_in(value: Any, headers: Mapping[str, str]) -> Any:
-    """Return an answer of the table with the request's headers in place of their names."""
+    """Return the JSON object of a rule, with each `{name}` replaced by the request's header of that name."""
     if isinstance(value, dict):
         return {name: _filled_in(inner, headers) for name, inner in value.items()}
     if isinstance(value, list):

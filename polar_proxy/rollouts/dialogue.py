@@ -1,4 +1,4 @@
-"""Dialogues: after each turn of the agent, the task's user says something more, until the user is done.
+"""Dialogues: after each turn of the agent, the task's user sends a further message, until the user is done.
 
 The user is a list of texts, or a model that plays a persona (`DialogueUser`). The agent must be a harness that can
 resume its conversation; each text of the user is one start of it. Promises:
@@ -60,7 +60,7 @@ class DialogueMessage:
 
 class UserPlayer(Protocol):
     async def answer(self, messages: Sequence[DialogueMessage]) -> str | None:
-        """Return what the user says next, None if the user is done. `messages` begins with the instruction."""
+        """Return the user's next message, or None if the user is done. `messages` begins with the instruction."""
         ...
 
 
@@ -107,7 +107,7 @@ class PlayedUser:
 
 
 class UserModel:
-    """The model that plays the users: the rollouts' own engine, or another one behind a gateway of its own.
+    """The model that plays the users: the rollouts' own engine, or another one with a separate gateway.
 
     The other engine is started by the first dialogue that needs it.
     """

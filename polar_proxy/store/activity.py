@@ -112,5 +112,5 @@ def _bounds() -> Json:
 
 
 def id_at(prefix: str, seconds: float) -> str:
-    """Return the lowest id of a time in seconds since the epoch: ids that are created later sort after it."""
+    """Return the lowest id that can be created at a time (seconds since the epoch). Ids created later sort after it."""
     return encode_id(prefix, int(seconds * 1e6) << 40)

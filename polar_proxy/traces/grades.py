@@ -102,7 +102,7 @@ def off_distribution_note(call: CallRecord) -> str | None:
 
 
 class DistributionNotes:
-    """Passes the `off_distribution_note` of each call that has one to `note`, but no text twice."""
+    """Calls `note` with the `off_distribution_note` of each call that has one. Equal notes are passed once."""
 
     def __init__(self, note: Callable[[str], None]) -> None:
         self._note = note

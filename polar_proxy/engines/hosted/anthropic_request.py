@@ -60,7 +60,7 @@ def anthropic_body(request: ChatRequest, model: str, max_tokens: int, *, stream:
 
 
 def anthropic_prompt(request: ChatRequest, model: str) -> Json:
-    """Return the fields that determine the prompt, which the route that counts tokens takes too."""
+    """Return the fields that determine the prompt. Requests to count its tokens have the same fields."""
     messages = list(request.messages)
     leading = 0
     while leading < len(messages) and messages[leading].role in _SYSTEM:

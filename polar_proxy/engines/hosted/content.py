@@ -77,8 +77,8 @@ def unsupported_part(what: str) -> RequestError:
 
 
 def arguments_object(arguments: str) -> Json:
-    """Return the arguments of a tool call as an object. Text that is none, which a model may have written, is the field
-    `arguments` of one."""
+    """Return the arguments of a tool call as a JSON object. Other text, which a model may have written, becomes the
+    value of its only field `arguments`."""
     if not arguments.strip():
         return {}
     try:
