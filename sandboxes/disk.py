@@ -58,7 +58,7 @@ def make_image(image: Path, content: Path, limits: ResourceLimits) -> bool:
 
 
 def measure(folders: Sequence[Path], limits: ResourceLimits) -> DiskUsage:
-    """Return what the folders occupy together. Follows no link, and ends early above the quota. Blocking.
+    """Return the total usage of the folders. Follows no link, and ends early above the quota. Blocking.
 
     A folder that its owner may not read is made readable, because a program could hide files in it.
     """
@@ -144,8 +144,8 @@ async def watch(
     limits: ResourceLimits,
     stop: Callable[[str], Awaitable[None]],
 ) -> None:
-    """Measure again and again until the quota is exceeded, then stop the programs inside with the reason. Ends with the
-    sandbox `name`."""
+    """Measure repeatedly until the quota is exceeded, then stop the programs inside with the reason. Returns when the
+    sandbox has ended. `name` is for the log."""
     while True:
         began = time.monotonic()
         try:

@@ -66,7 +66,7 @@ def _run(settings: Settings, session: AgentSession, command: list[str], others: 
 
 
 class ProxyEvents:
-    """Prints the proxy's events that the user must know, and collects the hosts that are no model hosts."""
+    """Prints the proxy's events that the user must know, and collects the names of other hosts."""
 
     def __init__(self, program: str) -> None:
         self._program = program

@@ -1,4 +1,5 @@
-"""Reading of model requests: the body as it comes, its JSON, the calls that it refers to, and what it asks for."""
+"""Reading of model requests: receive the body, parse its JSON, find the calls that it refers to, and parse the
+request."""
 
 from __future__ import annotations
 
