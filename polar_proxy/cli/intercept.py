@@ -78,7 +78,7 @@ class ProxyEvents:
             case "other":
                 self.others.add(host)
             case "refused":
-                print_note(f"refused: {host}, which is no model host")
+                print_note(f"refused: {host}, which is not a model host")
             case "unreachable":
                 print_note(
                     f"the Polar server did not answer a request of {self._program} for {host}: {event['reason']}"

@@ -173,7 +173,7 @@ def enforced_format(request: ChatRequest) -> Json | None:
 
 
 def is_constrained(request: EngineRequest, info: EngineInfo) -> bool | None:
-    """Return whether this engine constrains the answer by a grammar, so that it is no free sample of the policy.
+    """Return whether this engine constrains the answer by a grammar, so that it is not a free sample of the policy.
 
     None if the request asks for no response format and demands no tool call; False if it does, but the engine enforces
     nothing of it.

@@ -67,7 +67,7 @@ class InterceptedRequest(NamedTuple):
             await asgi.send_json(send, 200, orjson.dumps(_filled_in(self.found.rule.body, headers)))
             return
         log.debug("an intercepted request for %s%s was refused", self.host, self.path)
-        what = "no model host" if self.found is None else f"not served in place of {self.found.host.provider}"
+        what = "not a model host" if self.found is None else f"not served in place of {self.found.host.provider}"
         await send_error(send, RequestError(f"{self.host}{self.path} is {what} here.", status=404), form)
 
 

@@ -84,7 +84,7 @@ class ModelHosts:
             return
         if self.others == "refuse":
             self.report("refused", host)
-            flow.response = http.Response.make(403, f"polar intercept refuses {host}: it is no model host.\n")
+            flow.response = http.Response.make(403, f"polar intercept refuses {host}: it is not a model host.\n")
         else:
             self.report("other", host)
 

@@ -386,7 +386,7 @@ def same_calls(parsed: list[list[str]], wanted: list[list[Any]]) -> bool:
     """Return whether two lists of [name, arguments] are equal.
 
     If the wanted arguments are a JSON value and not its text, the parsed arguments are decoded for the comparison.
-    Raises ValueError if these are no JSON.
+    Raises ValueError if these are not JSON.
     """
     return len(parsed) == len(wanted) and all(
         name == wanted_name and (arguments if isinstance(given, str) else json.loads(arguments)) == given
