@@ -97,7 +97,8 @@ class ReceivedRequest:
 
 @dataclass(slots=True)
 class ScriptedModel:
-    """A scripted model for one run of a scenario. Called with a request, it returns the reply that the scenario says.
+    """A scripted model for one run of a scenario. Called with a request, it returns the reply that the scenario
+    prescribes.
 
     Set an instance as `script` of a scripted engine.
     """

@@ -16,7 +16,7 @@ from polar_proxy.store.database import Repository
 from polar_proxy.types import FAILED, Json, encode_id
 
 _RANGE_SECONDS = 1800.0
-"""Calls that began earlier are not looked at, although they may have ended just now."""
+"""Calls that began earlier are ignored, although some may have ended recently."""
 _LISTED = 10
 _ERROR_LENGTH = 300
 

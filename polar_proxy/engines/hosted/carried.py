@@ -97,7 +97,7 @@ def passed_fields(request: ChatRequest, provider: str) -> dict[str, object]:
 
 
 def not_carried(request: EngineRequest, provider: str) -> tuple[str, ...]:
-    """Return the names of what a request asks for and the provider is not given, in alphabetical order."""
+    """Return the names of the request's options that are not passed to the provider, in alphabetical order."""
     missing = {name for name in set_sampling(request.sampling) if name not in SAMPLING[provider]}
     if isinstance(request, ChatRequest):
         options = request.options
