@@ -191,7 +191,8 @@ class RouteSettings(_Section):
     labels: tuple[str, ...] = ()
     """Only sessions with one of these labels. `*` stands for any text."""
     share: float = Field(1.0, gt=0, le=1)
-    """Only this share of the sessions. A session's id decides, so that all its calls fall on the same side."""
+    """Only this share of the sessions. It is chosen by the session's id, so that the rule applies to all calls of a
+    session or to none."""
 
 
 class RunSettings(RolloutSpec):
@@ -274,7 +275,7 @@ class ApiSettings(_Section):
 
     folders: tuple[Path, ...] = ()
     """Folders of this machine from which jobs may take task files, repositories, images to build and mounts. Without
-    any, a job brings its tasks along or names a built-in family. Commands without --url are not limited."""
+    any, a job must contain its tasks or name a built-in family. Commands without --url are not limited."""
     private_callbacks: bool = False
     """Also send callbacks to loopback, private and link-local addresses."""
     callback_secret: str | None = Field(None, repr=False)

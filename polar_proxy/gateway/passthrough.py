@@ -1,7 +1,7 @@
-"""Calls that are passed on to their provider: the request as it came, and the reply as it comes.
+"""Calls that are passed on to their provider: request and reply are forwarded unchanged.
 
-The body is parsed for the record only. One that Polar cannot parse is passed on all the same, and recorded with its
-messages as JSON texts.
+The body is parsed for the record only. A body that Polar cannot parse is passed on too, and recorded with its messages
+as JSON texts.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _unread(dialect: Dialect, body: Json) -> ParsedRequest:
 
 @dataclass
 class PassthroughEncoder(Encoder):
-    """Encodes the answer as the provider's own bytes. What ends the answer is held back until the call is recorded."""
+    """Encodes the answer as the provider's own bytes. The end of the answer is held back until the call is recorded."""
 
     inner: Callable[..., Encoder] = field(kw_only=True)
     """Makes the dialect's own encoder, for an error if the connection to the provider breaks."""

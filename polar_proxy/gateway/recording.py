@@ -82,7 +82,7 @@ class RequestContext:
     """True if the request is large (see `ChatRequest.large`)."""
     conversation: ContinuedConversation | None = None
     raw: ProviderRequest | None = None
-    """The request as it came, if it is passed on to its provider."""
+    """The unparsed request, if it is passed on to its provider."""
 
 
 @dataclass(slots=True)

@@ -52,7 +52,7 @@ class Body:
     """The request is large (see `_LARGE_BODY`)."""
     conversation: ContinuedConversation | None = None
     raw: bytes = b""
-    """The body as it came, if requests are passed on to their provider."""
+    """The unparsed body, if requests are passed on to their provider."""
 
 
 class RequestReader:

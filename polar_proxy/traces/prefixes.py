@@ -25,7 +25,7 @@ def _powers_of_base(count: int) -> npt.NDArray[np.uint64]:
 
 
 def _terms(ids: TokenIds, start: int) -> npt.NDArray[np.uint64]:
-    """Return the terms of the hash for tokens that stand at the positions from `start` on."""
+    """Return the terms of the hash for tokens at the positions from `start` on."""
     end = start + len(ids)
     powers = _powers_of_base(1 << end.bit_length())[start:end]
     return ids.astype(np.uint64) * powers
