@@ -164,7 +164,7 @@ class LimitedConnection(asyncio.Protocol):
             self._pace = self._pace_timer = None
 
     def count_received(self, size: int) -> None:
-        """Count received bytes of the request body, to check that it arrives fast enough."""
+        """Count received bytes of the current body, if its speed is measured."""
         if self._pace is not None:
             self._pace.received += size
 

@@ -42,8 +42,7 @@ class ModelHost:
     """Host names. `*` matches one part of a name."""
     rules: tuple[PathRule, ...]
     named: tuple[str, ...] = ()
-    """Known values of `*`, such as regions. Sandboxes intercept only hosts with these, because /etc/hosts has no
-    patterns."""
+    """Known values of `*`, such as regions. Sandboxes intercept no other values, because /etc/hosts has no patterns."""
     others_pass: bool = False
     """Whether requests without a rule go to the host itself, because it serves more than models."""
 

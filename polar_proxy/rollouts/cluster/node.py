@@ -108,7 +108,7 @@ def scoring_resources(nodes: Iterable[RayNode]) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class NodeConfig:
-    """The configuration of a node, sent by the head. It is passed between processes and stored nowhere, because it may
+    """The configuration of a node, sent by the head. It is passed between processes and never stored, because it may
     contain keys."""
 
     settings: Settings
