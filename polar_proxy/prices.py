@@ -63,7 +63,7 @@ class ModelPrices(TokenPrices):
     """The prices of one model, with their source."""
 
     name: str
-    """As the provider names it in its answers."""
+    """The model's name in the provider's answers."""
     date: date
     """The day on which the source listed these prices."""
     source: str

@@ -40,7 +40,7 @@ class HttpResponse:
     def __init__(self, connection: _ClientConnection) -> None:
         self.status = 0
         self.headers: dict[str, str] = {}
-        """By lower-case name."""
+        """Header values by lower-case name."""
         self.complete = False
         """Whether the whole body has arrived; what was not read yet can still be read."""
         self.pieces: list[bytes] = []

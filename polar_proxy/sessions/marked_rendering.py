@@ -104,7 +104,7 @@ MARKINGS = tuple(
     )
     for empty in (False, True)
 )
-"""In the order in which they are tried."""
+"""All markings, in the order in which they are tried."""
 
 
 @dataclass(frozen=True, slots=True)

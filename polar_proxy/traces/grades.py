@@ -27,7 +27,7 @@ from polar_proxy.types import AnswerSampling, CallRecord
 
 Grade = Literal["exact", "continued", "approximate", "rejected"]
 GRADES: tuple[Grade, ...] = get_args(Grade)
-"""From the best to the worst."""
+"""All grades, from the best to the worst."""
 TRAINABLE = frozenset({"exact", "continued"})
 REJECTED = "rejected"
 
