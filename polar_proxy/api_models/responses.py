@@ -484,14 +484,14 @@ class Event(ApiResponseModel):
     event: EventName
     """The kind of event."""
     data: dict[str, Any]
-    """What happened."""
+    """Data of the event; its fields depend on `event`."""
 
 
 class CallbackPayload(ApiResponseModel):
     """The body of a POST to a job's `callback_url`. Repeated deliveries have the same `webhook-id`."""
 
     type: Literal["group.finished", "group.cancelled", "job.ended"]
-    """What happened."""
+    """The event that is reported."""
     timestamp: float
     """When it happened."""
     data: dict[str, Any]
