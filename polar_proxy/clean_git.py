@@ -1,4 +1,4 @@
-"""Runs this machine's git on what an agent left, so that nothing that an agent wrote can change git's behaviour.
+"""Runs this machine's git on an agent's files, so that nothing that an agent wrote can change git's behaviour.
 
 No configuration, attributes, hooks, replaced objects or environment variables take part, apart from those of a
 repository that Polar made. git starts in an empty folder and finds no repository by itself.

@@ -89,7 +89,7 @@ class GatewaySettings(_Section):
     """Set this if other gateways serve sessions of the same database. Before each request the gateway then loads what
     the others have recorded of the request's session."""
     record: Literal["required", "best_effort"] | None = None
-    """What happens to calls while the store cannot be written. `required`: they are refused with status 503, and
+    """How to answer calls while the store cannot be written. `required`: they are refused with status 503, and
     nothing is sampled. `best_effort`: they are answered, and their session is marked as incomplete, so that it is never
     trained on. Default: `required` in sessions of rollouts, `best_effort` in others."""
     cluster_port: int = Field(0, ge=0, le=65535)
@@ -125,7 +125,7 @@ class GatewaySettings(_Section):
     retry_grace_seconds: float = Field(2.0, ge=0)
     """How long to continue an answer after its client disconnected, so that a retry can take it over."""
     temperature: float | None = Field(None, ge=0)
-    """Sampling temperature for sessions that have none of their own. Their calls are then sampled without top_p, top_k,
+    """Sampling temperature for sessions without one. Their calls are then sampled without top_p, top_k,
     min_p, penalties and logit_bias, whatever the agents ask for. Otherwise traces of agents that ask for these are only
     `approximate`."""
     prompt_mode: PromptModeSetting = "continue"
@@ -159,7 +159,7 @@ class EngineSettings(_Section):
     """`local`, `vllm`, `llamacpp` (a llama-server), `openai` (or a compatible API), `anthropic`, `google`,
     `passthrough` (each call goes to the provider that the agent asks), or module:Class."""
     url: str | None = None
-    """Where the engine listens (not local). Default for openai, anthropic and google: the provider's own API."""
+    """URL of the engine (not local). Default for openai, anthropic and google: the provider's own API."""
     model: str | None = None
     """local: a folder of weights, by default the bundled polar-tiny. Others: the name of the served model."""
     api_key: str | None = Field(None, repr=False)
@@ -191,7 +191,8 @@ class RouteSettings(_Section):
     labels: tuple[str, ...] = ()
     """Only sessions with one of these labels. `*` stands for any text."""
     share: float = Field(1.0, gt=0, le=1)
-    """Only this share of the sessions. A session's id decides, so that all its calls fall on the same side."""
+    """Only this share of the sessions. It is chosen by the session's id, so that the rule applies to all calls of a
+    session or to none."""
 
 
 class RunSettings(RolloutSpec):
@@ -250,14 +251,14 @@ class LogSettings(_Section):
     `debug` adds answered calls and refused requests; failed calls are warnings. Default: info for `polar serve` and
     Ray nodes, warning for `polar run`. Other commands log warnings as text."""
     format: Literal["text", "json"] = "text"
-    """`text`: lines for people. `json`: one JSON object per line, with the ids in fields of their own."""
+    """`text`: lines for people. `json`: one JSON object per line, with the ids in separate fields."""
 
 
 class TelemetrySettings(_Section):
     """OpenTelemetry traces of rollouts, stages and calls (`pip install 'polar-proxy[otel]'`)."""
 
     endpoint: str | None = None
-    """Where traces are sent, over OTLP/HTTP: the whole URL, such as http://127.0.0.1:4318/v1/traces. Without it,
+    """URL to which traces are sent over OTLP/HTTP, with its path, such as http://127.0.0.1:4318/v1/traces. Without it,
     nothing is traced."""
     headers: dict[str, str] = Field({}, repr=False)
     """Headers of the requests to the endpoint, such as a key. Polar never writes them anywhere."""
@@ -274,7 +275,7 @@ class ApiSettings(_Section):
 
     folders: tuple[Path, ...] = ()
     """Folders of this machine from which jobs may take task files, repositories, images to build and mounts. Without
-    any, a job brings its tasks along or names a built-in family. Commands without --url are not limited."""
+    any, a job must contain its tasks or name a built-in family. Commands without --url are not limited."""
     private_callbacks: bool = False
     """Also send callbacks to loopback, private and link-local addresses."""
     callback_secret: str | None = Field(None, repr=False)

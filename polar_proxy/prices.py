@@ -38,7 +38,7 @@ class TokenPrices(BaseModel):
     cache_write: float | None = Field(None, ge=0)
     """Tokens written to the provider's cache; as `input` if absent."""
     cache_write_1h: float | None = Field(None, ge=0)
-    """Those that are kept for an hour; as `cache_write` if absent."""
+    """Tokens written to the provider's cache for one hour; as `cache_write` if absent."""
 
     def of(self, usage: Usage) -> float:
         """Return the price of a call in US dollars."""
@@ -63,7 +63,7 @@ class ModelPrices(TokenPrices):
     """The prices of one model, with their source."""
 
     name: str
-    """As the provider names it in its answers."""
+    """The model's name in the provider's answers."""
     date: date
     """The day on which the source listed these prices."""
     source: str

@@ -15,7 +15,7 @@ class ProviderRequest:
     target: str
     """Path and query."""
     headers: tuple[tuple[bytes, bytes], ...] = field(repr=False)
-    """By lower-case name."""
+    """Values by lower-case name."""
     body: bytes = field(repr=False)
     dialect: str
     read_items: Callable[[list[dict[str, Any]]], Sequence[Any]]
@@ -26,11 +26,11 @@ class ProviderRequest:
 
 @dataclass(frozen=True, slots=True)
 class ProviderPiece:
-    """A piece of a provider's response, for the agent to get as it came."""
+    """A piece of a provider's response, to be forwarded to the agent unchanged."""
 
     data: bytes
     last: bool = False
     """The answer ends in this piece, so it is sent after the call is recorded."""
     headers: tuple[tuple[bytes, bytes], ...] = ()
-    """With the first piece only, as the status."""
+    """Set in the first piece only, like the status."""
     status: int = 200

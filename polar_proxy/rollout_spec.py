@@ -34,25 +34,26 @@ def whole_distribution(temperature: float) -> Json:
 
 
 class SessionBudget(DocumentedModel):
-    """Limits of what an agent may use in its session. Without a value, there is no limit."""
+    """Limits on the calls of a session. A field without a value sets no limit."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     max_calls: int | None = Field(None, ge=1, le=MAX_INTEGER)
     """Budget: number of model calls."""
     max_sampled_tokens: int | None = Field(None, ge=1, le=MAX_INTEGER)
-    """Budget: sampled tokens of all calls. A call begins while fewer are sampled."""
+    """Budget: sampled tokens of all calls. No call starts once this many are sampled."""
     max_prompt_tokens: int | None = Field(None, ge=1, le=MAX_INTEGER)
-    """Budget: prompt tokens of all calls, cached ones included. A call begins while fewer are used."""
+    """Budget: prompt tokens of all calls, cached ones included. No call starts once this many are used."""
     max_price_usd: float | None = Field(None, gt=0)
-    """Budget: known price of all hosted calls in US dollars. A call begins while less is spent."""
+    """Budget: known price of all hosted calls in US dollars. No call starts once this much is spent."""
     max_idle_seconds: float | None = Field(None, gt=0)
     """Budget: seconds without a call, from the end of one to the start of the next."""
     max_repeats: int | None = Field(None, ge=2, le=MAX_INTEGER)
-    """Budget: number of equal calls, with the same request or, one after the other, with the same answer (a loop)."""
+    """Budget: number of equal calls (a loop), that is, calls with the same request, or consecutive ones with the same
+    answer."""
     at_budget: Literal["refuse", "stop"] = "refuse"
-    """Answer to calls when a budget is spent: refuse (an error), or stop (a text that asks the agent to finish; it is
-    recorded as Polar's own and never trained; the eleventh such call is refused)."""
+    """Answer to calls when a budget is spent: refuse (an error), or stop (a text by Polar that asks the agent to
+    finish, which is never trained on; the eleventh such call is refused)."""
 
     def as_policy(self) -> Json:
         """Return the limits that are set, for the policy of a session; empty if none is."""
@@ -77,14 +78,14 @@ class RolloutSpec(SessionBudget):
     """Also answer the agent's calls to the hosts of OpenAI, Anthropic, Google and other providers. For agents whose
     endpoint cannot be set; agents that Polar knows to need it are always intercepted. Not in process sandboxes."""
     max_user_turns: int = Field(20, ge=1, le=MAX_INTEGER)
-    """In tasks that are dialogues: maximum number of texts of the user, the instruction included."""
+    """In tasks that are dialogues: maximum number of user messages, the instruction included."""
     train_timed_out: bool = False
     """Also train on rollouts whose agent ran out of time."""
     train_over_budget: bool = False
     """Also train on rollouts that a budget ended."""
     signs: Literal["note", "zero", "exclude"] = "note"
-    """What signs of reward hacking do: note (list them), zero (the reward is 0), exclude (the rollout is not
-    trained)."""
+    """Effect of signs of reward hacking: note (they are listed), zero (the reward is 0), exclude (the rollout is not
+    trained on)."""
 
     @classmethod
     def read(cls, value: Json) -> Self:
@@ -118,8 +119,8 @@ class JobSpec(RolloutSpec):
     first_n_with_spread (as first_n, but not while all rewards are equal), no_spread_left (as first_n, or when fewer
     than two can have a reward) or token_budget=N (as first_n, or when N tokens are sampled and two have a reward)."""
     overflow: Literal["cancel", "keep"] = "cancel"
-    """What happens to the rollouts that still run when their group is complete: cancel them, or keep them for a later
-    group of the same task."""
+    """How to treat rollouts that still run when their group is complete: cancel them, or keep them for a later group of
+    the same task."""
     for_training: bool = False
     """Deliver finished groups to the trainer feed."""
     max_staleness: int | None = Field(None, ge=0, le=MAX_INTEGER)

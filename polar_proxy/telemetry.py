@@ -4,9 +4,9 @@
       preparing | ready | running | scoring    a span for each stage of each attempt; `running` is `invoke_agent`
         chat MODEL                             a span for each call, inside of `running`
 
-A session without a rollout is a trace of its calls. Ids are hashes of Polar's own, so that gateways and workers of
-several processes add to the same trace without talking to each other: a call's span is sent when the call is recorded,
-those of a rollout when it has ended.
+A session without a rollout is a trace of its calls. Trace and span ids are hashes of Polar's ids, so that the processes
+of gateways and workers add to the same trace independently. The span of a call is sent when the call is recorded, the
+spans of a rollout when it has ended.
 
 Promises: without `telemetry.endpoint` nothing is imported and nothing runs. Spans are made and sent in a thread. The
 queue is bounded: when it is full, spans are dropped and counted. Messages are sent only with `telemetry.content`.
@@ -41,10 +41,10 @@ log = logging.getLogger(__name__)
 
 _BATCH = 256
 _PAUSE_SECONDS = 1.0
-"""How long a span waits for others before they are sent together."""
+"""Time that a span waits for further spans, to be sent in one batch with them."""
 _END_SECONDS = 10.0
 _NEWEST_MESSAGES, _LONGEST_TEXT = 50, 4000
-"""Messages of a call, and characters of each text, that are sent."""
+"""Maximum number of messages sent for a call, and of characters sent of each text."""
 _REQUEST_ATTRIBUTES = {
     "temperature": "gen_ai.request.temperature",
     "top_p": "gen_ai.request.top_p",
@@ -58,7 +58,7 @@ _REQUEST_ATTRIBUTES = {
 
 @dataclass(frozen=True, slots=True)
 class EndedRollout:
-    """A rollout that has ended, with what its spans are made of."""
+    """A rollout that has ended, with the data for its spans."""
 
     row: RolloutRow
     stages: Sequence[Any]

@@ -160,7 +160,7 @@ SAMPLING_FIELDS = tuple(one.name for one in fields(Sampling))
 
 @dataclass(frozen=True, slots=True)
 class ClientOptions:
-    """What a client asked for beyond the conversation and its sampling. Only hosted models know such options."""
+    """Options of a request other than the conversation and its sampling. Only hosted models know such options."""
 
     dialect: str
     effort: str | None = None
@@ -341,7 +341,7 @@ class ConversationItem:
 
 @dataclass(frozen=True, slots=True)
 class ConversationTurn:
-    """What a call adds to a conversation: its own input and its answer."""
+    """The items that a call adds to a stored conversation: its own input and its answer."""
 
     conversation_id: str
     items: tuple[ConversationItem, ...]
@@ -382,7 +382,7 @@ class CallRecord:
     usage: Usage | None = None
     """The provider's own count; None if the engine reports token ids."""
     price_usd: float | None = None
-    """What the provider charges for the call, in US dollars, by the price file (`prices.py`); None if unknown."""
+    """Price of the call in US dollars by the price file (`prices.py`); None if unknown."""
     rule: str | None = None
     """Name of the rule that decided the edge; None for a root to which no rule applies."""
     ambiguous: bool = False
@@ -405,9 +405,9 @@ class CallRecord:
     route: str | None = None
     """Name of the rule that chose the engine."""
     hooks: Json | None = None
-    """What hooks changed: `request` (its parts as the model saw them) and `answer` (the choices as sampled)."""
+    """Changes by hooks: `request` (its parts as the model saw them) and `answer` (the choices as sampled)."""
     conversation: ConversationTurn | None = None
-    """What its commit adds to a conversation; None in a record that is read back."""
+    """Items that committing the record adds to a conversation; None in a record that is read back."""
 
     @property
     def prompt_tokens(self) -> int:

@@ -1,8 +1,8 @@
-"""Disk quota: how much the files of one sandbox may occupy, and how many they may be.
+"""Disk quota: limits on the total size and the number of files of one sandbox.
 
-Where Polar runs as root, a sandbox gets its own file system in a sparse file: the program that fills it gets
-ENOSPC. Elsewhere a watcher measures the sandbox's folders and stops everything inside when they hold too much; each
-single file is bounded by the kernel meanwhile.
+Where Polar runs as root, a sandbox gets its own file system in a sparse file: a program that fills it gets ENOSPC.
+Elsewhere a watcher measures the sandbox's folders and stops everything inside when they hold too much; each single file
+is bounded by the kernel meanwhile.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def make_image(image: Path, content: Path, limits: ResourceLimits) -> bool:
 
 
 def measure(folders: Sequence[Path], limits: ResourceLimits) -> DiskUsage:
-    """Return what the folders occupy together. Follows no link, and ends early above the quota. Blocking.
+    """Return the total usage of the folders. Follows no link, and ends early above the quota. Blocking.
 
     A folder that its owner may not read is made readable, because a program could hide files in it.
     """
@@ -144,8 +144,8 @@ async def watch(
     limits: ResourceLimits,
     stop: Callable[[str], Awaitable[None]],
 ) -> None:
-    """Measure again and again until the quota is exceeded, then stop the programs inside with the reason. Ends with the
-    sandbox `name`."""
+    """Measure repeatedly until the quota is exceeded, then stop the programs inside with the reason. Returns when the
+    sandbox has ended. `name` is for the log."""
     while True:
         began = time.monotonic()
         try:

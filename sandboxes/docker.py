@@ -296,9 +296,10 @@ class DockerSandbox(Sandbox):
     async def _container_ended(self) -> bool:
         """Return whether the container was ended from outside, and not only the command.
 
-        If programs inside filled the memory, and the kernel ended the container for this reason, that is their own end.
-        For a moment the engine reports a killed container as running, so a new command is tried: if it succeeds, the
-        container runs. If it fails, perhaps for another reason such as a process limit, the engine's report decides.
+        If programs inside filled the memory, and the kernel ended the container for this reason, it counts as ended by
+        its programs. For a moment the engine reports a killed container as running, so a new command is tried: if it
+        succeeds, the container runs. If it fails, perhaps for another reason such as a process limit, the engine's
+        report decides.
         """
         with contextlib.suppress(SandboxError):
             if (await self.exec(PROBE, cwd="/")).exit_code == 0:

@@ -77,7 +77,7 @@ class OwnerProcess:
 
 @cache
 def _this_machine() -> tuple[str, str, str]:
-    """Return (machine, boot, process namespace)."""
+    """Return the ids of this machine, its current boot and this process's pid namespace."""
     if not LINUX:
         import platform
 

@@ -306,7 +306,7 @@ class ProcessSandbox(SupervisedSandbox):
             )
         if self.spec.hosts:
             raise SandboxError(
-                f"a process sandbox uses the host's network, in which {self.spec.hosts[0]} cannot resolve to another "
+                f"a process sandbox uses the host's name resolution, so {self.spec.hosts[0]} cannot be given another "
                 "address; use bubblewrap or docker"
             )
         for mount in self.spec.mounts:

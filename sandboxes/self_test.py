@@ -36,7 +36,7 @@ HOW_TO_GO_ON = (
 
 
 class SandboxLeaks(SandboxUnavailable):
-    """This kind of sandbox does not keep programs inside, on this machine."""
+    """On this machine, programs can break out of this kind of sandbox."""
 
 
 class SelfTests:

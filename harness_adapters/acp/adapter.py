@@ -1,7 +1,7 @@
-"""Any harness that speaks the Agent Client Protocol, as a harness of its own: ``acp:gemini-cli``.
+"""The harness ``acp:NAME``, such as ``acp:gemini-cli``: it runs another harness by the Agent Client Protocol.
 
-`client.py`, which the sandbox mounts, is the client. It needs nothing but a Python 3.9 in the sandbox. The first start
-leaves the agent running; a start with `resume` sends it the next text of the user, in the same session.
+`client.py`, which the sandbox mounts, is the client. It needs only Python 3.9 or newer in the sandbox. The first start
+leaves the agent running; a start with `resume` sends the user's next message to it, in the same session.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class AcpHarness(ConnectableHarness):
     )
 
     def __init__(self, agent: HarnessAdapter, *, name: str | None = None) -> None:
-        """`name`: default is ``acp:`` and the agent's name. Raises `HarnessError` for an agent that is not a program of
-        its own, such as a command line."""
+        """`name`: default is ``acp:`` and the agent's name. Raises `HarnessError` if the agent is not a
+        `ConnectableHarness`."""
         if not isinstance(agent, ConnectableHarness):
             raise HarnessError(f"{agent.name} cannot be driven by ACP: describe it by a TOML file with an [acp] table")
         self.agent = agent

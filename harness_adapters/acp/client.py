@@ -41,7 +41,7 @@ METHOD_NOT_FOUND, INVALID_PARAMS, INTERNAL_ERROR = -32601, -32602, -32603
 
 
 class AgentError(Exception):
-    """The agent ended, answered with an error, or cannot do what is asked. The text is one line."""
+    """The agent ended, answered with an error, or lacks a requested feature. The text is one line."""
 
 
 class Terminal:
@@ -85,7 +85,7 @@ class AgentConnection:
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process
         self.report = print
-        """Receives the lines that the user shall see."""
+        """Function that prints one line for the user."""
         self.cancelled = False
         self._pending: dict = {}
         self._number = 0

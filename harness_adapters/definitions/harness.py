@@ -215,7 +215,8 @@ def _run_values(context: LaunchContext, installed: Installation) -> dict[str, ob
 def _filled_words(
     words: Sequence[str], values: Mapping[str, object], groups: Mapping[str, Sequence[str]] | None = None
 ) -> list[str]:
-    """Fill in each word. A word that is the name of a group in braces becomes the group's words."""
+    """Fill in the placeholders of each word. A word such as `{arguments}`, which names a group, is replaced by its
+    words."""
     found: list[str] = []
     for word in words:
         group = (groups or {}).get(word.removeprefix("{").removesuffix("}")) if word.startswith("{") else None
@@ -224,7 +225,7 @@ def _filled_words(
 
 
 def _fill_value(value: Any, values: Mapping[str, object]) -> Any:
-    """Fill in all strings of a value. A key whose value is an unknown placeholder (None) is left out."""
+    """Fill in the placeholders of all strings in a value. A key is left out if its placeholder has no value (None)."""
     if isinstance(value, str):
         whole = PLACEHOLDER.fullmatch(value)
         if whole is not None and whole["name"]:

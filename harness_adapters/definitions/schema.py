@@ -46,7 +46,7 @@ class _Table(BaseModel):
 
 
 class InstallTable(_Table):
-    """Where the program comes from: one of `npm`, `pypi` and `path`."""
+    """Source of the program: one of `npm`, `pypi` and `path`."""
 
     npm: str | None = None
     """npm package. Needs `version` and `entry`."""
@@ -85,7 +85,8 @@ class InstallTable(_Table):
 
 
 class ConnectionTable(_Table):
-    """What points the program at an endpoint, in rollouts and `polar connect`. Grants no permissions."""
+    """Variables, arguments and files that point the program at an endpoint, in rollouts and `polar connect`. Grants no
+    permissions."""
 
     env: Mapping[str, str]
     """Variables. One of them must be "{api_key}": the key is in the environment only."""
@@ -129,7 +130,7 @@ class LimitTable(_Table):
 
 
 class ExitTable(_Table):
-    """How the end of a run is read."""
+    """Rules for the outcome of a run: limits, failures with exit code 0, and the lines that report an error."""
 
     limits: tuple[LimitTable, ...] = ()
     failed: Regex = ""
@@ -152,7 +153,7 @@ class HarnessDefinition(_Table):
     summary: str
     homepage: str = ""
     program: str
-    """Name of the program that users start who have installed it themselves."""
+    """Name of the program in installations that users made themselves."""
     wire_api: WireApi
     features: frozenset[Feature] = frozenset()
     """stream, subagents, parallel_tools, reasoning; resume and skills follow from the keys of [run]."""
@@ -163,12 +164,12 @@ class HarnessDefinition(_Table):
     install: InstallTable
     connection: ConnectionTable
     run: RunTable | None = None
-    """None: the program is run by the Agent Client Protocol."""
+    """None if the program is run by the Agent Client Protocol."""
     acp: AcpTable | None = None
     exit: ExitTable = ExitTable()
     conformance: Mapping[str, Any] = Field(default_factory=dict)
-    """What `polar conformance` must know of the program: fields of its `HarnessProfile`, such as the tool that runs a
-    command and its arguments."""
+    """Data for `polar conformance`: fields of its `HarnessProfile`, such as the tool that runs a command and its
+    arguments."""
 
     @model_validator(mode="after")
     def check_whole(self) -> Self:

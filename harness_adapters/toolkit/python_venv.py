@@ -116,7 +116,7 @@ class VenvHarness(VenvPackage, ConnectableHarness):
 
 
 def _interpreter_mounts(folder: Path) -> tuple[Path, ...]:
-    """Return the folders of the base interpreter that a sandbox which mounts /usr would lack."""
+    """Return the folders of the base interpreter outside /usr, which sandboxes must mount additionally."""
     settings = dict(line.split(" = ", 1) for line in (folder / "pyvenv.cfg").read_text().splitlines() if " = " in line)
     base = Path(settings["home"]).parent
     roots = {base, base.resolve(), (folder / "bin" / "python").resolve().parent.parent}

@@ -1,4 +1,5 @@
-"""What requests may use of the server's machine: only what its operator configured.
+"""Limits on the files, code and sandboxes of the server's machine that requests may use, as its operator configured
+them.
 
 A request is untrusted data. The tasks of a job may come with it, or from a built-in family. Files and folders of
 the server must lie in the setting `api.folders`, Python code must be in `allowed_code`, and the `process` sandbox,
@@ -24,7 +25,7 @@ from polar_proxy.tasks import Task, is_family
 def code_of_request(context: ApiContext, body: JobRequest) -> AllowedCode:
     """Return the Python code (`MODULE:NAME`) to which a job request and its tasks may refer.
 
-    If this process itself makes the request, they may also refer to the code that is its task source or its harness.
+    A request of this process may also refer to the code that it names as its task source or harness.
     """
     named = (body.task or "", body.harness) if context.from_this_process else ()
     return context.settings.code(*named)

@@ -33,8 +33,8 @@ from polar_proxy.tasks import Task, load_tasks, tasks_from_rows
 from polar_proxy.types import Json
 
 _GRACE_SECONDS = 60.0
-"""A pause whose request waits until no rollout of the job runs is set to end this many seconds after the longest wait,
-so that it also ends if the process is killed while it waits."""
+"""A pause with `wait_idle` is provisional during the wait. It ends by itself this many seconds after the maximum wait,
+in case the process is killed meanwhile."""
 
 _HEARTBEAT_SECONDS = 15.0
 _POLL_SECONDS = 0.5

@@ -83,7 +83,7 @@ def _add_runs(routers: Routers, store: Store) -> None:
 
     @trainer.post("/training/{run_id}/lines", tags=["training"])
     async def add_lines(run_id: RunId, body: m.TrainingLinesRequest) -> m.TrainingRun:
-        """Append lines to a run. 409 `conflict` if the server lacks lines before these."""
+        """Append lines to a run. 409 `conflict` if the server does not have all earlier lines."""
         await _require_run(store, run_id)
         await store.training.add_lines(run_id, body.first, [line.model_dump() for line in body.lines])
         return convert(m.TrainingRun, await _require_run(store, run_id))
@@ -101,8 +101,8 @@ def _add_runs(routers: Routers, store: Store) -> None:
 
 
 async def _wait_for_group(context: ApiContext, request: Request, deadline: float) -> bool:
-    """Return True once a group may be waiting; False at the deadline, when the server stops, or when the client
-    disconnects (a group leased to it would be blocked until the lease expires)."""
+    """Return True once a group may be waiting; False at the deadline, or when the server stops or the client
+    disconnects. A group leased to a disconnected client would be blocked until the lease expires."""
     while (remaining := deadline - time.monotonic()) > 0 and not context.closing.is_set():
         if await request.is_disconnected():
             return False

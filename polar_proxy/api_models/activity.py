@@ -1,4 +1,4 @@
-"""Response bodies that describe what happens now. `polar top` shows them."""
+"""Response bodies that describe the current activity of the servers. `polar top` shows them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from polar_proxy.api_models.responses import ApiResponseModel
 
 
 class ActivityRates(ApiResponseModel):
-    """Counts of what ended in the last minute."""
+    """Counts of calls and rollouts that ended in the last minute."""
 
     calls: int
-    """Calls."""
+    """Number of calls."""
     failed_calls: int
-    """Calls without a complete answer."""
+    """Number of calls without a complete answer."""
     prompt_tokens: int
     """Prompt tokens of the calls."""
     cached_tokens: int
@@ -19,7 +19,7 @@ class ActivityRates(ApiResponseModel):
     completion_tokens: int
     """Sampled tokens of the calls."""
     rollouts: int
-    """Rollouts."""
+    """Number of rollouts."""
     rollouts_not_done: int
     """Rollouts that failed, timed out or were cancelled."""
 
@@ -59,10 +59,10 @@ class Failure(ApiResponseModel):
 
 
 class Activity(ApiResponseModel):
-    """What happens now in the database, on all servers."""
+    """The current activity of all servers of the database."""
 
     rates: ActivityRates
-    """What ended in the last minute."""
+    """Counts of the last minute."""
     rollouts: dict[str, int]
     """Number of rollouts by status, without those that have ended."""
     sessions: list[ActiveSession]

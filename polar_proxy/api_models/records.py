@@ -27,7 +27,7 @@ class SessionFields(ApiResponseModel):
     incomplete: str | None
     """Why it must not be trained on; null if all calls are recorded."""
     spent: str | None
-    """The limit of its budget that was reached, such as max_calls; its further calls are refused."""
+    """The limit of its budget that was reached, such as max_calls."""
     failed_calls: int
     """Number of calls that failed: their status is `client_gone` or `upstream_error`."""
     prompt_tokens: int
@@ -208,15 +208,15 @@ class CallUsage(ApiResponseModel):
     """The tokens of a hosted call as the provider counts them; null where it does not report a count."""
 
     input_tokens: int
-    """All prompt tokens, those read from the provider's cache or written to it included."""
+    """All prompt tokens, including tokens read from the provider's cache or written to it."""
     output_tokens: int
-    """All sampled tokens, those of the reasoning included."""
+    """All sampled tokens, including the reasoning."""
     cached_tokens: int | None
     """Prompt tokens read from the provider's cache."""
     cache_write_tokens: int | None
     """Prompt tokens written to the provider's cache."""
     cache_write_1h_tokens: int | None
-    """Those of them that are kept for an hour."""
+    """Prompt tokens written to the provider's cache for one hour; `cache_write_tokens` includes them."""
     reasoning_tokens: int | None
     """Sampled tokens of the reasoning."""
     model: str | None
@@ -247,8 +247,8 @@ class CallDetail(ApiResponseModel):
     weight_version: str | None
     """Policy version of the weights that sampled."""
     logprob_mode: str
-    """What the log-probabilities refer to. `processed`: the distribution that was sampled from; `raw`: the model's own
-    distribution at temperature 1."""
+    """The distribution of the log-probabilities. `processed`: the one that was sampled from; `raw`: the model's own at
+    temperature 1."""
     status: str
     """ok, client_gone, upstream_error, no_tokens or budget."""
     http_status: int
@@ -260,7 +260,7 @@ class CallDetail(ApiResponseModel):
     route: str | None
     """The rule that chose the engine."""
     hooks: dict[str, Any] | None
-    """What hooks changed: parts of the request as the model saw them, answers as they were sampled."""
+    """Changes by hooks: parts of the request as the model saw them, and answers as they were sampled."""
     edge: str
     """How it relates to an earlier call."""
     parent_call_id: str | None

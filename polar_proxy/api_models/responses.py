@@ -35,7 +35,7 @@ class ErrorBody(ApiResponseModel):
     """Machine-readable: bad_request, unauthorised, forbidden, not_found, conflict, pause_timed_out, drain_timed_out,
     lease_lost, invalid or unavailable."""
     message: str
-    """What happened and what to do, in one or two sentences."""
+    """The error and its remedy, in one or two sentences."""
     detail: Any = None
     """More about the error, depending on its code."""
 
@@ -245,7 +245,7 @@ class Reward(ApiResponseModel):
     call_id: str | None
     """The call, if the reward is for a single call."""
     source: str
-    """Who gave the reward."""
+    """Source of the reward, such as `human:anna`."""
     value: float | None
     """The reward; null if the work could not be judged."""
     detail: dict[str, Any]
@@ -433,7 +433,7 @@ class EngineState(ApiResponseModel):
     reason: str | None
     """Why the engine cannot answer requests."""
     load: dict[str, Any] | None = None
-    """Load that the engine reports; null if it reports none."""
+    """The engine's load as it reports it; null if it reports none."""
 
 
 class FleetState(ApiResponseModel):
@@ -467,7 +467,7 @@ class ServiceState(ApiResponseModel):
     paused_until: float | None = None
     """When the pause of this server alone ends."""
     problem: str | None = None
-    """Why this server paused itself: its sandboxes let programs out."""
+    """Why this server paused itself: programs can break out of its sandboxes."""
     in_flight: int | None = None
     """Number of rollouts that this server works on."""
     stages: dict[str, StageLimitState] | None = None
@@ -484,14 +484,14 @@ class Event(ApiResponseModel):
     event: EventName
     """The kind of event."""
     data: dict[str, Any]
-    """What happened."""
+    """Data of the event; its fields depend on `event`."""
 
 
 class CallbackPayload(ApiResponseModel):
     """The body of a POST to a job's `callback_url`. Repeated deliveries have the same `webhook-id`."""
 
     type: Literal["group.finished", "group.cancelled", "job.ended"]
-    """What happened."""
+    """The event that is reported."""
     timestamp: float
     """When it happened."""
     data: dict[str, Any]

@@ -1,4 +1,5 @@
-"""The session that an agent of this machine is started with: its server, model and key; and the agent's process."""
+"""The session (server, model and key) that `polar connect` and `polar intercept` give a program, and the start of the
+program."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ class ModelCard:
     name: str
     context_length: int | None
     max_answer: int | None
-    """Tokens of its longest answer, if it ends answers before the context is full."""
+    """Maximum number of tokens in an answer; None if only the context length limits it."""
     engine: str
 
     @property

@@ -86,7 +86,7 @@ VERBS = {
     "show": Verb("show:show", "Show a rollout or a session as a story, or a call in full."),
     "sql": Verb(
         "sql:sql",
-        "Run one reading SQL statement on the database, with functions that unpack texts and tokens.",
+        "Run one read-only SQL statement on the database, with functions that unpack texts and tokens.",
     ),
     "export": Verb(
         "traces:export",

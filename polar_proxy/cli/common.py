@@ -31,7 +31,7 @@ M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
 
 _SHORT_COMMAND_SECONDS = 1.0
-"""A command that takes longer collects garbage. In shorter ones that would take a tenth of the time."""
+"""Garbage is collected only after this time, because it would take a tenth of the time of a shorter command."""
 PATIENT_TRIES = 12
 """Number of tries of a request while the server restarts. Together they take about a minute."""
 
@@ -222,7 +222,7 @@ def read_store_or_server(
     from_store: Callable[[Store, Settings], Awaitable[T]],
     from_server: Callable[[AsyncClient], Coroutine[Any, Any, T]],
 ) -> T:
-    """Return what `from_server` reads from the server of --url or POLAR_URL, or `from_store` from the database.
+    """Return the result of `from_server` if there is a --url or POLAR_URL, otherwise that of `from_store`.
 
     A read-only command opens the database itself, because importing the API into this process takes a second.
     """

@@ -66,7 +66,7 @@ def _run(settings: Settings, session: AgentSession, command: list[str], others: 
 
 
 class ProxyEvents:
-    """Prints the proxy's events that the user must know, and collects the hosts that are no model hosts."""
+    """Prints the proxy's events that the user must know, and collects the names of other hosts."""
 
     def __init__(self, program: str) -> None:
         self._program = program
@@ -78,7 +78,7 @@ class ProxyEvents:
             case "other":
                 self.others.add(host)
             case "refused":
-                print_note(f"refused: {host}, which is no model host")
+                print_note(f"refused: {host}, which is not a model host")
             case "unreachable":
                 print_note(
                     f"the Polar server did not answer a request of {self._program} for {host}: {event['reason']}"

@@ -55,7 +55,8 @@ Model = Annotated[
 PromptMode = Annotated[
     str | None,
     typer.Option(
-        help="continue: begin each prompt with the exact tokens of the last turn; render: render each prompt anew.",
+        help="continue: begin each prompt with the exact tokens of the last turn; render: render all messages for each "
+        "prompt.",
         show_default=False,
     ),
 ]
@@ -68,8 +69,8 @@ Hooks = Annotated[
 PastReasoning = Annotated[
     str | None,
     typer.Option(
-        help="keep: continued prompts keep the reasoning of earlier turns; strip: a prompt is rendered anew if the "
-        "chat template drops reasoning of earlier turns.",
+        help="keep: continued prompts keep the reasoning of earlier turns; strip: all messages are rendered again if "
+        "the chat template drops reasoning of earlier turns.",
         show_default=False,
     ),
 ]

@@ -249,7 +249,7 @@ def status(
 
 
 def _required(job_id: str, found: T | None) -> T:
-    """Return what was found of a job. Raises UsageError if there is no such job."""
+    """Return `found`. Raises UsageError if it is None, that is, if there is no such job."""
     if found is None:
         raise UsageError(f"There is no job {job_id}.")
     return found
@@ -365,7 +365,7 @@ def reward(
         str, typer.Argument(metavar="ROLLOUT|SESSION", help="Id of a rollout, or of a session without one.")
     ],
     value: Annotated[str, typer.Argument(help="A number, or `none` if the work could not be judged.")],
-    source: Annotated[str, typer.Option(help="Who gives the reward, such as human:anna or ci.")],
+    source: Annotated[str, typer.Option(help="Source of the reward, such as human:anna or ci.")],
     call: Annotated[str | None, typer.Option(help="Reward only this call.")] = None,
     trace: Annotated[str | None, typer.Option(help="Reward only this trace.")] = None,
     detail: Annotated[str | None, typer.Option(help="A JSON object to store with the reward.")] = None,

@@ -1,4 +1,4 @@
-"""`polar sql`: one reading statement on the database."""
+"""`polar sql`: one read-only statement on the database."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def sql(
     db: options.Db = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Run one reading SQL statement on the database, with functions that unpack texts and tokens.
+    """Run one read-only SQL statement on the database, with functions that unpack texts and tokens.
 
     The views `v_messages`, `v_answers` and `v_tokens` exist only here, and only on SQLite.
     """

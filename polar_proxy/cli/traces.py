@@ -55,7 +55,7 @@ def build(
     on_drift: Annotated[
         str,
         typer.Option(
-            help="What the builder merged does if a prompt differs from the sampled tokens: split, canonical or "
+            help="How the builder merged treats a prompt that differs from the sampled tokens: split, canonical or "
             "rescore.",
         ),
     ] = "split",
@@ -138,7 +138,7 @@ def audit(
         str | None, typer.Option(help="Policy version of the engine's weights, if the engine does not report it.")
     ] = None,
     same_model: Annotated[
-        bool, typer.Option("--same-model", help="Accept the engine's model, although its name or template differs.")
+        bool, typer.Option("--same-model", help="Accept the engine's model even if its name or template differs.")
     ] = False,
     tolerance: Annotated[
         float,

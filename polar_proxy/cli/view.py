@@ -18,7 +18,7 @@ def view(
     name: Annotated[
         str | None,
         typer.Argument(
-            metavar="NAME", help="Open this rollout, session, call, group or training run: as `polar show`."
+            metavar="NAME", help="Open this rollout, session, call, group or training run, named as for `polar show`."
         ),
     ] = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes any free port.")] = 0,

@@ -132,7 +132,7 @@ class ForcedVllmEngine(VllmEngine):
                 yield event
 
     async def answer_tokens(self, request: EngineRequest, reply: ScriptedReply) -> tuple[int, ...]:
-        """Return the token ids that are sampled for a reply: by default as a Qwen model writes it."""
+        """Return the token ids to sample for a reply. This implementation writes replies as Qwen models do."""
         return await self.tokens(qwen_text(reply))
 
     async def tokens(self, text: str) -> tuple[int, ...]:

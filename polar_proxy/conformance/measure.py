@@ -159,10 +159,10 @@ async def _play(
 
 
 def _adapted(scenario: Scenario, profile: HarnessProfile, info: HarnessInfo) -> Scenario:
-    """Return the scenario in the form that this harness can play.
+    """Adapt a scenario to a harness.
 
-    A scenario that fills the context gets the harness's own commands for that. In the others, a harness that cannot
-    resume gets no second turn.
+    A scenario that fills the context uses the commands in the harness's profile. In other scenarios, the second turn is
+    left out if the harness cannot resume.
     """
     if scenario.fills_context:
         steps: tuple[Step, ...] = (*[(profile.filling_command,)] * profile.compaction_steps, "finish")

@@ -31,7 +31,7 @@ _CONTEXT_FULL = "This model's maximum context length is 1000 tokens. Your messag
 
 
 Step = tuple[str, ...] | Literal["start_subagent", "wait_for_subagent", "finish"]
-"""What one answer does: run shell commands (each command line first prints a text that proves that it was run), start
+"""Action of one answer: run shell commands (each command line first prints a text that proves that it was run), start
 a sub-agent, wait for it (or run a command, if the harness has no tool for that), or report that the work is done."""
 RUN = ("true",)
 """A step that runs one command."""
@@ -97,7 +97,8 @@ class ReceivedRequest:
 
 @dataclass(slots=True)
 class ScriptedModel:
-    """A scripted model for one run of a scenario. Called with a request, it returns the reply that the scenario says.
+    """A scripted model for one run of a scenario. Called with a request, it returns the reply that the scenario
+    prescribes.
 
     Set an instance as `script` of a scripted engine.
     """

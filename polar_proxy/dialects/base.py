@@ -302,7 +302,7 @@ class Dialect(ABC):
 
     @abstractmethod
     def client_options(self, params: Json) -> ClientOptions:
-        """Return what a body asks for that only hosted models know. `params`: its fields as stored."""
+        """Return the options of a body that only hosted models know. `params`: its fields as stored."""
 
     @abstractmethod
     def error_body(self, error: RequestError, request_id: str) -> bytes:

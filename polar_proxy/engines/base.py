@@ -84,7 +84,7 @@ class Engine(ABC):
         return ExactPrompt(token_ids)
 
     def not_carried(self, request: EngineRequest) -> tuple[str, ...]:
-        """Return the names of what a request asks for and the engine cannot hand to its provider. It is recorded."""
+        """Return the names of the request's options that the engine cannot pass to its provider. They are recorded."""
         return ()
 
     async def constrains(self, request: EngineRequest) -> bool:
@@ -173,7 +173,7 @@ def enforced_format(request: ChatRequest) -> Json | None:
 
 
 def is_constrained(request: EngineRequest, info: EngineInfo) -> bool | None:
-    """Return whether this engine constrains the answer by a grammar, so that it is no free sample of the policy.
+    """Return whether this engine constrains the answer by a grammar, so that it is not a free sample of the policy.
 
     None if the request asks for no response format and demands no tool call; False if it does, but the engine enforces
     nothing of it.

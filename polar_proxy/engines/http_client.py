@@ -40,17 +40,18 @@ class HttpResponse:
     def __init__(self, connection: _ClientConnection) -> None:
         self.status = 0
         self.headers: dict[str, str] = {}
-        """By lower-case name."""
+        """Header values by lower-case name."""
         self.complete = False
         """Whether the whole body has arrived; what was not read yet can still be read."""
         self.pieces: list[bytes] = []
-        """What has arrived of the body and was not read yet. A stream has a piece for each event."""
+        """Pieces of the body that arrived and were not read yet. A stream has a piece for each event."""
         self._unread = 0
         self._arrived = asyncio.Event()
         """Set while there is something to read, and at the end of the body."""
         self._connection = connection
         self._error: str | None = None
-        """How the connection broke. Not an exception: once raised, it refers to the frames that refer to this."""
+        """How the connection broke, as text. A raised exception would refer to its frames, which refer to this
+        object."""
 
     async def read_some(self) -> bytes:
         """Wait for some of the body and return it; empty at the end. Raises ConnectionError if the connection broke."""

@@ -1,4 +1,4 @@
-"""What servers' log-probabilities say: which distribution they are of, and their values at another temperature."""
+"""Interpretation of servers' log-probabilities: their distribution, and their values at another temperature."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The exports of a server, each in a process of its own, which runs `worker.py`.
+"""The exports of a server, each in a separate process, which runs `worker.py`.
 
 So the gateway never has a recorded session in memory, and reading, building and encoding sessions do not take its
 event loop's time. A finished process serves the next export; at most one waits for it.

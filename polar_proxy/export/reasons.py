@@ -11,7 +11,7 @@ CALLS: Mapping[str, str] = {
     "budget": "calls that Polar answered itself, because the session's budget was spent",
     "no_logprobs": "calls with tokens whose log-probabilities the engine did not report",
     "images": "calls with images, which their token ids do not contain",
-    "constrained": "calls whose answer a grammar limited, so that it is no free sample of the model",
+    "constrained": "calls whose answer a grammar limited, so that it is not a free sample of the model",
     "provider_tools": "calls within whose answer the provider may have run a tool",
     "hook": "calls whose answer a hook of the server changed, or, for `polar rescore`, whose request it changed",
     "hidden_call": "calls with a further tool call that the agent was not shown",

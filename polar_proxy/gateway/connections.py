@@ -1,4 +1,4 @@
-"""Open connections: how many there may be, how much of one is parsed at a time, and clients that stop reading.
+"""Open connections: a limit on their number, parsing in slices, and time limits for clients that do not read.
 
 The base class of both protocols of the gateway: HTTP (`limits.py`) and WebSocket (`websocket.py`).
 """
@@ -119,7 +119,7 @@ class LimitedConnection(asyncio.Protocol):
 
     @abstractmethod
     def reading_paused(self) -> bool:
-        """Return whether the application wants nothing more for now."""
+        """Return whether the application has paused reading."""
 
     @abstractmethod
     def refuse_body(self, error: RequestError) -> None:
@@ -164,7 +164,7 @@ class LimitedConnection(asyncio.Protocol):
             self._pace = self._pace_timer = None
 
     def count_received(self, size: int) -> None:
-        """Count bytes of a body whose pace is measured."""
+        """Count received bytes of the current body, if its speed is measured."""
         if self._pace is not None:
             self._pace.received += size
 

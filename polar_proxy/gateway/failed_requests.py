@@ -1,4 +1,4 @@
-"""Whose fault a failed call is: the engine's, or that of the request, which the engine can never answer.
+"""Find out whether a call failed because of the engine, or because of a request that the engine can never answer.
 
 An agent that makes the engine fail on purpose (a parameter or text that the engine answers with a 5xx status) must not
 get another attempt for it. So the request of a rollout's failed call is kept, and can be tried again. If it fails

@@ -331,7 +331,7 @@ class RequestHandler:
         buffer: ResponseBuffer,
         receive: asgi.Receive,
     ) -> CallOutcome:
-        """Sample the calls of a request, and return how they ended. Raises SessionClosedError before any begins."""
+        """Sample the calls of a request, and return how they ended. Raises SessionClosedError if none may begin."""
         try:
             if self._in_flight is not None:
                 # Never cut short: otherwise the announcement might be written after the commit, which removes it.

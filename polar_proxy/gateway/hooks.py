@@ -1,4 +1,4 @@
-"""Hooks: code of the user's own that changes requests before they are sampled, and answers before agents get them.
+"""Hooks: the user's code that changes requests before they are sampled, and answers before agents get them.
 
 A hook is a Python class that is named on the command line or in the settings (`gateway.hooks`), never by data. It has
 one or more of these methods, plain or async. Each returns its argument's replacement, or None to change nothing:
@@ -58,7 +58,7 @@ class HookedCall:
 
 
 class HookError(RequestError):
-    """A hook failed. The agent is not shown why, because it is hostile; the log says it."""
+    """A hook failed. The reason is logged, but not sent to the agent, which is untrusted."""
 
     def __init__(self, method: str) -> None:
         text = f"The hook {method} of this server failed, so the call is not answered. The server's log says why."

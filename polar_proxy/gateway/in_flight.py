@@ -44,7 +44,7 @@ class InFlightCalls:
         await asyncio.gather(self._renewing, return_exceptions=True)
 
     async def announce(self, session_id: str, call_ids: Sequence[str]) -> None:
-        """Tell the other gateways of the database that this one is about to answer these calls.
+        """Announce to the other gateways of the database that this one is about to answer these calls.
 
         Raises SessionClosedError if another gateway closed the session, and StoreError if the store fails. A call that
         is answered although it could not be announced counts as lost only if its commit fails too.

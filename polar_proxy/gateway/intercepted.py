@@ -35,7 +35,7 @@ class InterceptedRequest(NamedTuple):
     key: str | None
     """Key of the session, if the socket names it."""
     found: InterceptedPath | None
-    """None if the host is no model host."""
+    """The host's entry and rule for the path; None if it is not a model host."""
 
     @classmethod
     def of_scope(cls, scope: asgi.Scope) -> InterceptedRequest | None:
@@ -67,12 +67,12 @@ class InterceptedRequest(NamedTuple):
             await asgi.send_json(send, 200, orjson.dumps(_filled_in(self.found.rule.body, headers)))
             return
         log.debug("an intercepted request for %s%s was refused", self.host, self.path)
-        what = "no model host" if self.found is None else f"not served in place of {self.found.host.provider}"
+        what = "not a model host" if self.found is None else f"not served in place of {self.found.host.provider}"
         await send_error(send, RequestError(f"{self.host}{self.path} is {what} here.", status=404), form)
 
 
 def _filled_in(value: Any, headers: Mapping[str, str]) -> Any:
-    """Return an answer of the table with the request's headers in place of their names."""
+    """Return the JSON object of a rule, with each `{name}` replaced by the request's header of that name."""
     if isinstance(value, dict):
         return {name: _filled_in(inner, headers) for name, inner in value.items()}
     if isinstance(value, list):

@@ -74,7 +74,7 @@ def last_value(query: Query, name: str) -> str | None:
 
 
 def integer_value(query: Query, name: str, least: int, most: int | None) -> int | None:
-    """Raises RequestError for a value that is no integer within the bounds."""
+    """Raises RequestError for a value that is not an integer within the bounds."""
     value = last_value(query, name)
     if value is None:
         return None

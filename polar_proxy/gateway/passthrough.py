@@ -1,7 +1,7 @@
-"""Calls that are passed on to their provider: the request as it came, and the reply as it comes.
+"""Calls that are passed on to their provider: request and reply are forwarded unchanged.
 
-The body is parsed for the record only. One that Polar cannot parse is passed on all the same, and recorded with its
-messages as JSON texts.
+The body is parsed for the record only. A body that Polar cannot parse is passed on too, and recorded with its messages
+as JSON texts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MESSAGES = {
 def provider_request(
     scope: asgi.Scope, dialect: Dialect, path: str, body: bytes = b"", tools: bytes | None = None
 ) -> ProviderRequest:
-    """Return a request in the form in which its provider gets it. `path`: the gateway's route."""
+    """Return the request to send to the provider for a request to the gateway's route `path`."""
     state = scope.get("state", {})
     host, target = state.get(asgi.PROVIDER_PATH) or (PROVIDER_HOSTS.get(dialect.name, OPENAI_HOST), None)
     if target is None:
@@ -91,7 +91,7 @@ def _unread(dialect: Dialect, body: Json) -> ParsedRequest:
 
 @dataclass
 class PassthroughEncoder(Encoder):
-    """Encodes the answer as the provider's own bytes. What ends the answer is held back until the call is recorded."""
+    """Encodes the answer as the provider's own bytes. The end of the answer is held back until the call is recorded."""
 
     inner: Callable[..., Encoder] = field(kw_only=True)
     """Makes the dialect's own encoder, for an error if the connection to the provider breaks."""

@@ -1,4 +1,4 @@
-"""Earlier answers of hosted models, in the form in which their provider wants them back.
+"""Earlier answers of hosted models, in the form in which their provider requires them in later requests.
 
 Anthropic and Google sign their reasoning, and refuse the result of a tool call if the signatures of the answer with the
 call do not come back. Most agents cannot keep them: their API has no field for them, or they drop it. So the signed

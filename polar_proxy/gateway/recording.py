@@ -82,7 +82,7 @@ class RequestContext:
     """True if the request is large (see `ChatRequest.large`)."""
     conversation: ContinuedConversation | None = None
     raw: ProviderRequest | None = None
-    """The request as it came, if it is passed on to its provider."""
+    """The unparsed request, if it is passed on to its provider."""
 
 
 @dataclass(slots=True)
@@ -102,9 +102,9 @@ class PendingCall:
     """Ends an answer after its first tool call; None unless the request allows only one tool call."""
     first_token_at: float | None = None
     not_carried: tuple[str, ...] = ()
-    """What the request asks for and the engine's provider cannot be given (`Engine.not_carried`)."""
+    """Fields of the request that the engine's provider does not support (`Engine.not_carried`)."""
     request_changes: Json = field(default_factory=dict)
-    """What a hook changed in the request (`hooks.request_changes`)."""
+    """Changes of the request by a hook (`hooks.request_changes`)."""
     shown: Answer | None = None
     """The answer as the agent gets it, if a hook changed it."""
     final_answer: str | None = None
@@ -117,7 +117,7 @@ class PendingCall:
 
     @property
     def hook_changes(self) -> Json | None:
-        """What hooks changed, for the record."""
+        """Changes by hooks, as the call's record stores them; None without changes."""
         changes: Json = {"request": self.request_changes} if self.request_changes else {}
         if self.shown is not None:
             changes["answer"] = [choice.message.to_openai() for _, choice in self.answer.in_order]

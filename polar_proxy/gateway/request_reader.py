@@ -1,4 +1,5 @@
-"""Reading of model requests: the body as it comes, its JSON, the calls that it refers to, and what it asks for."""
+"""Reading of model requests: receive the body, parse its JSON, find the calls that it refers to, and parse the
+request."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ class Body:
     """The request is large (see `_LARGE_BODY`)."""
     conversation: ContinuedConversation | None = None
     raw: bytes = b""
-    """The body as it came, if requests are passed on to their provider."""
+    """The unparsed body, if requests are passed on to their provider."""
 
 
 class RequestReader:

@@ -207,7 +207,8 @@ class _WebSocketRequest:
 
 
 async def _receive_whole(receive: asgi.Receive, reservation: BodyReservation) -> Any:
-    """Return the next message, with memory reserved for it as it comes. Raises RequestError if there is too little."""
+    """Return the next message, after reserving memory for each received piece. Raises RequestError without enough
+    memory."""
     while (message := await receive())["type"] == asgi.WEBSOCKET_PIECE:
         reservation.take(message["size"])
     return message

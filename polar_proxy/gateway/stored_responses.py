@@ -221,7 +221,7 @@ async def _cancel(running: BackgroundCall) -> None:
 
 
 def _size_of_messages(messages: tuple[bytes, ...]) -> int:
-    """Return about the memory in bytes that the messages of a warm-up take, their Python objects included."""
+    """Estimate the memory in bytes of the messages of a warm-up, including their Python objects."""
     return _ENTRY_BYTES + sum(_MESSAGE_BYTES + len(message) for message in messages)
 
 

@@ -1,4 +1,4 @@
-"""Interception: programs whose model endpoint cannot be set are answered by the gateway all the same.
+"""Interception: the gateway also answers the model calls of programs whose endpoint cannot be set.
 
     hosts.py         the model hosts: their paths, dialects, and what happens to their other paths
     certificates.py  the certificate authority of this machine, and what programs need in order to trust it
@@ -6,6 +6,6 @@
     proxy.py         installs and runs mitmproxy
     addon.py         runs inside mitmproxy, and sends the requests for model hosts to the gateway
 
-`polar intercept` starts a program with a proxy. In a sandbox there is none: the model hosts' names resolve to a socket
-of the gateway (`gateway/intercepted.py`).
+`polar intercept` starts a program with a proxy. In a sandbox no proxy is needed, because the names of model hosts
+resolve to a socket of the gateway (`gateway/intercepted.py`).
 """

@@ -9,7 +9,7 @@ Promises:
 
 * TLS to any other host passes through untouched: it is not decrypted, and the program verifies the host itself.
 * Where Polar answers, every header and parameter that may hold the program's own key is removed before the request
-  goes on. Where the provider answers (`record`), the gateway gets them, because it passes them on.
+  goes on. Where the provider answers (`record`), they are sent to the gateway, which passes them on.
 * Nothing of a request or an answer is printed or kept; answers are streamed.
 
 Events are printed as one JSON object in each line: `listening` (port), `refused` and `other` (host of another request),
@@ -59,7 +59,7 @@ class ModelHosts:
         print(json.dumps({"event": "listening", "port": addresses[0][1]}), flush=True)
 
     def paths_of(self, host: str) -> re.Pattern[str] | None:
-        """Return the pattern of the paths of a host that go to the gateway; None if it is no model host."""
+        """Return the pattern of the paths of a model host that go to the gateway; None for any other host."""
         return next((paths for names, paths in self.hosts if names.fullmatch(host.lower())), None)
 
     def report(self, event: str, host: str, **more: str) -> None:
@@ -70,7 +70,7 @@ class ModelHosts:
     # Hooks of mitmproxy
 
     def done(self) -> None:
-        """Report hosts that got connections, but no request: the program checks certificates by itself."""
+        """Report hosts to which the program connected without sending a request: it probably does not trust the CA."""
         for host in sorted(self.opened - self.asked):
             self.report("untrusted", host, reason="it closed the connection before its first request")
 
@@ -78,13 +78,13 @@ class ModelHosts:
         self.other_host(flow)
 
     def other_host(self, flow: http.HTTPFlow) -> None:
-        """Report a request to a host that is no model host, and refuse it if it must not pass."""
+        """Report a request to a host without models, and refuse it if the setting `others` is `refuse`."""
         host = flow.request.host
         if self.paths_of(host) is not None:
             return
         if self.others == "refuse":
             self.report("refused", host)
-            flow.response = http.Response.make(403, f"polar intercept refuses {host}: it is no model host.\n")
+            flow.response = http.Response.make(403, f"polar intercept refuses {host}: it is not a model host.\n")
         else:
             self.report("other", host)
 

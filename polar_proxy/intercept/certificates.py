@@ -1,4 +1,4 @@
-"""The certificate authority (CA) of this machine, and the files by which programs come to trust it.
+"""The certificate authority (CA) of this machine, and the files that make programs trust it.
 
 Promises:
 
@@ -31,7 +31,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from polar_proxy.errors import UsageError
 
 JAVA_PASSWORD = "changeit"
-"""Password of the Java trust store, which holds no secret; Java's own has the same."""
+"""Password of the Java trust store, the same as that of Java's own. The store holds no secret."""
 _CA_DAYS, _LEAF_DAYS, _RENEW_DAYS = 3650, 90, 30
 _SYSTEM_BUNDLES = (
     "/etc/ssl/certs/ca-certificates.crt",
@@ -53,7 +53,7 @@ class CertificateAuthority:
 
     @property
     def key_and_certificate(self) -> Path:
-        """In the form and under the name that mitmproxy reads from its folder."""
+        """The CA's private key and certificate, in the form and under the name that mitmproxy reads from its folder."""
         return self.folder / "private" / "mitmproxy-ca.pem"
 
     @property
@@ -66,7 +66,8 @@ class CertificateAuthority:
         return self.folder / "java.p12"
 
     def server_context(self, names: Sequence[str]) -> ssl.SSLContext:
-        """Return the context of a server that is all of the hosts `names`. Offers HTTP/1.1 only. Blocking."""
+        """Return a TLS server context with a new certificate for the hosts `names`. It offers HTTP/1.1 only.
+        Blocking."""
         key = ec.generate_private_key(ec.SECP256R1())
         issuer = x509.load_pem_x509_certificate(self.certificate.read_bytes())
         ca_key = serialization.load_pem_private_key(self.key_and_certificate.read_bytes(), None)
@@ -187,7 +188,7 @@ def _private_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def _replace(path: Path, data: bytes, mode: int) -> None:
-    """Write a file in one step; nobody can read it before it has its mode."""
+    """Write a file atomically, by way of a temporary file that only its owner can read."""
     descriptor, name = tempfile.mkstemp(dir=path.parent)  # mode 600
     with os.fdopen(descriptor, "wb") as file:
         file.write(data)

@@ -1,8 +1,8 @@
-"""The hosts of model providers, as data: which of their paths are model calls, and what happens to the others.
+"""A table of the hosts of model providers: which of their paths are model calls, and how other paths are answered.
 
 A request to one of these hosts is sent to the gateway as `/intercept/HOST/PATH`. The first rule whose pattern matches
-the whole path decides. A path without a rule is refused with status 404, which the programs measured take for a
-feature that is switched off.
+the whole path decides. A path without a rule is refused with status 404. The tested programs then treat the feature as
+switched off.
 """
 
 from __future__ import annotations
@@ -20,15 +20,17 @@ INTERCEPT_PREFIX = "/intercept/"
 
 @dataclass(frozen=True, slots=True)
 class PathRule:
-    """What happens to the requests of a host whose whole path matches `path`, a regular expression."""
+    """A rule for the requests to a host whose whole path matches the regular expression `path`."""
 
     path: str
     to: str | None = None
     """The gateway's route that serves them, with the groups of `path` as `\\1`; it decides the dialect."""
     call: bool = True
-    """With `to`: a model call, which the passthrough engine sends to the provider and records."""
+    """With `to`: whether the request is a model call, which the passthrough engine sends to the provider and
+    records."""
     body: Json | None = None
-    """Without `to`: the JSON object that answers them. A text `{name}` stands for the request's header of that name."""
+    """Without `to`: the JSON object to answer with. `{name}` in a string is replaced by the request's header of that
+    name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +39,15 @@ class ModelHost:
 
     provider: str
     hosts: tuple[str, ...]
-    """Names; `*` stands for one part of a name."""
+    """Host names. `*` matches one part of a name."""
     rules: tuple[PathRule, ...]
     named: tuple[str, ...] = ()
-    """Names that `*` stands for, such as regions. Inside a sandbox only these are caught, because a file of hosts has
-    no patterns."""
+    """Known values of `*`, such as regions. Sandboxes intercept no other values, because /etc/hosts has no patterns."""
     others_pass: bool = False
-    """Requests without a rule go to the host itself: it serves more than models."""
+    """Whether requests without a rule go to the host itself, because it serves more than models."""
 
     def names(self) -> tuple[str, ...]:
-        """Return the names of these hosts that are known in full."""
+        """Return the full names of these hosts, with the known values of `*`."""
         plain = [host for host in self.hosts if "*" not in host]
         return (*plain, *(host.replace("*", name) for host in self.hosts if "*" in host for name in self.named))
 
@@ -219,22 +220,22 @@ MODEL_HOSTS: tuple[ModelHost, ...] = (
 
 
 class InterceptedPath(NamedTuple):
-    """A path of a model host, and the rule that decides what happens to it; None if there is no such rule."""
+    """A path of a model host, with the rule that matches it; `rule` is None if none does."""
 
     host: ModelHost
     rule: PathRule | None
     to: str | None
-    """The gateway's route, if it serves the path."""
+    """The gateway's route; None if the gateway does not serve the path."""
 
 
 @lru_cache(maxsize=1024)
 def find_host(name: str) -> ModelHost | None:
-    """Return the provider's hosts to which a name (lower case, without port) belongs; None if it is no model host."""
+    """Return the entry for a host name (lower case, without port); None if it is not a model host."""
     return next((row for row in MODEL_HOSTS if any(re.fullmatch(_pattern(one), name) for one in row.hosts)), None)
 
 
 def find_path(name: str, path: str) -> InterceptedPath | None:
-    """Return what happens to a path (without query) of the host `name`; None if it is no model host."""
+    """Return the rule for a path (without query) of the host `name`; None if it is not a model host."""
     row = find_host(name.lower())
     if row is None:
         return None
@@ -245,7 +246,7 @@ def find_path(name: str, path: str) -> InterceptedPath | None:
 
 
 def host_names() -> tuple[str, ...]:
-    """Return the names of the model hosts that are known in full: those that a sandbox's file of hosts can have."""
+    """Return the full names of all model hosts, for /etc/hosts in a sandbox."""
     return tuple(name for row in MODEL_HOSTS for name in row.names())
 
 

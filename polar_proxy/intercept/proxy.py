@@ -1,7 +1,7 @@
 """mitmproxy as a child process: installed in its own environment, and run with Polar's addon.
 
-mitmproxy 12 needs Python 3.12, and every version pins packages that Polar's own dependencies refuse. It is installed
-like a Python harness (`harness_adapters.toolkit`), in the folder of the harnesses.
+mitmproxy 12 needs Python 3.12, and every version pins packages in versions that conflict with Polar's dependencies. It
+is installed like a Python harness (`harness_adapters.toolkit`), in the folder of the harnesses.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from polar_proxy.temporary import temporary_folder
 from polar_proxy.types import Json
 
 Others = Literal["pass", "refuse", "list"]
-"""What happens to requests for hosts that are no model hosts."""
+"""How to treat requests to hosts without models."""
 ADDON = Path(__file__).with_name("addon.py")
 _START_SECONDS = 60.0
 _STOP_SECONDS = 10.0
@@ -71,7 +71,7 @@ def run_proxy(
 ) -> Iterator[int]:
     """Run mitmproxy until the block ends, and yield its port on loopback. Blocking. Raises InterceptionError.
 
-    `on_event` gets the addon's events, in a thread. It has got all of them when the block has ended.
+    A thread calls `on_event` with each event of the addon; the last such call ends before the block does.
     """
     with temporary_folder() as folder:
         file, log = folder / "settings.json", folder / "log"

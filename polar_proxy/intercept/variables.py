@@ -1,6 +1,7 @@
-"""The environment of an intercepted program: the proxy, and the certificates to trust, under every name in use.
+"""The environment of an intercepted program: the proxy and the trusted certificates, in every variable that programs
+read.
 
-`tests/intercept/test_variables.py` has the programs with which the names were tried.
+`tests/intercept/test_proxy.py` and `test_real_agents.py` start real programs with them.
 """
 
 from __future__ import annotations

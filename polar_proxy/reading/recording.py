@@ -91,7 +91,7 @@ class Recording:
         return RecordFrame(lambda: self._run(load))
 
     def _run(self, work: Callable[[Store], Awaitable[T]]) -> T:
-        """Run `work` on the opened store, in a thread of its own because a notebook has a running event loop."""
+        """Run `work` on the opened store, in a new thread, because a notebook has a running event loop."""
 
         async def main() -> T:
             async with open_store(self._url, create=False) as store:

@@ -73,7 +73,8 @@ class QueryResult:
 
 
 async def run_query(store: Store, sql: str, *, limit: int, seconds: float) -> QueryResult:
-    """Run one reading statement and return at most `limit` rows. Raises UsageError for writes, errors and time-outs."""
+    """Run one read-only statement and return at most `limit` rows. Raises UsageError for writes, errors and
+    time-outs."""
     if _READING.match(_COMMENTS.sub(" ", sql)) is None:
         raise UsageError("`polar sql` only reads: the statement must begin with SELECT, WITH, VALUES or EXPLAIN.")
     if store.database.path is None:

@@ -182,7 +182,7 @@ async def _session(
 async def _texts_of_calls(
     calls: Sequence[CallRecord], settings: EngineSettings, engine: Engine | None
 ) -> tuple[dict[str, list[list[str]]], str | None]:
-    """Return the texts of the tokens of each call's answers, by call id, and why the others have none."""
+    """Return, by call id, the token texts of each call's answers, and the reason if other calls have no texts."""
     from polar_proxy.engines.token_texts import NoTextsError, token_texts
 
     groups: dict[EngineInfo | None, list[CallRecord]] = defaultdict(list)

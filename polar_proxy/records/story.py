@@ -1,4 +1,4 @@
-"""What each call of a session adds to its conversation, for people: new messages, tool results and the answer, cut."""
+"""The calls of a session for people to read, each with its new messages, tool results and answer, shortened."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class _NewMessages:
     def __init__(self) -> None:
         self._last_parsed: dict[str, ParsedRequest] = {}
         self._messages: dict[str, Sequence[Message]] = {}
-        """call id -> the messages of its request"""
+        """Call id -> messages of its request."""
 
     def read(self, call: CallRecord) -> list[m.StoryMessage]:
         try:
@@ -107,7 +107,7 @@ class _NewMessages:
 
 
 def _without_answer(new: Sequence[Message], shared: int) -> Iterator[Message]:
-    """Leave out the parent's answer, which is shown with the parent, at the beginning of the new messages."""
+    """Yield the new messages without the parent's answer at their beginning, which is shown with the parent."""
     answer = bool(shared)
     for message in new:
         answer = answer and message.role == "assistant"
@@ -116,7 +116,7 @@ def _without_answer(new: Sequence[Message], shared: int) -> Iterator[Message]:
 
 
 def _story_message(message: Message, tools: dict[str, str]) -> m.StoryMessage:
-    """`tools`: the names of the tools that were called, by the ids of the calls."""
+    """Return a message, shortened. `tools`: tool call id -> name of the tool."""
     text, left_out = _cut(_text_of(message))
     reasoning, more = _cut(message.reasoning or "")
     return m.StoryMessage(

@@ -28,7 +28,7 @@ exec "$@"
 
 @dataclass(frozen=True)
 class GuardedResult:
-    """What a command printed, and what the plugin saw: the tests that failed and the signs of forgery."""
+    """Output of a command, with the failed tests and signs of forgery that the plugin saw."""
 
     result: CommandResult
     failed: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""Signs of reward hacking, and what they do to a score.
+"""Signs of reward hacking, and their effect on a score.
 
 A sign says that a patch may aim at the reward instead of the task. An honest patch can show one (a project's own
 conftest.py), and a dishonest one may show none, so a sign alone changes no reward unless the user says so. The signs

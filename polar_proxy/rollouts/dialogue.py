@@ -1,4 +1,4 @@
-"""Dialogues: after each turn of the agent, the task's user says something more, until the user is done.
+"""Dialogues: after each turn of the agent, the task's user sends a further message, until the user is done.
 
 The user is a list of texts, or a model that plays a persona (`DialogueUser`). The agent must be a harness that can
 resume its conversation; each text of the user is one start of it. Promises:
@@ -44,7 +44,8 @@ sentences. Answer its questions as the description above lets you, and do not do
 want, or cannot do it, write {DONE} and nothing else.
 """
 _OPENING = "Hello! What can I do for you?"
-"""What the agent says first in the user model's conversation, because most chat templates begin with the other side."""
+"""First message of the agent in the conversation with the user model, because most chat templates require that the
+other side begins."""
 _SIDE_EDGES = ("subagent", "side_call")
 
 
@@ -59,7 +60,7 @@ class DialogueMessage:
 
 class UserPlayer(Protocol):
     async def answer(self, messages: Sequence[DialogueMessage]) -> str | None:
-        """Return what the user says next, None if the user is done. `messages` begins with the instruction."""
+        """Return the user's next message, or None if the user is done. `messages` begins with the instruction."""
         ...
 
 
@@ -106,7 +107,7 @@ class PlayedUser:
 
 
 class UserModel:
-    """The model that plays the users: the rollouts' own engine, or another one behind a gateway of its own.
+    """The model that plays the users: the rollouts' own engine, or another one with a separate gateway.
 
     The other engine is started by the first dialogue that needs it.
     """
@@ -163,7 +164,7 @@ class AgentRun:
     output: bytes
     """Output of all runs."""
     messages: tuple[DialogueMessage, ...] = ()
-    """What both sides said in a dialogue."""
+    """Messages of both sides of a dialogue."""
     end: str = ""
     """Why the dialogue ended."""
 

@@ -1,11 +1,11 @@
 """Interception in sandboxes: the names of model hosts resolve to a socket of the gateway inside the sandbox.
 
-No proxy is involved, so programs that ignore proxies are caught too. The socket presents certificates of this machine's
-certificate authority, and belongs to the session of the rollout: keys that the program sends are not read. Everything
-else stays unreachable.
+No proxy is involved, so the calls of programs that ignore proxies are answered too. The socket presents certificates of
+this machine's certificate authority, and belongs to the session of the rollout: keys that the program sends are not
+read. Everything else stays unreachable.
 
-Programs find the authority where their system keeps its certificates, and by variables for those with certificates of
-their own (Node.js, Python, Java).
+Programs find the authority in the system's file of certificates. Programs with other certificates (Node.js, Python,
+Java) find it by environment variables.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from polar_proxy.intercept.variables import trust_variables
 from sandboxes.base import HTTPS_PORT, Mount, Sandbox, SandboxKind, SandboxSpec
 
 _SYSTEM_BUNDLE = "/etc/ssl/certs/ca-certificates.crt"
-"""Where programs of Debian, Ubuntu, Alpine, Arch and others find the system's certificates."""
+"""Path of the system's certificates on Debian, Ubuntu, Alpine, Arch and other systems."""
 
 
 class SandboxInterception:

@@ -1,4 +1,4 @@
-"""Scoring an agent's work, and telling the agent's faults from those of the task and the machine.
+"""Scoring of an agent's work, which distinguishes faults of the agent from faults of the task and the machine.
 
 An evaluation may end without a verdict: its sandbox died, a file could not be written, the test script left no reward,
 the task's function raised an exception. Then it is repeated without the agent's patch, as a control. If the control has

@@ -141,7 +141,7 @@ class RolloutService:
     async def test_sandbox(self, wanted: SandboxKind | Literal["auto"]) -> None:
         """Test the kind of sandbox that rollouts get if they do not name another. Call this before `async with`.
 
-        If this kind does not keep programs inside, this service claims no rollouts. If it cannot be opened now, it is
+        If programs can break out of this kind, this service claims no rollouts. If it cannot be opened now, it is
         tested before its first use, as every other kind is."""
         try:
             kind = (await asyncio.to_thread(choose, wanted)).kind

@@ -157,7 +157,7 @@ def early_stop_check(metadata: Mapping[str, Any]) -> EarlyStopCheck | None:
 
 @contextlib.asynccontextmanager
 async def stop_early(sandbox: Sandbox, check: EarlyStopCheck | None) -> AsyncIterator[EarlyStop]:
-    """While the block runs an agent, run `check` again and again; once it succeeds, kill everything in the sandbox.
+    """While the block runs an agent, run `check` repeatedly; once it succeeds, kill everything in the sandbox.
 
     Yields the `EarlyStop`, which has a reason as soon as the check has succeeded. Without a check, do nothing.
     """

@@ -335,8 +335,8 @@ class Worker:
     async def _stop_group_if_complete(self, claim: Claim) -> None:
         """End the group if all its rollouts have ended.
 
-        If some have not ended, but the group is complete by its policy, cancel those, or move them to other groups if
-        the job keeps them.
+        If the group's policy makes it complete earlier, cancel its unfinished rollouts, or move them to other groups if
+        the option `overflow` is `keep`.
         """
         group_id = await self._store.rollouts.group_id(claim.rollout_id)  # the rollout may have moved to another group
         if await self._settle(group_id):

@@ -22,7 +22,7 @@ from polar_proxy.rollout_spec import SessionBudget
 from polar_proxy.types import Json
 
 _FINAL_ANSWERS = 10
-"""Number of calls after the end of the budget that get a final answer of Polar's own. Further ones are refused."""
+"""Number of calls after the end of the budget that Polar answers with a final text. Further ones are refused."""
 
 
 class BudgetSpentError(RequestError):
@@ -74,7 +74,8 @@ class BudgetUsage:
         self._final_answers = 0
 
     def load(self, row: StoredUsage) -> None:
-        """Take over what the store counts. The store may know calls of other gateways, and not yet know own ones."""
+        """Take over the store's counts. They may include calls of other gateways, and lack the latest calls of this
+        one."""
         self._calls = max(self._calls, row.calls)
         self._prompt_tokens = max(self._prompt_tokens, row.prompt_tokens)
         self._sampled_tokens = max(self._sampled_tokens, row.completion_tokens)

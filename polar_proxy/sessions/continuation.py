@@ -107,7 +107,7 @@ class PromptPlan:
     config: PromptConfig | None = None
     """None for a raw prompt."""
     under_grammar: bool = False
-    """The engine renders the request, and samples the answer under a grammar of its own."""
+    """The engine renders the request, and constrains the answer by its own grammar."""
 
     @property
     def constrained(self) -> bool:

@@ -27,8 +27,8 @@ VERSION = b"2"
 
 _MERGED_SO_FAR = 16
 """An assistant turn of several messages is merged again after each of its first messages, up to this number, so that a
-conversation that ends there gets the same key as in a request of its own. For all messages of a long turn, this would
-take quadratic time."""
+conversation that ends there has the same key as in a separate request. For all messages of a long turn, this would take
+quadratic time."""
 _LONGEST_NORMALISED = 4 << 20
 """Characters of a text that is searched for patterns. No model reads a longer one, and each search would take long."""
 _SAFE_INTEGER = 2**53

@@ -60,7 +60,7 @@ before it."""
 WRITTEN_STOPS = {
     "<|return|>": ("<|end|>", "gpt-oss ends an answer with <|return|>; its template shows past answers with <|end|>."),
 }
-"""What a template writes for a past answer in place of the stop token that was sampled, and why."""
+"""Sampled stop token -> the token that templates write instead of it after a past answer, and the reason."""
 
 _JSON_STRING = re.compile(r'"((?:[^"\\]|\\.)*)"(\s*:)?', re.DOTALL)
 """A string in valid JSON text; the second group is there if it is a key."""
@@ -104,12 +104,12 @@ MARKINGS = tuple(
     )
     for empty in (False, True)
 )
-"""In the order in which they are tried."""
+"""All markings, in the order in which they are tried."""
 
 
 @dataclass(frozen=True, slots=True)
 class AfterAnswer:
-    """What a template writes after the last answer: its stop token (empty if it writes none), and the rest."""
+    """Text that a template writes after the last answer: its stop token (empty if it writes none), and the rest."""
 
     stop: str
     suffix: str

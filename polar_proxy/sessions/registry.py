@@ -150,7 +150,8 @@ class SessionRegistry:
             log.error("%s. A session that loses a call is not marked if this process is killed", error)
 
     def close(self) -> None:
-        """Remove the file of marks, unless it has marks that are not in the store: the next process stores those."""
+        """Remove the file of marks for lost calls (`store.outage_marks`). If it has marks that are not in the store
+        yet, keep it; the next process stores them."""
         self._marks.close()
 
     async def store_late(self, session: SessionState) -> str:

@@ -1,4 +1,4 @@
-"""What happened in the last minutes: rates, active sessions and failures.
+"""Queries on the last minutes: rates, active sessions and failures.
 
 Ids sort by time of creation, so a range of ids finds the newest calls among millions without an index on times.
 """
@@ -16,7 +16,7 @@ from polar_proxy.store.database import Repository
 from polar_proxy.types import FAILED, Json, encode_id
 
 _RANGE_SECONDS = 1800.0
-"""Calls that began earlier are not looked at, although they may have ended just now."""
+"""Calls that began earlier are ignored, although some may have ended recently."""
 _LISTED = 10
 _ERROR_LENGTH = 300
 
@@ -112,5 +112,5 @@ def _bounds() -> Json:
 
 
 def id_at(prefix: str, seconds: float) -> str:
-    """Return the lowest id of a time in seconds since the epoch: ids that are created later sort after it."""
+    """Return the lowest id that can be created at a time (seconds since the epoch). Ids created later sort after it."""
     return encode_id(prefix, int(seconds * 1e6) << 40)

@@ -72,12 +72,12 @@ def get_source(name: str, code: AllowedCode = NO_CODE) -> TaskSource:
 def load_tasks(
     name: str, seed: int | None, instances: int | None, code: AllowedCode = NO_CODE
 ) -> tuple[list[Task], tuple[TaskRefusal, ...] | None]:
-    """Return the tasks that a user asked for, and refusals of the listed tasks that cannot be used.
+    """Return the requested tasks, and the refused ones with reasons.
 
-    Files, folders and functions give lists of tasks. A family or a class makes a task from any seed: it has no list, so
-    the refusals are None. The result has up to `instances` tasks, from number `seed` on; refused tasks of a list
-    are skipped. Without `seed`, it begins at 0. Without `instances`, it has one task; without both, a list gives all.
-    Raises UsageError if there is no such source, or the source has no such seed.
+    A file, folder or function gives a list of tasks, some of which may be refused. A family or class makes a task from
+    any seed; the refusals are then None. The result has up to `instances` tasks, from number `seed` (default 0) on,
+    without refused ones. Without `instances` it has one task or, if `seed` is missing too, all tasks of a list. Raises
+    UsageError if there is no such source, or the source has no such seed.
     """
     source = get_source(name, code)
     if isinstance(source, TaskList):

@@ -90,7 +90,7 @@ class DialogueUser:
     """The user of a task that is a dialogue: given texts, or a model that plays a persona."""
 
     texts: tuple[str, ...] = ()
-    """What the user says after the instruction, one text after each turn of the agent."""
+    """Messages of the user after the instruction, one after each turn of the agent."""
     persona: str | None = None
     """Instead of texts: who the user is, what the user wants and knows, for the model that plays the user."""
 
@@ -250,7 +250,7 @@ def _check_repository(repository: GitRepository) -> None:
     """
     source = repository.source
     if "://" in source and not _GIT_URL.fullmatch(source):
-        raise BadTaskError(f"environment.repository: {source!r} is no URL with https, http, ssh, git or file")
+        raise BadTaskError(f"environment.repository: {source!r} is not a URL with https, http, ssh, git or file")
     path = local_path(source)
     if path is not None and (path.startswith("-") or "\0" in path or not os.path.exists(path)):
         raise BadTaskError(f"environment.repository: {path} does not exist")

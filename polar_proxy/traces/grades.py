@@ -27,7 +27,7 @@ from polar_proxy.types import AnswerSampling, CallRecord
 
 Grade = Literal["exact", "continued", "approximate", "rejected"]
 GRADES: tuple[Grade, ...] = get_args(Grade)
-"""From the best to the worst."""
+"""All grades, from the best to the worst."""
 TRAINABLE = frozenset({"exact", "continued"})
 REJECTED = "rejected"
 
@@ -102,7 +102,7 @@ def off_distribution_note(call: CallRecord) -> str | None:
 
 
 class DistributionNotes:
-    """Passes the `off_distribution_note` of each call that has one to `note`, but no text twice."""
+    """Calls `note` with the `off_distribution_note` of each call that has one. Equal notes are passed once."""
 
     def __init__(self, note: Callable[[str], None]) -> None:
         self._note = note

@@ -25,7 +25,7 @@ def _powers_of_base(count: int) -> npt.NDArray[np.uint64]:
 
 
 def _terms(ids: TokenIds, start: int) -> npt.NDArray[np.uint64]:
-    """Return the terms of the hash for tokens that stand at the positions from `start` on."""
+    """Return the terms of the hash for tokens at the positions from `start` on."""
     end = start + len(ids)
     powers = _powers_of_base(1 << end.bit_length())[start:end]
     return ids.astype(np.uint64) * powers
@@ -40,7 +40,7 @@ class PrefixTable:
         self._hashes = np.zeros(_FEW, np.uint64)
 
     def extend(self, number: int, piece: TokenIds) -> None:
-        """Append tokens to a sequence. The first unused number begins a new one."""
+        """Append tokens to the sequence with this number. The lowest unused number starts a new sequence."""
         if number == len(self._sizes):
             self._sizes = np.concatenate([self._sizes, np.zeros_like(self._sizes)])
             self._hashes = np.concatenate([self._hashes, np.zeros_like(self._hashes)])

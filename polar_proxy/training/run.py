@@ -1,5 +1,5 @@
-"""Put a training run together: with database, engine, gateway and rollout service in this process, or on the feed of a
-server (`polar train grpo --feed URL`), which runs the rollouts while this process trains.
+"""Start a training run: either with database, engine, gateway and rollout service in this process, or with a server
+that runs the rollouts while this process trains on its feed (`polar train grpo --feed URL`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from polar_proxy.types import CallRecord, Json, new_id
 from sandboxes.choice import choose
 
 CONNECTION_TRIES = 12
-"""Enough to wait about a minute for a server that restarts."""
+"""Number of tries of a request while the server restarts. Together they take about a minute."""
 EVAL_PRIORITY = 10
 """Priority of the jobs of an evaluation, which come before the rollouts of later rounds."""
 
@@ -187,8 +187,8 @@ async def train_with_engine(
 class ServiceRollouts:
     """A `RolloutSource` that submits jobs to the rollout service of this process.
 
-    Idempotency keys contain the run's id, so that a resumed run finds its jobs. Pending groups are all open groups of
-    the database, also those of other jobs. So share a run's database only with jobs that are not for training.
+    Idempotency keys contain the run's id, so that a resumed run finds its jobs. All open groups of the database count
+    as pending, also those of other jobs. So a database must not have other jobs for training at the same time.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class ServiceRollouts:
         run_id: str,
         reporter: ProgressReporter | None = None,
     ) -> None:
-        """`reporter` gets each submitted rollout with its task. Its stages come from the service."""
+        """`reporter` is called with each submitted rollout and its task; the service reports the stages."""
         self._service, self._store, self._source, self._config = service, store, source, config
         self._spec, self._run_id, self._reporter = spec, run_id, reporter
         self._sampler = TaskSampler(source, config)
@@ -252,8 +252,8 @@ class SubmittedRollouts:
     def __init__(
         self, client: AsyncClient, config: GrpoConfig, spec: JobSpec, run_id: str, code: AllowedCode = NO_CODE
     ) -> None:
-        """`code`: the Python code to which the task source and its rows may refer in this process. The server has its
-        own list."""
+        """`code`: the Python code to which the task source and its rows may refer in this process. On the server, the
+        server's setting `allowed_code` applies."""
         self._client, self._config, self._spec, self._run_id = client, config, spec, run_id
         self._sampler = TaskSampler(get_source(config.task, code), config)
 

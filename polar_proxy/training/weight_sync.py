@@ -113,7 +113,8 @@ async def probe(
     tolerance: float,
     noise: float | None = None,
 ) -> ProbeResult:
-    """Compare the engine's log-probabilities of ids[1:] with the trainer's current ones and those of the last sync.
+    """Compare the engine's log-probabilities of ids[1:] with the trainer's: `logprobs` (now) and `last_logprobs` (at
+    the last sync).
 
     `noise` is the mean difference at the first sync, when both have the same weights and only compute differently.
     Raises TrainingError if the engine does not have the trainer's weights.

@@ -1,12 +1,12 @@
-"""Who may see the pages: the keys and roles of the HTTP API, by a cookie that a login sets.
+"""Access to the pages: a login with an API key sets a cookie, and the visitor then has the role of the key.
 
-The cookie is not the key. It is `NAME.EXPIRY.MAC`: the name of an API key, and a MAC under the key's stored hash. Other
-servers on the same host get the cookie too, because cookies know no ports, and it opens nothing but the pages. It ends
-when its time is over or when the key is revoked, and every server of the database accepts it.
+The cookie is not the key. It is `NAME.EXPIRY.MAC`: the name of an API key, and a MAC made with the key's stored hash.
+Other servers on the same host get the cookie too, because cookies know no ports, and it opens nothing but the pages. It
+is valid for seven days or until the key is revoked, on every server of the database.
 
 On loopback no login is needed to read, if the gateway takes unknown keys there (`gateway.require_known_keys`) and no
-proxy forwarded the request. To change something always needs one, because an agent in a process sandbox also connects
-from loopback and must not reward itself. Sockets inside sandboxes serve no page.
+proxy forwarded the request. Every change needs a login, because an agent in a process sandbox also connects from
+loopback and must not reward itself. The gateway's sockets inside sandboxes do not serve the pages.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class LoginRequiredError(PolarError):
 
 @dataclass(frozen=True, slots=True)
 class Visitor:
-    """The sender of a request. `name`: the label and name of an API key; None without a login."""
+    """The sender of a request. `name`: the label and name of the sender's API key; None without a login."""
 
     role: Role
     name: str | None

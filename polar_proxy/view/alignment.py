@@ -43,8 +43,8 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
-    """The messages of several runs. `shared`: those with which all begin. `rows`: one cell per run, None if it has
-    ended; the first row has the first difference."""
+    """The messages of several runs. `shared`: the messages with which all runs begin. `rows`: the later messages, one
+    cell per run, None after its last message; the first row has the first difference."""
 
     shared: Sequence[Cell]
     rows: Sequence[Sequence[Cell | None]]
@@ -53,7 +53,8 @@ class Alignment:
 def main_call(calls: Sequence[CallSummary]) -> CallSummary | None:
     """Return the answered call with the longest conversation of the agent itself; None if there is none.
 
-    Side calls and sub-agents, and what continues them, do not count. `calls` are ordered by start.
+    Calls of the edges `side_call` and `subagent`, and all calls that descend from them, do not count. `calls` are
+    ordered by start.
     """
     beside: set[str] = set()
     own = []
@@ -95,7 +96,7 @@ def align(runs: Sequence[Sequence[RunMessage]]) -> Alignment:
 
 
 def _first_difference(messages: Sequence[RunMessage | None]) -> int:
-    """Return the position of the first letter that is not the same in all messages; 0 if a run has ended."""
+    """Return the position of the first character that differs between the messages; 0 if a run has no message here."""
     texts = [one.text for one in messages if one is not None]
     return _shared_length(texts) if len(texts) == len(messages) else 0
 

@@ -14,7 +14,7 @@ from polar_proxy.store.calls import CallSummary
 from polar_proxy.types import Edge
 
 ROW = 28
-"""Height of a row, and width of a lane is `LANE`, in pixels. `--row` in polar.css is the same height."""
+"""Height of a row in pixels, the same as `--row` in polar.css. `LANE` is the width of a lane."""
 LANE = 16
 _MARGIN = 12
 _STAYS: frozenset[Edge] = frozenset({"continues", "compacts"})
@@ -25,13 +25,13 @@ class TreeRow:
     """A call in the drawing."""
 
     number: int
-    """From 1, in the order of their start."""
+    """Position of the call in the session by its start, from 1."""
     call: CallSummary
     x: int
     y: int
     parent_number: int | None
     reason: str | None
-    """Why the rule gives this edge."""
+    """The rule that gave the call its edge, in words."""
 
     @property
     def seconds(self) -> float:
@@ -48,23 +48,24 @@ class TreeLine:
 
 @dataclass(frozen=True, slots=True)
 class CallTree:
-    """The drawn calls of a session: all, or those around the chosen one."""
+    """The drawn calls of a session: all, or one page of them."""
 
     calls: int
-    """Calls of the session."""
+    """Number of calls of the session."""
     rows: Sequence[TreeRow]
     lines: Sequence[TreeLine]
     width: int
     top: int
     height: int
     earlier: str | None
-    """The call before the first that is drawn."""
+    """Id of the call before the first drawn one; None if there is none."""
     later: str | None
-    """The call after the last that is drawn."""
+    """Id of the call after the last drawn one; None if there is none."""
 
 
 def draw_tree(calls: Sequence[CallSummary], chosen: str | None = None, most: int | None = None) -> CallTree:
-    """Place the calls of a session, which are ordered by start, and draw at most `most` of them, with `chosen`."""
+    """Draw the calls of a session, ordered by start: all, or the page of `most` calls that contains the call
+    `chosen`."""
     place = {call.call_id: index for index, call in enumerate(calls)}
     parents = [_parent(place, index, call) for index, call in enumerate(calls)]
     lanes = _lanes(calls, parents)
@@ -108,7 +109,7 @@ def _parent(place: dict[str, int], index: int, call: CallSummary) -> int | None:
 def _lanes(calls: Sequence[CallSummary], parents: Sequence[int | None]) -> list[int]:
     """Return the lane of each call."""
     branch_of: list[int] = []
-    """For each call its branch: a run of calls of which each continues the one before."""
+    """For each call its branch: a chain of calls, each of which continues the one before."""
     tips: list[int] = []
     """For each branch its newest call."""
     first: list[int] = []

@@ -1,4 +1,5 @@
-"""Several rollouts side by side: their facts, and their conversations from the first difference on."""
+"""The page that compares rollouts side by side: their properties, and their conversations from the first difference
+on."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from polar_proxy.view.alignment import Alignment, RunMessage, align, main_call, 
 from polar_proxy.view.context import ViewContext
 
 MOST = 6
-"""The most rollouts that are shown beside each other."""
+"""Maximum number of rollouts that are shown side by side."""
 Chosen = Annotated[list[str], Query(alias="run", description="Ids of rollouts, or the beginnings of ids.")]
 
 
@@ -39,7 +40,7 @@ class Comparison:
     runs: Sequence[ComparedRun]
     alignment: Alignment
     shared_tokens: int | None
-    """Tokens with which the longest traces of all runs begin; None if a run has no trace."""
+    """Number of tokens with which the longest traces of all runs begin; None if a run has no trace."""
     options: Sequence[tuple[str, Sequence[object]]]
     """Name and values of each option of the rollouts that differs between them."""
 

@@ -32,7 +32,7 @@ class ViewContext:
     api: ApiContext
     access: PageAccess
     writable: bool = True
-    """Remarks and rewards can be given in the pages."""
+    """Whether visitors can give remarks and rewards in the pages."""
     tokens: TokenSources = field(default_factory=TokenSources)
 
     @property

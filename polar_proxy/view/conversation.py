@@ -31,7 +31,7 @@ class ShownMessage:
     reasoning: str
     tools: Sequence[ToolUse]
     number: int
-    """From 1, in the request; for an answer, its index."""
+    """Position in the request, from 1; for an answer, its index."""
     finish_reason: str | None = None
 
 
@@ -40,7 +40,7 @@ class ShownCall:
     """A call's request in OpenAI's form and as the agent sent it, and its answers."""
 
     earlier: Sequence[ShownMessage]
-    """Messages that the call which it continues had already."""
+    """Messages that are also in the request or answer of the call that this one continues."""
     left_out: int
     """Earlier messages that are not shown, because there are too many."""
     new: Sequence[ShownMessage]
@@ -51,7 +51,7 @@ class ShownCall:
     """The messages as they were received, as indented JSON; None if they are on a page of their own."""
     raw_tools: str | None
     problem: str | None
-    """Why the request is shown as it was received."""
+    """Why the request could not be parsed, and is shown as it was received; None if it was parsed."""
 
 
 def show_call(
@@ -65,8 +65,8 @@ def show_call(
     """Return what a page shows of a call.
 
     `following`: the call that continues it, which has the results of its tool calls. `known_messages`: the number of
-    its messages that an earlier call had. `most`: show at most this many of those, the newest. `with_raw`: also return
-    the request as it was received.
+    its messages that an earlier call had. `most`: show at most this many of these, the newest ones. `with_raw`: also
+    return the request as it was received.
     """
     request = conversation(call)
     problem = request.get("unparsed")
@@ -140,7 +140,7 @@ def _called(messages: Iterable[Json]) -> set[str]:
 
 
 def readable_arguments(text: str) -> str:
-    """Return the arguments of a tool call with each of them on lines of its own; text that is no JSON stays."""
+    """Return the arguments of a tool call, each on a new line. Text that is not a JSON object is returned as it is."""
     try:
         value = orjson.loads(text)
     except orjson.JSONDecodeError:

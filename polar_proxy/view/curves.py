@@ -1,4 +1,4 @@
-"""Curves of training runs as drawings: one panel for each quantity, with the lines of all runs over each other."""
+"""Curves of training runs as SVG drawings: one panel per quantity, in which the lines of all runs are overlaid."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from polar_proxy.types import Json
 
 WIDTH = 320
 HEIGHT = 150
-"""Size of a drawing, in the units of its paths."""
+"""Width and height of a panel, in the units of its SVG paths."""
 
 Value = Callable[[Json], float | None]
-"""Reads a value of a line of metrics.jsonl; None where the line has none."""
+"""Function that returns one value of a line of metrics.jsonl, or None if the line lacks it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """A line of a panel. `kind`: the kind of lines of metrics.jsonl that it is read from."""
+    """A curve of a panel. Its values are read from the lines of metrics.jsonl that have this `kind`."""
 
     name: str
     read: Value
@@ -27,8 +27,8 @@ class Quantity:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A line of one run. `run`: index of the run, which gives the colour; `quantity`: that of the panel, which gives
-    the dashes. `steps` and `values` are the points of `path`."""
+    """The curve of one quantity in one run. `run`: index of the run, which selects the colour; `quantity`: index of the
+    quantity in the panel, which selects the dashes. `steps` and `values` are the points of `path`."""
 
     label: str
     run: int
@@ -45,7 +45,7 @@ class Panel:
     title: str
     unit: str
     names: Sequence[str]
-    """What each quantity of the panel is called; a panel with one needs no names."""
+    """Name of each quantity, for the legend; empty if the panel has only one."""
     curves: Sequence[Curve]
     low: float
     high: float
@@ -85,7 +85,7 @@ PANELS: tuple[tuple[str, str, tuple[Quantity, ...]], ...] = (
         ),
     ),
 )
-"""Title, unit and lines of each panel."""
+"""Title, unit and quantities of each panel."""
 
 
 def draw_panels(runs: Sequence[tuple[str, Sequence[Json]]]) -> list[Panel]:

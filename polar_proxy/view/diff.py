@@ -1,4 +1,4 @@
-"""A patch in unified form as lines with their numbers, to be shown."""
+"""Parser of patches in unified diff format: lines with their numbers, for the pages."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Diff:
 
 
 def read_diff(text: str) -> Diff:
-    """Return the files of a patch that git wrote. Lines that are not understood are kept as notes."""
+    """Return the files of a patch that git wrote. Lines that cannot be parsed are kept as notes."""
     lines = text.splitlines()
     files: list[DiffFile] = []
     old = new = 0

@@ -7,11 +7,11 @@ from urllib.parse import parse_qs
 from fastapi import Request
 
 LONGEST = 128 * 1024
-"""Bytes of a form; a note has at most 20,000 characters."""
+"""Maximum size of a form in bytes. A note, the longest field, has at most 20,000 characters."""
 
 
 async def read_form(request: Request) -> dict[str, str]:
-    """Return the fields of a form. A form that is too long has none."""
+    """Return the fields of a form; no fields if it is longer than LONGEST."""
     body = b""
     async for piece in request.stream():
         body += piece

@@ -1,4 +1,5 @@
-"""A group: its rollouts with rewards and advantages, their conversations side by side, and what is trained of them."""
+"""The page of a group: its rollouts with rewards and advantages, their conversations side by side, and the tokens of
+them that a trainer uses."""
 
 from __future__ import annotations
 
@@ -21,18 +22,19 @@ from polar_proxy.view.comparison import MOST
 from polar_proxy.view.context import ViewContext
 
 _BESIDE = 4
-"""Rollouts that are side by side at first."""
+"""Number of rollouts that are shown side by side until the reader chooses others."""
 Beside = Annotated[list[str], Query(alias="run", description="Ids of the rollouts that are shown side by side.")]
 
 
 @dataclass(frozen=True, slots=True)
 class GroupTraining:
-    """What a trainer takes of a group. `config`: the settings of the run that leased it, else the defaults."""
+    """The batch that a trainer makes of a group. `config`: the settings of the run that leased it, else the
+    defaults."""
 
     batch: TrainingBatch
     config: GrpoConfig
     trained: Mapping[str, int]
-    """Rollout id -> its trained tokens."""
+    """Rollout id -> number of its trained tokens."""
     run_id: str | None
     step: int | None
     """The training run that leased the group last, and the step that trained it; None if there is none yet."""
@@ -59,7 +61,7 @@ def add_routes(pages: APIRouter, view: ViewContext) -> None:
 
     @pages.get("/view/parts/groups/{group_id}/training")
     async def training_part(request: Request, group_id: str) -> Response:
-        """Return what is trained of a group. It is apart from the page, because it reads all tokens of the group."""
+        """Return the part of the page about training. The browser loads it separately, because it reads all tokens."""
         await require("group", group_id, store.groups.get(group_id))
         leases = await store.feed.leases_of(group_id)
         training = await _read_training(store, group_id, leases)
@@ -74,7 +76,7 @@ def advantages(rows: Iterable[RolloutRow]) -> dict[str, float | None]:
 
 
 def _extremes(rows: Sequence[RolloutRow]) -> list[str]:
-    """Return the rollouts that are side by side at first: those with the highest and with the lowest rewards."""
+    """Return the ids of the rollouts with the highest and the lowest rewards, to be shown side by side at first."""
     answered = [row.rollout_id for row in sorted(rows, key=lambda row: -(row.reward or 0.0)) if row.calls]
     half = _BESIDE // 2
     return answered if len(answered) <= _BESIDE else answered[:half] + answered[-half:]

@@ -24,7 +24,7 @@ PAGE = 50
 _SHORT = 12
 """Rows of each table on the overview."""
 _RUNNING = 40
-"""Rollouts that the overview shows as running now."""
+"""Maximum number of running rollouts on the overview."""
 Before = Annotated[str | None, Query(description="Only rows before the one with this id.")]
 Where = Annotated[str, Query(description="Conditions such as `reward>=1, harness=codex`.")]
 
@@ -61,7 +61,8 @@ def _add_overview(pages: APIRouter, view: ViewContext) -> None:
 
     @pages.get("/view/parts/service")
     async def service(request: Request) -> Response:
-        """Return the state of server and engine. It is apart from the page, because an engine may answer slowly."""
+        """Return the state of server and engine. The browser loads it separately, because an engine may answer
+        slowly."""
         state = await read_service_state(view.api)
         return await view.page(request, "parts/service.html", state=state)
 

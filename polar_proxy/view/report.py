@@ -27,15 +27,15 @@ from polar_proxy.view.templates import ASSETS, render_text
 from polar_proxy.view.token_source import CHUNK, TokenSequence
 
 HEAT = ((0.9, ""), (0.7, "h1"), (0.5, "h2"), (0.3, "h3"), (0.1, "h4"), (0.01, "h5"), (0.0, "h6"))
-"""Least probability of a sampled token, and its class in polar.css."""
+"""Classes of polar.css that colour sampled tokens, each with the lowest probability of its tokens."""
 _MOST_TOKENS = 100_000
-"""Tokens that a file shows; more would make it larger than a browser opens with ease."""
+"""Maximum number of tokens in a file. Browsers open files with more of them slowly."""
 _LINK = re.compile(r' href="/[^"]*"| href="\?[^"]*"')
 
 
 @dataclass(frozen=True, slots=True)
 class TokenRun:
-    """Tokens with one colour: a sampled token, or a stretch of context."""
+    """Consecutive tokens with one colour: one sampled token, or any number of context tokens."""
 
     text: str
     kind: str
@@ -44,7 +44,7 @@ class TokenRun:
 
 @dataclass(frozen=True, slots=True)
 class ReportTrace:
-    """The tokens of a trace. `problem`: why they have no texts, or that some are left out."""
+    """The tokens of a trace. `problem`: why their texts are missing, or how many tokens are left out."""
 
     title: str
     runs: list[TokenRun]
@@ -52,10 +52,10 @@ class ReportTrace:
 
 
 async def make_report(store: Store, settings: Settings, name: str) -> str:
-    """Return the file of a rollout or session. `name`: as for `polar show`. Raises UsageError for a call."""
+    """Return the HTML of a rollout or session, named as in `polar show`. Raises UsageError for a call."""
     found = await store.names.find(name)
     if found.kind == "call":
-        raise UsageError(f"{name} is a call. A file is made of a rollout or a session.")
+        raise UsageError(f"{name} is a call. Name a rollout or a session instead.")
     view = ViewContext(ApiContext(store, settings), PageAccess(store, open_on_loopback=True), writable=False)
     read = rollout_values if found.kind == "rollout" else session_values
     values = await read(view, found.record_id)
@@ -77,7 +77,7 @@ async def make_report(store: Store, settings: Settings, name: str) -> str:
 
 
 async def _read_calls(view: ViewContext, values: Json) -> list[Json]:
-    """Return the values of each call, without the messages that earlier calls have too."""
+    """Return the template values of each call, without the messages that it shares with earlier calls."""
     calls = [row.call for row in values["tree"].rows]
     found = [await call_values(view, calls, call.call_id) for call in calls]
     return [one | {"shown": replace(one["shown"], earlier=(), left_out=0, raw=None, raw_tools=None)} for one in found]

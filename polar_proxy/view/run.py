@@ -1,4 +1,4 @@
-"""A run: a rollout or a session with its calls, and one call."""
+"""The page of a run, that is, a rollout or a session with its calls, and the page of one call."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from polar_proxy.view.timeline import draw_timeline
 _SHOWN_BYTES = 256 * 1024
 """The most bytes of a file that a page shows. The page links to the whole file."""
 _MOST_MESSAGES = 100
-"""Earlier messages that are shown with a call. A page of its own has all of them."""
+"""Maximum number of earlier messages that are shown with a call. The call's own page has all of them."""
 _MOST_CALLS = 300
-"""Calls of the tree that one page shows."""
+"""Maximum number of calls in the tree of one page."""
 _LIVE_SECONDS = 600.0
 """A session without a rollout counts as in use for this long after its last call."""
 Chosen = Annotated[str | None, Query(alias="call", description="The call that is shown. Default: the last answered.")]
@@ -151,7 +151,7 @@ async def _session(
 
 
 def _is_live(rollout: RolloutRow | None, session: SessionSummary | None) -> bool:
-    """Return whether more may come: the rollout runs, or a session without a rollout was used a moment ago."""
+    """Return whether further calls may follow: the rollout runs, or a session without a rollout was used recently."""
     if rollout is not None or session is None:
         return rollout is not None and not rollout.final
     return session.closed_at is None and time.time() - (session.last_call_at or session.created_at) < _LIVE_SECONDS
@@ -160,7 +160,7 @@ def _is_live(rollout: RolloutRow | None, session: SessionSummary | None) -> bool
 async def call_values(
     view: ViewContext, calls: Sequence[CallSummary], call_id: str | None, *, whole: bool = False
 ) -> Json:
-    """Return the values of the part that shows one call of a session. `whole`: with all messages, and as received."""
+    """Return the values of the part that shows one call. `whole`: with all messages, also in the form received."""
     place = {call.call_id: index for index, call in enumerate(calls)}
     if call_id not in place:
         return {"call": None, "shown": None, "number": None, "summary": None, "is_story": False}
@@ -204,7 +204,7 @@ def _head(file: ArtifactRow) -> str:
 
 
 def _tail(file: ArtifactRow) -> tuple[str, bool]:
-    """Return the end of a file, where a log has its result, and whether its beginning is left out."""
+    """Return the last bytes of a log, which contain its result, and whether earlier ones are left out."""
     with file.path.open("rb") as content:
         content.seek(max(0, file.bytes - _SHOWN_BYTES))
         return content.read().decode(errors="replace"), file.bytes > _SHOWN_BYTES

@@ -33,7 +33,8 @@ class _PageServer(uvicorn.Server):
 
 
 class OwnHostOnly:
-    """ASGI application that refuses requests from pages of other hosts, or addressed to another name."""
+    """ASGI application that refuses requests whose Host or Origin header names neither this machine nor an allowed
+    host."""
 
     def __init__(self, app: FastAPI, hosts: frozenset[str]) -> None:
         self._app = app

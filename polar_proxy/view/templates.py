@@ -30,7 +30,7 @@ def _shown(value: Any) -> Any:
 
 
 def _number(value: float | None) -> str:
-    """Return a number with thousands separated, or with four significant digits."""
+    """Return an integer with separated thousands, or another number with four significant digits."""
     if value is None:
         return "–"
     return f"{int(value):,}" if float(value).is_integer() else f"{value:.4g}"
@@ -64,7 +64,7 @@ def _time(at: float | None) -> Markup:
 
 
 def _short(name: str | None) -> str:
-    """Return the kind of an id and its last characters, which differ between neighbours."""
+    """Return an id without its middle. Its last characters are kept, because ids made at the same time differ there."""
     kind, separator, rest = (name or "–").partition("_")
     return f"{kind}_{rest[:4]}…{rest[-4:]}" if separator and len(rest) > 12 else (name or "–")
 
@@ -105,5 +105,5 @@ async def render(name: str, *, status: int = 200, **values: Any) -> HTMLResponse
 
 
 async def render_text(name: str, **values: Any) -> str:
-    """Return what a template makes, rendered in a thread because some pages are large."""
+    """Return the text of a template, rendered in a thread because some pages are large."""
     return await asyncio.to_thread(_environment.get_template(name).render, **values)

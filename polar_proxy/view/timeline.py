@@ -13,7 +13,8 @@ SCALE = 1000
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A span of time. `x` and `width` are in 1/SCALE of the whole line; `kind` is a stage, or a part of a call."""
+    """A bar of the time line. `x` and `width` are in 1/SCALE of the whole line; `kind` is a stage, or a part of a
+    call."""
 
     kind: str
     x: float
@@ -33,13 +34,14 @@ class Timeline:
     seconds: float
     rows: Sequence[TimeRow]
     totals: dict[str, float]
-    """Seconds by stage, and within `running`: `engine` (a call is with the engine) and `agent` (none is)."""
+    """Seconds by stage. The time in `running` is also divided into `engine` (a call waits for the engine) and `agent`
+    (the rest)."""
 
 
 def draw_timeline(
     rollout: RolloutRow | None, stages: Sequence[StageRow], calls: Sequence[CallSummary], now: float
 ) -> Timeline | None:
-    """Return the time line of a rollout or, without one, of a session. None without anything to draw."""
+    """Return the time line of a rollout, or of a session without one; None if there is nothing to draw."""
     times = [stage.started_at for stage in stages] + [call.started_at for call in calls]
     ends = [stage.ended_at or now for stage in stages] + [call.ended_at for call in calls]
     if rollout is not None:

@@ -41,7 +41,7 @@ class TokenSequence:
     token_ids: TokenIds
     logprobs: Logprobs
     spans: Sequence[Json]
-    """Runs of tokens of one origin, in order."""
+    """Consecutive tokens of one origin, in order."""
     findings: Sequence[Json]
     """Drift and other findings, each at its position."""
     facts: Json
@@ -61,7 +61,7 @@ class TokenSequence:
 
 @dataclass
 class TokenSources:
-    """Reads sequences and texts, and keeps the last ones."""
+    """Reads sequences and texts, and caches the last ones."""
 
     _sequences: LRUCache[str, TokenSequence] = field(default_factory=lambda: LRUCache(_KEPT))
     _texts: LRUCache[tuple[str, int], str] = field(default_factory=lambda: LRUCache(_TEXTS_KEPT))
@@ -100,7 +100,7 @@ class TokenSources:
         return found
 
     async def _texts_of(self, context: ApiContext, engine: EngineInfo | None, ids: TokenIds) -> dict[str, str]:
-        """Return the text of each id, by the id as text. Raises NoTextsError."""
+        """Return the text of each id. Keys are the ids as strings, as in JSON. Raises NoTextsError."""
         model = "" if engine is None else f"{engine.engine} {engine.model}"
         wanted = np.unique(ids)
         unknown = np.array([one for one in wanted.tolist() if (model, one) not in self._texts], np.int32)
@@ -168,7 +168,7 @@ async def advantage_of(store: Store, trace: TraceSummary) -> float | None:
 
 
 def _describe_spans(spans: Sequence[Span], calls: Mapping[str, CallRecord]) -> list[Json]:
-    """Return each span with its first position in the sequence and what is known of its call."""
+    """Return each span as JSON: its first position in the sequence, its origin, and the data of its call."""
     found = []
     position = 0
     for span in spans:
@@ -209,9 +209,10 @@ def _findings(spans: Sequence[Span], certificate: Mapping[str, Any]) -> list[Jso
 
 
 def _place(spans: Sequence[Span], kind: str, call_id: str | None, position: int) -> int:
-    """Return the place in the trace of a position in a call's prompt or answer.
+    """Convert a position in a call's prompt (`kind` "context") or answer ("sampled") to a position in the trace.
 
-    A position before the part of a prompt that the trace has is the same in the trace, which begins with that prompt.
+    The trace begins with the same tokens as the prompt, so positions before the first span of the call are equal in
+    both.
     """
     at = 0
     for span in spans:

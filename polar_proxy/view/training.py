@@ -1,4 +1,5 @@
-"""Training runs: the list, and the curves and steps of one run with those of others over each other."""
+"""Pages of training runs: the list, and one run with its steps and curves, on which those of other runs can be
+overlaid."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from polar_proxy.view.context import ViewContext
 from polar_proxy.view.curves import HEIGHT, WIDTH, draw_panels
 
 MOST = 6
-"""The most runs that are drawn over each other."""
+"""Maximum number of runs in one drawing."""
 PAGE = 50
 Others = Annotated[list[str], Query(alias="with", description="Ids of runs to draw over this one.")]
 Before = Annotated[int | None, Query(description="Only steps before this one.")]

@@ -82,7 +82,7 @@ async def test_an_intercepted_request_is_recorded_in_the_session_of_its_key(serv
         path = "/s/my-run/intercept/api.githubcopilot.com/chat/completions"
         assert (await client.post(gateway.url + path, json=CHAT)).status_code == 200
         other = await client.post(gateway.url + "/s/my-run/intercept/example.com/v1/chat/completions", json=CHAT)
-        assert (other.status_code, "no model host" in other.text) == (404, True)
+        assert (other.status_code, "not a model host" in other.text) == (404, True)
     (call,) = await recorded_calls(store, 1)
     assert (call.status, call.dialect) == ("ok", "openai_chat")
 

@@ -72,9 +72,9 @@ def test_reads_every_example() -> None:
         ({"evaluator": {"kind": "tests", "parser": "nunit"}, **TESTS}, "no log parser 'nunit'"),
         ({"evaluators": []}, "not both"),
         ({"environment": {"repository": {"source": "gone", "commit": "x"}}}, "gone does not exist"),
-        ({"environment": {"repository": {"source": "--upload-pack=touch x://", "commit": "x"}}}, "is no URL with"),
-        ({"environment": {"repository": {"source": "ext::sh -c 'touch x' ://", "commit": "x"}}}, "is no URL with"),
-        ({"environment": {"repository": {"source": "ext://x", "commit": "x"}}}, "is no URL with"),
+        ({"environment": {"repository": {"source": "--upload-pack=touch x://", "commit": "x"}}}, "is not a URL with"),
+        ({"environment": {"repository": {"source": "ext::sh -c 'touch x' ://", "commit": "x"}}}, "is not a URL with"),
+        ({"environment": {"repository": {"source": "ext://x", "commit": "x"}}}, "is not a URL with"),
         (
             {"environment": {"repository": {"source": ".", "commit": "--upload-pack=touch x"}}},
             "not the name of a commit",

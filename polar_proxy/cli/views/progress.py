@@ -25,7 +25,7 @@ END_COLOURS = {"done": "green", "failed": "red", "timed_out": "yellow", "cancell
 _NOT_ACTIVE = {*END_COLOURS, "queued"}
 _MAX_LIVE_ROWS = 24
 _NEWEST_ENDS = 8
-"""Rollouts that ended last and are shown."""
+"""Number of the last ended rollouts that are shown."""
 
 
 @contextlib.contextmanager
@@ -56,7 +56,7 @@ class RolloutProgressLine:
     command: str = ""
     since: float = field(default_factory=time.monotonic)
     until: float | None = None
-    """When it ended; None while it has not."""
+    """Time at which it ended; None before that."""
 
     @property
     def seconds(self) -> str:
@@ -151,7 +151,7 @@ class RolloutProgressView:
 
 @dataclass(slots=True)
 class WatchedRollout:
-    """A rollout of a watched job: its stage, and since when (seconds since the epoch) it is in it and runs at all."""
+    """A rollout of a watched job. `since` is the start of its stage, `started` that of the rollout (epoch seconds)."""
 
     stage: str
     task: str
@@ -175,7 +175,8 @@ class JobProgressView:
         return live_view(self._view, self._is_live)
 
     def has_ended(self, event: Event) -> bool:
-        """Return whether the event is the end of a rollout, whose reward and stages `end` then needs."""
+        """Return whether the event is the end of a rollout. `update` then needs the rollout, for its reward and
+        stages."""
         return event.event == "stage" and event.data["to"] in END_COLOURS
 
     def update(self, event: Event, ended: RolloutDetail | None = None) -> None:

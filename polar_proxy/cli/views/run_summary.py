@@ -1,4 +1,4 @@
-"""The end of `polar run`: its rollouts, and what to do next with such a result."""
+"""The summary that `polar run` prints: its rollouts, and commands to continue with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A training run: its curves as sparklines, what was left out, the time left, and live the rollouts of the step."""
+"""A training run: its curves as sparklines, counts of left-out data, the time left, and live the rollouts of the
+current step."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ def curve_table(steps: Sequence[Json]) -> Table:
 
 
 def left_out_lines(steps: Sequence[Json]) -> Iterator[str]:
-    """Yield what was not trained on, by reason, with its rollouts and tokens."""
+    """Yield a line for each reason why data was left out of training, with the numbers of rollouts and tokens."""
     rollouts: dict[str, int] = {}
     tokens: dict[str, int] = {}
     for step in steps:

@@ -79,7 +79,8 @@ def extend_reasoning(known: str, signed: SignedReasoning) -> str:
 
 
 def call_as_text(call: ToolCall) -> str:
-    """Return a tool call as text for the client. Used if the arguments are no JSON object: `args` cannot hold them."""
+    """Return a tool call as text for the client. Used if the arguments are not a JSON object, so that `args` cannot
+    hold them."""
     return f"{call.name}({call.arguments})"
 
 

@@ -103,7 +103,7 @@ class ChatEncoder(OpenAIEncoder):
         return {"delta": {"tool_calls": calls}} if calls else super()._last_content(index, choice)
 
     def _tool_delta(self, choice: int, piece: ToolDelta) -> Json | None:
-        """Return what the client gets of a piece of a tool call now; None if it gets nothing yet."""
+        """Return the delta to send for a piece of a tool call; None if nothing can be sent yet."""
         if piece.name in self.custom_tools:
             self._custom_calls[choice, piece.index] = _CustomCall(piece.id, piece.name)
         custom = self._custom_calls.get((choice, piece.index))

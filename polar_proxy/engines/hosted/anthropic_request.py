@@ -4,7 +4,7 @@
 * Results of tools and the user's messages after them are one message of the role `user`, results first.
 * An answer that the provider signed is written as it came, with its thinking, as far as the client did not change it.
   Reasoning without a signature is left out: the API accepts none.
-* Arguments of a tool call that are no JSON object become the field `arguments` of one.
+* Arguments of a tool call that are not a JSON object become the field `arguments` of one.
 * Temperature, top_p and top_k are left out (and named by `not_carried`): API version 2026-10-21 refuses them at any
   value. Source: https://platform.claude.com/docs/en/api/migration-2026-10-21
 """
@@ -60,7 +60,7 @@ def anthropic_body(request: ChatRequest, model: str, max_tokens: int, *, stream:
 
 
 def anthropic_prompt(request: ChatRequest, model: str) -> Json:
-    """Return the fields that determine the prompt, which the route that counts tokens takes too."""
+    """Return the fields that determine the prompt. Requests to count its tokens have the same fields."""
     messages = list(request.messages)
     leading = 0
     while leading < len(messages) and messages[leading].role in _SYSTEM:

@@ -1,4 +1,4 @@
-"""What reaches a provider of a request that was made in another provider's form, as data.
+"""A table of the request fields that are passed on to a provider if the request has another provider's form.
 
 A client's body has three kinds of fields. The conversation, its tools and its sampling are in `ChatRequest`, and each
 engine writes them in its provider's form. Reasoning options are translated (`ClientOptions`). All other fields
@@ -97,7 +97,7 @@ def passed_fields(request: ChatRequest, provider: str) -> dict[str, object]:
 
 
 def not_carried(request: EngineRequest, provider: str) -> tuple[str, ...]:
-    """Return the names of what a request asks for and the provider is not given, in alphabetical order."""
+    """Return the names of the request's options that are not passed to the provider, in alphabetical order."""
     missing = {name for name in set_sampling(request.sampling) if name not in SAMPLING[provider]}
     if isinstance(request, ChatRequest):
         options = request.options

@@ -46,7 +46,7 @@ def part_text(part: Json) -> str:
 
 
 def read_media(part: Json) -> Media:
-    """Return what a part holds that is not text. Raises RequestError for a part of an unknown form."""
+    """Return the image, sound or file in a part that is not text. Raises RequestError for a part of an unknown form."""
     kind = str(part.get("type"))
     value: Any = part.get(kind)
     if kind in ("image_url", "audio_url", "video_url"):
@@ -73,12 +73,12 @@ def _from_url(kind: str, url: str) -> Media:
 
 
 def unsupported_part(what: str) -> RequestError:
-    return RequestError(f"This provider cannot be given {what}.", param="messages", code="unsupported_value")
+    return RequestError(f"This provider does not accept {what}.", param="messages", code="unsupported_value")
 
 
 def arguments_object(arguments: str) -> Json:
-    """Return the arguments of a tool call as an object. Text that is none, which a model may have written, is the field
-    `arguments` of one."""
+    """Return the arguments of a tool call as a JSON object. Other text, which a model may have written, becomes the
+    value of its only field `arguments`."""
     if not arguments.strip():
         return {}
     try:

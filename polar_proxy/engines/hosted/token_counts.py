@@ -32,7 +32,7 @@ class TokenCounter:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._encodings: dict[str, tiktoken.Encoding | None] = {}
-        """By model; None if tiktoken does not know it or cannot load its vocabulary."""
+        """Encoding by model; None if tiktoken does not know the model or cannot load its vocabulary."""
 
     def count(self, model: str, text: str) -> tuple[int, bool]:
         """Return the number of tokens, and whether it is exact."""

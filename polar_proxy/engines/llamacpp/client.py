@@ -55,7 +55,7 @@ class Vocabulary:
 
 
 class LlamaCppClient(OpenAIClient):
-    """A llama-server. It closes a connection after a stream without saying so, so connections are not used again."""
+    """A llama-server. It closes connections after a stream without announcing it, so each is used for one request."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         super().__init__(url, api_key, keep_alive=False)

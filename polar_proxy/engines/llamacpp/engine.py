@@ -130,7 +130,7 @@ class LlamaCppEngine(LocallyRenderingEngine):
     async def sample(
         self, request: EngineRequest, *, stream: bool = True, prompt: ExactPrompt | None = None
     ) -> AsyncGenerator[SampleEvent, None]:
-        """Implement `Engine.sample`. Each choice is a request of its own: the server limits `n` to its slots."""
+        """Implement `Engine.sample`. Each choice is a separate request, because the server limits `n` to its slots."""
         sampling = request.sampling
         if isinstance(request, ChatRequest):
             ids = await self.render(request) if prompt is None else prompt.token_ids.tolist()

@@ -42,7 +42,7 @@ _TOOL: Json = {
 
 @dataclass(frozen=True, slots=True)
 class LlamaServerModel:
-    """What a llama-server was found to serve."""
+    """The model that a llama-server serves, as probing it showed."""
 
     info: EngineInfo
     template_source: str
@@ -96,14 +96,14 @@ async def _properties(client: LlamaCppClient) -> Json:
         props = parse_json(await client.read(response), client.url)
         if isinstance(props, dict) and "default_generation_settings" in props:
             return props
-        raise EngineError(f"{client.name} is no llama-server: its /props lacks the generation settings.")
+        raise EngineError(f"{client.name} is not a llama-server: its /props lacks the generation settings.")
     failure = await client.failure(response)
     if response.status in (401, 403):
         raise failure
     try:
         ollama = await client.json("GET", "/api/version")
     except PolarError:
-        raise EngineError(f"{client.name} is no llama-server: it has no /props ({failure}).") from failure
+        raise EngineError(f"{client.name} is not a llama-server: it has no /props ({failure}).") from failure
     raise EngineError(
         f"{client.name} is Ollama {ollama.get('version', '')}, whose API returns no token ids, so its answers cannot "
         f"be trained. Start llama-server with the same GGUF file, or record text only: --engine openai --engine-url "

@@ -71,7 +71,7 @@ class BodyReader:
         return self._read_frames() if self._frames else []
 
     def end(self) -> list[Json]:
-        """Return the objects of a body that is no stream: one, or those of an array."""
+        """Return the JSON objects of an unstreamed body: one object, or the items of an array."""
         if self._lines is not None or self._frames:
             return []
         try:

@@ -1,4 +1,4 @@
-"""The passthrough engine: each request goes to its provider as it came, and the answer to the agent as it comes.
+"""The passthrough engine: it sends each request to its provider unchanged, and streams the answer back to the agent.
 
 Promises:
 

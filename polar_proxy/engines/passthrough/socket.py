@@ -18,7 +18,8 @@ _OPEN_SECONDS = 30.0
 
 
 class ProviderWebSocket:
-    """`async with` is not used, because its lifetime is that of the agent's WebSocket: `open`, then `close`."""
+    """A WebSocket to a provider, with the lifetime of one WebSocket of an agent: call `open`, and `close` at its
+    end."""
 
     def __init__(self, connection: ClientConnection) -> None:
         self._connection = connection

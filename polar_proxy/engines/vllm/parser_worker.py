@@ -43,7 +43,7 @@ _TEXT_TAIL = 64
 """Number of tokens at the end of a prompt on which the text of an answer's first token may depend."""
 
 HARMONY_OPENING = "<|start|>assistant"
-"""What vLLM writes at the end of every conversation with gpt-oss, whether or not it is to open an answer."""
+"""Text that vLLM writes at the end of every conversation with gpt-oss, even if no answer is requested."""
 
 _COMPARISONS = 600
 """Maximum number of parses to find differences between pairs of parsers; each pair parses each answer."""
@@ -386,7 +386,7 @@ def same_calls(parsed: list[list[str]], wanted: list[list[Any]]) -> bool:
     """Return whether two lists of [name, arguments] are equal.
 
     If the wanted arguments are a JSON value and not its text, the parsed arguments are decoded for the comparison.
-    Raises ValueError if these are no JSON.
+    Raises ValueError if these are not JSON.
     """
     return len(parsed) == len(wanted) and all(
         name == wanted_name and (arguments if isinstance(given, str) else json.loads(arguments)) == given

@@ -106,8 +106,8 @@ def read_training_row(row: Json) -> TrainingRow:
 
 
 def read_training_rows(rows: Iterable[Json], left_out: Counter[str]) -> list[TrainingRow]:
-    """Read the rows that a trainer can use, and count the others by reason. As in Polar's own trainer, a refused trace
-    changes nothing about the other traces of its rollout."""
+    """Read the rows that a trainer can use, and count the others by reason. A refused trace does not affect the other
+    traces of its rollout, as in Polar's own trainer."""
     found = []
     for row in rows:
         try:

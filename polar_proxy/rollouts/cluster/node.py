@@ -108,7 +108,7 @@ def scoring_resources(nodes: Iterable[RayNode]) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class NodeConfig:
-    """The configuration of a node, sent by the head. It is passed between processes and stored nowhere, because it may
+    """The configuration of a node, sent by the head. It is passed between processes and never stored, because it may
     contain keys."""
 
     settings: Settings
@@ -178,7 +178,7 @@ async def run_node(config: NodeConfig, remote_scorer: RemoteScorer | None = None
 def node_settings(given: Settings) -> Settings:
     """Return the head's settings with this node's own folders and engine settings.
 
-    Each node may have an engine of its own: its environment and its polar.toml say which."""
+    A node's environment or polar.toml may name another engine than the head's."""
     own, plain = Settings(), EngineSettings()
     engine = {name: value for name, value in own.engine if value != getattr(plain, name)}
     changes: dict[str, Any] = {"engine": given.engine.model_copy(update=engine)}

@@ -48,7 +48,8 @@ async def verify(database: Database, artifacts: Path, progress: ProgressCallback
 
     It checks the hashes of chains, settings and engines; the references and counts of calls, traces and sessions; that
     every packed cell can be unpacked; and the artifacts on disk. Reads only, and all from one snapshot, so that rows
-    which another process writes or deletes meanwhile are no faults. The file of a pruned artifact may be missing.
+    which another process writes or deletes meanwhile do not count as faults. The file of a pruned artifact may be
+    missing.
     """
     seen: set[bytes] = set()
     async with database.reading() as connection:

@@ -1,4 +1,4 @@
-"""Sessions, their calls, and what a call is stored as: nodes, engines, settings, completions."""
+"""Tables of sessions, their calls, and the parts of calls: nodes, engines, settings, completions."""
 
 from __future__ import annotations
 
