@@ -89,9 +89,9 @@ class GatewaySettings(_Section):
     """Set this if other gateways serve sessions of the same database. Before each request the gateway then loads what
     the others have recorded of the request's session."""
     record: Literal["required", "best_effort"] | None = None
-    """What happens to calls while the store cannot be written. `required`: they are refused with status 503, and
-    nothing is sampled. `best_effort`: they are answered, and their session is marked as incomplete, so that it is never
-    trained on. Default: `required` in sessions of rollouts, `best_effort` in others."""
+    """Answer to calls while the store cannot be written. `required`: they are refused with status 503, and nothing is
+    sampled. `best_effort`: they are answered without being recorded, and their session is marked as incomplete, so that
+    it is never trained on. Default: `required` in sessions of rollouts, `best_effort` in others."""
     cluster_port: int = Field(0, ge=0, le=65535)
     """Port of the gateways on the nodes of a Ray cluster; 0 takes any free port."""
     max_body_mb: int = Field(32, ge=1)
@@ -159,7 +159,7 @@ class EngineSettings(_Section):
     """`local`, `vllm`, `llamacpp` (a llama-server), `openai` (or a compatible API), `anthropic`, `google`,
     `passthrough` (each call goes to the provider that the agent asks), or module:Class."""
     url: str | None = None
-    """Where the engine listens (not local). Default for openai, anthropic and google: the provider's own API."""
+    """URL of the engine (not local). Default for openai, anthropic and google: the provider's own API."""
     model: str | None = None
     """local: a folder of weights, by default the bundled polar-tiny. Others: the name of the served model."""
     api_key: str | None = Field(None, repr=False)
@@ -191,7 +191,8 @@ class RouteSettings(_Section):
     labels: tuple[str, ...] = ()
     """Only sessions with one of these labels. `*` stands for any text."""
     share: float = Field(1.0, gt=0, le=1)
-    """Only this share of the sessions. A session's id decides, so that all its calls fall on the same side."""
+    """Only this share of the sessions. The session's id decides, so that the rule applies to all of its calls or to
+    none."""
 
 
 class RunSettings(RolloutSpec):
@@ -257,7 +258,7 @@ class TelemetrySettings(_Section):
     """OpenTelemetry traces of rollouts, stages and calls (`pip install 'polar-proxy[otel]'`)."""
 
     endpoint: str | None = None
-    """Where traces are sent, over OTLP/HTTP: the whole URL, such as http://127.0.0.1:4318/v1/traces. Without it,
+    """URL to which traces are sent, over OTLP/HTTP, with its path, such as http://127.0.0.1:4318/v1/traces. Without it,
     nothing is traced."""
     headers: dict[str, str] = Field({}, repr=False)
     """Headers of the requests to the endpoint, such as a key. Polar never writes them anywhere."""

@@ -55,7 +55,7 @@ class SessionBudget(DocumentedModel):
     recorded as Polar's own and never trained; the eleventh such call is refused)."""
 
     def as_policy(self) -> Json:
-        """Return the limits that are set, for the policy of a session; empty if none is."""
+        """Return the limits that are set, for the policy of a session; empty if no limit is set."""
         given = {name: value for name in SessionBudget.model_fields if (value := getattr(self, name)) is not None}
         return {} if given.keys() == {"at_budget"} else given
 
@@ -83,7 +83,7 @@ class RolloutSpec(SessionBudget):
     train_over_budget: bool = False
     """Also train on rollouts that a budget ended."""
     signs: Literal["note", "zero", "exclude"] = "note"
-    """What signs of reward hacking do: note (list them), zero (the reward is 0), exclude (the rollout is not
+    """Effect of signs of reward hacking: note (they are listed), zero (the reward is 0) or exclude (the rollout is not
     trained)."""
 
     @classmethod
@@ -118,8 +118,8 @@ class JobSpec(RolloutSpec):
     first_n_with_spread (as first_n, but not while all rewards are equal), no_spread_left (as first_n, or when fewer
     than two can have a reward) or token_budget=N (as first_n, or when N tokens are sampled and two have a reward)."""
     overflow: Literal["cancel", "keep"] = "cancel"
-    """What happens to the rollouts that still run when their group is complete: cancel them, or keep them for a later
-    group of the same task."""
+    """Rollouts that still run when their group is complete: cancel them, or keep them for a later group of the same
+    task."""
     for_training: bool = False
     """Deliver finished groups to the trainer feed."""
     max_staleness: int | None = Field(None, ge=0, le=MAX_INTEGER)

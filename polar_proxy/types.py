@@ -53,7 +53,7 @@ def new_id(prefix: str) -> str:
 
 
 def encode_id(prefix: str, value: int) -> str:
-    """Return an id of microseconds since the epoch, shifted by 40 bits for a random part."""
+    """Return the id with this 100-bit number: microseconds since the epoch, followed by 40 random bits."""
     return prefix + "_" + "".join([_ALPHABET[(value >> shift) & 31] for shift in range(95, -5, -5)])
 
 
@@ -160,7 +160,7 @@ SAMPLING_FIELDS = tuple(one.name for one in fields(Sampling))
 
 @dataclass(frozen=True, slots=True)
 class ClientOptions:
-    """What a client asked for beyond the conversation and its sampling. Only hosted models know such options."""
+    """Options that a client set besides the conversation and its sampling. Only hosted models know such options."""
 
     dialect: str
     effort: str | None = None
@@ -341,7 +341,7 @@ class ConversationItem:
 
 @dataclass(frozen=True, slots=True)
 class ConversationTurn:
-    """What a call adds to a conversation: its own input and its answer."""
+    """The items that a call adds to a conversation: its own input and its answer."""
 
     conversation_id: str
     items: tuple[ConversationItem, ...]
@@ -382,7 +382,7 @@ class CallRecord:
     usage: Usage | None = None
     """The provider's own count; None if the engine reports token ids."""
     price_usd: float | None = None
-    """What the provider charges for the call, in US dollars, by the price file (`prices.py`); None if unknown."""
+    """The provider's charge for the call in US dollars, by the price file (`prices.py`); None if unknown."""
     rule: str | None = None
     """Name of the rule that decided the edge; None for a root to which no rule applies."""
     ambiguous: bool = False
@@ -405,9 +405,10 @@ class CallRecord:
     route: str | None = None
     """Name of the rule that chose the engine."""
     hooks: Json | None = None
-    """What hooks changed: `request` (its parts as the model saw them) and `answer` (the choices as sampled)."""
+    """The changes that hooks made: `request` (its parts as the model saw them) and `answer` (the choices as
+    sampled)."""
     conversation: ConversationTurn | None = None
-    """What its commit adds to a conversation; None in a record that is read back."""
+    """The items that its commit adds to a conversation; None in a record that is read back."""
 
     @property
     def prompt_tokens(self) -> int:

@@ -84,7 +84,8 @@ class Engine(ABC):
         return ExactPrompt(token_ids)
 
     def not_carried(self, request: EngineRequest) -> tuple[str, ...]:
-        """Return the names of what a request asks for and the engine cannot hand to its provider. It is recorded."""
+        """Return the names of the request's options that the engine cannot pass on to its provider. They are
+        recorded."""
         return ()
 
     async def constrains(self, request: EngineRequest) -> bool:

@@ -39,8 +39,8 @@ class _GenerationBlock(jinja2.ext.Extension):
 
 
 class _TemplateEnvironment(ImmutableSandboxedEnvironment):
-    """The sandbox of Transformers and vLLM. Two frequent lookups give the same results in less time: those of fields of
-    messages, and of what an attribute's type allows."""
+    """The sandbox of Transformers and vLLM. It gives the same results, but looks up the fields of messages directly,
+    and remembers which attributes are safe."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

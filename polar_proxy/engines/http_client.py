@@ -50,7 +50,8 @@ class HttpResponse:
         """Set while there is something to read, and at the end of the body."""
         self._connection = connection
         self._error: str | None = None
-        """How the connection broke. Not an exception: once raised, it refers to the frames that refer to this."""
+        """Text that says how the connection broke. No exception is kept here, because its traceback would refer back to
+        this object."""
 
     async def read_some(self) -> bytes:
         """Wait for some of the body and return it; empty at the end. Raises ConnectionError if the connection broke."""

@@ -1,4 +1,4 @@
-"""What servers' log-probabilities say: which distribution they are of, and their values at another temperature."""
+"""Find out which distribution a server's log-probabilities are of, and convert them to another temperature."""
 
 from __future__ import annotations
 

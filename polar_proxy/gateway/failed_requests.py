@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 _SECONDS = 60.0
 """Time limit for each request that is sent to the engine again to find the fault, and for the plain request. A request
-whose answer has begun by then does not fail."""
+whose answer has begun by then counts as answered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class FailedRequests:
         self._by_session.pop(session_id, None)
 
     async def failure_of_its_own(self, session_id: str) -> str | None:
-        """Return how the kept request fails again, if the engine answers a plain one; otherwise None."""
+        """Return the error with which the kept request fails again although the engine answers a plain one, or None."""
         failed = self._by_session.get(session_id)
         if failed is None:
             return None

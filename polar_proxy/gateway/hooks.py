@@ -1,4 +1,4 @@
-"""Hooks: code of the user's own that changes requests before they are sampled, and answers before agents get them.
+"""Hooks: the user's own code, which changes requests before they are sampled, and answers before agents get them.
 
 A hook is a Python class that is named on the command line or in the settings (`gateway.hooks`), never by data. It has
 one or more of these methods, plain or async. Each returns its argument's replacement, or None to change nothing:
@@ -9,9 +9,8 @@ one or more of these methods, plain or async. Each returns its argument's replac
 
 Promises:
 
-* What a hook changed is recorded with the call (`calls.hooks`): the request's parts as the model saw them, because the
-  record has them as the agent sent them; and the answer as it was sampled, because the record has it as the agent got
-  it.
+* The record of a call has the request as the agent sent it and the answer as the agent got it. If hooks changed them,
+  `calls.hooks` has the changed parts of the request as the model saw them, and the answer as it was sampled.
 * Sampled tokens of an answer that a hook changed are never trained or continued. A later prompt has the changed text.
 * A prompt whose messages a hook changed is rendered by the engine. Its answer is trained, after the prompt that the
   model saw.
@@ -58,7 +57,7 @@ class HookedCall:
 
 
 class HookError(RequestError):
-    """A hook failed. The agent is not shown why, because it is hostile; the log says it."""
+    """A hook failed. The reason is in the log only: it is not sent to the agent, which may be hostile."""
 
     def __init__(self, method: str) -> None:
         text = f"The hook {method} of this server failed, so the call is not answered. The server's log says why."

@@ -35,7 +35,7 @@ class InterceptedRequest(NamedTuple):
     key: str | None
     """Key of the session, if the socket names it."""
     found: InterceptedPath | None
-    """None if the host is no model host."""
+    """The host's entry for this path; None if the host is no model host."""
 
     @classmethod
     def of_scope(cls, scope: asgi.Scope) -> InterceptedRequest | None:
@@ -72,7 +72,7 @@ class InterceptedRequest(NamedTuple):
 
 
 def _filled_in(value: Any, headers: Mapping[str, str]) -> Any:
-    """Return an answer of the table with the request's headers in place of their names."""
+    """Return an answer of the table, with each string `{header-name}` replaced by the value of that request header."""
     if isinstance(value, dict):
         return {name: _filled_in(inner, headers) for name, inner in value.items()}
     if isinstance(value, list):

@@ -91,12 +91,13 @@ def _unread(dialect: Dialect, body: Json) -> ParsedRequest:
 
 @dataclass
 class PassthroughEncoder(Encoder):
-    """Encodes the answer as the provider's own bytes. What ends the answer is held back until the call is recorded."""
+    """Encodes the answer as the provider's own bytes. The bytes that end the answer are held back until the call is
+    recorded."""
 
     inner: Callable[..., Encoder] = field(kw_only=True)
     """Makes the dialect's own encoder, for an error if the connection to the provider breaks."""
     held: bool = field(kw_only=True)
-    """Everything from here on is held back."""
+    """True once the end of the answer has begun: it and all later bytes are held back."""
     _rest: list[bytes] = field(default_factory=list, init=False)
     _ended: bool = field(default=False, init=False)
 

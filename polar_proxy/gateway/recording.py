@@ -102,9 +102,9 @@ class PendingCall:
     """Ends an answer after its first tool call; None unless the request allows only one tool call."""
     first_token_at: float | None = None
     not_carried: tuple[str, ...] = ()
-    """What the request asks for and the engine's provider cannot be given (`Engine.not_carried`)."""
+    """Names of the request's options that cannot be passed on to the engine's provider (`Engine.not_carried`)."""
     request_changes: Json = field(default_factory=dict)
-    """What a hook changed in the request (`hooks.request_changes`)."""
+    """The parts of the request that a hook changed (`hooks.request_changes`)."""
     shown: Answer | None = None
     """The answer as the agent gets it, if a hook changed it."""
     final_answer: str | None = None
@@ -117,7 +117,7 @@ class PendingCall:
 
     @property
     def hook_changes(self) -> Json | None:
-        """What hooks changed, for the record."""
+        """The changes that hooks made, for the record."""
         changes: Json = {"request": self.request_changes} if self.request_changes else {}
         if self.shown is not None:
             changes["answer"] = [choice.message.to_openai() for _, choice in self.answer.in_order]
@@ -390,8 +390,8 @@ def _has_tokens(choice: Choice) -> bool:
 
 
 _DEFAULTS: Json = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-"""OpenAI's own defaults, always sent: everything by which the model's generation_config could change the distribution.
-The log-probabilities would otherwise not be those of the samples, and the record would not show it."""
+"""OpenAI's defaults of the parameters for which an engine would otherwise take values of the model's generation_config.
+They are always sent, so that the record shows the distribution from which the answer was sampled."""
 
 _REPLACED = (
     *("temperature", "top_p", "top_k", "min_p", "seed"),

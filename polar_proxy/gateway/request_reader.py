@@ -167,10 +167,10 @@ class RequestReader:
 
 @contextlib.asynccontextmanager
 async def _turn(session: SessionState, size: int) -> AsyncIterator[None]:
-    """Wait until the session may parse this body: one at a time, the next in a later turn of the event loop.
+    """Wait until it is this body's turn to be parsed. A session parses at most one body per turn of the event loop.
 
-    Bodies of more than `_TAKES_TURNS` bytes wait only for each other, and so do smaller ones. Before one of the large
-    bodies is parsed, the event loop serves other sessions.
+    Bodies of more than `_TAKES_TURNS` bytes have a queue of their own, so that smaller ones do not wait for them.
+    Before such a body is parsed, the event loop serves other sessions.
     """
     lock = session.parsing_large if size > _TAKES_TURNS else session.parsing
     await lock.acquire()

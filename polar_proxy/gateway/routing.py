@@ -29,7 +29,7 @@ ReadCall = Callable[[str], Awaitable[CallRecord | None]]
 
 @dataclass(frozen=True, slots=True)
 class ServedEngine:
-    """An engine, and what a gateway needs to ask it."""
+    """An engine, and the objects that a gateway needs to use it."""
 
     name: str | None
     """Its name in [engines]; None for the engine of [engine]."""

@@ -241,9 +241,8 @@ class Gateway:
         return self.sessions.refusal(session_id)
 
     async def failure_of_its_own(self, session_id: str) -> str | None:
-        """Try the request again that the engine failed to answer last, for a session whose calls must be recorded.
-
-        Return how it fails again although the engine answers others; None if the engine is to blame.
+        """Repeat the last request that the engine failed to answer, for a session whose calls must be recorded. Return
+        the error if the request fails again although the engine answers a plain one; None if the engine is to blame.
         """
         return await self._handler.failed_requests.failure_of_its_own(session_id)
 

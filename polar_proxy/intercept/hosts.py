@@ -20,7 +20,7 @@ INTERCEPT_PREFIX = "/intercept/"
 
 @dataclass(frozen=True, slots=True)
 class PathRule:
-    """What happens to the requests of a host whose whole path matches `path`, a regular expression."""
+    """The rule for requests to a host whose whole path matches `path`, a regular expression."""
 
     path: str
     to: str | None = None

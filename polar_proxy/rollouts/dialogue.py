@@ -44,7 +44,8 @@ sentences. Answer its questions as the description above lets you, and do not do
 want, or cannot do it, write {DONE} and nothing else.
 """
 _OPENING = "Hello! What can I do for you?"
-"""What the agent says first in the user model's conversation, because most chat templates begin with the other side."""
+"""The agent's first message in the user model's conversation. Needed because most chat templates begin with the other
+side."""
 _SIDE_EDGES = ("subagent", "side_call")
 
 
@@ -59,7 +60,7 @@ class DialogueMessage:
 
 class UserPlayer(Protocol):
     async def answer(self, messages: Sequence[DialogueMessage]) -> str | None:
-        """Return what the user says next, None if the user is done. `messages` begins with the instruction."""
+        """Return the user's next message, None if the user is done. `messages` begins with the instruction."""
         ...
 
 
@@ -163,7 +164,7 @@ class AgentRun:
     output: bytes
     """Output of all runs."""
     messages: tuple[DialogueMessage, ...] = ()
-    """What both sides said in a dialogue."""
+    """The messages of both sides in a dialogue."""
     end: str = ""
     """Why the dialogue ended."""
 

@@ -4,8 +4,8 @@ No proxy is involved, so programs that ignore proxies are caught too. The socket
 certificate authority, and belongs to the session of the rollout: keys that the program sends are not read. Everything
 else stays unreachable.
 
-Programs find the authority where their system keeps its certificates, and by variables for those with certificates of
-their own (Node.js, Python, Java).
+The authority is added to the certificates of the sandbox's system. Environment variables name it for programs that
+bring their own certificates (Node.js, Python, Java).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from polar_proxy.intercept.variables import trust_variables
 from sandboxes.base import HTTPS_PORT, Mount, Sandbox, SandboxKind, SandboxSpec
 
 _SYSTEM_BUNDLE = "/etc/ssl/certs/ca-certificates.crt"
-"""Where programs of Debian, Ubuntu, Alpine, Arch and others find the system's certificates."""
+"""File in which programs of Debian, Ubuntu, Alpine, Arch and others find the system's certificates."""
 
 
 class SandboxInterception:

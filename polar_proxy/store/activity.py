@@ -1,4 +1,4 @@
-"""What happened in the last minutes: rates, active sessions and failures.
+"""The activity of the last minutes: rates, active sessions and failures.
 
 Ids sort by time of creation, so a range of ids finds the newest calls among millions without an index on times.
 """

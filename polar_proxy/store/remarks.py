@@ -48,7 +48,7 @@ class RemarkRepository(Repository):
         text: str = "",
         rating: float | None = None,
     ) -> str:
-        """Store an remark and return its id. The newest label and rating are also in the row of their record.
+        """Store a remark and return its id. The newest label and rating are also in the row of their record.
 
         Raises UsageError for an empty or too long text, and for a rating that is not from 1 to 5.
         """

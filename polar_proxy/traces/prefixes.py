@@ -16,7 +16,7 @@ from polar_proxy.types import TokenIds
 _BASE = 0x9E3779B97F4A7C15
 """An odd number with evenly spread bits."""
 _FEW = 32
-"""So many sequences are compared one by one, because that is faster than hashing a long prompt."""
+"""Up to this many sequences are compared one by one, because that is faster than hashing a long prompt."""
 
 
 @lru_cache(maxsize=64)
@@ -25,7 +25,7 @@ def _powers_of_base(count: int) -> npt.NDArray[np.uint64]:
 
 
 def _terms(ids: TokenIds, start: int) -> npt.NDArray[np.uint64]:
-    """Return the terms of the hash for tokens that stand at the positions from `start` on."""
+    """Return the terms of the hash for `tokens`, the first of which is at position `start` of its sequence."""
     end = start + len(ids)
     powers = _powers_of_base(1 << end.bit_length())[start:end]
     return ids.astype(np.uint64) * powers

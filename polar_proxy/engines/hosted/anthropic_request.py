@@ -4,7 +4,7 @@
 * Results of tools and the user's messages after them are one message of the role `user`, results first.
 * An answer that the provider signed is written as it came, with its thinking, as far as the client did not change it.
   Reasoning without a signature is left out: the API accepts none.
-* Arguments of a tool call that are no JSON object become the field `arguments` of one.
+* Arguments of a tool call that are no JSON object are sent as the object {"arguments": TEXT}.
 * Temperature, top_p and top_k are left out (and named by `not_carried`): API version 2026-10-21 refuses them at any
   value. Source: https://platform.claude.com/docs/en/api/migration-2026-10-21
 """

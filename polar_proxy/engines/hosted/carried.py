@@ -1,4 +1,4 @@
-"""What reaches a provider of a request that was made in another provider's form, as data.
+"""Tables of the fields of a client's request that reach a hosted provider, and of those that do not.
 
 A client's body has three kinds of fields. The conversation, its tools and its sampling are in `ChatRequest`, and each
 engine writes them in its provider's form. Reasoning options are translated (`ClientOptions`). All other fields
@@ -70,7 +70,7 @@ NEUTRAL = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "p
     "top_logprobs": 0,
     "stop": (),
 }
-"""Values that change nothing."""
+"""The value with which a parameter has no effect."""
 
 
 def set_sampling(sampling: Sampling) -> dict[str, object]:

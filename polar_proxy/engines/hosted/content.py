@@ -46,7 +46,7 @@ def part_text(part: Json) -> str:
 
 
 def read_media(part: Json) -> Media:
-    """Return what a part holds that is not text. Raises RequestError for a part of an unknown form."""
+    """Return the image, sound or file in a part that is not text. Raises RequestError for a part of an unknown form."""
     kind = str(part.get("type"))
     value: Any = part.get(kind)
     if kind in ("image_url", "audio_url", "video_url"):
@@ -77,8 +77,8 @@ def unsupported_part(what: str) -> RequestError:
 
 
 def arguments_object(arguments: str) -> Json:
-    """Return the arguments of a tool call as an object. Text that is none, which a model may have written, is the field
-    `arguments` of one."""
+    """Return the arguments of a tool call as an object. Any other text, which a model may have written, is returned as
+    {"arguments": TEXT}."""
     if not arguments.strip():
         return {}
     try:

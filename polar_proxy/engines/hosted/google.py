@@ -105,7 +105,7 @@ class ContentDecoder:
     """Turns GenerateContentResponse objects, whole or streamed, into events."""
 
     def __init__(self, name: str, model: str, candidates: int = 1) -> None:
-        """`name`: the server's, in errors. `model`: the one that was asked."""
+        """`name`: the server's name in error texts. `model`: the model that was requested."""
         self._name = name
         self._model = model
         self._candidates = {index: _Candidate() for index in range(candidates)}

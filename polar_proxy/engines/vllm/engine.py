@@ -238,9 +238,9 @@ class VllmEngine(LocallyRenderingEngine):
         return [await prompt.parser.parse(event) for event in events]
 
     async def render(self, request: ChatRequest, *, generation: bool = True) -> list[int]:
-        """Implement `Engine.render`: as the probe got the same ids as from the chat route.
+        """Implement `Engine.render`, by the way that the probe found to give the ids of the chat route.
 
-        If it got them in no way, sample one token by the chat route and return the prompt ids of the answer.
+        If the probe found none, sample one token by the chat route and return the prompt ids of its answer.
         """
         if self._server.renders:
             return await self.client.render(render_body(request, generation=generation))

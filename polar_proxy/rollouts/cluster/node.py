@@ -178,7 +178,7 @@ async def run_node(config: NodeConfig, remote_scorer: RemoteScorer | None = None
 def node_settings(given: Settings) -> Settings:
     """Return the head's settings with this node's own folders and engine settings.
 
-    Each node may have an engine of its own: its environment and its polar.toml say which."""
+    Each node may use another engine, which its environment or its polar.toml names."""
     own, plain = Settings(), EngineSettings()
     engine = {name: value for name, value in own.engine if value != getattr(plain, name)}
     changes: dict[str, Any] = {"engine": given.engine.model_copy(update=engine)}

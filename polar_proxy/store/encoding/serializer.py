@@ -318,7 +318,8 @@ def _chains_of(
 
 
 def _clean_hooks(hooks: Json) -> Json:
-    """Return what hooks changed without secrets. As in the rest of a record, texts of messages stay as they are."""
+    """Return the changes that hooks made, with secrets removed from all but the texts of messages, as in the rest of a
+    record."""
     request = hooks.get("request", {})
     texts = {name: request[name] for name in ("messages",) if name in request}
     others = {name: value for name, value in request.items() if name not in texts}

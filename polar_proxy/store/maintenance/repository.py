@@ -33,7 +33,7 @@ from polar_proxy.types import Json
 _BATCH = 500
 _ROLLOUTS_AT_ONCE = 20
 _JUDGEMENTS = (schema.rewards, schema.remarks)
-"""What was given to rollouts and sessions, and is removed with them."""
+"""Tables of what people and evaluators gave to rollouts and sessions. Their rows are deleted with these."""
 _YOUNG_FILE_SECONDS = 3600.0
 """A younger file may belong to an artifact whose row is about to be stored."""
 _ATTEMPTS = 5

@@ -1,4 +1,4 @@
-"""Sessions, their calls, and what a call is stored as: nodes, engines, settings, completions."""
+"""Sessions, their calls, and the rows that calls refer to: nodes, engines, settings, completions."""
 
 from __future__ import annotations
 
