@@ -46,7 +46,7 @@ class _Table(BaseModel):
 
 
 class InstallTable(_Table):
-    """Where the program comes from: one of `npm`, `pypi` and `path`."""
+    """The source of the program: one of `npm`, `pypi` and `path`."""
 
     npm: str | None = None
     """npm package. Needs `version` and `entry`."""
@@ -85,7 +85,8 @@ class InstallTable(_Table):
 
 
 class ConnectionTable(_Table):
-    """What points the program at an endpoint, in rollouts and `polar connect`. Grants no permissions."""
+    """The variables, arguments and files that point the program at an endpoint, in rollouts and `polar connect`. Grants
+    no permissions."""
 
     env: Mapping[str, str]
     """Variables. One of them must be "{api_key}": the key is in the environment only."""
@@ -167,7 +168,7 @@ class HarnessDefinition(_Table):
     acp: AcpTable | None = None
     exit: ExitTable = ExitTable()
     conformance: Mapping[str, Any] = Field(default_factory=dict)
-    """What `polar conformance` must know of the program: fields of its `HarnessProfile`, such as the tool that runs a
+    """Facts about the program for `polar conformance`: fields of its `HarnessProfile`, such as the tool that runs a
     command and its arguments."""
 
     @model_validator(mode="after")

@@ -44,7 +44,7 @@ class BaseHarness(HarnessAdapter):
     """Implements `HarnessAdapter` except for the installation and the launch plan."""
 
     skills_folder: str = ""
-    """Where the harness reads skills, relative to HOME."""
+    """The folder, relative to HOME, from which the harness reads skills."""
     success: str = "finished"
     """Message of a run that ended with exit code 0."""
     limits: Sequence[RunLimit] = ()

@@ -1,4 +1,4 @@
-"""What requests may use of the server's machine: only what its operator configured.
+"""Access of requests to the server's machine: they may use only what its operator configured.
 
 A request is untrusted data. The tasks of a job may come with it, or from a built-in family. Files and folders of
 the server must lie in the setting `api.folders`, Python code must be in `allowed_code`, and the `process` sandbox,

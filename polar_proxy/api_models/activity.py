@@ -59,10 +59,10 @@ class Failure(ApiResponseModel):
 
 
 class Activity(ApiResponseModel):
-    """What happens now in the database, on all servers."""
+    """The present activity of all servers of the database."""
 
     rates: ActivityRates
-    """What ended in the last minute."""
+    """Counts of calls and rollouts that ended in the last minute."""
     rollouts: dict[str, int]
     """Number of rollouts by status, without those that have ended."""
     sessions: list[ActiveSession]

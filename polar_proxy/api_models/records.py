@@ -216,7 +216,7 @@ class CallUsage(ApiResponseModel):
     cache_write_tokens: int | None
     """Prompt tokens written to the provider's cache."""
     cache_write_1h_tokens: int | None
-    """Those of them that are kept for an hour."""
+    """Prompt tokens written to the provider's cache for an hour; part of `cache_write_tokens`."""
     reasoning_tokens: int | None
     """Sampled tokens of the reasoning."""
     model: str | None
@@ -247,8 +247,8 @@ class CallDetail(ApiResponseModel):
     weight_version: str | None
     """Policy version of the weights that sampled."""
     logprob_mode: str
-    """What the log-probabilities refer to. `processed`: the distribution that was sampled from; `raw`: the model's own
-    distribution at temperature 1."""
+    """The distribution of the log-probabilities. `processed`: the distribution that was sampled from; `raw`: the
+    model's own distribution at temperature 1."""
     status: str
     """ok, client_gone, upstream_error, no_tokens or budget."""
     http_status: int
@@ -260,7 +260,7 @@ class CallDetail(ApiResponseModel):
     route: str | None
     """The rule that chose the engine."""
     hooks: dict[str, Any] | None
-    """What hooks changed: parts of the request as the model saw them, answers as they were sampled."""
+    """The changes that hooks made: parts of the request as the model saw them, answers as they were sampled."""
     edge: str
     """How it relates to an earlier call."""
     parent_call_id: str | None

@@ -90,7 +90,7 @@ class RewardRequest(ApiRequestModel):
     value: float | None = Field(allow_inf_nan=False)
     """The reward; null if the work could not be judged, which is not the same as 0."""
     source: str = Field(min_length=1)
-    """Who gives the reward, such as `human:anna` or `ci`."""
+    """The source of the reward, such as `human:anna` or `ci`."""
     call_id: str | None = None
     """Reward only this call of the rollout or session."""
     trace_id: str | None = None
@@ -120,7 +120,7 @@ class SessionRequest(ApiRequestModel, SessionBudget):
     prompt_mode: Literal["continue", "render"] | None = None
     """How prompts are built; see the setting `gateway.prompt_mode`."""
     past_reasoning: Literal["keep", "strip"] | None = None
-    """What continued prompts do with reasoning of earlier turns; see the setting `gateway.past_reasoning`."""
+    """Reasoning of earlier turns in continued prompts; see the setting `gateway.past_reasoning`."""
 
 
 class KeyRequest(ApiRequestModel):
@@ -138,7 +138,7 @@ class TrainingLine(DocumentedModel):
     model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False)
 
     kind: Literal["start", "step", "sync", "checkpoint", "eval"]
-    """What the line reports."""
+    """The kind of report."""
     step: int = Field(ge=0, le=MAX_INTEGER)
     """Number of completed steps."""
     at: float

@@ -35,7 +35,7 @@ class ErrorBody(ApiResponseModel):
     """Machine-readable: bad_request, unauthorised, forbidden, not_found, conflict, pause_timed_out, drain_timed_out,
     lease_lost, invalid or unavailable."""
     message: str
-    """What happened and what to do, in one or two sentences."""
+    """The problem and its remedy, in one or two sentences."""
     detail: Any = None
     """More about the error, depending on its code."""
 
@@ -245,7 +245,7 @@ class Reward(ApiResponseModel):
     call_id: str | None
     """The call, if the reward is for a single call."""
     source: str
-    """Who gave the reward."""
+    """The source of the reward, such as `human:anna` or `ci`."""
     value: float | None
     """The reward; null if the work could not be judged."""
     detail: dict[str, Any]
@@ -269,7 +269,8 @@ class CancelResponse(ApiResponseModel):
     cancelled: str
     """The id that was cancelled."""
     in_flight: list[str]
-    """Rollouts that a worker was running. Those of this server have ended; other servers end theirs soon after."""
+    """Rollouts that a worker was running. If it was a worker of this server, they have ended; other servers end theirs
+    soon."""
 
 
 class CreatedSession(ApiResponseModel):

@@ -31,8 +31,9 @@ _CONTEXT_FULL = "This model's maximum context length is 1000 tokens. Your messag
 
 
 Step = tuple[str, ...] | Literal["start_subagent", "wait_for_subagent", "finish"]
-"""What one answer does: run shell commands (each command line first prints a text that proves that it was run), start
-a sub-agent, wait for it (or run a command, if the harness has no tool for that), or report that the work is done."""
+"""The action of one answer: run shell commands (each command line first prints a text that proves that it was run),
+start a sub-agent, wait for it (or run a command, if the harness has no tool for that), or report that the work is
+done."""
 RUN = ("true",)
 """A step that runs one command."""
 

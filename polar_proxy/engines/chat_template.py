@@ -39,8 +39,8 @@ class _GenerationBlock(jinja2.ext.Extension):
 
 
 class _TemplateEnvironment(ImmutableSandboxedEnvironment):
-    """The sandbox of Transformers and vLLM. It gives the same results, but looks up the fields of messages directly,
-    and remembers which attributes are safe."""
+    """The Jinja sandbox of Transformers and vLLM, made faster: fields of messages are looked up directly, and whether
+    an attribute is safe is checked once for each type."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

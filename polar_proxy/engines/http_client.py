@@ -44,7 +44,7 @@ class HttpResponse:
         self.complete = False
         """Whether the whole body has arrived; what was not read yet can still be read."""
         self.pieces: list[bytes] = []
-        """What has arrived of the body and was not read yet. A stream has a piece for each event."""
+        """The pieces of the body that have arrived and were not read yet. A stream has a piece for each event."""
         self._unread = 0
         self._arrived = asyncio.Event()
         """Set while there is something to read, and at the end of the body."""

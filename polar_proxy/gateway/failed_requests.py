@@ -1,9 +1,10 @@
-"""Whose fault a failed call is: the engine's, or that of the request, which the engine can never answer.
+"""Find out whether a call failed because of the engine, or because of its request, which the engine can never answer.
 
 An agent that makes the engine fail on purpose (a parameter or text that the engine answers with a 5xx status) must not
 get another attempt for it. So the request of a rollout's failed call is kept, and can be tried again. If it fails
-before and after a plain request that the engine answers, it is at fault. What is sampled here is never recorded, sent
-or trained on. A hosted model is paid for each request and is never tried again: its failures count as the provider's.
+before and after a plain request that the engine answers, it is at fault. Tokens that are sampled here are never
+recorded, sent or trained on. A hosted model is paid for each request and is never tried again: its failures count as
+the provider's.
 """
 
 from __future__ import annotations

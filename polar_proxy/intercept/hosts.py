@@ -219,7 +219,7 @@ MODEL_HOSTS: tuple[ModelHost, ...] = (
 
 
 class InterceptedPath(NamedTuple):
-    """A path of a model host, and the rule that decides what happens to it; None if there is no such rule."""
+    """A path of a model host with its rule; None if the path has no rule."""
 
     host: ModelHost
     rule: PathRule | None
@@ -234,7 +234,7 @@ def find_host(name: str) -> ModelHost | None:
 
 
 def find_path(name: str, path: str) -> InterceptedPath | None:
-    """Return what happens to a path (without query) of the host `name`; None if it is no model host."""
+    """Return the entry of a path (without query) of the host `name`; None if it is no model host."""
     row = find_host(name.lower())
     if row is None:
         return None

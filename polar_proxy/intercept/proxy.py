@@ -26,7 +26,7 @@ from polar_proxy.temporary import temporary_folder
 from polar_proxy.types import Json
 
 Others = Literal["pass", "refuse", "list"]
-"""What happens to requests for hosts that are no model hosts."""
+"""Treatment of requests for hosts that are no model hosts."""
 ADDON = Path(__file__).with_name("addon.py")
 _START_SECONDS = 60.0
 _STOP_SECONDS = 10.0

@@ -1,4 +1,4 @@
-"""What each call of a session adds to its conversation, for people: new messages, tool results and the answer, cut."""
+"""The part that each call adds to its conversation, shortened for people: new messages, tool results and the answer."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ exec "$@"
 
 @dataclass(frozen=True)
 class GuardedResult:
-    """What a command printed, and what the plugin saw: the tests that failed and the signs of forgery."""
+    """The result of a command, and the plugin's findings: the tests that failed and the signs of forgery."""
 
     result: CommandResult
     failed: tuple[str, ...] = ()

@@ -4,8 +4,8 @@ No proxy is involved, so programs that ignore proxies are caught too. The socket
 certificate authority, and belongs to the session of the rollout: keys that the program sends are not read. Everything
 else stays unreachable.
 
-The authority is added to the certificates of the sandbox's system. Environment variables name it for programs that
-bring their own certificates (Node.js, Python, Java).
+The file of the system's certificates in the sandbox is replaced by this machine's with the authority added. Environment
+variables name it for programs that bring their own certificates (Node.js, Python, Java).
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ before it."""
 WRITTEN_STOPS = {
     "<|return|>": ("<|end|>", "gpt-oss ends an answer with <|return|>; its template shows past answers with <|end|>."),
 }
-"""What a template writes for a past answer in place of the stop token that was sampled, and why."""
+"""Sampled stop token -> (the token that the template writes in its place after a past answer, the reason)."""
 
 _JSON_STRING = re.compile(r'"((?:[^"\\]|\\.)*)"(\s*:)?', re.DOTALL)
 """A string in valid JSON text; the second group is there if it is a key."""
@@ -109,7 +109,7 @@ MARKINGS = tuple(
 
 @dataclass(frozen=True, slots=True)
 class AfterAnswer:
-    """What a template writes after the last answer: its stop token (empty if it writes none), and the rest."""
+    """The text that a template writes after the last answer: its stop token (empty if it writes none), and the rest."""
 
     stop: str
     suffix: str

@@ -90,7 +90,7 @@ class DialogueUser:
     """The user of a task that is a dialogue: given texts, or a model that plays a persona."""
 
     texts: tuple[str, ...] = ()
-    """What the user says after the instruction, one text after each turn of the agent."""
+    """The user's texts after the instruction, one for each turn of the agent."""
     persona: str | None = None
     """Instead of texts: who the user is, what the user wants and knows, for the model that plays the user."""
 

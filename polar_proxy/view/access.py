@@ -1,4 +1,4 @@
-"""Who may see the pages: the keys and roles of the HTTP API, by a cookie that a login sets.
+"""Access to the pages: by the keys and roles of the HTTP API, and a cookie that a login sets.
 
 The cookie is not the key. It is `NAME.EXPIRY.MAC`: the name of an API key, and a MAC under the key's stored hash. Other
 servers on the same host get the cookie too, because cookies know no ports, and it opens nothing but the pages. It ends

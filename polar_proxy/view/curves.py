@@ -45,7 +45,7 @@ class Panel:
     title: str
     unit: str
     names: Sequence[str]
-    """What each quantity of the panel is called; a panel with one needs no names."""
+    """The names of the panel's quantities; a panel with one quantity needs no names."""
     curves: Sequence[Curve]
     low: float
     high: float

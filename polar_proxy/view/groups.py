@@ -27,7 +27,7 @@ Beside = Annotated[list[str], Query(alias="run", description="Ids of the rollout
 
 @dataclass(frozen=True, slots=True)
 class GroupTraining:
-    """What a trainer takes of a group. `config`: the settings of the run that leased it, else the defaults."""
+    """The part of a group that a trainer uses. `config`: the settings of the run that leased it, else the defaults."""
 
     batch: TrainingBatch
     config: GrpoConfig

@@ -1,1 +1,1 @@
-"""What commands show to people: a run as a story, live progress, a server's state, training curves."""
+"""Output of commands for people: a run as a story, live progress, a server's state, training curves."""

@@ -172,7 +172,7 @@ class MessageDecoder:
             case "redacted_thinking":
                 return None
         raise EngineError(
-            f"{self._name} answered with a block of type {block['type']!r:.80}, which the agent cannot be given."
+            f"{self._name} answered with a block of type {block['type']!r:.80}, which cannot be passed on to the agent."
         )
 
     def _delta(self, index: int, delta: Json) -> SampleEvent | None:

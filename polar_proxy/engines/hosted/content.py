@@ -73,7 +73,7 @@ def _from_url(kind: str, url: str) -> Media:
 
 
 def unsupported_part(what: str) -> RequestError:
-    return RequestError(f"This provider cannot be given {what}.", param="messages", code="unsupported_value")
+    return RequestError(f"This provider does not accept {what}.", param="messages", code="unsupported_value")
 
 
 def arguments_object(arguments: str) -> Json:

@@ -151,7 +151,7 @@ class ContentDecoder:
         text = part.get("text")
         if text is None:
             kinds = ", ".join(sorted(part.keys() - {"thoughtSignature"}))
-            raise EngineError(f"{self._name} answered with {kinds!r:.80}, which the agent cannot be given.")
+            raise EngineError(f"{self._name} answered with {kinds!r:.80}, which cannot be passed on to the agent.")
         return SampleEvent(index, usage=usage, **{"reasoning" if part.get("thought") else "text": text})
 
     def _finish(self, index: int, candidate: _Candidate) -> SampleEvent:

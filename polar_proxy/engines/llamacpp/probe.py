@@ -42,7 +42,7 @@ _TOOL: Json = {
 
 @dataclass(frozen=True, slots=True)
 class LlamaServerModel:
-    """What a llama-server was found to serve."""
+    """The model of a llama-server, as the test requests found it."""
 
     info: EngineInfo
     template_source: str

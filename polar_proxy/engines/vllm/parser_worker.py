@@ -43,7 +43,7 @@ _TEXT_TAIL = 64
 """Number of tokens at the end of a prompt on which the text of an answer's first token may depend."""
 
 HARMONY_OPENING = "<|start|>assistant"
-"""What vLLM writes at the end of every conversation with gpt-oss, whether or not it is to open an answer."""
+"""The text that vLLM writes at the end of every conversation with gpt-oss, even if no answer is to be opened."""
 
 _COMPARISONS = 600
 """Maximum number of parses to find differences between pairs of parsers; each pair parses each answer."""
