@@ -1,6 +1,6 @@
 """Mistral Vibe (https://github.com/mistralai/mistral-vibe), headless: it speaks Chat Completions.
 
-Its endpoint is a provider of its own in `config.toml`, with the backend `generic`.
+Its endpoint is a custom provider in `config.toml`, with the backend `generic`.
 """
 
 from __future__ import annotations

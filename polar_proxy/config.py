@@ -125,8 +125,8 @@ class GatewaySettings(_Section):
     retry_grace_seconds: float = Field(2.0, ge=0)
     """How long to continue an answer after its client disconnected, so that a retry can take it over."""
     temperature: float | None = Field(None, ge=0)
-    """Sampling temperature for sessions that have none of their own. Their calls are then sampled without top_p, top_k,
-    min_p, penalties and logit_bias, whatever the agents ask for. Otherwise traces of agents that ask for these are only
+    """Sampling temperature for sessions without one. Their calls are then sampled without top_p, top_k, min_p,
+    penalties and logit_bias, whatever the agents ask for. Otherwise traces of agents that ask for these are only
     `approximate`."""
     prompt_mode: PromptModeSetting = "continue"
     """`continue`: if possible, a prompt is the exact tokens of the call that it extends, followed by the tokens of the
@@ -187,9 +187,9 @@ class RouteSettings(_Section):
     engine: str
     """Name of the engine in [engines]."""
     models: tuple[str, ...] = ()
-    """Only calls whose request names one of these models, such as a sub-agent's. `*` stands for any text."""
+    """Only calls whose request names one of these models, such as a sub-agent's. `*` matches any text."""
     labels: tuple[str, ...] = ()
-    """Only sessions with one of these labels. `*` stands for any text."""
+    """Only sessions with one of these labels. `*` matches any text."""
     share: float = Field(1.0, gt=0, le=1)
     """Only this share of the sessions. The session's id decides, so that the rule applies to all of its calls or to
     none."""
@@ -251,7 +251,7 @@ class LogSettings(_Section):
     `debug` adds answered calls and refused requests; failed calls are warnings. Default: info for `polar serve` and
     Ray nodes, warning for `polar run`. Other commands log warnings as text."""
     format: Literal["text", "json"] = "text"
-    """`text`: lines for people. `json`: one JSON object per line, with the ids in fields of their own."""
+    """`text`: lines for people. `json`: one JSON object per line, with the ids in separate fields."""
 
 
 class TelemetrySettings(_Section):

@@ -5,8 +5,8 @@ date and source of these. Polar ships one (`assets/prices.toml`); the setting `g
 place. The date at the end of a model's name (`-2025-08-07`, `-20250929`, `-001`, `-latest`) is ignored unless the file
 names that model itself.
 
-A price is of tokens at the list price. It is None, never 0, if the model or its service tier is not in the file.
-Charges for the provider's own tools, hourly charges and discounts are not included.
+The price of a call is that of its tokens by the price list. It is None, never 0, if the model or its service tier is
+not in the file. Charges for the provider's own tools, hourly charges and discounts are not included.
 """
 
 from __future__ import annotations

@@ -32,5 +32,5 @@ class ProviderPiece:
     last: bool = False
     """The answer ends in this piece, so it is sent after the call is recorded."""
     headers: tuple[tuple[bytes, bytes], ...] = ()
-    """With the first piece only, as the status."""
+    """Headers of the response. Only the first piece has them and the `status`."""
     status: int = 200

@@ -4,7 +4,7 @@
       preparing | ready | running | scoring    a span for each stage of each attempt; `running` is `invoke_agent`
         chat MODEL                             a span for each call, inside of `running`
 
-A session without a rollout is a trace of its calls. Ids are hashes of Polar's own, so that gateways and workers of
+A session without a rollout is a trace of its calls. Ids are hashes of Polar's ids, so that gateways and workers of
 several processes add to the same trace without talking to each other: a call's span is sent when the call is recorded,
 those of a rollout when it has ended.
 
@@ -58,7 +58,7 @@ _REQUEST_ATTRIBUTES = {
 
 @dataclass(frozen=True, slots=True)
 class EndedRollout:
-    """A rollout that has ended, with what its spans are made of."""
+    """A rollout that has ended, with the data of its spans."""
 
     row: RolloutRow
     stages: Sequence[Any]

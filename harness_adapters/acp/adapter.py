@@ -1,4 +1,4 @@
-"""Any harness that speaks the Agent Client Protocol, as a harness of its own: ``acp:gemini-cli``.
+"""Any harness that speaks the Agent Client Protocol, as a separate harness: ``acp:gemini-cli``.
 
 `client.py`, which the sandbox mounts, is the client. It needs nothing but a Python 3.9 in the sandbox. The first start
 leaves the agent running; a start with `resume` sends it the next text of the user, in the same session.
@@ -40,8 +40,8 @@ class AcpHarness(ConnectableHarness):
     )
 
     def __init__(self, agent: HarnessAdapter, *, name: str | None = None) -> None:
-        """`name`: default is ``acp:`` and the agent's name. Raises `HarnessError` for an agent that is not a program of
-        its own, such as a command line."""
+        """`name`: default is ``acp:`` and the agent's name. Raises `HarnessError` for an agent that users cannot start
+        as a program, such as a `shell:` command line."""
         if not isinstance(agent, ConnectableHarness):
             raise HarnessError(f"{agent.name} cannot be driven by ACP: describe it by a TOML file with an [acp] table")
         self.agent = agent

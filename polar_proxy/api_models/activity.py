@@ -9,7 +9,7 @@ class ActivityRates(ApiResponseModel):
     """Counts of what ended in the last minute."""
 
     calls: int
-    """Calls."""
+    """Number of calls."""
     failed_calls: int
     """Calls without a complete answer."""
     prompt_tokens: int
@@ -19,7 +19,7 @@ class ActivityRates(ApiResponseModel):
     completion_tokens: int
     """Sampled tokens of the calls."""
     rollouts: int
-    """Rollouts."""
+    """Number of rollouts."""
     rollouts_not_done: int
     """Rollouts that failed, timed out or were cancelled."""
 

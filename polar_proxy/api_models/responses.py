@@ -485,14 +485,14 @@ class Event(ApiResponseModel):
     event: EventName
     """The kind of event."""
     data: dict[str, Any]
-    """What happened."""
+    """The details of the event; the fields depend on its kind."""
 
 
 class CallbackPayload(ApiResponseModel):
     """The body of a POST to a job's `callback_url`. Repeated deliveries have the same `webhook-id`."""
 
     type: Literal["group.finished", "group.cancelled", "job.ended"]
-    """What happened."""
+    """The kind of event."""
     timestamp: float
     """When it happened."""
     data: dict[str, Any]

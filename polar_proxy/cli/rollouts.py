@@ -249,7 +249,7 @@ def status(
 
 
 def _required(job_id: str, found: T | None) -> T:
-    """Return what was found of a job. Raises UsageError if there is no such job."""
+    """Return `found`, the data of a job. Raises UsageError if it is None, because there is no such job."""
     if found is None:
         raise UsageError(f"There is no job {job_id}.")
     return found

@@ -8,8 +8,8 @@ It imports nothing of Polar, and reads its settings from the file named by the o
 Promises:
 
 * TLS to any other host passes through untouched: it is not decrypted, and the program verifies the host itself.
-* Where Polar answers, every header and parameter that may hold the program's own key is removed before the request
-  goes on. Where the provider answers (`record`), the gateway gets them, because it passes them on.
+* If Polar answers, every header and parameter that may hold the program's own key is removed before the request goes
+  on. If the provider answers (`record`), the gateway gets them, because it passes them on.
 * Nothing of a request or an answer is printed or kept; answers are streamed.
 
 Events are printed as one JSON object in each line: `listening` (port), `refused` and `other` (host of another request),

@@ -187,7 +187,7 @@ def _private_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def _replace(path: Path, data: bytes, mode: int) -> None:
-    """Write a file in one step; nobody can read it before it has its mode."""
+    """Write a file in one step; no other user can read it before it has its mode."""
     descriptor, name = tempfile.mkstemp(dir=path.parent)  # mode 600
     with os.fdopen(descriptor, "wb") as file:
         file.write(data)

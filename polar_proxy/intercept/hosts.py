@@ -28,7 +28,8 @@ class PathRule:
     call: bool = True
     """With `to`: a model call, which the passthrough engine sends to the provider and records."""
     body: Json | None = None
-    """Without `to`: the JSON object that answers them. A text `{name}` stands for the request's header of that name."""
+    """Without `to`: the JSON object that answers them. A text `{name}` is replaced by the request's header of that
+    name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +38,11 @@ class ModelHost:
 
     provider: str
     hosts: tuple[str, ...]
-    """Names; `*` stands for one part of a name."""
+    """Host names; `*` matches one part of a name."""
     rules: tuple[PathRule, ...]
     named: tuple[str, ...] = ()
-    """Names that `*` stands for, such as regions. Inside a sandbox only these are caught, because a file of hosts has
-    no patterns."""
+    """Known values of `*`, such as regions. Inside a sandbox only these are caught, because a file of hosts has no
+    patterns."""
     others_pass: bool = False
     """Requests without a rule go to the host itself: it serves more than models."""
 
@@ -219,7 +220,7 @@ MODEL_HOSTS: tuple[ModelHost, ...] = (
 
 
 class InterceptedPath(NamedTuple):
-    """A path of a model host with its rule; None if the path has no rule."""
+    """A path of a model host. `rule` is None if no rule matches the path."""
 
     host: ModelHost
     rule: PathRule | None

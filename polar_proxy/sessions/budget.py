@@ -83,7 +83,7 @@ class BudgetUsage:
         self.spent, self.stored = row.spent or self.spent, row.spent is not None
 
     def reserve(self, calls: int, now: float) -> Reservation:
-        """Reserve places for calls that are about to begin, or find that the budget is spent. `now`: epoch seconds."""
+        """Reserve places for `calls` new calls; if the budget is spent, return a refusal or a final answer instead."""
         if self.limited and self.spent is None:
             self.spent = self._reached(calls, now)
         if self.spent is None:

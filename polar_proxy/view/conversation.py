@@ -40,7 +40,7 @@ class ShownCall:
     """A call's request in OpenAI's form and as the agent sent it, and its answers."""
 
     earlier: Sequence[ShownMessage]
-    """Messages that the call which it continues had already."""
+    """Messages that an earlier call of the conversation had already."""
     left_out: int
     """Earlier messages that are not shown, because there are too many."""
     new: Sequence[ShownMessage]
@@ -48,7 +48,7 @@ class ShownCall:
     tools: Sequence[tuple[str, str]]
     """Name and description of each tool that the model may call."""
     raw: Sequence[str] | None
-    """The messages as they were received, as indented JSON; None if they are on a page of their own."""
+    """The messages as they were received, as indented JSON; None if only a separate page shows them."""
     raw_tools: str | None
     problem: str | None
     """Why the request is shown as it was received."""

@@ -21,7 +21,7 @@ from polar_proxy.view.comparison import MOST
 from polar_proxy.view.context import ViewContext
 
 _BESIDE = 4
-"""Rollouts that are side by side at first."""
+"""Number of rollouts that are shown side by side at first."""
 Beside = Annotated[list[str], Query(alias="run", description="Ids of the rollouts that are shown side by side.")]
 
 
@@ -59,7 +59,8 @@ def add_routes(pages: APIRouter, view: ViewContext) -> None:
 
     @pages.get("/view/parts/groups/{group_id}/training")
     async def training_part(request: Request, group_id: str) -> Response:
-        """Return what is trained of a group. It is apart from the page, because it reads all tokens of the group."""
+        """Return the part that shows the trained tokens. The page loads it later, because it reads all tokens of the
+        group."""
         await require("group", group_id, store.groups.get(group_id))
         leases = await store.feed.leases_of(group_id)
         training = await _read_training(store, group_id, leases)

@@ -61,7 +61,7 @@ def _add_overview(pages: APIRouter, view: ViewContext) -> None:
 
     @pages.get("/view/parts/service")
     async def service(request: Request) -> Response:
-        """Return the state of server and engine. It is apart from the page, because an engine may answer slowly."""
+        """Return the state of server and engine. The page loads it later, because an engine may answer slowly."""
         state = await read_service_state(view.api)
         return await view.page(request, "parts/service.html", state=state)
 

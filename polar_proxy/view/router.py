@@ -28,8 +28,8 @@ _KIND_OF_ID = {"group_": "groups", "trc_": "traces"}
 
 
 def create_view_router(api: ApiContext, *, open_on_loopback: bool, writable: bool = True) -> APIRouter:
-    """Return the routes of all pages. `open_on_loopback`: requests from this machine need no login to read.
-    `writable`: who is logged in may give remarks and rewards."""
+    """Return the routes of all pages. `open_on_loopback`: requests from this machine need no login to read. `writable`:
+    users who are logged in may give remarks and rewards."""
     access = PageAccess(api.store, open_on_loopback)
     view = ViewContext(api, access, writable)
 
@@ -78,7 +78,7 @@ def _add_events(pages: APIRouter, view: ViewContext) -> None:
 
 
 def _add_public(router: APIRouter, view: ViewContext) -> None:
-    """Add what is served without a login: the login itself and the assets."""
+    """Add the routes that need no login: the login itself and the assets."""
 
     @router.get(LOGIN)
     async def login_page(request: Request, next: str = "/") -> Response:

@@ -26,7 +26,7 @@ from polar_proxy.view.timeline import draw_timeline
 _SHOWN_BYTES = 256 * 1024
 """The most bytes of a file that a page shows. The page links to the whole file."""
 _MOST_MESSAGES = 100
-"""Earlier messages that are shown with a call. A page of its own has all of them."""
+"""Earlier messages that are shown with a call. A separate page has all of them."""
 _MOST_CALLS = 300
 """Calls of the tree that one page shows."""
 _LIVE_SECONDS = 600.0
@@ -151,7 +151,7 @@ async def _session(
 
 
 def _is_live(rollout: RolloutRow | None, session: SessionSummary | None) -> bool:
-    """Return whether more may come: the rollout runs, or a session without a rollout was used a moment ago."""
+    """Return whether more calls may come: the rollout runs, or a session without a rollout was used a moment ago."""
     if rollout is not None or session is None:
         return rollout is not None and not rollout.final
     return session.closed_at is None and time.time() - (session.last_call_at or session.created_at) < _LIVE_SECONDS

@@ -13,7 +13,8 @@ SCALE = 1000
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A span of time. `x` and `width` are in 1/SCALE of the whole line; `kind` is a stage, or a part of a call."""
+    """A span of time. `x` and `width` are in 1/SCALE of the time line's length; `kind` is a stage, or a part of a
+    call."""
 
     kind: str
     x: float
@@ -33,7 +34,8 @@ class Timeline:
     seconds: float
     rows: Sequence[TimeRow]
     totals: dict[str, float]
-    """Seconds by stage, and within `running`: `engine` (a call is with the engine) and `agent` (none is)."""
+    """Seconds by stage, and within `running`: `engine` (while at least one call is with the engine) and `agent` (while
+    none is)."""
 
 
 def draw_timeline(

@@ -25,7 +25,7 @@ END_COLOURS = {"done": "green", "failed": "red", "timed_out": "yellow", "cancell
 _NOT_ACTIVE = {*END_COLOURS, "queued"}
 _MAX_LIVE_ROWS = 24
 _NEWEST_ENDS = 8
-"""Rollouts that ended last and are shown."""
+"""Number of ended rollouts that are shown, the newest ends."""
 
 
 @contextlib.contextmanager
@@ -151,7 +151,8 @@ class RolloutProgressView:
 
 @dataclass(slots=True)
 class WatchedRollout:
-    """A rollout of a watched job: its stage, and since when (seconds since the epoch) it is in it and runs at all."""
+    """A rollout of a watched job. `since`: when its stage began; `started` and `ended`: when it did. Seconds since the
+    epoch."""
 
     stage: str
     task: str

@@ -47,7 +47,7 @@ _SCALE: tuple[tuple[float, str, str], ...] = (
 
 
 def print_rollout(rollout: RolloutRecord) -> None:
-    """Print what became of a rollout, its stages and rewards, then its session."""
+    """Print the status of a rollout, its stages, error, rewards and instruction, then its session and its files."""
     out.print(styled("[bold]{}[/]  {}  reward {}", rollout.rollout_id, rollout.status, format_number(rollout.reward)))
     out.print(styled("task {}  harness {}  sandbox {}", rollout.task_id, rollout.harness, rollout.sandbox))
     out.print(styled("engine {}  model {}", rollout.engine, rollout.model))
@@ -70,7 +70,7 @@ def print_rollout(rollout: RolloutRecord) -> None:
 
 
 def print_session(session: SessionDetail) -> None:
-    """Print the calls of a session in order, then its traces and what is not trained on."""
+    """Print the calls of a session in order, then its traces and the calls that are in none."""
     reward = "" if session.reward is None else f"  reward {session.reward:g}"
     price = "" if session.price_usd is None else f"  {format_price(session.price_usd)} USD"
     label = f"  {session.label}" if session.label else ""
