@@ -1,5 +1,5 @@
-"""Build an image from a task's folder. Its Dockerfile is foreign data: its commands run without a network and with
-limits unless the caller allows more."""
+"""Build an image from a task's folder. Its Dockerfile is untrusted: its commands run without a network and with limits
+unless the caller allows more."""
 
 from __future__ import annotations
 

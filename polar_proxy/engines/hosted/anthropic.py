@@ -31,7 +31,7 @@ _FINISH_REASONS = {
 
 
 class AnthropicEngine(HostedEngine):
-    """`async with AnthropicEngine(model="claude-...", api_key="...") as engine:`.
+    """A model of Anthropic's API: `async with AnthropicEngine(model="claude-...", api_key="...") as engine:`.
 
     Entering raises EngineError if the API cannot be reached, refuses the key, or does not serve the model.
     """

@@ -37,7 +37,7 @@ _STANDARD_TRAFFIC = (None, "ON_DEMAND", "TRAFFIC_TYPE_UNSPECIFIED")
 
 
 class GoogleEngine(HostedEngine):
-    """`async with GoogleEngine(model="gemini-...", api_key="...") as engine:`.
+    """A model of Google's API: `async with GoogleEngine(model="gemini-...", api_key="...") as engine:`.
 
     `url` is the API's root, with or without the version. Entering raises EngineError if the API cannot be reached,
     refuses the key, or does not serve the model.

@@ -71,7 +71,7 @@ class BodyReader:
         return self._read_frames() if self._frames else []
 
     def end(self) -> list[Json]:
-        """Return the objects of a body that is no stream: one, or those of an array."""
+        """Return the objects of a body that was not a stream: its only object, or the items of its array."""
         if self._lines is not None or self._frames:
             return []
         try:

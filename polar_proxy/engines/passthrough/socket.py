@@ -18,7 +18,7 @@ _OPEN_SECONDS = 30.0
 
 
 class ProviderWebSocket:
-    """`async with` is not used, because its lifetime is that of the agent's WebSocket: `open`, then `close`."""
+    """A WebSocket to a provider, opened and closed together with the agent's WebSocket (by `open` and `close`)."""
 
     def __init__(self, connection: ClientConnection) -> None:
         self._connection = connection
