@@ -55,7 +55,7 @@ Model = Annotated[
 PromptMode = Annotated[
     str | None,
     typer.Option(
-        help="continue: begin each prompt with the exact tokens of the last turn; render: render each prompt anew.",
+        help="continue: begin each prompt with the exact tokens of the last turn; render: let the engine render all of it.",
         show_default=False,
     ),
 ]
@@ -68,7 +68,7 @@ Hooks = Annotated[
 PastReasoning = Annotated[
     str | None,
     typer.Option(
-        help="keep: continued prompts keep the reasoning of earlier turns; strip: a prompt is rendered anew if the "
+        help="keep: continued prompts keep the reasoning of earlier turns; strip: the engine renders a prompt if the "
         "chat template drops reasoning of earlier turns.",
         show_default=False,
     ),

@@ -365,7 +365,7 @@ def reward(
         str, typer.Argument(metavar="ROLLOUT|SESSION", help="Id of a rollout, or of a session without one.")
     ],
     value: Annotated[str, typer.Argument(help="A number, or `none` if the work could not be judged.")],
-    source: Annotated[str, typer.Option(help="Who gives the reward, such as human:anna or ci.")],
+    source: Annotated[str, typer.Option(help="Source of the reward, such as human:anna or ci.")],
     call: Annotated[str | None, typer.Option(help="Reward only this call.")] = None,
     trace: Annotated[str | None, typer.Option(help="Reward only this trace.")] = None,
     detail: Annotated[str | None, typer.Option(help="A JSON object to store with the reward.")] = None,

@@ -55,8 +55,8 @@ def build(
     on_drift: Annotated[
         str,
         typer.Option(
-            help="What the builder merged does if a prompt differs from the sampled tokens: split, canonical or "
-            "rescore.",
+            help="With --builder merged, treatment of a prompt that differs from the sampled tokens: split (begin a "
+            "new trace), canonical (join it) or rescore (join it, with log-probabilities of --engine).",
         ),
     ] = "split",
     engine: options.Engine = None,

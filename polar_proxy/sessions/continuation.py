@@ -275,7 +275,8 @@ class PromptBuilder:
     async def _after_answer(
         self, request: ChatRequest, base: Base, stops: Collection[str], session: SessionState
     ) -> tuple[str, AfterAnswer]:
-        """Return the rendering of the request, and what it holds after the base's answer. Raises RenderingError."""
+        """Return the rendering of the request, and the part of it that follows the base's answer. Raises
+        RenderingError."""
         messages, asked = request.messages, base.messages
         while asked and messages[asked - 1].role == "assistant":
             asked -= 1

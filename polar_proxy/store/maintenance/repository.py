@@ -33,7 +33,7 @@ from polar_proxy.types import Json
 _BATCH = 500
 _ROLLOUTS_AT_ONCE = 20
 _JUDGEMENTS = (schema.rewards, schema.remarks)
-"""Tables whose rows judge a rollout or a session. They are deleted with it."""
+"""The tables of rewards and remarks. Their rows are deleted with their rollout or session."""
 _YOUNG_FILE_SECONDS = 3600.0
 """A younger file may belong to an artifact whose row is about to be stored."""
 _ATTEMPTS = 5
