@@ -55,7 +55,7 @@ Model = Annotated[
 PromptMode = Annotated[
     str | None,
     typer.Option(
-        help="continue: begin each prompt with the exact tokens of the last turn; render: let the engine render all of it.",
+        help="continue: begin each prompt with the exact tokens of the last turn; render: let the engine render it.",
         show_default=False,
     ),
 ]

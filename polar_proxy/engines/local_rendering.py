@@ -142,7 +142,7 @@ class LocalRenderer(Generic[Rendering]):
     def _key(self, request: ChatRequest) -> bytes:
         """Return a digest of what a rendering depends on besides the messages.
 
-        The last one is kept, because one call needs it several times and large tools take 50 microseconds.
+        The last digest is kept, because one call needs it several times and hashing many tools takes 50 microseconds.
         """
         parts = request.tools, request.template_kwargs
         known, key = self._last_key
