@@ -97,7 +97,7 @@ class LimitedConnection(asyncio.Protocol):
     limits: GatewayLimits
 
     closing = False
-    """True once the connection is to be closed. Bytes that arrive afterwards are dropped."""
+    """True once nothing more is parsed. Bytes that arrive afterwards are dropped."""
     pieces_of_turn = 0
     """Pieces of content that were parsed in this turn of the event loop. Subclasses count them."""
     _held = _NOTHING

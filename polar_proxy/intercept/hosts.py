@@ -41,8 +41,8 @@ class ModelHost:
     """Host names; `*` matches one part of a name."""
     rules: tuple[PathRule, ...]
     named: tuple[str, ...] = ()
-    """Known values of `*`, such as regions. Inside a sandbox only these are caught, because a file of hosts has no
-    patterns."""
+    """Known values of `*`, such as regions. A sandbox intercepts only hosts with these values, because its file of
+    hosts has no patterns."""
     others_pass: bool = False
     """Requests without a rule go to the host itself: it serves more than models."""
 
