@@ -1,7 +1,7 @@
 # mypy: ignore-errors
 """Runs harbor's Terminus 2 agent on this machine. The `terminus-2` adapter launches this program.
 
-Harbor starts the agent only in its own trials, on the host, with an environment object. Here that object stands for the
+Harbor starts the agent only in its own trials, on the host, with an environment object. Here that object represents the
 machine that runs this script. The script is run inside the sandbox, by the Python of harbor's environment, and no
 module imports it. The endpoint's key comes in OPENAI_API_KEY and is removed from the environment of the agent's
 terminal.

@@ -187,9 +187,9 @@ class RouteSettings(_Section):
     engine: str
     """Name of the engine in [engines]."""
     models: tuple[str, ...] = ()
-    """Only calls whose request names one of these models, such as a sub-agent's. `*` stands for any text."""
+    """Only calls whose request names one of these models, such as a sub-agent's. `*` matches any text."""
     labels: tuple[str, ...] = ()
-    """Only sessions with one of these labels. `*` stands for any text."""
+    """Only sessions with one of these labels. `*` matches any text."""
     share: float = Field(1.0, gt=0, le=1)
     """Only this share of the sessions. It is chosen by the session's id, so that the rule applies to all calls of a
     session or to none."""

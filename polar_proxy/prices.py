@@ -5,8 +5,8 @@ date and source of these. Polar ships one (`assets/prices.toml`); the setting `g
 place. The date at the end of a model's name (`-2025-08-07`, `-20250929`, `-001`, `-latest`) is ignored unless the file
 names that model itself.
 
-A price is of tokens at the list price. It is None, never 0, if the model or its service tier is not in the file. What a
-provider charges for its own tools, by the hour or after a discount is not in it.
+The price of a call is that of its tokens by the price list. It is None, never 0, if the model or its service tier is
+not in the file. Charges for the provider's own tools, hourly charges and discounts are not included.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class TokenPrices(BaseModel):
     input: float = Field(ge=0)
     output: float = Field(ge=0)
     cached_input: float | None = Field(None, ge=0)
-    """Tokens read from the provider's cache; as `input` if absent."""
+    """Price of tokens read from the provider's cache; that of `input` if absent."""
     cache_write: float | None = Field(None, ge=0)
-    """Tokens written to the provider's cache; as `input` if absent."""
+    """Price of tokens written to the provider's cache; that of `input` if absent."""
     cache_write_1h: float | None = Field(None, ge=0)
     """Tokens written to the provider's cache for one hour; as `cache_write` if absent."""
 
@@ -56,7 +56,7 @@ class LongPromptPrices(TokenPrices):
     """Prices of all tokens of a call with a long prompt."""
 
     above: int = Field(ge=0)
-    """They hold for prompts of more tokens than this."""
+    """Number of prompt tokens above which these prices apply."""
 
 
 class ModelPrices(TokenPrices):

@@ -56,7 +56,7 @@ class SessionBudget(DocumentedModel):
     finish, which is never trained on; the eleventh such call is refused)."""
 
     def as_policy(self) -> Json:
-        """Return the limits that are set, for the policy of a session; empty if none is."""
+        """Return the limits that are set, for the policy of a session; empty if no limit is set."""
         given = {name: value for name in SessionBudget.model_fields if (value := getattr(self, name)) is not None}
         return {} if given.keys() == {"at_budget"} else given
 

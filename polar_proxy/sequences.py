@@ -197,8 +197,8 @@ def all_reported(logprobs: Logprobs) -> bool:
 def find_problem(trace: Trace, calls: Mapping[str, CallRecord]) -> str | None:
     """Return how a trace differs from its calls, or None.
 
-    There is none if tokens and log-probabilities are those of the calls, position by position, and each sampled span is
-    a whole answer. A rescored trace may have other log-probabilities.
+    A trace matches its calls if its tokens and log-probabilities are theirs, position by position, and each sampled
+    span is a whole answer. A rescored trace may have other log-probabilities.
     """
     if (problem := find_layout_problem(trace)) is not None:
         return problem

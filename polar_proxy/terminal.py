@@ -29,7 +29,7 @@ _COMMANDS = (
 _CONTROL = re.compile(f"[{_COMMANDS}]")
 _CONTROL_OR_BREAK = re.compile(f"[\\t\\n{_COMMANDS}]")
 _LONGEST_LINE, _LONGEST_MESSAGE = 500, 8000
-"""Characters."""
+"""Size limits in characters."""
 _LOG_LINE, _LOG_TIME = "%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S"
 _OWN_PACKAGES = ("polar_proxy", "harness_adapters", "sandboxes")
 

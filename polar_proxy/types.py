@@ -53,7 +53,7 @@ def new_id(prefix: str) -> str:
 
 
 def encode_id(prefix: str, value: int) -> str:
-    """Return an id of microseconds since the epoch, shifted by 40 bits for a random part."""
+    """Return the id with this 100-bit number: microseconds since the epoch, followed by 40 random bits."""
     return prefix + "_" + "".join([_ALPHABET[(value >> shift) & 31] for shift in range(95, -5, -5)])
 
 

@@ -88,7 +88,7 @@ class BubblewrapSandbox(SupervisedSandbox):
         """Return the mount of a file of hosts in which the specification's names resolve to loopback."""
         system = Path("/etc/hosts")
         if not system.exists():
-            raise SandboxError("this machine has no /etc/hosts, in whose place the sandbox would see its own")
+            raise SandboxError("this machine has no /etc/hosts, which is needed to give the sandbox its own")
         file = self.base / "hosts"
         file.write_text("".join(f"127.0.0.1 {name}\n" for name in ("localhost", *self.spec.hosts)))
         file.chmod(0o644)

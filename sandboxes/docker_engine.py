@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CHANGED = 0
-"""The kind of a path that was in the image already, in the engine's list of changes; others were added or deleted."""
+"""The kind, in the engine's list of changes, of a path that was already in the image. Other kinds: added or deleted."""
 UNREADABLE = "\ufffd"
 CHANGES_BYTES = 64 << 20
 """Limit of the engine's list of changes, which names every file that programs inside made."""

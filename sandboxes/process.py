@@ -71,7 +71,8 @@ class SupervisedSandbox(Sandbox):
         self._pipes: set[OutputPipe] = set()
         self._cgroup: cgroups.ControlGroup | None = None
         self._early_sockets: dict[int, int] = {}
-        """Descriptors by port, of sockets that only the start of the supervisor has the right to bind."""
+        """Port -> descriptor of a socket that the supervisor bound at its start, because it has no right to bind
+        later."""
 
     # ------------------------------------------------------------ life cycle
 

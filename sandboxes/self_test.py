@@ -1,7 +1,7 @@
 """Test a kind of sandbox for ways out, before it is used: open one and try from inside to get out.
 
-The isolation depends on the kernel, the container it may itself run in, bwrap's and the engine's version and settings;
-a sandbox that opens may still let programs out. A `process` sandbox isolates nothing and is not tested.
+The isolation depends on the kernel, on a container around Polar, and on version and settings of bwrap or the Docker
+engine. So a sandbox that opens may still let programs out. A `process` sandbox isolates nothing and is not tested.
 """
 
 from __future__ import annotations

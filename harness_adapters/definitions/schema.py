@@ -187,7 +187,7 @@ class HarnessDefinition(_Table):
                 )
         for key, text, names in _texts(self):
             if "{mount:" in text:
-                raise ValueError(f"{key}: a definition mounts install.path only")
+                raise ValueError(f"{key}: a definition cannot use {{mount:PATH}}, because only install.path is mounted")
             try:
                 check_placeholders(text, names)
             except HarnessError as error:

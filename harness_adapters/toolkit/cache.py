@@ -2,7 +2,7 @@
 
 A folder lies at ``<cache_root>/<name>/<version>-<hash of the recipe>``, so a changed recipe makes a new folder and
 never edits one that a running sandbox has mounted. A folder is complete when its marker file exists. The marker is
-written last, under a lock, so that neither two installers nor a killed one can leave an incomplete folder behind.
+written last, under a lock, so that neither two installers nor a killed one can leave an incomplete folder.
 """
 
 from __future__ import annotations

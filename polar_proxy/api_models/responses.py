@@ -269,7 +269,8 @@ class CancelResponse(ApiResponseModel):
     cancelled: str
     """The id that was cancelled."""
     in_flight: list[str]
-    """Rollouts that a worker was running. Those of this server have ended; other servers end theirs soon after."""
+    """Rollouts that a worker was running. If it was a worker of this server, they have ended; other servers end theirs
+    soon."""
 
 
 class CreatedSession(ApiResponseModel):

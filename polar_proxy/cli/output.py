@@ -1,4 +1,4 @@
-"""Output of the commands: JSON documents, tables and progress bars. `views` has what takes more than a table."""
+"""Output of the commands: JSON documents, tables and progress bars. Larger output is in `views`."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def grpo(
     weights: Annotated[
         str | None,
         typer.Option(
-            help="Folder of the weights to start from. Required for vllm. Default for local: those that it serves."
+            help="Folder of the weights to start from. Required for vllm. Default for local: the weights it serves."
         ),
     ] = None,
     rollout_options: Json,

@@ -21,7 +21,7 @@ Arguments = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class HarnessProfile:
-    """One harness. In tool arguments, `{command}` stands for the command and `{prompt}` for a sub-agent's task."""
+    """One harness. In tool arguments, `{command}` is replaced by the command and `{prompt}` by a sub-agent's task."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 

@@ -222,7 +222,7 @@ class ParsedRequest:
 
 
 def provider_tools(listed: Iterable[str], body: Json, *fields: str) -> tuple[str, ...]:
-    """Return the names of a body's provider-side tools: the types of its tools, and those of `fields` that it has."""
+    """Return the names of a body's provider-side tools: those in `listed`, and each of `fields` that the body has."""
     return tuple(dict.fromkeys([*listed, *(name for name in fields if body.get(name))]))
 
 

@@ -39,8 +39,8 @@ class _GenerationBlock(jinja2.ext.Extension):
 
 
 class _TemplateEnvironment(ImmutableSandboxedEnvironment):
-    """The sandbox of Transformers and vLLM. Two frequent lookups give the same results in less time: those of fields of
-    messages, and of what an attribute's type allows."""
+    """The Jinja sandbox of Transformers and vLLM, made faster: fields of messages are looked up directly, and whether
+    an attribute is safe is checked once for each type."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

@@ -183,7 +183,7 @@ def reasoning_kind(template: str | None, prompt: str) -> Reasoning:
 
 
 def possible_start(text: str, words: Sequence[str]) -> int:
-    """Return the position from which the rest of `text` is the beginning of one of `words`; len(text) if none is."""
+    """Return the first position from which the rest of `text` may be the beginning of one of `words`, or len(text)."""
     longest = max(map(len, words), default=1) - 1
     for place in range(max(len(text) - longest, 0), len(text)):
         if any(word.startswith(text[place:]) for word in words):

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 _COMPARE_EVERY = 32
 _LARGE_TEXT = 16_384
-"""Characters from which on a text is encoded in a thread."""
+"""Number of characters from which on a text is encoded in a thread."""
 _KEPT_PROOFS = 1024
 _FORMS = tuple(
     MessageForm(parts, tools, drops)
@@ -142,7 +142,7 @@ class LocalRenderer(Generic[Rendering]):
     def _key(self, request: ChatRequest) -> bytes:
         """Return a digest of what a rendering depends on besides the messages.
 
-        The last one is kept, because one call needs it several times and large tools take 50 microseconds.
+        The last digest is kept, because one call needs it several times and hashing many tools takes 50 microseconds.
         """
         parts = request.tools, request.template_kwargs
         known, key = self._last_key

@@ -58,7 +58,8 @@ class OpenAIClient:
         headers: Mapping[str, str] = MappingProxyType({}),
         read_error: ErrorReader = api_error,
     ) -> None:
-        """`url` is the server's root, with or without `/v1`; `api_key` is sent in the header `auth`, after its prefix.
+        """`url` is the server's root, with or without `/v1`. `auth` is the header that carries `api_key`, and the key's
+        prefix.
 
         `keep_alive=False` opens a connection for each request. `headers` are sent with every request."""
         if not url.startswith(("http://", "https://")):

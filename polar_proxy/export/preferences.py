@@ -1,8 +1,8 @@
 """Preference data: pairs of conversations about one task, of which one was rewarded more. For DPO and reward models.
 
 A row has TRL's conversational form: `prompt` (the messages that both begin with), `chosen` and `rejected`. Each group
-gives one pair: the conversation with the highest reward and the one with the lowest. Of a rollout with several
-conversations the longest counts. Results of tools are among `chosen` and `rejected`: a trainer must mask them.
+gives one pair: the conversation with the highest reward and the one with the lowest. If a rollout has several
+conversations, the longest one counts. Results of tools are among `chosen` and `rejected`: a trainer must mask them.
 """
 
 from __future__ import annotations

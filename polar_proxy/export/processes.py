@@ -22,7 +22,7 @@ from polar_proxy.export.exporter import ExportReport
 from polar_proxy.types import Json
 
 _PIECE = 1 << 20
-"""Maximum size of a yielded piece in bytes. The event loop stands still while a piece is written."""
+"""Maximum size of a yielded piece in bytes. The event loop is blocked while a piece is written."""
 _MAX_PROCESSES = 8
 
 

@@ -40,7 +40,7 @@ WEBSOCKET_CLOSING = "polar.websocket.closing"
 WEBSOCKET_IDLE = "polar.websocket.idle"
 """Type of a message with which the application reports that no request of the WebSocket is in progress."""
 _PIECE = 1 << 17
-"""Bytes of a body in which JSON values are counted at a time, so that the GIL is not held for long."""
+"""Number of bytes that are searched at a time when values are counted, so that the GIL is not held for long."""
 
 
 class ClientDisconnected(Exception):
@@ -151,7 +151,7 @@ class ErrorFormat(Protocol):
 def error_response(
     error: RequestError, form: ErrorFormat, *, request_id: str | None = None
 ) -> tuple[list[tuple[bytes, bytes]], bytes]:
-    """Return headers and body of the response for an error. Default: with the id that `with_request_id` gave."""
+    """Return headers and body of the response for an error. Default of `request_id`: the id of `with_request_id`."""
     request_id = request_id or _request_id.get() or new_id("req")
     headers = [(b"content-type", b"application/json"), *request_id_headers(request_id)]
     # Clients such as Codex give up at once on a 429 without a retry-after header.
@@ -163,7 +163,7 @@ def error_response(
 
 
 def with_request_id(send: Send, request_id: str) -> Send:
-    """Return a `send` that adds the id to the headers of a response that has none, as an answer of a call has."""
+    """Return a `send` that adds the request id to the headers of a response, unless the response has one already."""
     _request_id.set(request_id)
 
     async def identified_send(message: Any) -> None:

@@ -97,13 +97,13 @@ class LimitedConnection(asyncio.Protocol):
     limits: GatewayLimits
 
     closing = False
-    """Nothing more is parsed: what still comes is dropped."""
+    """True once nothing more is parsed. Bytes that arrive afterwards are dropped."""
     pieces_of_turn = 0
     """Pieces of content that were parsed in this turn of the event loop. Subclasses count them."""
     _held = _NOTHING
     """Received bytes that wait for a later turn of the event loop."""
     _unread_answer = 0
-    """Bytes that waited for the client to read them when this was last checked."""
+    """Bytes of the answer that the client had not read at the last check."""
     _answer_timer: asyncio.TimerHandle | None = None
     _pace: BodyPace | None = None
     """How fast the current body arrives; None while this is not measured."""
@@ -111,7 +111,7 @@ class LimitedConnection(asyncio.Protocol):
 
     @abstractmethod
     def parse(self, piece: memoryview) -> None:
-        """Parse what came next."""
+        """Parse the next bytes."""
 
     @abstractmethod
     def reads_whole(self) -> bool:
@@ -134,7 +134,8 @@ class LimitedConnection(asyncio.Protocol):
             self._parse_held()
 
     def _parse_held(self) -> None:
-        """Parse what came, as far as this turn of the event loop allows, and leave the rest to the next turns."""
+        """Parse as many of the received bytes as this turn of the event loop allows, and leave the rest to the next
+        turns."""
         self.pieces_of_turn = 0
         while self._held and not self.closing and self.pieces_of_turn < _SLICE_PIECES:
             piece = self._held if self.reads_whole() else self._held[:_SLICE_BYTES]

@@ -2,8 +2,9 @@
 
 An agent that makes the engine fail on purpose (a parameter or text that the engine answers with a 5xx status) must not
 get another attempt for it. So the request of a rollout's failed call is kept, and can be tried again. If it fails
-before and after a plain request that the engine answers, it is at fault. What is sampled here is never recorded, sent
-or trained on. A hosted model is paid for each request and is never tried again: its failures count as the provider's.
+before and after a plain request that the engine answers, it is at fault. Tokens that are sampled here are never
+recorded, sent or trained on. A hosted model is paid for each request and is never tried again: its failures count as
+the provider's.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ log = logging.getLogger(__name__)
 
 _SECONDS = 60.0
 """Time limit for each request that is sent to the engine again to find the fault, and for the plain request. A request
-whose answer has begun by then does not fail."""
+whose answer has begun by then counts as answered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ class FailedRequests:
         self._by_session.pop(session_id, None)
 
     async def failure_of_its_own(self, session_id: str) -> str | None:
-        """Return how the kept request fails again, if the engine answers a plain one; otherwise None."""
+        """Return the error with which the kept request fails again although the engine answers a plain one, or None."""
         failed = self._by_session.get(session_id)
         if failed is None:
             return None

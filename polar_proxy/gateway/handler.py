@@ -225,7 +225,7 @@ class RequestHandler:
                 )
 
     async def store_spent(self, session_id: str, budget: BudgetUsage) -> None:
-        """Store that a session's budget is spent, if it is. A failure is left to the session's next call."""
+        """Store that a session's budget is spent, if it is. If the store fails, the session's next call stores it."""
         if budget.spent is None or budget.stored:
             return
         with contextlib.suppress(StoreError):  # the monitor logs it

@@ -9,9 +9,8 @@ one or more of these methods, plain or async. Each returns its argument's replac
 
 Promises:
 
-* What a hook changed is recorded with the call (`calls.hooks`): the request's parts as the model saw them, because the
-  record has them as the agent sent them; and the answer as it was sampled, because the record has it as the agent got
-  it.
+* The record of a call has the request as the agent sent it and the answer as the agent got it. If hooks changed them,
+  `calls.hooks` has the changed parts of the request as the model saw them, and the answer as it was sampled.
 * Sampled tokens of an answer that a hook changed are never trained or continued. A later prompt has the changed text.
 * A prompt whose messages a hook changed is rendered by the engine. Its answer is trained, after the prompt that the
   model saw.

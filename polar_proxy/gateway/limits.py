@@ -39,7 +39,7 @@ _BODY = "request body"
 _PIPELINED = 8
 """Requests that a connection may send before the answer to its first one."""
 _SESSION_SHARE = 4
-"""A session may hold one part in this many of the budget for bodies."""
+"""A session may use the budget for bodies divided by this number."""
 
 
 def raise_descriptor_limit() -> int:
@@ -168,7 +168,7 @@ class LimitedHttpProtocol(LimitedConnection, HttpToolsProtocol):
         self._refusal: RequestError | None = None
         self._reading: Literal["head", "body"] | None = "head"
         self._unread = 0
-        """Bytes that came since the message or its last piece of content began."""
+        """Bytes received since the last progress: the end of a request or of its head, or a piece of its body."""
         self._content = 0
         self._chunked = False
         self._head_timer: asyncio.TimerHandle | None = None

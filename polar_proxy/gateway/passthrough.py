@@ -96,7 +96,7 @@ class PassthroughEncoder(Encoder):
     inner: Callable[..., Encoder] = field(kw_only=True)
     """Makes the dialect's own encoder, for an error if the connection to the provider breaks."""
     held: bool = field(kw_only=True)
-    """Everything from here on is held back."""
+    """True once the end of the answer has begun: it and all later bytes are held back."""
     _rest: list[bytes] = field(default_factory=list, init=False)
     _ended: bool = field(default=False, init=False)
 

@@ -168,10 +168,10 @@ class RequestReader:
 
 @contextlib.asynccontextmanager
 async def _turn(session: SessionState, size: int) -> AsyncIterator[None]:
-    """Wait until the session may parse this body: one at a time, the next in a later turn of the event loop.
+    """Wait until it is this body's turn to be parsed, in one of the two queues of its session.
 
-    Bodies of more than `_TAKES_TURNS` bytes wait only for each other, and so do smaller ones. Before one of the large
-    bodies is parsed, the event loop serves other sessions.
+    One queue has the bodies of more than `_TAKES_TURNS` bytes, so that smaller ones do not wait for these. Each queue
+    parses at most one body per turn of the event loop; before a large body, others are served first.
     """
     lock = session.parsing_large if size > _TAKES_TURNS else session.parsing
     await lock.acquire()

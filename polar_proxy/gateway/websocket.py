@@ -58,7 +58,7 @@ class LimitedWebSocketProtocol(LimitedConnection, WebSocketsSansIOProtocol):
         self.close_timeout = CLOSE_SECONDS
         self._body_bytes = body_bytes
         self._unread = 0
-        """Bytes that came since the message began."""
+        """Bytes received since the message began."""
         self._unreported = 0
         """Bytes of the message that were not yet reported to the application by `asgi.WEBSOCKET_PIECE`."""
         self._idle_timer: asyncio.TimerHandle | None = None
@@ -157,7 +157,7 @@ class LimitedWebSocketProtocol(LimitedConnection, WebSocketsSansIOProtocol):
         self.stop_pace()
 
     def _queue(self, message: Any) -> None:
-        """Pass a message to the application, and read no more before it has taken it."""
+        """Pass a message to the application, and read nothing further until the application has taken it."""
         if self.close_sent or self.closing:
             return
         self.queue.put_nowait(message)

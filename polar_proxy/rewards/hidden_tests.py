@@ -6,8 +6,8 @@ skipped. A test that is expected to fail and does (XFAIL) passes. Rules from swe
 `swebench/harness/grading.py`:
 
 * a FAIL_TO_PASS test that is skipped, or missing from the log, has failed;
-* a test id that the data set cut off inside its brackets stands for all tests whose ids begin with it; if only some of
-  them passed, it counts as missing from the log;
+* a test id that the data set cut off inside its brackets means all tests whose ids begin with it; if only some of them
+  passed, it counts as missing from the log;
 * with `fail_only` (runners that name only failures) a test has failed only if the log says so, and the log must show
   that the suite ran;
 * the log of a command that exits with an error is not trusted if it shows no failure.

@@ -281,7 +281,7 @@ class StageLimits:
 
     @property
     def at_work(self) -> int:
-        """Number of rollouts that are being prepared, or are prepared and have not ended."""
+        """Number of rollouts whose preparation has begun and that have not ended."""
         later = (self.running, self.scoring)
         return self.preparing.inside + sum(limiter.inside + limiter.waiting for limiter in later)
 

@@ -6,7 +6,7 @@ writes what differs into that repository and lets the clean git of this machine 
 configuration or repository that the agent could change takes part. Files are compared byte by byte, without conversion
 of line ends.
 
-What counts as work: every file that was in the base, and every new one except those that git would ignore. With
+The agent's work is every file that was in the base, and every new one except those that git would ignore. With
 `Environment.snapshot`, ignored files count too. Files in nested repositories count, their `.git` folders do not.
 """
 

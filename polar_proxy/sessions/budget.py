@@ -7,8 +7,8 @@ Promises:
   flight go beyond those limits.
 * Once spent, a budget stays spent: the store keeps the name of the limit (`sessions.spent`).
 * After a restart the counters are those of the session's row, and repeats are counted from the stored fingerprints.
-* Several gateways of one database read the row before each call (setting `gateway.shared`). What they exceed a limit by
-  is at most what is in flight on the other gateways when the limit is reached.
+* Several gateways of one database read the row before each call (setting `gateway.shared`). They exceed a limit by at
+  most the calls that are in flight on the other gateways when it is reached.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FINAL_ANSWERS = 10
 
 
 class BudgetSpentError(RequestError):
-    """A call of a session whose budget is spent. SDKs and agents do not repeat a request with this status."""
+    """A call of a session whose budget is spent. SDKs and agents do not repeat a request that got this status."""
 
     def __init__(self, limit: str) -> None:
         text = f"The budget of this session is spent ({limit}). No further call is answered; stop here."
@@ -61,7 +61,7 @@ class BudgetUsage:
         self.spent: str | None = None
         """The name of the limit that was reached first; None while calls are answered."""
         self.stored = False
-        """Whether the store has `spent`."""
+        """Whether `spent` has been written to the store."""
         self.repeats = 0
         """The largest number of equal calls so far."""
         self._calls = 0
@@ -84,7 +84,7 @@ class BudgetUsage:
         self.spent, self.stored = row.spent or self.spent, row.spent is not None
 
     def reserve(self, calls: int, now: float) -> Reservation:
-        """Reserve places for calls that are about to begin, or find that the budget is spent. `now`: epoch seconds."""
+        """Reserve places for `calls` new calls; if the budget is spent, return a refusal or a final answer instead."""
         if self.limited and self.spent is None:
             self.spent = self._reached(calls, now)
         if self.spent is None:
@@ -100,7 +100,9 @@ class BudgetUsage:
         return Reservation(self, 0, final_answer=text)
 
     def spend_if_idle(self, now: float, *, since: float) -> bool:
-        """Spend the budget if no call is in flight and none ended within `max_idle_seconds`, and not after `since`."""
+        """Mark the budget as spent if no call is in flight and the session was idle for longer than `max_idle_seconds`.
+        It is idle since its last call ended, or since `since` if that is later. Return whether it was idle for that
+        long."""
         limit = self.limits.max_idle_seconds
         idle = limit is not None and not self._pending and now - max(since, self._last_end or 0.0) > limit
         if idle and self.spent is None:
@@ -113,7 +115,7 @@ class BudgetUsage:
         return f"{self.spent} = {getattr(self.limits, self.spent or '')}"
 
     def _reached(self, calls: int, now: float) -> str | None:
-        """Return the name of a limit that these further calls must not go beyond, or None."""
+        """Return the name of the limit because of which `calls` further calls may not begin; None if they may."""
         limits = self.limits
         if limits.max_calls is not None and self._calls + self._pending + calls > limits.max_calls:
             return "max_calls"

@@ -86,8 +86,8 @@ class CallIndex:
     assistant_chains: dict[bytes, list[tuple[CallNode, AnswerNode]]] = field(default_factory=dict)
     """Answers by the key of all assistant turns up to the answer."""
     exchanges: dict[bytes | tuple[bytes, tuple[str, ...]], list[CallNode]] = field(default_factory=dict)
-    """Calls by the digest of their answer with the message before it. Calls whose answer has tool calls or is long, so
-    that it alone identifies them, also by (digest of the answer, ids of its tool calls)."""
+    """Calls by the digest of their answer with the message before it. A call whose answer identifies it alone, because
+    it is long or has tool calls, is also found by (digest of the answer, ids of its tool calls)."""
     threads: dict[str, CallNode] = field(default_factory=dict)
     """The newest call of each of the harness's own threads."""
     newest: CallNode | None = None
@@ -127,7 +127,8 @@ class CallIndex:
             del self.quotable[:-_QUOTABLE]
 
     def repeats(self, node: CallNode) -> int:
-        """Return how often an answered call was made: with the same request, or with the same answer in a row."""
+        """Return how often an answered call was repeated, itself included. This is the number of answered calls with
+        the same request or, if larger, of consecutive calls with the same answer that end with this one."""
         same_request = sum(other.state in ANSWERED for other in self.asked[node.asked])
         same_answer, here = 1, node
         while (parent := self.by_id.get(here.parent_call_id or "")) is not None:

@@ -212,7 +212,8 @@ class PromptBuilder:
         return PromptPlan(accepted, past_reasoning=past_reasoning)
 
     async def _other_end(self, answered: AnsweredCall) -> PromptReason:
-        """Return what ended an answer that ended neither with a token of `eos_token_ids` nor at the token limit."""
+        """Return the reason that prevents continuation of an answer that no token of `eos_token_ids` and no token limit
+        ended."""
         if answered.finish_reason not in ("stop", "tool_calls"):
             return "aborted"
         text = await self._engine.decode(answered.ids[answered.prompt_size :].tolist()) if answered.stop else ""
@@ -274,7 +275,8 @@ class PromptBuilder:
     async def _after_answer(
         self, request: ChatRequest, base: Base, stops: Collection[str], session: SessionState
     ) -> tuple[str, AfterAnswer]:
-        """Return the rendering of the request, and what it holds after the base's answer. Raises RenderingError."""
+        """Return the rendering of the request, and the part of it that follows the base's answer. Raises
+        RenderingError."""
         messages, asked = request.messages, base.messages
         while asked and messages[asked - 1].role == "assistant":
             asked -= 1

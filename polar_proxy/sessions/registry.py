@@ -6,7 +6,7 @@ and the calls that it does not know.
 
 While the store fails, sessions in memory go on, and unknown keys open sessions that are stored later. A session that
 lost a call is marked as incomplete in the store as soon as that can be written (`write_pending`), or, if the process
-ends before, by whoever opens the store next (`store.outage_marks`).
+ends before, by the next process that opens the store (`store.outage_marks`).
 """
 
 from __future__ import annotations

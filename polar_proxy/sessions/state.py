@@ -183,7 +183,7 @@ class SessionState:
         self.key_hashes: set[bytes] = set()
         """The hashes of the keys that find this session in the gateway's memory."""
         self.counted_calls = 0
-        """`weight` when the registry last looked at it."""
+        """The `weight` that the registry's sum contains for this session."""
         self.requests = 0
         """Requests that are being read or answered; see `in_request`."""
         self.in_flight = 0

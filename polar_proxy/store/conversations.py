@@ -1,12 +1,12 @@
 """Conversations of the Responses API: items that a client keeps at the server and adds to call by call.
 
-What a call adds is written in the transaction that commits the call, so that a conversation never lacks an answer that
-its client has, nor has one that is not recorded.
+The items that a call adds are written in the transaction that commits the call, so that a conversation never lacks an
+answer that its client has, nor has one that is not recorded.
 
 Promises:
 
-* Items are in the order in which they were added. What one call adds is not mixed with what another one adds, because
-  each transaction locks the conversations that it adds to.
+* Items are in the order in which they were added. The items of one call are not mixed with those of another one,
+  because each transaction locks the conversations that it adds to.
 * If a conversation was deleted while a call was answered, the call is committed and adds nothing.
 """
 

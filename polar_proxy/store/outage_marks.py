@@ -4,7 +4,7 @@ Promises:
 
 * A mark survives `kill -9` of its process. (It does not wait for the disk, so it may not survive a loss of power.)
 * A mark needs no free space on the disk: each process reserves its file when it starts.
-* Whoever opens the store next writes the marks of dead processes into it, before anything is read.
+* The next process that opens the store writes the marks of dead processes into it, before it reads anything.
 
 A living process holds a lock on its file. Processes on other machines see a mark once the database has it.
 """

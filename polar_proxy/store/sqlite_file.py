@@ -77,7 +77,7 @@ def check_free_space(path: Path) -> None:
 
 
 def probe_file(path: Path) -> None:
-    """Write a row and commit, on a connection of its own."""
+    """Write a row and commit, on a separate connection."""
     check_free_space(path)
     with closing(
         sqlite3.connect(f"{path.as_uri()}?mode=rw", uri=True, timeout=_PROBE_SECONDS, factory=RollbackOnClose)

@@ -50,7 +50,8 @@ class Store:
         self._artifacts_folder = artifacts
         self._marks_folder = artifacts.parent / "unrecorded"
         self._flushing = AsyncExitStack()
-        """Stops what writes in batches, the newest first."""
+        """Its exit writes the rows that wait, and stops the repositories that write in batches, in reverse order of
+        their creation."""
         # One conversation (calls, open_calls, conversations, traces, rescores: below)
         self.sessions = SessionRepository(database)
         self._flushing.push_async_callback(self.sessions.stop)

@@ -16,7 +16,7 @@ from polar_proxy.types import TokenIds
 _BASE = 0x9E3779B97F4A7C15
 """An odd number with evenly spread bits."""
 _FEW = 32
-"""So many sequences are compared one by one, because that is faster than hashing a long prompt."""
+"""Up to this many sequences are compared one by one, because that is faster than hashing a long prompt."""
 
 
 @lru_cache(maxsize=64)

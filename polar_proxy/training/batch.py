@@ -50,7 +50,7 @@ class TrainingGroup:
     task_id: str
     members: tuple[GroupRollout, ...]
     staleness: int | None = None
-    """Number of policy versions by which the group's oldest rollout is behind the trainer, as its lease says."""
+    """Number of policy versions between the group's oldest rollout and the trainer, from the group's lease."""
 
     @property
     def rewards(self) -> list[float | None]:

@@ -38,7 +38,7 @@ FEED_ERRORS = (StoreError, ApiError, UnreachableError)
 again."""
 
 FEED_WAIT_SECONDS = 2.0
-"""Time that a server may wait for a group before it answers that there is none."""
+"""Time that a server may wait for a finished group before it returns none."""
 
 STORED_BUILDER = "merged"
 """The builder whose traces are stored when a rollout ends. Traces of other builders are built when they are read."""

@@ -93,9 +93,9 @@ class GrpoTrainer:
         report: Callable[[str], None] = log.info,
     ) -> None:
         """`model`: the folder that the learner was loaded from. `engine_busy_seconds`: total seconds in which the
-        engine had at least one call. `sink`: a second place for the metrics. `observer` gets each line of the metrics
-        as it is written. `on_point` is called at each named point of the loop, so that tests can inject faults.
-        `report` takes progress lines for people."""
+        engine had at least one call. `sink` gets copies of the metrics. `observer` gets each line of the metrics as it
+        is written. `on_point` is called at each named point of the loop, so that tests can inject faults. `report`
+        takes progress lines for people."""
         self._run, self._config, self._learner, self._model = run, config, learner, model
         self._engine, self._weight_sync, self._reader, self._rollouts = engine, weight_sync, reader, rollouts
         self._engine_busy_seconds, self._on_point, self._report = engine_busy_seconds, on_point, report

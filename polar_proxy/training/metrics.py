@@ -84,7 +84,7 @@ def mean_reward(rewards: Sequence[float]) -> Json:
 
 
 class MetricsSink(Protocol):
-    """A second place for the lines of one run."""
+    """Receives copies of the metrics lines of one run, to store them outside the run's folder."""
 
     async def store(self, first: int, lines: Sequence[Json]) -> bool:
         """Store lines, the first of which has the number `first`. If it is 0, replace all lines of the run. Idempotent.

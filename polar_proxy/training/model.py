@@ -241,7 +241,7 @@ class Learner:
         """Return for each sampled token [s] the number of the training step that made the policy which sampled it.
 
         `step`: the number of the current policy; in a synchronous run, tokens of an unknown version count as its own.
-        Raises TrainingError for every other version that is not of this run.
+        In any other case, raises TrainingError for a version that is not of this run.
         """
         numbers = []
         for version in microbatch.versions:
@@ -381,5 +381,5 @@ class Learner:
 
 
 def _call_with(model: Any, weights: Mapping[str, Tensor], **inputs: Any) -> Any:
-    """Call the model with `weights` in place of its own."""
+    """Call the model with `weights` instead of its parameters."""
     return torch.func.functional_call(model, dict(weights), (), inputs)

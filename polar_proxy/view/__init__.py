@@ -1,4 +1,4 @@
-"""The web page: what a database has recorded, from the overview down to one token.
+"""The web pages: the records of a database, from the overview down to one token.
 
 Pages are Jinja2 templates (`templates/`), rendered by the server; small ES modules (`assets/`) add live updates, keys
 and the token view. Without scripts all pages but the token view can be read. A file with `add_routes` has the pages of

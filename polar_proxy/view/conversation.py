@@ -48,7 +48,7 @@ class ShownCall:
     tools: Sequence[tuple[str, str]]
     """Name and description of each tool that the model may call."""
     raw: Sequence[str] | None
-    """The messages as they were received, as indented JSON; None if they are on a page of their own."""
+    """The messages as they were received, as indented JSON; None if only a separate page shows them."""
     raw_tools: str | None
     problem: str | None
     """Why the request could not be parsed, and is shown as it was received; None if it was parsed."""

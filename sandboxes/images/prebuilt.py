@@ -187,7 +187,7 @@ def _below(path: Path) -> Iterator[Path]:
 
 
 def _of_root(entry: tarfile.TarInfo) -> tarfile.TarInfo:
-    """Return the archive entry owned by root, readable by every user of the image, with modification time 0."""
+    """Change an archive entry to be owned by root, readable by every user and of modification time 0, and return it."""
     entry.uid = entry.gid = 0
     entry.uname = entry.gname = "root"
     entry.mtime = 0

@@ -64,7 +64,7 @@ def write(folder: Path, table: Mapping[str, Any]) -> Path:
         (changed(run={"command": []}), "run.command: Tuple should have at least 1 item"),
         (changed(run={"files": {"../x": ""}}), "'../x' is not a path below HOME"),
         (changed(run={"files": {"/etc/x": ""}}), "'/etc/x' is not a path below HOME"),
-        (changed(run={"command": ["{mount:/etc}/x"]}), "run.command[0]: a definition mounts install.path only"),
+        (changed(run={"command": ["{mount:/etc}/x"]}), "run.command[0]: a definition cannot use {mount:PATH}"),
         (changed(connection={"settings": {"a.ini": {"x": 1}}}), "'a.ini' must end in .json, .toml or .yaml"),
         (changed(connection={"settings": {"a.json": {"x": "{instruction}"}}}), "connection.settings.a.json.x: {instr"),
         (changed(exit={"failed": "("}), "exit.failed: is not a regular expression"),

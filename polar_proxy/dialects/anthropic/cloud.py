@@ -89,7 +89,7 @@ def _frames(stream: bytes) -> bytes:
 
 
 def _frame(payload: bytes, headers: dict[str, str]) -> bytes:
-    """Return lengths, checksum, headers (each with its type 7, a string), payload and checksum."""
+    """Return one frame: lengths, checksum, headers (each of type 7, a string), payload, and a checksum of all of it."""
     encoded = b"".join(
         struct.pack(">B", len(name)) + name.encode() + struct.pack(">BH", 7, len(value)) + value.encode()
         for name, value in headers.items()

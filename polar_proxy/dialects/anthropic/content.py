@@ -154,7 +154,8 @@ class _BlockReader:
         return self._parts(_rendered(_content_blocks(content, path), path))
 
     def _marked_parts(self, blocks: list[tuple[Json, str]]) -> tuple[list[Json], tuple[tuple[int, Json], ...]]:
-        """Return the parts of blocks, and the marks to cache with the index of the part that each ends."""
+        """Return the blocks' parts, and (index of the marked part, `cache_control`) for each mark that asks to cache
+        the prompt."""
         if not any("cache_control" in block for block, _ in blocks):
             return self._parts(blocks), ()
         parts: list[Json] = []

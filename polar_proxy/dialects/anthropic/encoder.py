@@ -6,8 +6,8 @@ Text and thinking are streamed as they arrive. A tool call is sent when it is co
 object, which is known only when all arguments were sampled. (Anthropic's own servers hold arguments back for the same
 reason.) The arguments of a tool with `eager_input_streaming` are streamed as they arrive, valid or not.
 
-One block is open at a time. What arrives while the arguments of an eager tool are incomplete waits until they are
-complete, or until the end.
+One block is open at a time. Text and calls that arrive while the arguments of an eager tool are incomplete wait until
+they are complete, or until the end.
 
 Thinking is sent only if the client requested it by `thinking`; otherwise the answer begins with its text or tool call.
 The record holds it in any case, and a continued prompt has it as it was sampled.

@@ -5,11 +5,11 @@ and have the status `no_tokens`: `polar rescore` turns them into off-policy rows
 
 Promises, each with a test:
 
-* Whatever the client's dialect, the provider gets its own form. What that form cannot hold is refused, or named by
-  `not_carried`, which is recorded with the call (`carried.py` lists both).
+* The provider gets its own form, whatever the client's dialect. An option that this form cannot hold is refused, or is
+  named by `not_carried` and recorded with the call (`carried.py` lists both).
 * The provider's key comes from the settings or the environment, goes to the provider only, and is removed from errors.
 * An error keeps its status, except that a refused key is 502: the agent's own key is not at fault. `retry-after` is
   handed on.
-* A request is sent once. Retries and fallbacks are the client's. The one exception is a compatible API that refuses a
-  field and names the one that it wants (`openai.py`), which it does before it samples.
+* A request is sent once. Retries and fallbacks are left to the client. The one exception is a compatible API that
+  refuses a field and names the one that it wants (`openai.py`), which it does before it samples.
 """

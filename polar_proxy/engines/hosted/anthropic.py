@@ -31,7 +31,7 @@ _FINISH_REASONS = {
 
 
 class AnthropicEngine(HostedEngine):
-    """`async with AnthropicEngine(model="claude-...", api_key="...") as engine:`.
+    """A model of Anthropic's API: `async with AnthropicEngine(model="claude-...", api_key="...") as engine:`.
 
     Entering raises EngineError if the API cannot be reached, refuses the key, or does not serve the model.
     """
@@ -87,7 +87,7 @@ class MessageDecoder:
     """Turns a message, or the events of its stream, into `SampleEvent`s."""
 
     def __init__(self, name: str, model: str) -> None:
-        """`name`: the server's, in errors. `model`: the one that was asked."""
+        """`name`: the server's name in error texts. `model`: the model that was requested."""
         self._name = name
         self._model = model
         self._blocks: dict[int, Json] = {}
@@ -194,7 +194,7 @@ class MessageDecoder:
         return None  # citations, which no other dialect has
 
     def _close(self, index: int) -> SampleEvent | None:
-        """Return `{}` for a tool call whose arguments never came: it has none."""
+        """Return `{}`, the arguments of a tool call that ended without any."""
         if index not in self._inputs or "".join(self._inputs[index]):
             return None
         self._inputs[index].append("{}")

@@ -40,7 +40,8 @@ class HostedEngine(ServerEngine):
 
     @abstractmethod
     def _encode(self, request: EngineRequest, stream: bool) -> tuple[str, Json]:
-        """Return the path below the server's root, and the body. Raises RequestError for what it cannot hold."""
+        """Return the path below the server's root, and the body. Raises RequestError for a request that the provider's
+        form cannot hold."""
 
     @abstractmethod
     def _decoder(self, request: EngineRequest) -> AnswerDecoder:
@@ -90,7 +91,8 @@ class HostedEngine(ServerEngine):
         raise RequestError(f"{self.client.name} does not accept token ids.", status=501, code="unsupported")
 
     async def count_tokens(self, request: ChatRequest) -> int:
-        """Return the length of the prompt by tiktoken; an estimate from its bytes if that does not know the model."""
+        """Return the length of the prompt by tiktoken; an estimate from its bytes if tiktoken does not know the
+        model."""
         tokens, _ = await asyncio.to_thread(self._counter.count, self.info.model, request_text(request))
         return tokens
 

@@ -3,7 +3,7 @@
 A client's body has three kinds of fields. The conversation, its tools and its sampling are in `ChatRequest`, and each
 engine writes them in its provider's form. Reasoning options are translated (`ClientOptions`). All other fields
 (`ClientOptions.fields`) steer a provider's own service: they are passed on if client and provider use the same API
-(`PASSED`). What is neither carried nor refused is named by `not_carried`, and recorded with the call.
+(`PASSED`). Fields that are neither carried nor refused are named by `not_carried`, and recorded with the call.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ NEUTRAL = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "p
     "top_logprobs": 0,
     "stop": (),
 }
-"""Values that change nothing."""
+"""The value with which a parameter has no effect."""
 
 
 def set_sampling(sampling: Sampling) -> dict[str, object]:

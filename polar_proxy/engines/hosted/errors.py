@@ -24,13 +24,14 @@ _STATUS_OF_TYPE = {
     "timeout_error": 504,
     "overloaded_error": 529,
 }
-"""The status of each type of an error that Anthropic sends inside a stream, where it has none."""
+"""The HTTP status of each error type of Anthropic. Needed for an error inside a stream, which comes without a
+status."""
 _DELAY = re.compile(r"(\d+(?:\.\d+)?)s")
 _COMPATIBLE = "Is this the root of the provider's API?"
 
 
 def hosted_error(body: Any, status: int, name: str) -> PolarError:
-    """Return the typed error for an error body of any of the three providers; `name` is the server's in its text.
+    """Return the typed error for an error body of any of the three providers; `name` is the server's name in its text.
 
     A refused key (401, 403) and an unknown route are faults of the set-up, which the agent cannot mend: EngineError
     with status 502. Other 4xx statuses except 402, 408 and 429 are the request's fault: RequestError. The rest is an

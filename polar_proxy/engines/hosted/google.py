@@ -37,7 +37,7 @@ _STANDARD_TRAFFIC = (None, "ON_DEMAND", "TRAFFIC_TYPE_UNSPECIFIED")
 
 
 class GoogleEngine(HostedEngine):
-    """`async with GoogleEngine(model="gemini-...", api_key="...") as engine:`.
+    """A model of Google's API: `async with GoogleEngine(model="gemini-...", api_key="...") as engine:`.
 
     `url` is the API's root, with or without the version. Entering raises EngineError if the API cannot be reached,
     refuses the key, or does not serve the model.
@@ -105,7 +105,7 @@ class ContentDecoder:
     """Turns GenerateContentResponse objects, whole or streamed, into events."""
 
     def __init__(self, name: str, model: str, candidates: int = 1) -> None:
-        """`name`: the server's, in errors. `model`: the one that was asked."""
+        """`name`: the server's name in error texts. `model`: the model that was requested."""
         self._name = name
         self._model = model
         self._candidates = {index: _Candidate() for index in range(candidates)}

@@ -33,7 +33,7 @@ _CONFIG = "generationConfig."
 
 
 def google_body(request: ChatRequest, model: str) -> Json:
-    """Return the body. Raises RequestError for what it cannot hold."""
+    """Return the body. Raises RequestError for a request that Google's form cannot hold."""
     refuse_sampling(request.sampling, "google")
     body = google_prompt(request)
     config = _generation_config(request, model)

@@ -31,7 +31,8 @@ _ALTERNATIVES = ("max_completion_tokens", "reasoning_content")
 
 
 class OpenAIEngine(HostedEngine):
-    """`async with OpenAIEngine("https://api.example.com/v1", model="m", api_key="...") as engine:`.
+    """A model of OpenAI's API or a compatible one: `async with OpenAIEngine("https://HOST/v1", model="m",
+    api_key="...")`.
 
     `url` is the API's root, with or without `/v1`; a path that ends in anything else is used as it is. Entering raises
     EngineError if the API cannot be reached, refuses the key, or, without `model`, does not serve exactly one model.

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 BYTES_PER_TOKEN = 4
 _MESSAGE_MARKS = "<|im_start|>\n<|im_end|>"
-"""Stands for the tokens around each message."""
+"""Added to the text of each message, so that the count includes the tokens with which templates enclose a message."""
 
 
 class TokenCounter:

@@ -25,7 +25,7 @@ _FORCED = 1e4
 """Bias of a token that must be sampled."""
 _EVERY_TOKEN = 1 << 20
 _LARGE_PROMPT = 1 << 14
-"""Tokens from which on a request is encoded in a thread."""
+"""Number of prompt tokens from which on a request is encoded in a thread."""
 _ONE_TOKEN: Json = {"n_predict": 1, "samplers": ["top_k"], "top_k": 1, "return_tokens": True, "cache_prompt": True}
 _COUNTED_IN_PROMPT = ("presence_penalty", "frequency_penalty")
 
@@ -138,7 +138,7 @@ def sampled_logprob(rows: Sequence[Json], token: int, sampling: Sampling) -> flo
 
 
 def _is_plain(sampling: Sampling) -> bool:
-    """Return whether the distribution is the model's own at some temperature."""
+    """Return whether no setting other than the temperature changes the model's own distribution."""
     return not (
         sampling.logit_bias
         or (sampling.top_p or 1.0) < 1.0

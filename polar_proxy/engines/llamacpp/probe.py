@@ -176,8 +176,8 @@ async def _require_modes(client: LlamaCppClient, prompt: Sequence[int]) -> None:
 
 
 async def _end_of_turn(client: LlamaCppClient, prompt: Sequence[int], opened: str, end: str) -> tuple[int, ...]:
-    """Return the tokens at which the server stops, of those that may end a turn: the token that the template writes
-    after an answer, and the model's own end token, whose text is `end`."""
+    """Return the tokens that end an answer. Candidates are the token that the template writes after an answer, and the
+    model's end token, whose text is `end`. Those at which the server does not stop are left out."""
     whole = await client.apply_template(ChatRequest("", (_USER, Message("assistant", _ANSWER), _USER)))
     candidates = [end]
     if _ANSWER in whole:

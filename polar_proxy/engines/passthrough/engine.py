@@ -2,8 +2,8 @@
 
 Promises:
 
-* The agent gets the provider's status and every byte of its body, in order, whether Polar can read them or not. What
-  cannot be read is recorded as far as it was read, with the finish reason `unread`.
+* The agent gets the provider's status and every byte of its body, in order, whether Polar can read them or not. An
+  answer that Polar cannot read completely is recorded up to that place, with the finish reason `unread`.
 * The agent's own key is in the request's headers in memory only, for the time of the call.
 * A request is sent once. Retries are the agent's.
 """
@@ -30,7 +30,7 @@ PROVIDER_HOSTS = {
     "anthropic_messages": "api.anthropic.com",
     "google_generate_content": "generativelanguage.googleapis.com",
 }
-"""The host of each dialect for requests that name none: agents that are pointed at Polar by their base URL."""
+"""The host for requests of a dialect that name no host, because the agent's base URL is that of Polar."""
 OPENAI_HOST = "api.openai.com"
 _CONTEXT_LENGTH = 200_000
 """Reported to harnesses, because the provider's is not known before a request."""
