@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import sys
 from dataclasses import dataclass
@@ -36,6 +37,8 @@ def polar(*arguments: str) -> CommandResult:
             main()
         except SystemExit as end:
             code = int(end.code or 0)
+        finally:
+            gc.enable()  # a short command ends without it
     for stream in (stdout, stderr):
         stream.seek(0)
     return CommandResult(code, stdout.read(), stderr.read())

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from polar_proxy import __version__
-from polar_proxy.export.datasets import DATASET_FORMATS
-from polar_proxy.export.formats import TRAINER_FORMATS
+from polar_proxy.export.exporter import FORMATS
 from tests.cli.process import POLAR, environment
 from tests.cli.runner import polar, polar_error, polar_json, polar_ok
 
@@ -54,7 +53,7 @@ def test_reports_invalid_options() -> None:
         (("show", "roll_0"), "begins with 'roll_0'"),
         (("show", "[/red]"), "begins with '[/red]'"),
         (("show", "task_1", "--json"), "begins with 'task_1'"),
-        (("export", "--format", "csv"), f"choose {', '.join([*DATASET_FORMATS, *TRAINER_FORMATS])}."),
+        (("export", "--format", "csv"), f"choose {', '.join(FORMATS)}."),
         (("export", "--builder", "forest"), "per_call"),
         (("export", "--where", "colour=red"), "colour"),
         (("export", "--session", "sess_0"), "sess_0"),

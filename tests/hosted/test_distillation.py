@@ -17,7 +17,7 @@ from tests.fakes.providers import KEY, AnthropicProvider, Scripted
 from tests.fakes.tiny_agent import TINY_AGENTS
 from tests.hosted.stand_ins import running
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 HARNESS = "tests.fakes.tiny_agent:TinyAgent"
 
