@@ -14,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -25,11 +25,7 @@ from pydantic_settings import (
 from polar_proxy.allowed_code import AllowedCode, is_code
 from polar_proxy.documented import DocumentedModel
 from polar_proxy.rollout_spec import JobSpec, RolloutSpec
-
-PromptModeSetting = Annotated[
-    Literal["continue", "render"], BeforeValidator(lambda value: "render" if value == "observe" else value)
-]
-"""`observe` is accepted as another name for `render`."""
+from polar_proxy.types import PromptMode
 
 
 class _Section(DocumentedModel):
