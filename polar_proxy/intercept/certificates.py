@@ -148,7 +148,7 @@ def _builder(
 
 
 def _write_trust_files(authority: CertificateAuthority) -> None:
-    """Write the bundle, with the system's certificates as they are now, and Java's trust store."""
+    """Write the bundle (the system's current certificates and the CA's) and Java's trust store, if they changed."""
     system = _system_bundle(authority.folder)
     pem = system.read_bytes().rstrip() + b"\n" + authority.certificate.read_bytes()
     if authority.bundle.exists() and authority.java_store.exists() and authority.bundle.read_bytes() == pem:

@@ -31,7 +31,7 @@ _COUNTED_IN_PROMPT = ("presence_penalty", "frequency_penalty")
 
 
 class Vocabulary:
-    """The tokens of a model by the bytes of their text. Control tokens have none."""
+    """A model's tokens and the bytes of their texts. Control tokens have no text and are left out."""
 
     def __init__(self, rows: Sequence[Json]) -> None:
         """`rows`: the distribution of a next token, with one row for each token."""

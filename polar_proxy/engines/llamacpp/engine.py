@@ -301,7 +301,7 @@ def _with_used_tools(request: ChatRequest) -> ChatRequest:
 
 
 async def _together(answers: Sequence[AsyncGenerator[SampleEvent, None]]) -> AsyncGenerator[SampleEvent, None]:
-    """Yield the events of all answers as they arrive. Closing it closes the answers."""
+    """Yield the events of several streamed answers as they arrive. Closing this generator closes all of them."""
     waiting = {asyncio.ensure_future(anext(answer)): answer for answer in answers}
     try:
         while waiting:
