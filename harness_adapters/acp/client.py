@@ -191,7 +191,7 @@ class AgentConnection:
     # What the user sees
 
     def say(self, line: str) -> None:
-        """Report one whole line."""
+        """Show the user a line, on a new line if the agent's text ended in the middle of one."""
         self.report(("\n" if self._text_open else "") + line + "\n")
         self._text_open = False
 

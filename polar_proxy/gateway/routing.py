@@ -92,9 +92,10 @@ def _matches(value: str, patterns: Sequence[str]) -> bool:
 
 
 def _in_share(session_id: str, rule: RouteSettings) -> bool:
-    """Return whether a session is in the `share` of the sessions that a rule routes, by a hash of both names.
+    """Return whether a session is in the `share` of the sessions that a rule routes.
 
-    So the answer for a session never changes, and two rules choose independently of each other.
+    A hash of the rule's name and the session's id decides: the result for a session never changes, and two rules
+    choose independently of each other.
     """
     if rule.share >= 1:
         return True

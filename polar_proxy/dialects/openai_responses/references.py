@@ -73,9 +73,9 @@ def referenced_calls(body: Json) -> set[str]:
 
 
 def write_out_references(body: Json, calls: _ReferencedCalls, conversation: Sequence[ConversationItem] = ()) -> Json:
-    """Return a body with the items that it refers to. Raises RequestError if `calls` does not have them.
+    """Return a body with its references replaced by the items that they name.
 
-    `conversation`: the items of the conversation that the body names.
+    `conversation`: the items of the conversation that the body names. Raises RequestError if `calls` lacks an item.
     """
     items = input_items(body.get("input"))
     if (previous := body.get("previous_response_id")) is not None:

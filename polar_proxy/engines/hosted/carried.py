@@ -74,7 +74,7 @@ NEUTRAL = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "p
 
 
 def set_sampling(sampling: Sampling) -> dict[str, object]:
-    """Return the parameters that have an effect."""
+    """Return the sampling parameters that are set to another value than the neutral one, which has no effect."""
     names = Sampling.__dataclass_fields__
     values = {name: getattr(sampling, name) for name in names}
     return {name: value for name, value in values.items() if value is not None and value != NEUTRAL.get(name)}
