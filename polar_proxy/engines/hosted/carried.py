@@ -1,4 +1,4 @@
-"""A table of the request fields that are passed on to a provider if the request has another provider's form.
+"""Tables of the fields of a client's request that each hosted provider gets.
 
 A client's body has three kinds of fields. The conversation, its tools and its sampling are in `ChatRequest`, and each
 engine writes them in its provider's form. Reasoning options are translated (`ClientOptions`). All other fields
