@@ -171,7 +171,7 @@ def _readable(pem: bytes) -> list[x509.Certificate]:
 
 
 def _system_bundle(own_folder: Path) -> Path:
-    """Return the file with the certificates that programs of this machine trust: that of SSL_CERT_FILE, or the system's.
+    """Return the file of certificates that programs of this machine trust: that of SSL_CERT_FILE, or the system's.
 
     A file in `own_folder` is skipped: in an intercepted program, SSL_CERT_FILE names Polar's own bundle there. Raises
     UsageError if there is no other file.
