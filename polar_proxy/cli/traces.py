@@ -41,10 +41,6 @@ if TYPE_CHECKING:
 
 NO_ROWS = 3
 """Exit code of an export without rows."""
-_BUILDER_HELP = (
-    "merged (joins calls where a prompt begins with a whole trace), per_call (one trace per answer) or tree (stores "
-    "shared prefixes once)."
-)
 Newest = Annotated[int | None, typer.Option("--limit", min=1, help="Only the newest N rollouts or sessions.")]
 ScoringConcurrency = Annotated[int, typer.Option("--concurrency", min=1, help="Sequences to score at a time.")]
 
@@ -55,7 +51,13 @@ def build(
         typer.Argument(metavar="[ROLLOUT|SESSION]...", help="Ids of rollouts or sessions.", show_default=False),
     ] = None,
     where: options.Where = None,
-    builder: Annotated[str, typer.Option(help=_BUILDER_HELP)] = "merged",
+    builder: Annotated[
+        str,
+        typer.Option(
+            help="merged (joins calls where a prompt begins with a whole trace), per_call (one trace per answer) or tree "
+            "(stores shared prefixes once)."
+        ),
+    ] = "merged",
     on_drift: Annotated[
         str,
         typer.Option(
