@@ -54,8 +54,8 @@ def build(
     builder: Annotated[
         str,
         typer.Option(
-            help="merged (joins calls where a prompt begins with a whole trace), per_call (one trace per answer) or tree "
-            "(stores shared prefixes once)."
+            help="merged (joins calls where a prompt begins with a whole trace), per_call (one trace per answer) or "
+            "tree (stores shared prefixes once)."
         ),
     ] = "merged",
     on_drift: Annotated[
