@@ -25,6 +25,7 @@ from polar_proxy.types import (
     ProviderTurn,
     SampleEvent,
     ToolCall,
+    ToolDelta,
     TopLogprob,
     Usage,
 )
@@ -98,6 +99,21 @@ class AnswerChoice(AssistantDraft):
             self.provider_turn = event.provider_turn
         if event.versions:
             self.versions = list(event.versions)
+
+    def as_event(self, index: int = 0) -> SampleEvent:
+        """Return the whole choice as one event, without its finish reason."""
+        return SampleEvent(
+            index=index,
+            text="".join(self.text),
+            reasoning="".join(self.reasoning),
+            tool_calls=tuple(
+                ToolDelta(number, call.id, call.name, call.arguments) for number, call in enumerate(self.tool_calls)
+            ),
+            token_ids=tuple(self.token_ids),
+            logprobs=tuple(self.logprobs),
+            tokens=tuple(self.tokens),
+            top=tuple(self.top),
+        )
 
 
 @dataclass(slots=True)

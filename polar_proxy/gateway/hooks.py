@@ -34,7 +34,7 @@ import orjson
 from polar_proxy.allowed_code import AllowedCode
 from polar_proxy.dialects.base import Answer, AnswerChoice
 from polar_proxy.errors import BadTaskError, RequestError, UsageError
-from polar_proxy.types import EngineRequest, Json, Message, SampleEvent, ToolDelta, Usage
+from polar_proxy.types import EngineRequest, Json, Message, SampleEvent, Usage
 
 log = logging.getLogger(__name__)
 
@@ -151,20 +151,7 @@ def request_changes(sent: EngineRequest, seen: EngineRequest) -> Json:
 def events_of(answer: Answer) -> Sequence[SampleEvent]:
     """Return a complete answer as one event for each choice, without the finish reasons."""
     return [
-        SampleEvent(
-            index=index,
-            text="".join(choice.text),
-            reasoning="".join(choice.reasoning),
-            tool_calls=tuple(
-                ToolDelta(number, call.id, call.name, call.arguments) for number, call in enumerate(choice.tool_calls)
-            ),
-            token_ids=tuple(choice.token_ids),
-            logprobs=tuple(choice.logprobs),
-            tokens=tuple(choice.tokens),
-            top=tuple(choice.top),
-            prompt_ids=answer.prompt_ids,
-            cached_tokens=answer.cached_tokens,
-        )
+        replace(choice.as_event(index), prompt_ids=answer.prompt_ids, cached_tokens=answer.cached_tokens)
         for index, choice in answer.in_order
     ]
 

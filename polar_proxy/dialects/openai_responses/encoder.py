@@ -144,7 +144,7 @@ class ResponsesEncoder(Encoder):
     def respond(self, answers: list[Answer]) -> bytes:
         # The items are those of a stream with a single event, whose bytes are not needed.
         self._streams = False
-        self.feed(0, _as_one_event(answers[0].first))
+        self.feed(0, answers[0].first.as_event())
         self.end(answers)
         return orjson.dumps(self._finished(answers[0]))
 
@@ -161,7 +161,7 @@ class ResponsesEncoder(Encoder):
 
     def replay(self, answer: Answer) -> bytes:
         """Return the whole stream of a recorded answer. Each of its texts comes in one piece."""
-        return self.feed(0, _as_one_event(answer.first)) + self.end([answer])
+        return self.feed(0, answer.first.as_event()) + self.end([answer])
 
     # Text and reasoning.
 
@@ -394,19 +394,6 @@ def usage_object(answer: Answer) -> Json | None:
 
 def _streamed_event(kind: str, suffix: str) -> str:
     return f"response.{kind}_{_STREAMED_FIELDS[kind]}.{suffix}"
-
-
-def _as_one_event(choice: AnswerChoice) -> SampleEvent:
-    return SampleEvent(
-        text="".join(choice.text),
-        reasoning="".join(choice.reasoning),
-        tool_calls=tuple(
-            ToolDelta(index, call.id, call.name, call.arguments) for index, call in enumerate(choice.tool_calls)
-        ),
-        logprobs=tuple(choice.logprobs),
-        tokens=tuple(choice.tokens),
-        top=tuple(choice.top),
-    )
 
 
 def _message_logprobs(choice: AnswerChoice, text: str) -> list[Json]:
