@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import re
 from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 
+from polar_proxy.config import Settings
 from polar_proxy.store import Store
 from polar_proxy.view.access import HEADERS
 from polar_proxy.view.lists import PAGE
+from polar_proxy.view.server import create_pages
 from tests.factories import call_record, new_rollout, new_session
 from tests.view import recorded
 
@@ -82,6 +86,25 @@ async def test_a_stored_file_is_sent_as_text(pages: httpx.AsyncClient, store: St
     assert answer.headers["content-type"] == "text/plain; charset=utf-8"
     assert answer.headers["x-content-type-options"] == "nosniff"
     assert answer.content == file.path.read_bytes()
+
+
+async def test_a_large_file_is_sent_piece_by_piece(store: Store, tmp_path: Path) -> None:
+    rollout_id = await new_rollout(store)
+    file = await store.artifacts.add(rollout_id, "patch.diff", bytes(8 << 20))
+    path = f"/view/artifacts/{file.artifact_id}"
+    scope = {"type": "http", "method": "GET", "path": path, "raw_path": path.encode(), "query_string": b""}
+    sizes: list[int] = []
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: Any) -> None:
+        sizes.append(len(message.get("body", b"")))
+
+    local = {"headers": [(b"host", b"127.0.0.1")], "client": ("127.0.0.1", 4000), "scheme": "http"}
+    await create_pages(store, Settings(home=tmp_path))({**scope, **local}, receive, send)
+    assert sum(sizes) == 8 << 20
+    assert max(sizes) <= 1 << 20
 
 
 async def test_a_run_shows_calls_with_edges_rules_and_reasons(pages: httpx.AsyncClient, store: Store) -> None:
