@@ -181,7 +181,7 @@ def _deep_json(connection: sqlite3.Connection) -> None:
 
 
 def _list_for_hooks(connection: sqlite3.Connection) -> None:
-    connection.execute("UPDATE calls SET hooks = ?", (pack_small_json([1]),))
+    connection.execute("UPDATE calls SET hooks = ?", (pack_small_json(b"[1]"),))
 
 
 def _other_message(connection: sqlite3.Connection) -> None:

@@ -92,7 +92,14 @@ async def test_a_large_file_is_sent_piece_by_piece(store: Store, tmp_path: Path)
     rollout_id = await new_rollout(store)
     file = await store.artifacts.add(rollout_id, "patch.diff", bytes(8 << 20))
     path = f"/view/artifacts/{file.artifact_id}"
-    scope = {"type": "http", "method": "GET", "path": path, "raw_path": path.encode(), "query_string": b""}
+    scope = {
+        "type": "http",
+        "asgi": {"spec_version": "2.4"},
+        "method": "GET",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+    }
     sizes: list[int] = []
 
     async def receive() -> Any:
