@@ -40,7 +40,8 @@ class InterceptedRequest(NamedTuple):
     @classmethod
     def of_scope(cls, scope: asgi.Scope) -> InterceptedRequest | None:
         """Return the intercepted request in a scope; None if it was sent to the gateway itself."""
-        key = scope.get("state", {}).get(asgi.SANDBOX_KEY)
+        state = scope.get("state", {})
+        key = state.get(asgi.SANDBOX_KEY)
         if key is not None:
             host = next((value for name, value in scope["headers"] if name == b"host"), b"").decode("latin-1")
             host, raw = host.partition(":")[0], scope["raw_path"].decode("latin-1")
@@ -52,7 +53,9 @@ class InterceptedRequest(NamedTuple):
             host, raw = unquote(host), f"/{rest}"
         path = unquote(raw)
         query = scope["query_string"].decode("latin-1")
-        return cls(host.lower(), path, f"{raw}?{query}" if query else raw, key, find_path(host, path))
+        # Anyone can own a name such as those of Azure, so an agent in a sandbox must not choose one.
+        found = find_path(host, path, named_only=asgi.INSIDE_SANDBOX in state)
+        return cls(host.lower(), path, f"{raw}?{query}" if query else raw, key, found)
 
     @property
     def route(self) -> str | None:
