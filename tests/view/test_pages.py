@@ -185,6 +185,15 @@ async def test_a_rollout_shows_patch_log_reward_and_traces(pages: httpx.AsyncCli
     assert '<rect class="sampling"' in page
 
 
+@pytest.mark.parametrize("value", [5, "x", [5, "<i>x</i>"], {"a": 1}, [{"kind": 1, "reward": "x"}], None])
+async def test_a_reward_with_another_detail_is_shown(pages: httpx.AsyncClient, store: Store, value: Any) -> None:
+    rollout_id = await new_rollout(store)
+    await store.rewards.add(rollout_id, 1.0, "trainer", {"signs": value, "parts": value})
+    answer = await pages.get(f"/view/rollouts/{rollout_id}")
+    assert answer.status_code == 200
+    assert "<i>x" not in answer.text
+
+
 async def test_lists_are_paged_by_id(pages: httpx.AsyncClient, store: Store) -> None:
     await recorded.many_rollouts(store, PAGE + 3)
     seen: list[str] = []
