@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import numpy as np
 import orjson
 from fastapi.responses import HTMLResponse
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -36,10 +36,10 @@ def _number(value: Any) -> str:
     have another value in place of a number, which is shown as its text."""
     if value is None:
         return "–"
-    if not isinstance(value, Real):
-        return str(value)
-    if isinstance(value, Integral):
+    if isinstance(value, int | np.integer):
         return f"{int(value):,}"
+    if not isinstance(value, float | np.floating):
+        return str(value)
     return f"{int(value):,}" if float(value).is_integer() else f"{float(value):.4g}"
 
 
@@ -59,7 +59,7 @@ def _bytes(value: float) -> str:
 def _duration(seconds: Any) -> str:
     if seconds is None:
         return "–"
-    if not isinstance(seconds, Real) or not abs(seconds) < _LONGEST_SECONDS:
+    if not isinstance(seconds, int | float) or not abs(seconds) < _LONGEST_SECONDS:
         return str(seconds)
     seconds = float(seconds)
     if seconds < 60:
