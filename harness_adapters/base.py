@@ -178,7 +178,7 @@ class LaunchPlan:
 
 @runtime_checkable
 class HarnessAdapter(Protocol):
-    """One agent program."""
+    """The interface to one agent program: how to install it, start it and interpret its end."""
 
     name: str
     default_version: str

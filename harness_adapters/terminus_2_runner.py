@@ -30,7 +30,7 @@ _SECRETS = ("OPENAI_API_KEY",)
 
 
 class LocalEnvironment(BaseEnvironment):
-    """The machine that runs this script, as harbor's environment."""
+    """A harbor environment without a container: commands and files are those of the machine that runs this script."""
 
     @staticmethod
     def type() -> str:

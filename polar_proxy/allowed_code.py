@@ -1,4 +1,4 @@
-"""The code of this machine that data may refer to.
+"""The Python code of this machine that untrusted data may refer to.
 
 Rows of tasks, requests, archives and stored rollouts are untrusted data. Some of them refer to Python
 code: evaluators, log parsers, task sources and agents, each by a name `module:object`. Such a name is imported only if
@@ -16,7 +16,7 @@ from polar_proxy.errors import BadTaskError
 
 @dataclass(frozen=True, slots=True)
 class AllowedCode:
-    """The names that data may refer to (`Settings.code` makes one)."""
+    """The names `module:object` that untrusted data may refer to. Made by `Settings.code`."""
 
     names: frozenset[str] = frozenset()
 

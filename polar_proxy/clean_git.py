@@ -115,5 +115,7 @@ def _tail(file: IO[bytes]) -> bytes:
 def _program() -> str:
     program = shutil.which("git")
     if program is None:
-        raise CleanGitError("git is not installed on this machine; Polar reads the agents' work with it")
+        raise CleanGitError(
+            "git is not installed on this machine: install it, because Polar reads agents' changes with it"
+        )
     return program

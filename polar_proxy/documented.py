@@ -1,4 +1,4 @@
-"""Pydantic models whose fields are described by the text below each of them.
+"""Pydantic models whose fields are described by docstrings: the string literal below each field.
 
 The texts are read from the source when they are needed: for `--help`, the OpenAPI document and the reference.
 Pydantic's `use_attribute_docstrings` is not used: it reads the source of every model at import, which takes a tenth of
@@ -19,7 +19,7 @@ from pydantic_core import CoreSchema
 
 
 class DocumentedModel(BaseModel):
-    """A model whose JSON Schema has the text below each field as its description."""
+    """A model whose JSON Schema takes the description of each field from the docstring below it."""
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
@@ -33,7 +33,7 @@ class DocumentedModel(BaseModel):
 
 @cache
 def field_descriptions(model: type[BaseModel]) -> Mapping[str, str]:
-    """Return the text below each field of a model, by the field's name. Fields without a text are left out."""
+    """Return the docstring of each field of a model, by the field's name. Fields without one are left out."""
     found: dict[str, str] = {}
     for base in reversed(model.__mro__):
         if base is not BaseModel and issubclass(base, BaseModel):

@@ -82,7 +82,7 @@ class _PriceFile(BaseModel):
 
 
 class PriceTable:
-    """The prices of one file by model."""
+    """Prices by model, read from one price file."""
 
     def __init__(self, path: Path | None = None) -> None:
         """Read the file at `path`; by default the one that Polar ships. Raises UsageError if it cannot be used."""

@@ -268,14 +268,14 @@ def begins_with(whole: TokenIds, start: TokenIds) -> bool:
 
 
 def share_buffer(one: TokenIds, other: TokenIds) -> bool:
-    """Return whether both begin at the same address of one buffer, so that the shorter is a prefix of the longer."""
+    """Return whether two arrays begin at the same address of one buffer, so that one is a prefix of the other."""
     return one.strides == other.strides and np.may_share_memory(one[:1], other[:1])
 
 
 def shared_length(ids: TokenIds, known: TokenIds | None) -> int:
-    """Return how many tokens of `ids` are surely those of `known`, without comparing any.
+    """Return the length of a common prefix of `ids` and `known` that needs no comparison; 0 if there is none.
 
-    This is the length of `known` if both arrays begin at the same address and `ids` is not shorter, else 0.
+    This is the whole of `known` if both arrays begin at the same address and `ids` is not shorter.
     """
     return len(known) if known is not None and len(known) <= len(ids) and share_buffer(ids, known) else 0
 

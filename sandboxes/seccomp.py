@@ -126,7 +126,7 @@ def bpf_program(machine: str | None = None) -> bytes | None:
         program.append((_LOAD, 0, 0, offset))
 
     def only_for(call: tuple[int, int], checks: list[tuple[int, int, int, int]]) -> None:
-        """Add the checks of one system call. It is allowed if no check refuses it."""
+        """Append instructions that run `checks` for this system call only, and allow it if no check refuses it."""
         program.append((_JUMP_EQUAL, 0, len(checks) + 1, call[column]))
         program.extend([*checks, (_RETURN, 0, 0, _ALLOW)])
 

@@ -40,7 +40,7 @@ class SandboxLeaks(SandboxUnavailable):
 
 
 class SelfTests:
-    """The tests of this process: each kind is tested once, and everyone who needs the result waits for that test."""
+    """Tests each kind of sandbox for ways out, once per process. All callers wait for the same test of a kind."""
 
     def __init__(self, policy: SelfTestPolicy = "refuse", runtime: DockerRuntime = "auto") -> None:
         self._policy = policy
@@ -116,9 +116,10 @@ async def find_leaks(
 
 @contextlib.contextmanager
 def _bait(gateway_port: int) -> Iterator[dict[str, Any]]:
-    """Open sockets and a file on the host that programs inside must not reach, and yield them for the probe's input.
+    """Open sockets and a file on the host that programs inside must not reach. Yield their names, for `probe.py`.
 
-    `gateway_port` is the port that programs inside must reach."""
+    `gateway_port`: the port that programs inside must reach; it is passed on to the probe.
+    """
     name = f"polar-probe-{secrets.token_hex(8)}"
     with (
         _listen_besides(gateway_port) as loopback,

@@ -191,7 +191,7 @@ class AgentConnection:
     # What the user sees
 
     def say(self, line: str) -> None:
-        """Report one whole line."""
+        """Show the user a line, on a new line if the agent's text ended in the middle of one."""
         self.report(("\n" if self._text_open else "") + line + "\n")
         self._text_open = False
 
@@ -377,7 +377,7 @@ class Keeper:
         try:
             self.session_id = json.loads((FOLDER / SESSION).read_text())
         except (OSError, ValueError) as error:
-            raise AgentError("there is no session to continue in this HOME") from error
+            raise AgentError("HOME has no earlier session of the agent to continue: start without --resume") from error
         # The agent repeats the whole conversation while it loads it.
         report, connection.report = connection.report, lambda text: None
         await connection.request("session/load", sessionId=self.session_id, **where)

@@ -1,4 +1,4 @@
-"""The bases of the adapters, and the text of the files that harnesses read."""
+"""Base classes of the adapters, and functions that write the files that harnesses read (TOML, skills)."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ LITELLM_ENV: Mapping[str, str] = {
 }
 """Environment of every harness that uses litellm, so that it contacts the endpoint only."""
 LITELLM_UNSET = ("OPENAI_BASE_URL",)
-"""litellm prefers this variable to ``OPENAI_API_BASE``."""
+"""Variables to remove from the environment, because litellm prefers them to ``OPENAI_API_BASE``."""
 
 OWN_MINOR = f"{sys.version_info[0]}.{sys.version_info[1]}"
 _PROBE = "import sys, ensurepip, ssl, venv; print('%d.%d' % sys.version_info[:2])"

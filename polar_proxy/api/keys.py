@@ -1,4 +1,4 @@
-"""Routes of the API's own keys."""
+"""Routes that create, list and revoke the keys of the HTTP API."""
 
 from __future__ import annotations
 

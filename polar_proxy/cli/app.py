@@ -34,7 +34,7 @@ class Verb:
     """The class of the command, as module:name in `polar_proxy.cli`, if it has its own."""
 
     def load(self) -> Callable[..., None] | typer.Typer:
-        """Import the function or the group."""
+        """Import and return the command's function, or the group of commands."""
         loaded: Callable[..., None] | typer.Typer = _imported(self.target)
         return loaded
 

@@ -139,7 +139,7 @@ def _require_program(harness: ConnectableHarness) -> str:
 
 
 def _print_connection(harness: ConnectableHarness, session: AgentSession, folder: Path, as_json: bool) -> None:
-    """Print the connection. Its settings files are for a folder of this server and this agent, below `folder`."""
+    """Print how the agent connects. Its settings files go into a subfolder of `folder` for this server and agent."""
     home = folder / re.sub(r"[^\w.-]+", "-", urlsplit(session.server).netloc) / harness.name
     connection = harness.connect(session.endpoint(home))
     files = {str(home / name): text for name, text in settings_files(connection.settings).items()}

@@ -51,12 +51,19 @@ def build(
         typer.Argument(metavar="[ROLLOUT|SESSION]...", help="Ids of rollouts or sessions.", show_default=False),
     ] = None,
     where: options.Where = None,
-    builder: Annotated[str, typer.Option(help="merged, per_call or tree.")] = "merged",
+    builder: Annotated[
+        str,
+        typer.Option(
+            help="merged (joins calls where a prompt begins with a whole trace), per_call (one trace per answer) or "
+            "tree (stores shared prefixes once)."
+        ),
+    ] = "merged",
     on_drift: Annotated[
         str,
         typer.Option(
-            help="How the builder merged treats a prompt that differs from the sampled tokens: split, canonical or "
-            "rescore.",
+            help="How the builder merged treats a prompt that differs from the sampled tokens: split (opens a new "
+            "trace), canonical (joins it anyway; the trace is approximate) or rescore (as canonical, with "
+            "log-probabilities by --engine).",
         ),
     ] = "split",
     engine: options.Engine = None,
@@ -295,13 +302,13 @@ def export(
     where: options.Where = None,
     session: options.Sessions = None,
     builder: Annotated[
-        str, typer.Option(help="Export the traces of this builder: merged, per_call, tree or rescored.")
+        str, typer.Option(help="Export the traces that this builder made: merged, per_call, tree or rescored.")
     ] = "merged",
     all_grades: Annotated[
         bool, typer.Option(help="Also export traces of the grades approximate and rejected.")
     ] = False,
     advantage: Annotated[
-        str, typer.Option(help="For trl and tinker, the advantage: grpo, dr_grpo, rloo, mc_grpo or raft.")
+        str, typer.Option(help="Advantage function of the formats trl and tinker: grpo, dr_grpo, rloo, mc_grpo, raft.")
     ] = "grpo",
     file: Annotated[str, typer.Option("--out", help="File to write; - is standard output.")] = "-",
     url: options.Url = None,

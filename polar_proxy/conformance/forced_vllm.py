@@ -140,9 +140,9 @@ class ForcedVllmEngine(VllmEngine):
         return (*await self._split(text), self.info.eos_token_ids[0])
 
     async def _split(self, text: str) -> tuple[int, ...]:
-        """Return token ids of a text, cut into other tokens than the tokenizer's.
+        """Return token ids of a text, with other token boundaries than the tokenizer would choose (`split_randomly`).
 
-        Raises EngineError if they do not decode to the text.
+        Raises EngineError if the ids do not decode to the text.
         """
         ids: list[int] = []
         for piece in split_randomly(text, every=self._cut_every):

@@ -193,11 +193,11 @@ class Encoder(ABC):
 
     def warmed_up(self, answer: Answer) -> bytes:
         """Return the whole stream of the empty answer to a warm-up, a request that samples nothing."""
-        raise NotImplementedError("this dialect has no warm-ups")
+        raise NotImplementedError("this dialect has no warm-ups, that is, requests that sample nothing")
 
     def unfinished(self, status: str) -> bytes:
         """Return the response body of an answer that is sampled in the background."""
-        raise NotImplementedError("this dialect has no answers in the background")
+        raise NotImplementedError("this dialect cannot sample an answer in the background, after its request has ended")
 
 
 @dataclass(frozen=True, slots=True)

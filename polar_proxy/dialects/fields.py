@@ -120,7 +120,7 @@ def optional_string(item: Json, key: str) -> str | None:
 
 
 def other_fields(params: Json, known: type[BaseModel], *read: str) -> Json:
-    """Return the fields of a body that are neither null, nor in the model `known`, nor in `read`."""
+    """Return the fields of a body that are not null, not fields of the model `known`, and not named in `read`."""
     names = {field.alias or name for name, field in known.model_fields.items()}
     return {key: value for key, value in params.items() if value is not None and key not in names and key not in read}
 

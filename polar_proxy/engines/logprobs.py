@@ -21,7 +21,7 @@ def logprob_mode(at_one: dict[str, float], at_two: dict[str, float]) -> LogprobM
     log p_a - log p_b is the difference of two logits divided by the temperature that was applied: from temperature 1
     to 2 it stays the same in raw mode and is halved in processed mode. The pair of tokens with the largest difference
     at temperature 1 is used, because it is the least noisy.
-    Raises ValueError if neither fits; the error text is written to follow the server's name.
+    Raises ValueError if neither fits. The caller puts the server's name before the error's text.
     """
     if any(value > 1e-3 for value in at_one.values()) or sum(map(exp, at_one.values())) > 1.01:
         raise ValueError("returns logits, not log-probabilities.")

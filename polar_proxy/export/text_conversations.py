@@ -1,7 +1,7 @@
 """Conversations of calls that were recorded as text: what hosted models answered, for SFT and preference data.
 
-A conversation ends with an answer that no other call of the session continues. Calls beside it (titles), failed calls
-and attempts that the agent sent again are in none.
+A conversation ends with an answer that no other call of the session continues. Side calls (titles), failed calls and
+attempts that the agent sent again are in no conversation.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from polar_proxy.types import ANSWERED, CallRecord
 
 @dataclass(frozen=True, slots=True)
 class TextConversation:
-    """A conversation by its calls."""
+    """One conversation: a chain of calls, each of which continues the one before."""
 
     calls: tuple[CallRecord, ...]
-    """In order; each continues the answer of the one before it."""
+    """In order; at least one."""
 
     @property
     def last(self) -> CallRecord:

@@ -157,7 +157,10 @@ class ErrorFormat(Protocol):
 def error_response(
     error: RequestError, form: ErrorFormat, *, request_id: str | None = None
 ) -> tuple[list[tuple[bytes, bytes]], bytes]:
-    """Return headers and body of the response for an error. Default of `request_id`: the id of `with_request_id`."""
+    """Return headers and body of the response for an error.
+
+    `request_id`: by default the id that `with_request_id` has set for this request, or else a new one.
+    """
     request_id = request_id or _request_id.get() or new_id("req")
     headers = [(b"content-type", b"application/json"), *request_id_headers(request_id)]
     # Clients such as Codex give up at once on a 429 without a retry-after header.

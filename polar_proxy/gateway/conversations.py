@@ -57,7 +57,7 @@ class ConversationRoute(NamedTuple):
 
     @classmethod
     def of_path(cls, path: str) -> ConversationRoute | None:
-        """Return the route of a path without `/s/{key}`, or None if it is not one of these routes."""
+        """Return the route of a path, whose prefix `/s/{key}` was removed; None for a path of another route."""
         found = _ROUTE.fullmatch(path)
         return None if found is None else cls(found[1], found[2] is not None, found[3])
 
@@ -114,14 +114,14 @@ class StoredConversations:
     async def create(
         self, session: SessionState, metadata: Json, items: Sequence[ConversationItem], added_bytes: int
     ) -> ConversationRow:
-        """Raises RequestError 429 beyond a limit of the session."""
+        """Store a new conversation. Raises RequestError 429 beyond a limit of the session."""
         await self._check_session(session, 1, added_bytes)
         return await self._run(self._stored.create, session.session_id, metadata, items)
 
     async def add(
         self, session: SessionState, conversation_id: str, items: Sequence[ConversationItem], added_bytes: int
     ) -> None:
-        """Raises RequestError 400 for an item that the conversation has already, and 413 or 429 beyond a limit."""
+        """Append items. Raises RequestError 400 for an item that is already there, and 413 or 429 beyond a limit."""
         await self._check_session(session, 0, added_bytes)
         self._check(await self._run(self._stored.size, conversation_id), len(items), added_bytes)
         known = await self._run(self._stored.item_ids, conversation_id)
@@ -130,14 +130,14 @@ class StoredConversations:
         await self._run(self._stored.add, conversation_id, items)
 
     async def page(self, conversation_id: str, page: PageRequest) -> ItemPage:
-        """Raises RequestError if the item before the page does not exist."""
+        """Return a page of the items. Raises RequestError if the item before the page does not exist."""
         found = await self._run(self._stored.page, conversation_id, page.limit, page.order, page.after)
         if found is None:
             raise invalid("after", "this conversation has no item with this id")
         return found
 
     async def item(self, conversation_id: str, item_id: str) -> ConversationItem:
-        """Raises RequestError 404."""
+        """Return one item. Raises RequestError 404."""
         found = await self._run(self._stored.item, conversation_id, item_id)
         if found is None:
             raise RequestError(f"Item with id {item_id!r:.80} not found in this conversation.", status=404)

@@ -53,7 +53,11 @@ class FailedRequests:
         self._by_session.pop(session_id, None)
 
     async def failure_of_its_own(self, session_id: str) -> str | None:
-        """Return the error with which the kept request fails again although the engine answers a plain one, or None."""
+        """Send the session's kept request to the engine again, and a plain one to compare.
+
+        Return the error if the kept request fails before and after a plain one that the engine answers: the request is
+        at fault. Return None if the request now succeeds, the engine is at fault, or no request is kept.
+        """
         failed = self._by_session.get(session_id)
         if failed is None:
             return None

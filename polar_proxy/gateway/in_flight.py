@@ -83,10 +83,11 @@ class InFlightCalls:
         return calls
 
     async def wait_and_take(self, session_id: str, timeout: float, *, own: bool) -> str | None:
-        """Wait until other gateways have answered their calls of a closed session, then remove the rows that are left.
+        """Wait until other gateways have answered their calls of a closed session, then delete its announced calls.
 
-        Returns one line about calls of other gateways that were lost or still run; None if there are none. `own`: True
-        if calls of this gateway were lost or still run. Their rows are then removed too, but not reported.
+        Returns one line about the calls that other gateways lost or still answer after `timeout` seconds; None if
+        there are none. `own`: this gateway itself lost a call or still answers one. Its rows are deleted too, but the
+        line does not mention them.
         """
         if not await self.wait(session_id, timeout) and not own:
             return None

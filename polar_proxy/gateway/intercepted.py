@@ -63,7 +63,7 @@ class InterceptedRequest(NamedTuple):
         return None if self.found is None else self.found.to
 
     async def answer(self, headers: Mapping[str, str], send: asgi.Send, form: asgi.ErrorFormat) -> None:
-        """Answer a request that is not mapped to a route: with the table's own answer, or with an error."""
+        """Answer a request that no route of the gateway serves: with the JSON body of its rule, or with error 404."""
         if self.found is not None and self.found.rule is not None:
             await asgi.send_json(send, 200, orjson.dumps(_filled_in(self.found.rule.body, headers)))
             return

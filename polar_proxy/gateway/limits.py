@@ -65,10 +65,11 @@ class BodyReservation:
     refused: bool = False
 
     def take(self, size: int) -> None:
-        """Reserve more bytes. Raises RequestError 429 if the session's share is full, or if the budget is.
+        """Reserve more bytes for this body. Raises RequestError 429 if the budget or the session's part of it is full.
 
-        A session's only body may exceed the session's share, and the gateway's only body may exceed the budget. If the
-        budget is full, larger bodies that are still being read are refused instead, if that makes enough room.
+        The first body of a session may exceed the session's part, and a body may exceed the budget while the gateway
+        holds no other. If the budget is full, larger bodies that are still being read are refused in place of this one,
+        if that makes enough room.
         """
         self.budget.take(self, size)
 

@@ -35,7 +35,7 @@ class PageRequest(NamedTuple):
 
     @classmethod
     def read(cls, query: Query) -> PageRequest:
-        """Raises RequestError."""
+        """Read the parameters of a list request. Raises RequestError for an invalid one."""
         check_include(query)
         order = last_value(query, "order") or "desc"
         if order not in ("asc", "desc"):
@@ -61,7 +61,7 @@ def read_query(scope: asgi.Scope) -> Query:
 
 
 def check_include(query: Query) -> None:
-    """Raises RequestError for a field that cannot be shown."""
+    """Raise RequestError if `include` names a field that cannot be shown."""
     for name in (*query.get("include", ()), *query.get("include[]", ())):
         if name == "message.output_text.logprobs":
             raise invalid("include", "the record has no texts of single tokens, so no log-probabilities can be shown")
@@ -74,7 +74,7 @@ def last_value(query: Query, name: str) -> str | None:
 
 
 def integer_value(query: Query, name: str, least: int, most: int | None) -> int | None:
-    """Raises RequestError for a value that is not an integer within the bounds."""
+    """Return an integer parameter; None if it is missing. Raises RequestError for any other value or beyond a bound."""
     value = last_value(query, name)
     if value is None:
         return None
@@ -86,7 +86,7 @@ def integer_value(query: Query, name: str, least: int, most: int | None) -> int 
 
 
 def flag(query: Query, name: str) -> bool:
-    """Raises RequestError for a value other than `true` and `false`."""
+    """Return a boolean parameter; False if it is missing. Raises RequestError for values besides `true` and `false`."""
     value = last_value(query, name)
     if value not in (None, "true", "false"):
         raise invalid(name, "expected true or false")

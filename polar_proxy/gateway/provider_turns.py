@@ -45,7 +45,10 @@ class ProviderTurns:
                 self._add(session_id, choice.tool_calls, choice.provider_turn)
 
     async def attach(self, session_id: str, request: EngineRequest, engine: Engine) -> EngineRequest:
-        """Return the request with the signed form of its earlier answers, as far as the session has recorded them."""
+        """Return the request with the signed answer added to each earlier assistant message that calls a tool.
+
+        Messages stay unsigned if the engine needs no signatures or the session has recorded none for them.
+        """
         if "signed_answers" not in engine.info.capabilities or not isinstance(request, ChatRequest):
             return request
         answers = [message for message in request.messages if message.role == "assistant" and message.tool_calls]

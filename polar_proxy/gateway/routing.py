@@ -92,7 +92,11 @@ def _matches(value: str, patterns: Sequence[str]) -> bool:
 
 
 def _in_share(session_id: str, rule: RouteSettings) -> bool:
-    """Return whether a session is in the share of a rule. Rules of different names draw independently."""
+    """Return whether a session is in the `share` of the sessions that a rule routes.
+
+    A hash of the rule's name and the session's id decides: the result for a session never changes, and two rules
+    choose independently of each other.
+    """
     if rule.share >= 1:
         return True
     drawn = hashlib.blake2b(f"{rule.name}/{session_id}".encode(), digest_size=8).digest()

@@ -60,7 +60,7 @@ class StoredResponseRoute(NamedTuple):
 
     @classmethod
     def of_path(cls, path: str) -> StoredResponseRoute | None:
-        """Return the route of a path without `/s/{key}`, or None if it is not one of these routes."""
+        """Return the route of a path, whose prefix `/s/{key}` was removed; None for a path of another route."""
         found = _ROUTE.fullmatch(path)
         return None if found is None else cls(found[1], found[2])
 

@@ -148,7 +148,7 @@ def _builder(
 
 
 def _write_trust_files(authority: CertificateAuthority) -> None:
-    """Write the bundle, with the system's certificates as they are now, and Java's trust store."""
+    """Write the bundle (the system's current certificates and the CA's) and Java's trust store, if they changed."""
     system = _system_bundle(authority.folder)
     pem = system.read_bytes().rstrip() + b"\n" + authority.certificate.read_bytes()
     if authority.bundle.exists() and authority.java_store.exists() and authority.bundle.read_bytes() == pem:
@@ -171,10 +171,10 @@ def _readable(pem: bytes) -> list[x509.Certificate]:
 
 
 def _system_bundle(own_folder: Path) -> Path:
-    """Return the file with the certificates that programs of this machine trust: the user's own, or the system's.
+    """Return the file of certificates that programs of this machine trust: that of SSL_CERT_FILE, or the system's.
 
-    Not the bundle in `own_folder`, which SSL_CERT_FILE names in an intercepted program. Raises UsageError if there is
-    none.
+    A file in `own_folder` is skipped: in an intercepted program, SSL_CERT_FILE names Polar's own bundle there. Raises
+    UsageError if there is no other file.
     """
     for name in (ssl.get_default_verify_paths().cafile, *_SYSTEM_BUNDLES):  # the first is SSL_CERT_FILE, if it is set
         if name is not None and os.path.isfile(name) and Path(name).parent != own_folder:

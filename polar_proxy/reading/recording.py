@@ -39,7 +39,7 @@ class Recording:
         self._url = db or settings.db or default_url(settings.home)
 
     def rollouts(self, where: str | None = None) -> RecordFrame:
-        """Return the columns of the view `v_rollouts`, oldest first."""
+        """Return the rows of the SQL view `v_rollouts`, oldest first."""
         return self._frame(lambda store: _view(store, "v_rollouts", "rollout_id", where))
 
     def sessions(self, where: str | None = None) -> RecordFrame:
@@ -50,7 +50,7 @@ class Recording:
         return self._frame(lambda store: _columns(store, query, flags=frozenset()))
 
     def calls(self, where: str | None = None, *, messages: bool = False, tokens: bool = False) -> RecordFrame:
-        """Return the columns of the view `v_calls`, oldest first.
+        """Return the rows of the SQL view `v_calls`, oldest first.
 
         `messages` adds messages, tools and answers as JSON in OpenAI's form. `tokens` adds the ids of the prompt, and
         ids and log-probabilities of the first answer.
@@ -66,7 +66,7 @@ class Recording:
         return self._frame(load)
 
     def traces(self, where: str | None = None, *, tokens: bool = False) -> RecordFrame:
-        """Return the columns of the view `v_traces`, oldest first.
+        """Return the rows of the SQL view `v_traces`, oldest first.
 
         `tokens` adds ids, loss mask and log-probabilities.
         """

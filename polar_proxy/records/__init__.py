@@ -34,7 +34,7 @@ _CALL_FIELDS = (
 
 
 def convert(model: type[M], row: object, **more: object) -> M:
-    """Return an instance of the model, with the values of the row's fields of the same names and of `more`."""
+    """Return an instance of the model: each field has its value in `more`, or the row's attribute of the same name."""
     shared = {name: getattr(row, name) for name in model.model_fields if name not in more and hasattr(row, name)}
     return model.model_validate({**shared, **more})
 

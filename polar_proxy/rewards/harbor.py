@@ -114,7 +114,10 @@ async def _read_rewards(workspace: Workspace, result: CommandResult, seconds: fl
         if not found:
             raise ValueError(f"tests/test.sh wrote neither {VERIFIER}/reward.json nor reward.txt")
         if len(found) > 1:
-            raise ValueError("there are reward.json and reward.txt, so one of them may not be from tests/test.sh")
+            raise ValueError(
+                "both reward.json and reward.txt exist, so one of them may not be from tests/test.sh: the script must "
+                "write only one"
+            )
         path = f"verifier/{found[0]}".encode()
         entry = tree.entries[path]
         if not stat.S_ISREG(entry.mode) or entry.size > _REWARD_FILE_LIMIT:

@@ -65,5 +65,8 @@ class SandboxInterception:
 
     async def _authority(self) -> CertificateAuthority:
         if self._home is None:
-            raise UsageError("This service was started without a home for a certificate authority.")
+            raise UsageError(
+                "Interception needs a certificate authority, and this rollout service was started without a folder for "
+                "it: give RolloutService the argument `home`."
+            )
         return await asyncio.to_thread(open_authority, self._home)

@@ -178,7 +178,7 @@ class HashChain:
     """Digest of the last message; empty without messages."""
 
     def ids_chain(self, end: int | None = None) -> bytes:
-        """Return the key of the ids of all tool calls, or of those in the first `end` messages."""
+        """Return one hash of the ids of all tool calls, or of the tool calls in the first `end` messages."""
         return next((turn.ids_chain for turn in reversed(self.turns) if end is None or turn.end <= end), EMPTY)
 
 

@@ -112,5 +112,5 @@ def _bounds() -> Json:
 
 
 def id_at(prefix: str, seconds: float) -> str:
-    """Return the lowest id that can be created at a time (seconds since the epoch). Ids created later sort after it."""
+    """Return an id that sorts before all ids that are created from a time on (seconds since the epoch)."""
     return encode_id(prefix, int(seconds * 1e6) << 40)

@@ -108,7 +108,10 @@ _select_rewards = select(*row_columns(RewardRow, schema.rewards))
 
 
 def _set_reward(rollout_id: str | None, session_id: str | None) -> tuple[Update, Update]:
-    """Return the UPDATE of the row of a rollout or session, and that of its traces without a reward of their own."""
+    """Return two UPDATE statements: for the row of the rollout or session, and for its traces.
+
+    Traces that were given a reward themselves are left out.
+    """
     if rollout_id is not None:
         row, given = update(schema.rollouts).where(_r.rollout_id == rollout_id), _w.rollout_id == rollout_id
         mine = _t.rollout_id == rollout_id

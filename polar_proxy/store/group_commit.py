@@ -86,7 +86,10 @@ class GroupCommit:
         self._insert_settings = database.insert_new(schema.settings)
 
     def set_cache(self, size: int) -> None:
-        """Set the bytes of memory for the sessions' last requests (see `CallSerializer`). Use it before `add`."""
+        """Set the size in bytes of the cache of the sessions' last requests (see `CallSerializer`).
+
+        Call it before the first `add`, because it empties the cache.
+        """
         for lane in (self._lane, self._large_lane):
             lane.serializer = CallSerializer(size // 2)
 

@@ -39,7 +39,7 @@ class OutageMark:
 
 
 class OutageMarks:
-    """Outage marks of this process, and those that dead processes left. Each method blocks for some microseconds."""
+    """The file with this process's marks, and the files of dead processes. Each method blocks for microseconds."""
 
     def __init__(self, folder: Path, database: str) -> None:
         """`database`: the URL of the database. `folder` may also have the marks of other processes and databases."""

@@ -312,7 +312,7 @@ class KlStats:
     """Statistics of the KL term over the trained tokens."""
 
     mean: float
-    """Mean of the KL estimates, each multiplied by its bounded importance ratio as in the loss, unweighted."""
+    """Mean over tokens of the KL estimates, each multiplied by its bounded importance ratio, without weights w_t."""
     ratio_max: float
     """Largest importance ratio before it is bounded."""
     bounded_share: float

@@ -201,7 +201,10 @@ class ServiceRollouts:
         run_id: str,
         reporter: ProgressReporter | None = None,
     ) -> None:
-        """`reporter` is called with each submitted rollout and its task; the service reports the stages."""
+        """`reporter` is called with each submitted rollout and its task.
+
+        The later stages of a rollout are reported by `service`, which has a reporter too.
+        """
         self._service, self._store, self._source, self._config = service, store, source, config
         self._spec, self._run_id, self._reporter = spec, run_id, reporter
         self._sampler = TaskSampler(source, config)

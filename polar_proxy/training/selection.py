@@ -179,7 +179,7 @@ def allocate_more(
     """
     known = {name: len(known_rewards(values)) for name, values in rewards.items()}
     if few := [name for name, n in known.items() if n < 2]:
-        raise ValueError(f"tasks with fewer than two rewards have no interval yet: {few}")
+        raise ValueError(f"tasks with fewer than two rewards have no confidence interval yet: {few}")
     everything = sum(known.values())
 
     def gain(name: str, n: int) -> float:

@@ -49,9 +49,9 @@ def by_dockerfile(image: str) -> None:
 
 def by_mmdebstrap(image: str) -> None:
     if os.getuid() != 0:
-        raise BuildFailed("building without a registry needs root")
+        raise BuildFailed("building the image without a registry, from Debian packages by mmdebstrap, needs root")
     if shutil.which("mmdebstrap") is None:
-        raise BuildFailed("building without a registry needs mmdebstrap (apt-get install mmdebstrap)")
+        raise BuildFailed("building the image without a registry needs mmdebstrap (apt-get install mmdebstrap)")
     sources = [str(HOST_SOURCES)] if HOST_SOURCES.exists() and SUITE in HOST_SOURCES.read_text() else []
     with tempfile.TemporaryDirectory(prefix="polar-image-") as folder:
         archive = str(Path(folder) / "root.tar")

@@ -107,7 +107,7 @@ def send_signal(pid: int, number: int) -> None:
 def run_command(
     message: dict[str, Any], fds: list[int], cgroups: list[int], identity: Identity, errors: int
 ) -> NoReturn:
-    """Set up the command's own process and become the program."""
+    """Apply the command's limits, identity, folder and files to this forked process, and execute its program in it."""
     try:
         os.setsid()
         for fd in cgroups:

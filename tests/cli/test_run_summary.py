@@ -34,23 +34,27 @@ def rows(*rewards: float | None, **changes: object) -> list[RolloutRow]:
     ]
 
 
-SHOW, EXPORT = "polar show", "polar export --format tokens-jsonl --where 'reward>=1' --out train.jsonl"
+EXPORT = "polar export --format tokens-jsonl --where 'reward>=1' --out train.jsonl"
 TRAIN = "polar train grpo --task swe-task --engine local --steps 2 --samples 4 --groups 1 --run first"
+
+
+def see(rollout_id: str) -> list[str]:
+    return [f"polar show {rollout_id}", f"polar view {rollout_id}"]
 
 
 @pytest.mark.parametrize(
     ("found", "commands"),
     [
         ([], []),
-        (rows(None, None), [f"{SHOW} roll_0"]),
-        (rows(0.0), [f"{SHOW} roll_0", "polar run swe-task --samples 4"]),
-        (rows(0.0, 1.0, 0.0, None), [f"{SHOW} roll_1", EXPORT, TRAIN]),
-        (rows(0.0, 1.0, 0.0, 1.0), [f"{SHOW} roll_1", EXPORT, TRAIN]),
-        (rows(0.0, 1.0, engine="vllm 1", model="m"), [f"{SHOW} roll_1", EXPORT]),
-        (rows(0.0, 0.0, harness="codex"), [f"{SHOW} roll_0"]),
-        (rows(1.0, 1.0), [f"{SHOW} roll_0", EXPORT, "polar run swe-task --seed 8 --samples 4"]),
-        (rows(0.0, 0.0, 0.0, 0.0, 0.0), [f"{SHOW} roll_0", "polar run swe-task --seed 8 --samples 5"]),
-        (rows(0.0, 0.0, seed=None), [f"{SHOW} roll_0", "polar run swe-task --samples 4"]),
+        (rows(None, None), ["polar show roll_0"]),
+        (rows(0.0), [*see("roll_0"), "polar run swe-task --samples 4"]),
+        (rows(0.0, 1.0, 0.0, None), [*see("roll_1"), EXPORT, TRAIN]),
+        (rows(0.0, 1.0, 0.0, 1.0), [*see("roll_1"), EXPORT, TRAIN]),
+        (rows(0.0, 1.0, engine="vllm 1", model="m"), [*see("roll_1"), EXPORT]),
+        (rows(0.0, 0.0, harness="codex"), [*see("roll_0")]),
+        (rows(1.0, 1.0), [*see("roll_0"), EXPORT, "polar run swe-task --seed 8 --samples 4"]),
+        (rows(0.0, 0.0, 0.0, 0.0, 0.0), [*see("roll_0"), "polar run swe-task --seed 8 --samples 5"]),
+        (rows(0.0, 0.0, seed=None), [*see("roll_0"), "polar run swe-task --samples 4"]),
     ],
     ids=[
         "none",

@@ -94,7 +94,8 @@ def test_resume_fails_if_the_agent_cannot_load_its_session(client: ClientRunner)
 
 def test_resume_without_an_earlier_start_fails(client: ClientRunner) -> None:
     code, output = client.run("again", "--resume")
-    assert (code, output) == (1, "\nacp: there is no session to continue in this HOME\n")
+    error = "HOME has no earlier session of the agent to continue: start without --resume"
+    assert (code, output) == (1, f"\nacp: {error}\n")
 
 
 def test_grants_permission(client: ClientRunner) -> None:

@@ -131,7 +131,7 @@ def test_further_rollouts_narrow_the_widest_intervals() -> None:
     # Without any gain the budget is kept; the bonus spends it on the task with the fewest rollouts.
     assert allocate_more({"flat": [1, 1, 1], "same": [0, 0]}, 5) == {"flat": 0, "same": 0}
     assert allocate_more({"flat": [1, 1, 1], "same": [0, 0]}, 1, bonus=1.0) == {"flat": 0, "same": 1}
-    with pytest.raises(ValueError, match="no interval yet"):
+    with pytest.raises(ValueError, match="no confidence interval yet"):
         allocate_more({"a": [1]}, 3)
 
 

@@ -54,7 +54,9 @@ def next_steps(rows: Sequence[RolloutRow], task: str) -> Iterator[tuple[str, str
     if not rewards:
         yield "see what happened", f"polar show {rows[0].rollout_id}"
         return
-    yield "see the best rollout", f"polar show {max(rewards, key=lambda one: rewards[one])}"
+    best = max(rewards, key=lambda one: rewards[one])
+    yield "see the best rollout", f"polar show {best}"
+    yield "see it in the browser, down to the token", f"polar view {best}"
     if any(reward >= 1 for reward in rewards.values()):
         export = "polar export --format tokens-jsonl --where 'reward>=1' --out train.jsonl"
         yield "write the solved ones as training sequences", export

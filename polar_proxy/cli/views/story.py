@@ -174,7 +174,7 @@ def _print_message(message: StoryMessage) -> None:
 
 
 def _arguments(text: str) -> str:
-    """Return a tool's only argument as text, such as a shell command; several arguments as they are."""
+    """Return a call's only argument, if it is a string, without its JSON form (a shell command); else `text` itself."""
     try:
         value = orjson.loads(text)
     except orjson.JSONDecodeError:

@@ -32,7 +32,7 @@ _BEDROCK = re.compile(r"/model/(?P<model>.+)/invoke(?P<stream>-with-response-str
 
 
 class AnthropicOnCloud(AnthropicMessages):
-    """The dialect of one request URL, which gives `model` and `stream`."""
+    """Anthropic's dialect for one request to Vertex or Bedrock, whose URL gives `model` and `stream`."""
 
     def __init__(self, model: str, *, stream: bool, frames: bool) -> None:
         """`frames`: a stream has Amazon's binary form."""

@@ -32,7 +32,7 @@ _PREAMBLE = "The conversation up to here was compacted. This is its summary:\n\n
 
 
 class ResponsesCompaction(OpenAIResponses):
-    """Dialect of this route. Its calls are recorded under the name of `OpenAIResponses`, which parses the record."""
+    """Dialect of the compaction route. Its calls are recorded, and parsed again, as those of `OpenAIResponses`."""
 
     def parse(self, body: Json, previous: ParsedRequest | None = None) -> ParsedRequest:
         for name in ("stream", "background"):

@@ -73,9 +73,9 @@ def referenced_calls(body: Json) -> set[str]:
 
 
 def write_out_references(body: Json, calls: _ReferencedCalls, conversation: Sequence[ConversationItem] = ()) -> Json:
-    """Return a body with the items that it refers to. Raises RequestError if `calls` does not have them.
+    """Return a body with its references replaced by the items that they name.
 
-    `conversation`: the items of the conversation that the body names.
+    `conversation`: the items of the conversation that the body names. Raises RequestError if `calls` lacks an item.
     """
     items = input_items(body.get("input"))
     if (previous := body.get("previous_response_id")) is not None:
@@ -127,9 +127,9 @@ def _is_output(item: Json) -> bool:
 
 
 def _given(items: list[Json], stored: set[str]) -> tuple[set[str], set[AnswerPart]]:
-    """Return the ids of the items that are present in full, and the places in the record that these ids name.
+    """Return the ids of the items that are present in full, and the parts of recorded answers with these ids.
 
-    These are the items of `items` that are not references, and those of the conversation, whose ids are `stored`.
+    Present in full are the items of the conversation, whose ids are `stored`, and those of `items` except references.
     """
     ids = _ids_given_in_full(items) | stored
     return ids, {named.part for identity in ids if (named := ItemId.read(identity)) is not None}

@@ -172,7 +172,7 @@ class Toolbox:
         return self._names.get((namespace, name)) or _qualified(namespace, name)
 
     def functions(self, names: Iterable[str] | None = None) -> tuple[Json, ...]:
-        """Return the functions for the engine: all of them, or those that the client offered under `names`."""
+        """Return the function definitions for the engine; with `names`, only those with these offered names."""
         chosen = self.tools if names is None else [name for name in self.tools if name in set(names)]
         return tuple({"type": "function", "function": self.tools[name].function} for name in chosen)
 

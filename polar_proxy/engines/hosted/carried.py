@@ -1,4 +1,4 @@
-"""A table of the request fields that are passed on to a provider if the request has another provider's form.
+"""Tables of the fields of a client's request that each hosted provider gets.
 
 A client's body has three kinds of fields. The conversation, its tools and its sampling are in `ChatRequest`, and each
 engine writes them in its provider's form. Reasoning options are translated (`ClientOptions`). All other fields
@@ -74,7 +74,7 @@ NEUTRAL = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "p
 
 
 def set_sampling(sampling: Sampling) -> dict[str, object]:
-    """Return the parameters that have an effect."""
+    """Return the sampling parameters that are set to another value than the neutral one, which has no effect."""
     names = Sampling.__dataclass_fields__
     values = {name: getattr(sampling, name) for name in names}
     return {name: value for name, value in values.items() if value is not None and value != NEUTRAL.get(name)}

@@ -1,8 +1,8 @@
 """A request in the form of Google's GenerateContent. Source: https://ai.google.dev/api/generate-content
 
-* System messages at the beginning are `systemInstruction`. Later ones are text of the user, because the API has no such
-  role; `not_carried` names them.
-* The result of a tool is a `functionResponse` with the text as `output`; its images follow as parts of the user.
+* System messages at the beginning are `systemInstruction`. Later ones become text parts of a `user` content, because
+  the API has no system role there; `not_carried` names them.
+* The result of a tool is a `functionResponse` with the text as `output`; its images follow in the same content.
 * An answer that the provider signed gets its `thoughtSignature`s back, on the same parts. Reasoning is left out.
 """
 
@@ -48,7 +48,7 @@ def google_body(request: ChatRequest, model: str) -> Json:
 
 
 def google_prompt(request: ChatRequest) -> Json:
-    """Return the fields that determine the prompt."""
+    """Return the body's fields that determine the prompt. Requests to count its tokens have the same fields."""
     messages = list(request.messages)
     leading = 0
     while leading < len(messages) and messages[leading].role in SYSTEM:

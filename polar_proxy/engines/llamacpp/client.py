@@ -31,7 +31,7 @@ _COUNTED_IN_PROMPT = ("presence_penalty", "frequency_penalty")
 
 
 class Vocabulary:
-    """The tokens of a model by the bytes of their text. Control tokens have none."""
+    """A model's tokens and the bytes of their texts. Control tokens have no text and are left out."""
 
     def __init__(self, rows: Sequence[Json]) -> None:
         """`rows`: the distribution of a next token, with one row for each token."""
@@ -125,8 +125,8 @@ class LlamaCppClient(OpenAIClient):
 def sampled_logprob(rows: Sequence[Json], token: int, sampling: Sampling) -> float:
     """Return the log-probability of a token under these settings, from its distribution at temperature 1.
 
-    At temperature 0 it is the one of temperature 1. At any other temperature it is NaN if another setting changes the
-    distribution.
+    At temperature 0 the value of temperature 1 is returned. At any other temperature the result is NaN if settings
+    besides the temperature change the distribution.
     """
     own = next((float(row["logprob"]) for row in rows if row["id"] == token), nan)
     temperature = 1.0 if sampling.temperature is None else sampling.temperature

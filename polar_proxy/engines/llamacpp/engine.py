@@ -188,7 +188,10 @@ class LlamaCppEngine(LocallyRenderingEngine):
         return {**stream_fields(prompt), **sampling_body(sampling, seed, context, context - len(prompt))}
 
     async def _stream(self, answer: AnswerState) -> AsyncGenerator[SampleEvent, None]:
-        """Yield the events of one request, which ends with the answer, or at a gap whose tokens are recovered."""
+        """Yield the events of one request to the server.
+
+        They end with the answer, or earlier at a gap in the stream if the tokens that it lacks can be recovered.
+        """
         body, before = self._body(answer), len(answer.ids)
         async with aclosing(self.client.chunks(body)) as chunks:
             async for chunk in chunks:
@@ -301,7 +304,7 @@ def _with_used_tools(request: ChatRequest) -> ChatRequest:
 
 
 async def _together(answers: Sequence[AsyncGenerator[SampleEvent, None]]) -> AsyncGenerator[SampleEvent, None]:
-    """Yield the events of all answers as they arrive. Closing it closes the answers."""
+    """Yield the events of several streamed answers as they arrive. Closing this generator closes all of them."""
     waiting = {asyncio.ensure_future(anext(answer)): answer for answer in answers}
     try:
         while waiting:

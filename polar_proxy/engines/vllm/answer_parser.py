@@ -95,8 +95,8 @@ def make_answer_parser(
         raise CannotContinueError("the server parses no tool calls. Start vLLM with --enable-auto-tool-choice.")
     if has_strict_tool(request) and config.kind != "process":
         raise CannotContinueError(
-            "a tool is strict, so the server's chat route samples under a grammar, which only vLLM's parsers in a side "
-            "process know."
+            "a tool is strict, so the server's chat route samples under a grammar that Polar can only get from vLLM's "
+            "parsers. Install vLLM on this machine and name its Python by the setting engine.vllm_python."
         )
     if config.kind == "hermes":
         return HermesAnswerParser(request, config)
@@ -105,7 +105,8 @@ def make_answer_parser(
         return ProcessAnswerParser(process, config.parsers, parser_request(client.model, request), prompt)
     if request.sampling.stop:
         raise CannotContinueError(
-            "the server's parser reads whole tokens, so the text might go beyond the request's stop strings."
+            "the answer is parsed by the server's route /derender, which reads whole tokens, so its text might go "
+            "beyond the request's stop strings."
         )
     return DerenderAnswerParser(client, request, prompt, config)
 

@@ -221,9 +221,10 @@ class VllmEngine(LocallyRenderingEngine):
     async def _complete(
         self, events: list[SampleEvent], request: EngineRequest, prompt: VllmPrompt | None
     ) -> list[SampleEvent]:
-        """Add the texts of alternative tokens. If the answer was sampled from exact ids (`prompt`), also parse it.
+        """Return an answer's events with the texts of alternative tokens (`top_logprobs`), if these were requested.
 
-        Raises EngineError if the server did not use these ids.
+        With `prompt`, the request was made of token ids: the server parsed nothing then, so parse reasoning and tool
+        calls here. Raises EngineError if the server did not use the ids of `prompt`.
         """
         if events and request.sampling.top_logprobs:
             events = await self._texts.add_texts(events)

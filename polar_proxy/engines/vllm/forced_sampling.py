@@ -171,9 +171,10 @@ class ForcedSampling:
         return [answer for answer in forced if answer is not None]
 
     async def open_reasoning(self, frame: Json) -> ForcedAnswer | None:
-        """Sample reasoning as the template opens it, cut after some letters; None if the server samples something else.
+        """Sample an answer that begins as the template writes reasoning, and is cut off after some letters of it.
 
-        For servers whose grammar begins before the text and allows reasoning there (gpt-oss).
+        Returns None if the server samples something else. Used for servers whose grammar also covers the tokens before
+        the answer's text, and allows reasoning there (gpt-oss).
         """
         opened = await self.render(USER, True, frame)
         turn = call_turn(ARGUMENTS[:1]) | {"reasoning": REASONING, "reasoning_content": REASONING}

@@ -79,7 +79,7 @@ class Integrity:
         return not self.is_projects_own(current)
 
     def _overrides_assertions(self, kind: type) -> bool:
-        """Return whether a test class defines or inherits an assertion method that is not the project's own."""
+        """Return whether a test class defines or inherits an assertion method whose code the patch added or changed."""
         bases = kind.__mro__[: kind.__mro__.index(unittest.TestCase)]
         found = [vars(base)[name] for base in bases for name in self._assertions if name in vars(base)]
         return any(callable(value) and not self.is_projects_own(value) for value in found)

@@ -1,4 +1,7 @@
-"""Adds the task's own folders to the import path, because pytest may be in one; those in the workspace are left out."""
+"""Adds the folders of the task's PYTHONPATH to the import path, because pytest may be in one of them.
+
+Folders in the workspace are left out: the agent could have put modules there.
+"""
 
 from __future__ import annotations
 

@@ -83,7 +83,10 @@ def agent_capacity(cpus: float, memory: float) -> int:
 
 
 def plan_nodes(nodes: Iterable[RayNode]) -> list[NodePlan]:
-    """Return the nodes to use, by node id."""
+    """Return how to use each node that can run an agent, ordered by node id.
+
+    If any node offers `SANDBOX_RESOURCE`, only nodes that offer it are used.
+    """
     alive = sorted(nodes, key=lambda node: node.node_id)
     if any(SANDBOX_RESOURCE in node.resources for node in alive):
         return [

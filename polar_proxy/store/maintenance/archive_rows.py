@@ -254,7 +254,7 @@ def _check_json(table: str, column: str, text: str, model: Callable[[Any], None]
         elif (table, column) == ("traces", "call_ids"):
             _require(all(isinstance(name, str) for name in value), "is not a list of ids")
     except (UsageError, TypeError, KeyError) as error:
-        raise ValueError(f"is not of the documented form: {error}") from None
+        raise ValueError(f"is not JSON of the form that Polar writes into this column: {error}") from None
 
 
 # ---------------------------------------------------------------- all rows

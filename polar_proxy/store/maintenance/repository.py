@@ -195,7 +195,7 @@ class MaintenanceRepository(Repository):
         return len(old)
 
     def _old_files(self, hashes: Collection[str]) -> list[Path]:
-        """Return the files of artifacts that may be deleted once no row names them."""
+        """Return those of these artifacts' files that are too old to belong to a row that is just being added."""
         old: list[Path] = []
         for path in (artifact_path(self._artifacts, sha256) for sha256 in hashes):
             with suppress(FileNotFoundError):
