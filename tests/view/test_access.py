@@ -150,10 +150,13 @@ def test_a_login_leads_only_to_pages(path: str) -> None:
     assert safe_next(path) == "/"
 
 
-async def test_logging_out_removes_the_cookie(connect: Connect, store: Store) -> None:
+async def test_only_a_page_of_this_server_logs_out(connect: Connect, store: Store) -> None:
     async with connect() as http:
         await log_in(http, await add_key(store))
-        await http.post("/view/logout")
+        for headers in ({}, {"origin": "http://evil.example"}, {"origin": "null"}):
+            assert (await http.post("/view/logout", headers=headers)).status_code == 403
+            assert (await http.get("/")).status_code == 200
+        await http.post("/view/logout", headers={"origin": f"http://{HOST}"})
         assert (await http.get("/")).status_code == 303
 
 
