@@ -14,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -25,11 +25,7 @@ from pydantic_settings import (
 from polar_proxy.allowed_code import AllowedCode, is_code
 from polar_proxy.documented import DocumentedModel
 from polar_proxy.rollout_spec import JobSpec, RolloutSpec
-
-PromptModeSetting = Annotated[
-    Literal["continue", "render"], BeforeValidator(lambda value: "render" if value == "observe" else value)
-]
-"""`observe` is accepted as another name for `render`."""
+from polar_proxy.types import PromptMode
 
 
 class _Section(DocumentedModel):
@@ -128,7 +124,7 @@ class GatewaySettings(_Section):
     """Sampling temperature for sessions without one. Their calls are then sampled without top_p, top_k,
     min_p, penalties and logit_bias, whatever the agents ask for. Otherwise traces of agents that ask for these are only
     `approximate`."""
-    prompt_mode: PromptModeSetting = "continue"
+    prompt_mode: PromptMode = "continue"
     """`continue`: if possible, a prompt is the exact tokens of the call that it extends, followed by the tokens of the
     new messages. `render`: the engine renders every request from its messages."""
     past_reasoning: Literal["keep", "strip"] = "keep"
@@ -331,8 +327,6 @@ class Settings(BaseSettings):
     """The gateway."""
     engine: EngineSettings = EngineSettings()
     """The inference engine."""
-    user_engine: EngineSettings | None = None
-    """The engine of the model that plays the users of dialogues. Default: the engine of the rollouts."""
     engines: dict[Annotated[str, Field(pattern=r"[a-z0-9][a-z0-9_-]{0,63}")], EngineSettings] = {}
     """Further engines by name, each with the settings of [engine], for the rules in `routes`."""
     routes: tuple[RouteSettings, ...] = ()

@@ -34,7 +34,7 @@ from polar_proxy.gateway.conversations import NewItems, StoredConversations
 from polar_proxy.gateway.engine_timeouts import EngineWait
 from polar_proxy.gateway.failed_requests import FailedRequests
 from polar_proxy.gateway.health import StoreMonitor
-from polar_proxy.gateway.hooks import HookedCall, Hooks, events_of, request_changes
+from polar_proxy.gateway.hooks import Hooks
 from polar_proxy.gateway.in_flight import InFlightCalls
 from polar_proxy.gateway.limits import BodyBudget
 from polar_proxy.gateway.metrics import GatewayMetrics
@@ -45,6 +45,7 @@ from polar_proxy.gateway.reply import BackgroundReply, Reply, send_error, send_s
 from polar_proxy.gateway.request_reader import RequestReader
 from polar_proxy.gateway.retries import ResponseBuffer, RetryCache
 from polar_proxy.gateway.routing import EngineChoice, EngineRouter
+from polar_proxy.gateway.sampling import CallSampler
 from polar_proxy.gateway.session_finder import SessionFinder
 from polar_proxy.gateway.stored_responses import StoredCalls
 from polar_proxy.offload import OffloadThread
@@ -55,7 +56,7 @@ from polar_proxy.sessions.registry import SessionClosedError, SessionRegistry
 from polar_proxy.sessions.state import SessionState
 from polar_proxy.store import Store
 from polar_proxy.terminal import log_context
-from polar_proxy.types import ChatRequest, EngineRequest, SampleEvent, new_id
+from polar_proxy.types import ChatRequest, EngineRequest, new_id
 
 log = logging.getLogger(__name__)
 
@@ -87,9 +88,9 @@ class RequestHandler:
         self.bodies = BodyBudget(settings.limits.bodies_mb << 20)
         self._thread = thread
         self.router = router
-        self._hooks = Hooks(settings.hooks, settings.hook_seconds)
         self.recorder = CallRecorder(store, monitor, sessions, metrics, in_flight, PriceTable(settings.prices))
         self._provider_turns = ProviderTurns(store, monitor, settings.cache_mb << 20)
+        self._sampler = CallSampler(Hooks(settings.hooks, settings.hook_seconds), self._provider_turns, metrics)
         self.retries = RetryCache(settings)
         self.failed_requests = FailedRequests()
         self.background = BackgroundCalls()
@@ -337,7 +338,7 @@ class RequestHandler:
                 # Never cut short: otherwise the announcement might be written after the commit, which removes it.
                 await _run_to_end(self._announce(self._in_flight, request.session, [call.call_id for call in calls]))
             async with asgi.ClientWatch(receive, buffer.abandoned) as watch:
-                await self._sample_calls(request, calls, reply)
+                await self._sampler.sample(request, calls, reply)
             if watch.gone or not await buffer.has_listener():
                 return CallOutcome("client_gone", 499, "the client closed the connection")
             if request.session.ended or await self._ended_elsewhere(request.session, calls):
@@ -371,60 +372,6 @@ class RequestHandler:
             return await self._monitor.run(partial(self._store.open_calls.are_abandoned, session.session_id, call_ids))
         except StoreError:  # the commit will report it
             return False
-
-    async def _sample_calls(self, request: RequestContext, calls: Sequence[PendingCall], reply: Reply) -> None:
-        if len(calls) == 1:
-            await self._sample_call(request, 0, calls[0], reply)
-            return
-        try:
-            async with asyncio.TaskGroup() as group:
-                for index, call in enumerate(calls):
-                    group.create_task(self._sample_call(request, index, call, reply))
-        except* (RequestError, EngineError) as errors:
-            raise errors.exceptions[0] from errors
-
-    async def _sample_call(self, request: RequestContext, index: int, call: PendingCall, reply: Reply) -> None:
-        if call.final_answer is not None:
-            event = SampleEvent(text=call.final_answer, finish_reason="stop")
-            call.answer.add(event)
-            await reply.write(index, event)
-            return
-        served = call.engine.served
-        request.dialect.check_length(call.request, served.engine.info)
-        async with EngineWait(served.timeouts) as wait:
-            about = _hooked_call(request, call)
-            sent, call.request = call.request, await self._hooks.change_request(call.request, about)
-            call.request_changes = request_changes(sent, call.request)
-            rewritten = "messages" in call.request_changes
-            call.plan = await served.prompts.build(
-                call.request, call.lineage.base, request.session, rewritten=rewritten
-            )
-            call.version = await served.engine.weight_version()
-            call.request = await self._provider_turns.attach(request.session.session_id, call.request, served.engine)
-            call.not_carried = served.engine.not_carried(call.request)
-            # The limit needs to see where the first call ends.
-            stream = request.parsed.stream or call.limit is not None
-            events = served.engine.sample(call.request, stream=stream, prompt=call.plan.prompt)
-            if call.limit is not None:
-                events = call.limit.apply(events)
-            async with contextlib.aclosing(events):
-                with self._metrics.busy.call():
-                    async for event in events:
-                        wait.received()
-                        if call.first_token_at is None:
-                            call.first_token_at = time.time()
-                            served.timeouts.sampled()
-                        call.answer.add(event)
-                        if not self._hooks.changes_answers:
-                            await reply.write(index, event)
-                        wait.resume()
-        if not call.answer.finished:
-            raise EngineError("The engine's answer ended without a finish reason, so it may be incomplete.")
-        if self._hooks.changes_answers:
-            changed = await self._hooks.change_answer(call.answer, about)
-            call.shown = None if changed is call.answer else changed
-            for event in events_of(changed):
-                await reply.write(index, event)
 
     async def count_tokens(
         self, dialect: Dialect, path_key: str | None, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send
@@ -460,11 +407,6 @@ async def _run_to_end(work: Awaitable[T]) -> T:
     except asyncio.CancelledError:
         await asyncio.wait([task])
         raise
-
-
-def _hooked_call(request: RequestContext, call: PendingCall) -> HookedCall:
-    session = request.session
-    return HookedCall(call.call_id, session.session_id, session.label, request.dialect.name, call.request.model)
 
 
 def _gateway_stopped() -> RequestError:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from polar_proxy.config import AdmissionSettings, EngineSettings, SandboxSettings, Settings
+from polar_proxy.config import AdmissionSettings, SandboxSettings, Settings
 from polar_proxy.engines.base import Engine, EngineLoad
 from polar_proxy.errors import EngineError
 from polar_proxy.types import Json
@@ -71,8 +71,6 @@ class ServiceLimits:
     """Seconds for which rollouts wait for an engine that does not respond."""
     admission: AdmissionSettings = field(default_factory=AdmissionSettings)
     sandboxes: SandboxSettings = field(default_factory=SandboxSettings)
-    user_engine: EngineSettings | None = None
-    """The engine of the users of dialogues; None: that of the rollouts."""
     prebuild: bool = False
     """Docker sandboxes get the agent in their image instead of a mount (`harnesses.PrebuiltImageCache`)."""
 
@@ -91,7 +89,6 @@ class ServiceLimits:
             "pool_size": 2 * agents,
             "admission": settings.admission,
             "sandboxes": settings.sandboxes,
-            "user_engine": settings.user_engine,
             "prebuild": settings.run.prebuild,
         }
         return cls(**{**limits, **given})

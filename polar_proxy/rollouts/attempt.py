@@ -30,7 +30,7 @@ from polar_proxy.rewards import EvaluationInput, Score, apply_sign_policy, rewar
 from polar_proxy.rollout_spec import RolloutSpec
 from polar_proxy.rollouts.admission import AdmissionRequest, StageLimits
 from polar_proxy.rollouts.agent_patch import read_patch, save_base
-from polar_proxy.rollouts.dialogue import AgentRun, UserModel, play_dialogue, read_last_answer
+from polar_proxy.rollouts.dialogue import AgentRun, open_user, play_dialogue, read_last_answer
 from polar_proxy.rollouts.harnesses import HarnessInstaller, PrebuiltImageCache
 from polar_proxy.rollouts.infrastructure import InfrastructureError, UnsafeSandboxError, infrastructure_errors
 from polar_proxy.rollouts.interception import SandboxInterception
@@ -147,7 +147,6 @@ class AttemptRunner:
     sandbox_settings: SandboxSettings
     self_tests: SelfTests
     interception: SandboxInterception
-    user_model: UserModel
     code: AllowedCode = NO_CODE
     """The functions that tasks may name."""
     _task_sandboxes: dict[SandboxKind, TaskSandboxes] = field(default_factory=dict)
@@ -308,7 +307,7 @@ class AttemptRunner:
             process = await agent.exec(task.instruction, False, seconds)
             return AgentRun(process, process.stdout + process.stderr)
         assert attempt.session_id is not None
-        async with self.user_model.player(task.user, attempt.rollout_id) as user:
+        async with open_user(task.user, attempt.rollout_id, self.store, self.gateway) as user:
             return await play_dialogue(
                 task.instruction,
                 user,

@@ -12,7 +12,6 @@ resume its conversation; each text of the user is one start of it. Promises:
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -20,9 +19,6 @@ from typing import Literal, Protocol
 
 import httpx
 
-from polar_proxy.config import EngineSettings, GatewaySettings
-from polar_proxy.engines.base import Engine
-from polar_proxy.engines.factory import make_engine
 from polar_proxy.gateway import Gateway
 from polar_proxy.rollouts.infrastructure import InfrastructureError
 from polar_proxy.sessions.identity import hash_key, new_key
@@ -84,13 +80,12 @@ class PlayedUser:
     persona: str
     base_url: str
     key: str
-    model: str
 
     async def answer(self, messages: Sequence[DialogueMessage]) -> str | None:
         """Raises InfrastructureError if the model cannot answer."""
         said = [{"role": "assistant" if one.speaker == "user" else "user", "content": one.text} for one in messages]
         request = {
-            "model": self.model,
+            "model": "",  # that of the engine which the gateway chooses
             "messages": [
                 {"role": "system", "content": f"{self.persona}\n{_RULES}"},
                 {"role": "user", "content": _OPENING},
@@ -109,54 +104,25 @@ class PlayedUser:
         return None if DONE in text or not text.strip() else text
 
 
-class UserModel:
-    """The model that plays the users: the rollouts' own engine, or another one with a separate gateway.
+@contextlib.asynccontextmanager
+async def open_user(user: DialogueUser, rollout_id: str, store: Store, gateway: Gateway) -> AsyncIterator[UserPlayer]:
+    """Yield the user of one rollout. A persona has a session at the gateway, which is open until the block ends.
 
-    The other engine is started by the first dialogue that needs it.
+    The session has the label `user of ROLLOUT`, by which a rule in the setting `routes` may send its calls to another
+    engine.
     """
-
-    def __init__(self, store: Store, gateway: Gateway, engine: Engine, settings: EngineSettings | None) -> None:
-        """`gateway` and `engine` are the rollouts' own. `settings`: another engine, for the users."""
-        self._store = store
-        self._own = gateway, engine
-        self._settings = settings
-        self._starting = asyncio.Lock()
-        self._started: tuple[Gateway, Engine] | None = None
-        self._stack = contextlib.AsyncExitStack()
-
-    async def __aenter__(self) -> UserModel:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._stack.aclose()
-
-    @contextlib.asynccontextmanager
-    async def player(self, user: DialogueUser, rollout_id: str) -> AsyncIterator[UserPlayer]:
-        """Yield the user of one rollout. A persona has a session, which is open until the block ends."""
-        if user.persona is None:
-            yield ScriptedUser(user.texts)
-            return
-        gateway, engine = await self._open()
-        key = new_key()
-        label = f"user of {rollout_id}"
-        session = await self._store.sessions.create(key_hash=hash_key(key), label=label, origin="user")
-        try:
-            yield PlayedUser(user.persona, gateway.url, key, engine.info.model)
-        finally:
-            await self._store.sessions.close(session.session_id)
-            gateway.end_session(session.session_id)
-            await gateway.forget_session(session.session_id, _IDLE_SECONDS)
-
-    async def _open(self) -> tuple[Gateway, Engine]:
-        if self._settings is None:
-            return self._own
-        async with self._starting:
-            if self._started is None:
-                engine = await self._stack.enter_async_context(make_engine(self._settings))
-                settings = GatewaySettings(host="127.0.0.1", port=0, require_known_keys=True)
-                gateway = await self._stack.enter_async_context(Gateway(engine, self._store, settings))
-                self._started = gateway, engine
-            return self._started
+    if user.persona is None:
+        yield ScriptedUser(user.texts)
+        return
+    key = new_key()
+    label = f"user of {rollout_id}"
+    session = await store.sessions.create(key_hash=hash_key(key), label=label, origin="user")
+    try:
+        yield PlayedUser(user.persona, gateway.url, key)
+    finally:
+        await store.sessions.close(session.session_id)
+        gateway.end_session(session.session_id)
+        await gateway.forget_session(session.session_id, _IDLE_SECONDS)
 
 
 @dataclass(frozen=True, slots=True)

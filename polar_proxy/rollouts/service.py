@@ -25,7 +25,6 @@ from polar_proxy.gateway import Gateway
 from polar_proxy.rollout_spec import JobSpec
 from polar_proxy.rollouts.admission import EngineMonitor, MemoryAdmission, ServiceLimits, StageLimits
 from polar_proxy.rollouts.attempt import AttemptRunner, ProgressReporter, RemoteScorer
-from polar_proxy.rollouts.dialogue import UserModel
 from polar_proxy.rollouts.harnesses import HarnessInstaller, PrebuiltImageCache, harness_label
 from polar_proxy.rollouts.infrastructure import UnsafeSandboxError
 from polar_proxy.rollouts.interception import SandboxInterception
@@ -89,7 +88,6 @@ class RolloutService:
         self._checked_version: str | None = None
         self._prebuilt = PrebuiltImageCache() if limits.prebuild else None
         self.harnesses = HarnessInstaller(harnesses, note, code)
-        self._user_model = UserModel(store, gateway, engine, limits.user_engine)
         self.pool = SandboxPool(limits.pool_size, refill=limits.refill, opener=opener)
         self.engine_monitor = EngineMonitor(engine, limits.engine_patience, admission)
         self.stages = StageLimits(
@@ -113,7 +111,6 @@ class RolloutService:
             limits.sandboxes,
             self.self_tests,
             SandboxInterception(home),
-            self._user_model,
             code,
         )
         self.worker = Worker(
@@ -130,7 +127,7 @@ class RolloutService:
     async def __aenter__(self) -> Self:
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(self.self_tests.close)
-            for part in (self.pool, self.engine_monitor, self._user_model, self.worker):
+            for part in (self.pool, self.engine_monitor, self.worker):
                 await stack.enter_async_context(part)
             self._stack = stack.pop_all()
         return self

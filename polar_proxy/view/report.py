@@ -24,10 +24,8 @@ from polar_proxy.view.access import PageAccess
 from polar_proxy.view.context import ViewContext
 from polar_proxy.view.run import call_values, rollout_values, session_values
 from polar_proxy.view.templates import ASSETS, render_text
-from polar_proxy.view.token_source import CHUNK, TokenSequence
+from polar_proxy.view.token_source import CHUNK, HEAT, TokenSequence
 
-HEAT = ((0.9, ""), (0.7, "h1"), (0.5, "h2"), (0.3, "h3"), (0.1, "h4"), (0.01, "h5"), (0.0, "h6"))
-"""Classes of polar.css that colour sampled tokens, each with the lowest probability of its tokens."""
 _MOST_TOKENS = 100_000
 """Maximum number of tokens in a file. Browsers open files with more of them slowly."""
 _LINK = re.compile(r' href="/[^"]*"| href="\?[^"]*"')

@@ -27,6 +27,8 @@ from polar_proxy.types import CallRecord, EngineInfo, Json, Logprobs, Span, Toke
 
 CHUNK = 16_384
 """The most tokens of one chunk."""
+HEAT = ((0.9, ""), (0.7, "h1"), (0.5, "h2"), (0.3, "h3"), (0.1, "h4"), (0.01, "h5"), (0.0, "h6"))
+"""Classes of polar.css that colour sampled tokens, each with the lowest probability of its tokens."""
 _KEPT = 4
 """Sequences that are kept in memory."""
 _TEXTS_KEPT = 400_000
@@ -52,7 +54,7 @@ class TokenSequence:
         return {
             "title": self.title,
             "length": len(self.token_ids),
-            "chunk": CHUNK,
+            "heat": HEAT,
             "spans": self.spans,
             "findings": self.findings,
             "facts": self.facts,

@@ -2,44 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Annotated, Any
 
 import orjson
 from fastapi import APIRouter, Query, Request, Response
 
+from polar_proxy.store import Store
 from polar_proxy.view.context import ViewContext
+from polar_proxy.view.token_source import TokenSequence
 
 Start = Annotated[int, Query(ge=0, description="Position of the first token.")]
 
 
 def add_routes(pages: APIRouter, view: ViewContext) -> None:
-    sources = view.tokens
+    _add_sequence(pages, view, "/view/traces/{record_id}", view.tokens.of_trace)
+    _add_sequence(pages, view, "/view/calls/{record_id}/sequence", view.tokens.of_call)
 
-    @pages.get("/view/traces/{trace_id}")
-    async def trace_page(request: Request, trace_id: str) -> Response:
-        sequence = await sources.of_trace(view.store, trace_id)
-        return await view.page(request, "tokens.html", sequence=sequence)
 
-    @pages.get("/view/traces/{trace_id}/head")
-    async def trace_head(trace_id: str) -> Response:
-        return _json((await sources.of_trace(view.store, trace_id)).head())
+def _add_sequence(
+    pages: APIRouter, view: ViewContext, path: str, read: Callable[[Store, str], Awaitable[TokenSequence]]
+) -> None:
+    @pages.get(path)
+    async def page(request: Request, record_id: str) -> Response:
+        return await view.page(request, "tokens.html", sequence=await read(view.store, record_id))
 
-    @pages.get("/view/traces/{trace_id}/tokens")
-    async def trace_tokens(trace_id: str, start: Start = 0) -> Response:
-        return _json(await sources.chunk(view.api, await sources.of_trace(view.store, trace_id), start))
+    @pages.get(f"{path}/head")
+    async def head(record_id: str) -> Response:
+        return _json((await read(view.store, record_id)).head())
 
-    @pages.get("/view/calls/{call_id}/sequence")
-    async def call_page(request: Request, call_id: str) -> Response:
-        sequence = await sources.of_call(view.store, call_id)
-        return await view.page(request, "tokens.html", sequence=sequence)
-
-    @pages.get("/view/calls/{call_id}/sequence/head")
-    async def call_head(call_id: str) -> Response:
-        return _json((await sources.of_call(view.store, call_id)).head())
-
-    @pages.get("/view/calls/{call_id}/sequence/tokens")
-    async def call_tokens(call_id: str, start: Start = 0) -> Response:
-        return _json(await sources.chunk(view.api, await sources.of_call(view.store, call_id), start))
+    @pages.get(f"{path}/tokens")
+    async def tokens(record_id: str, start: Start = 0) -> Response:
+        return _json(await view.tokens.chunk(view.api, await read(view.store, record_id), start))
 
 
 def _json(value: Any) -> Response:

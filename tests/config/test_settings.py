@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from polar_proxy.cli.common import load_settings
 from polar_proxy.config import GatewaySettings, Settings
@@ -80,5 +81,6 @@ def test_secrets_are_not_printed(here: Path) -> None:
     assert "sk-secret" not in str(caught.value)
 
 
-def test_accepts_observe_as_another_name_for_the_prompt_mode_render() -> None:
-    assert GatewaySettings.model_validate({"prompt_mode": "observe"}).prompt_mode == "render"
+def test_refuses_unknown_prompt_modes() -> None:
+    with pytest.raises(ValidationError, match="prompt_mode"):
+        GatewaySettings.model_validate({"prompt_mode": "observe"})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import orjson
 import pytest
 
 from harness_adapters.base import get_adapter
-from polar_proxy.config import EngineSettings, Settings
+from polar_proxy.config import EngineSettings, RouteSettings, Settings
 from polar_proxy.conformance.profiles import profile_of
 from polar_proxy.engines.scripted import ScriptedAnswer, ScriptedEngine
 from polar_proxy.errors import BadTaskError, EngineError
@@ -124,11 +123,11 @@ async def run_dialogue(
         harnesses = tmp_path / "harnesses"
         write_definition(harnesses)
     engine = ScriptedEngine(script)
-    limits = replace(QUICK_LIMITS, **given.pop("limits", {}))
+    settings = given.pop("settings", None) or Settings()
     async with (
         engine,
-        local_gateway(Settings(), engine, store) as gateway,
-        RolloutService(store, gateway, engine, harnesses, limits=limits) as service,
+        local_gateway(settings, engine, store) as gateway,
+        RolloutService(store, gateway, engine, harnesses, limits=QUICK_LIMITS) as service,
     ):
         spec = JobSpec(**{"harness": "small-acp", "sandbox": "process", "timeout": 60.0, **given})
         job, _ = await service.submit([dialogue_task(user)], spec)
@@ -197,9 +196,14 @@ async def test_a_model_plays_the_user(store: Store, tmp_path: Path, own_engine: 
             return USER_MODEL(request)
         return agent_model(request)
 
-    limits = {"user_engine": EngineSettings(kind="tests.rollouts.test_dialogue:UserEngine")} if own_engine else {}
+    settings = Settings()
+    if own_engine:
+        settings = Settings(
+            engines={"users": EngineSettings(kind="tests.rollouts.test_dialogue:UserEngine")},
+            routes=(RouteSettings(name="users", engine="users", labels=("user of *",)),),
+        )
     given = agent_model if own_engine else script
-    row = await run_dialogue(store, tmp_path, DialogueUser(persona="You like green."), given, limits=limits)
+    row = await run_dialogue(store, tmp_path, DialogueUser(persona="You like green."), given, settings=settings)
     assert (row.status, row.reward) == ("done", 1.0)
     users = [session for session in await store.sessions.recent() if session.origin == "user"]
     assert [(one.label, one.calls, one.rollout_id) for one in users] == [(f"user of {row.rollout_id}", 2, None)]

@@ -53,5 +53,5 @@ async def test_a_file_has_no_secrets(store: Store, settings: Settings) -> None:
 async def test_a_call_alone_is_refused(store: Store, settings: Settings) -> None:
     call = call_record(await new_session(store))
     await recorded.commit(store, call)
-    with pytest.raises(UsageError, match="Name a rollout or a session"):
+    with pytest.raises(UsageError, match="Name a rollout or a session instead"):
         await make_report(store, settings, call.call_id)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 from urllib.parse import quote
 
 import orjson
 
 from polar_proxy.engines.hosted.anthropic_request import anthropic_body, anthropic_prompt
-from polar_proxy.engines.hosted.base import CONTEXT_LENGTH, HostedEngine
+from polar_proxy.engines.hosted.base import CONTEXT_LENGTH, HostedDecoder, HostedEngine
 from polar_proxy.engines.hosted.errors import stream_error
 from polar_proxy.engines.openai_client import AnswerDecoder
 from polar_proxy.engines.openai_stream import parse_json
@@ -51,8 +51,7 @@ class AnthropicEngine(HostedEngine):
         elif response.status in (405, 501):  # a proxy of the Messages API only
             await self.client.read(response)
         else:
-            failure = await self.client.failure(response)
-            raise failure if isinstance(failure, EngineError) else EngineError(f"{self.client.name}: {failure}")
+            raise await self._connect_error(response)
         self._max_tokens = card.get("max_tokens") or _MAX_TOKENS
         return EngineInfo(
             engine="anthropic",
@@ -83,12 +82,12 @@ class AnthropicEngine(HostedEngine):
         return int(answer["input_tokens"])
 
 
-class MessageDecoder:
+class MessageDecoder(HostedDecoder):
     """Turns a message, or the events of its stream, into `SampleEvent`s."""
 
     def __init__(self, name: str, model: str) -> None:
         """`name`: the server's name in error texts. `model`: the model that was requested."""
-        self._name = name
+        super().__init__(name)
         self._model = model
         self._blocks: dict[int, Json] = {}
         """Content blocks by index, with the text so far."""
@@ -97,12 +96,6 @@ class MessageDecoder:
         self._usage: Json = {}
         self._stop: Json = {}
         self._ended = False
-
-    def feed(self, chunks: Any) -> list[SampleEvent]:
-        try:
-            return [event for chunk in chunks if (event := self._event(chunk)) is not None]
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise EngineError(f"{self._name} sent an answer of an unknown shape: {error!r}.") from error
 
     def end(self) -> list[SampleEvent]:
         if not self._ended or self._stop.get("stop_reason") is None:
@@ -119,6 +112,10 @@ class MessageDecoder:
             provider_turn=ProviderTurn("anthropic", tuple(blocks)) if signed else None,
         )
         return [finish]
+
+    def events(self, chunk: Json) -> list[SampleEvent]:
+        event = self._event(chunk)
+        return [] if event is None else [event]
 
     def _event(self, chunk: Json) -> SampleEvent | None:
         match chunk["type"]:

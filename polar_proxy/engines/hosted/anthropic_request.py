@@ -18,19 +18,20 @@ from typing import Any
 from polar_proxy.engines.hosted.carried import passed_fields, refuse_sampling
 from polar_proxy.engines.hosted.content import (
     TEXT_PARTS,
+    add_to_turn,
     arguments_object,
     forced_tool,
     part_text,
     parts_of,
     read_media,
     schema_of,
+    split_system,
     unsupported_part,
 )
 from polar_proxy.errors import RequestError
 from polar_proxy.types import ChatRequest, ClientOptions, Json, Message, ToolCall
 
 _NOT_IN_ID = re.compile("[^a-zA-Z0-9_-]")
-_SYSTEM = frozenset({"system", "developer"})
 _THINKING = frozenset({"thinking", "redacted_thinking"})
 _EFFORTS = {"minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "xhigh", "max": "max"}
 LEAST_BUDGET = 1024
@@ -61,12 +62,9 @@ def anthropic_body(request: ChatRequest, model: str, max_tokens: int, *, stream:
 
 def anthropic_prompt(request: ChatRequest, model: str) -> Json:
     """Return the fields that determine the prompt. Requests to count its tokens have the same fields."""
-    messages = list(request.messages)
-    leading = 0
-    while leading < len(messages) and messages[leading].role in _SYSTEM:
-        leading += 1
-    body: Json = {"model": model, "messages": _messages(messages[leading:])}
-    if system := [block for message in messages[:leading] for block in _input_blocks(message)]:
+    leading, messages = split_system(request.messages)
+    body: Json = {"model": model, "messages": _messages(messages)}
+    if system := [block for message in leading for block in _input_blocks(message)]:
         body["system"] = system
     if request.tools:
         body["tools"] = [_tool(tool) for tool in request.tools]
@@ -84,12 +82,7 @@ def _messages(messages: Iterable[Message]) -> list[Json]:
     for message in messages:
         role = {"assistant": "assistant", "system": "system", "developer": "system"}.get(message.role, "user")
         blocks = _assistant_blocks(message) if role == "assistant" else _input_blocks(message)
-        if not blocks:
-            continue  # the API refuses empty messages
-        if out and out[-1]["role"] == role:
-            out[-1]["content"] += blocks
-        else:
-            out.append({"role": role, "content": blocks})
+        add_to_turn(out, role, "content", blocks)
     return out
 
 

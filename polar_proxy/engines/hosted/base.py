@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from types import MappingProxyType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from polar_proxy.engines.base import ExactPrompt
 from polar_proxy.engines.hosted.carried import not_carried
@@ -46,6 +46,11 @@ class HostedEngine(ServerEngine):
     @abstractmethod
     def _decoder(self, request: EngineRequest) -> AnswerDecoder:
         """Return a new decoder of one answer."""
+
+    async def _connect_error(self, response: HttpResponse) -> EngineError:
+        """Return the error for a response that refuses to describe the model."""
+        failure = await self.client.failure(response)
+        return failure if isinstance(failure, EngineError) else EngineError(f"{self.client.name}: {failure}")
 
     def not_carried(self, request: EngineRequest) -> tuple[str, ...]:
         return not_carried(request, self.provider)
@@ -102,3 +107,22 @@ class HostedEngine(ServerEngine):
         except (EngineError, RequestError) as error:
             return str(error)
         return None
+
+
+class HostedDecoder(ABC):
+    """The base of the decoders of a provider's answers, whole or streamed."""
+
+    def __init__(self, name: str) -> None:
+        """`name`: the server's name in error texts."""
+        self._name = name
+
+    def feed(self, chunks: Any) -> list[SampleEvent]:
+        """Return the events of the next chunks of the answer. Raises EngineError for chunks of an unknown shape."""
+        try:
+            return [event for chunk in chunks for event in self.events(chunk)]
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise EngineError(f"{self._name} sent an answer of an unknown shape: {error!r}.") from error
+
+    @abstractmethod
+    def events(self, chunk: Json) -> list[SampleEvent]:
+        """Return the events of one chunk. Errors of missing or wrong fields are those of Python."""

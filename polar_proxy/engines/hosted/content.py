@@ -1,10 +1,11 @@
-"""Parts of messages that the forms of Anthropic and Google share: data URLs, files, tool arguments."""
+"""Parts of requests that the forms of Anthropic and Google share: turns, data URLs, files, tool arguments."""
 
 from __future__ import annotations
 
 import binascii
 import re
 from base64 import b64decode
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import orjson
@@ -13,6 +14,8 @@ from polar_proxy.errors import RequestError
 from polar_proxy.types import Json, Message
 
 _DATA_URL = re.compile(r"data:(?P<mime>[^;,]*)(?:;[^;,]+)*;base64,", re.IGNORECASE)
+SYSTEM = frozenset({"system", "developer"})
+"""Roles of system messages."""
 TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal"})
 
 
@@ -32,6 +35,23 @@ class Media(NamedTuple):
             return b64decode(self.data).decode()
         except (binascii.Error, UnicodeDecodeError) as error:
             raise unsupported_part("a text file that is not UTF-8") from error
+
+
+def split_system(messages: Sequence[Message]) -> tuple[Sequence[Message], Sequence[Message]]:
+    """Return the system messages at the beginning, and all messages after them."""
+    leading = next((at for at, message in enumerate(messages) if message.role not in SYSTEM), len(messages))
+    return messages[:leading], messages[leading:]
+
+
+def add_to_turn(turns: list[Json], role: str, field: str, content: list[Json]) -> None:
+    """Append content to the field of the last turn if it has the same role, otherwise as a new turn.
+
+    Empty content is left out, because the APIs refuse empty turns.
+    """
+    if content and turns and turns[-1]["role"] == role:
+        turns[-1][field] += content
+    elif content:
+        turns.append({"role": role, field: content})
 
 
 def parts_of(message: Message) -> list[Json]:

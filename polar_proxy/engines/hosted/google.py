@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import ClassVar
 from urllib.parse import quote
 
 import orjson
 
-from polar_proxy.engines.hosted.base import CONTEXT_LENGTH, HostedEngine
+from polar_proxy.engines.hosted.base import CONTEXT_LENGTH, HostedDecoder, HostedEngine
+from polar_proxy.engines.hosted.content import SYSTEM
 from polar_proxy.engines.hosted.errors import stream_error
-from polar_proxy.engines.hosted.google_request import SYSTEM, google_body, google_prompt
+from polar_proxy.engines.hosted.google_request import google_body, google_prompt
 from polar_proxy.engines.openai_client import AnswerDecoder
 from polar_proxy.engines.openai_stream import parse_json
 from polar_proxy.errors import EngineError, RequestError
@@ -53,8 +54,7 @@ class GoogleEngine(HostedEngine):
     async def _connect(self) -> EngineInfo:
         response = await self.client.send("GET", self._path)
         if response.status != 200:
-            failure = await self.client.failure(response)
-            raise failure if isinstance(failure, EngineError) else EngineError(f"{self.client.name}: {failure}")
+            raise await self._connect_error(response)
         card = parse_json(await self.client.read(response), self.client.url)
         return EngineInfo(
             engine="google",
@@ -101,26 +101,20 @@ class _Candidate:
     finish: str | None = None
 
 
-class ContentDecoder:
+class ContentDecoder(HostedDecoder):
     """Turns GenerateContentResponse objects, whole or streamed, into events."""
 
     def __init__(self, name: str, model: str, candidates: int = 1) -> None:
         """`name`: the server's name in error texts. `model`: the model that was requested."""
-        self._name = name
+        super().__init__(name)
         self._model = model
         self._candidates = {index: _Candidate() for index in range(candidates)}
         self._usage: Usage | None = None
 
-    def feed(self, chunks: Any) -> list[SampleEvent]:
-        try:
-            return [event for chunk in chunks for event in self._events(chunk)]
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise EngineError(f"{self._name} sent an answer of an unknown shape: {error!r}.") from error
-
     def end(self) -> list[SampleEvent]:
         return [self._finish(index, candidate) for index, candidate in self._candidates.items()]
 
-    def _events(self, chunk: Json) -> list[SampleEvent]:
+    def events(self, chunk: Json) -> list[SampleEvent]:
         if "error" in chunk:
             raise stream_error(chunk["error"], self._name)
         self._model = chunk.get("modelVersion") or self._model

@@ -14,17 +14,18 @@ from typing import Any
 from polar_proxy.engines.hosted.carried import passed_fields, refuse_sampling
 from polar_proxy.engines.hosted.content import (
     TEXT_PARTS,
+    add_to_turn,
     arguments_object,
     forced_tool,
     part_text,
     parts_of,
     read_media,
     schema_of,
+    split_system,
     unsupported_part,
 )
 from polar_proxy.types import ChatRequest, ClientOptions, Json, Message, ToolCall
 
-SYSTEM = frozenset({"system", "developer"})
 _BUDGETS = {"minimal": 1024, "low": 1024, "medium": 8192, "high": 24_576, "xhigh": 24_576, "max": 24_576}
 """Thinking tokens for models that take a budget instead of a level (before Gemini 3).
 Source: https://ai.google.dev/gemini-api/docs/openai"""
@@ -49,12 +50,9 @@ def google_body(request: ChatRequest, model: str) -> Json:
 
 def google_prompt(request: ChatRequest) -> Json:
     """Return the body's fields that determine the prompt. Requests to count its tokens have the same fields."""
-    messages = list(request.messages)
-    leading = 0
-    while leading < len(messages) and messages[leading].role in SYSTEM:
-        leading += 1
-    body: Json = {"contents": _contents(messages[leading:])}
-    if system := [part for message in messages[:leading] for part in _parts(message)]:
+    leading, messages = split_system(request.messages)
+    body: Json = {"contents": _contents(messages)}
+    if system := [part for message in leading for part in _parts(message)]:
         body["systemInstruction"] = {"parts": system}
     if request.tools:
         body["tools"] = [{"functionDeclarations": [_declaration(tool["function"]) for tool in request.tools]}]
@@ -75,12 +73,7 @@ def _contents(messages: Iterable[Message]) -> list[Json]:
             parts = _model_parts(message)
         else:
             parts = _parts(message)
-        if not parts:
-            continue
-        if out and out[-1]["role"] == role:
-            out[-1]["parts"] += parts
-        else:
-            out.append({"role": role, "parts": parts})
+        add_to_turn(out, role, "parts", parts)
     return out
 
 

@@ -5,7 +5,6 @@ const space = box.querySelector(".space");
 const facts = document.querySelector("#token");
 const LINE = 20; // pixels; as in polar.css
 const MARGIN = 12; // lines above and below the visible ones
-const HEAT = [[0.9, ""], [0.7, "h1"], [0.5, "h2"], [0.3, "h3"], [0.1, "h4"], [0.01, "h5"], [0, "h6"]];
 
 const source = box.dataset.source;
 const head = await getJson(`${source}/head`);
@@ -116,11 +115,14 @@ new ResizeObserver(() => {
 }).observe(box);
 
 /** Return the number of the line that has a token. */
-function lineOf(index) {
-  let low = 0, high = lines.length - 1;
+const lineOf = (index) => lastWhere(lines.length, (line) => lines[line] <= index);
+
+/** Return the last of the numbers below `count` for which `holds`, by halving. It holds for all numbers before that. */
+function lastWhere(count, holds) {
+  let low = 0, high = count - 1;
   while (low < high) {
     const middle = (low + high + 1) >> 1;
-    if (lines[middle] <= index) low = middle; else high = middle - 1;
+    if (holds(middle)) low = middle; else high = middle - 1;
   }
   return low;
 }
@@ -173,7 +175,7 @@ function colourOf(index, span) {
     return value === 0 ? "" : `${value > 0 ? "plus" : "minus"}${Math.abs(value) >= 0.8 ? 2 : 1}`;
   }
   const probability = Math.exp(logprobs[index]);
-  return HEAT.find(([least]) => probability >= least)?.[1] ?? "";
+  return head.heat.find(([least]) => probability >= least)?.[1] ?? "";
 }
 
 function marks(index, span) {
@@ -182,14 +184,7 @@ function marks(index, span) {
     (span.versions.some(([at]) => at > 0 && at + span.at === index) ? " start" : "");
 }
 
-function spanOf(index) {
-  let low = 0, high = head.spans.length - 1;
-  while (low < high) {
-    const middle = (low + high + 1) >> 1;
-    if (head.spans[middle].at <= index) low = middle; else high = middle - 1;
-  }
-  return head.spans[low];
-}
+const spanOf = (index) => head.spans[lastWhere(head.spans.length, (span) => head.spans[span].at <= index)];
 
 document.querySelector("#colour").addEventListener("change", (event) => {
   colour = event.target.value;
@@ -200,7 +195,7 @@ drawLegend();
 
 function drawLegend() {
   const entries = {
-    logprob: [["", "p ≥ 0.9"], ["h1", "0.7"], ["h2", "0.5"], ["h3", "0.3"], ["h4", "0.1"], ["h5", "0.01"], ["h6", "less"]],
+    logprob: head.heat.map(([least, name], place) => [name, place === 0 ? `p ≥ ${least}` : least > 0 ? least : "less"]),
     advantage: [["plus2", "made likelier"], ["minus2", "made less likely"]],
     origin: [],
     none: [],
@@ -346,23 +341,12 @@ function join() {
   return { text: parts.join(""), starts, loaded };
 }
 
-function tokenAt(letter) {
-  let low = 0, high = joined.starts.length - 1;
-  while (low < high) {
-    const middle = (low + high + 1) >> 1;
-    if (joined.starts[middle] <= letter) low = middle; else high = middle - 1;
-  }
-  return low;
-}
+const tokenAt = (letter) => lastWhere(joined.starts.length, (token) => joined.starts[token] <= letter);
 
 /** Return the number of the match that has a token, or -1. */
 function hitAt(index) {
-  let low = 0, high = hits.length - 1;
-  while (low < high) {
-    const middle = (low + high + 1) >> 1;
-    if (hits[middle] <= index) low = middle; else high = middle - 1;
-  }
-  return hits[low] <= index && index <= hitEnds[low] ? low : -1;
+  const match = lastWhere(hits.length, (number) => hits[number] <= index);
+  return hits[match] <= index && index <= hitEnds[match] ? match : -1;
 }
 
 document.querySelector("#position").addEventListener("change", (event) => {

@@ -1,0 +1,89 @@
+"""The sampling of a request's calls: hooks, prompt, engine, and each event on its way to the agent."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Sequence
+
+from polar_proxy.errors import EngineError, RequestError
+from polar_proxy.gateway.engine_timeouts import EngineWait
+from polar_proxy.gateway.hooks import HookedCall, Hooks, events_of, request_changes
+from polar_proxy.gateway.metrics import GatewayMetrics
+from polar_proxy.gateway.provider_turns import ProviderTurns
+from polar_proxy.gateway.recording import PendingCall, RequestContext
+from polar_proxy.gateway.reply import Reply
+from polar_proxy.types import SampleEvent
+
+
+class CallSampler:
+    """Samples the calls of requests: each goes to its engine, and its events to the agent."""
+
+    def __init__(self, hooks: Hooks, provider_turns: ProviderTurns, metrics: GatewayMetrics) -> None:
+        self._hooks = hooks
+        self._provider_turns = provider_turns
+        self._metrics = metrics
+
+    async def sample(self, request: RequestContext, calls: Sequence[PendingCall], reply: Reply) -> None:
+        """Sample the calls of a request, several at the same time, and write their events to the reply.
+
+        Raises RequestError or EngineError, the first one of several calls.
+        """
+        if len(calls) == 1:
+            await self._sample_call(request, 0, calls[0], reply)
+            return
+        try:
+            async with asyncio.TaskGroup() as group:
+                for index, call in enumerate(calls):
+                    group.create_task(self._sample_call(request, index, call, reply))
+        except* (RequestError, EngineError) as errors:
+            raise errors.exceptions[0] from errors
+
+    async def _sample_call(self, request: RequestContext, index: int, call: PendingCall, reply: Reply) -> None:
+        if call.final_answer is not None:
+            event = SampleEvent(text=call.final_answer, finish_reason="stop")
+            call.answer.add(event)
+            await reply.write(index, event)
+            return
+        served = call.engine.served
+        request.dialect.check_length(call.request, served.engine.info)
+        async with EngineWait(served.timeouts) as wait:
+            about = _hooked_call(request, call)
+            sent, call.request = call.request, await self._hooks.change_request(call.request, about)
+            call.request_changes = request_changes(sent, call.request)
+            rewritten = "messages" in call.request_changes
+            call.plan = await served.prompts.build(
+                call.request, call.lineage.base, request.session, rewritten=rewritten
+            )
+            call.version = await served.engine.weight_version()
+            call.request = await self._provider_turns.attach(request.session.session_id, call.request, served.engine)
+            call.not_carried = served.engine.not_carried(call.request)
+            # The limit needs to see where the first call ends.
+            stream = request.parsed.stream or call.limit is not None
+            events = served.engine.sample(call.request, stream=stream, prompt=call.plan.prompt)
+            if call.limit is not None:
+                events = call.limit.apply(events)
+            async with contextlib.aclosing(events):
+                with self._metrics.busy.call():
+                    async for event in events:
+                        wait.received()
+                        if call.first_token_at is None:
+                            call.first_token_at = time.time()
+                            served.timeouts.sampled()
+                        call.answer.add(event)
+                        if not self._hooks.changes_answers:
+                            await reply.write(index, event)
+                        wait.resume()
+        if not call.answer.finished:
+            raise EngineError("The engine's answer ended without a finish reason, so it may be incomplete.")
+        if self._hooks.changes_answers:
+            changed = await self._hooks.change_answer(call.answer, about)
+            call.shown = None if changed is call.answer else changed
+            for event in events_of(changed):
+                await reply.write(index, event)
+
+
+def _hooked_call(request: RequestContext, call: PendingCall) -> HookedCall:
+    session = request.session
+    return HookedCall(call.call_id, session.session_id, session.label, request.dialect.name, call.request.model)
