@@ -12,8 +12,8 @@ class ProviderRequest:
     """A model request as the agent sent it, with the agent's own key: the passthrough engine sends it on."""
 
     host: str
-    target: str
-    """Path and query."""
+    target: str = field(repr=False)
+    """Path and query, percent-encoded. The query may hold the agent's key."""
     headers: tuple[tuple[bytes, bytes], ...] = field(repr=False)
     """Values by lower-case name."""
     body: bytes = field(repr=False)

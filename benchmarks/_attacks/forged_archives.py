@@ -20,6 +20,7 @@ from polar_proxy.errors import PolarError
 from polar_proxy.export.archives import import_archive
 from polar_proxy.sessions.identity import hash_key
 from polar_proxy.store import Store, open_store, schema
+from polar_proxy.store.encoding.packed_json import pack_small_json
 from polar_proxy.traces.builders import build
 from polar_proxy.traces.certificate import certify, stored_form
 from tests.factories import call_record, new_rollout, new_session
@@ -179,6 +180,10 @@ def _deep_json(connection: sqlite3.Connection) -> None:
     connection.execute("UPDATE rewards SET detail = ?", ('{"a":' * 100_000 + "1" + "}" * 100_000,))
 
 
+def _list_for_hooks(connection: sqlite3.Connection) -> None:
+    connection.execute("UPDATE calls SET hooks = ?", (pack_small_json(b"[1]"),))
+
+
 def _other_message(connection: sqlite3.Connection) -> None:
     change = "UPDATE nodes SET data = ?, length = 2, chain_length = 2 WHERE kind = 'message'"
     connection.execute(change, (b"\x01\x08{}",))
@@ -224,6 +229,7 @@ def _newer_schema(connection: sqlite3.Connection) -> None:
 _CONFIG = '{"harness":"shell:touch /tmp/polar-was-here","sandbox":"process"}'
 _REWARD = "INSERT INTO rewards SELECT 'rew_forged', '<rollout>', NULL, NULL, NULL, 'tests', 1.0, '{}', 1.0"
 _SESSION_REWARD = "INSERT INTO rewards SELECT 'rew_forged', NULL, '<session>', NULL, NULL, 'tests', 1.0, '{}', 1.0"
+_REMARK = "INSERT INTO remarks SELECT 'rem_forged', '<rollout>', NULL, 'note', 'x', NULL, 'admin', 1.0"
 _TASK_2 = "UPDATE groups SET task_id='t2'; UPDATE rollouts SET task_id='t2';"
 """A task of another name is new to the attacked database."""
 _INTERNAL = "http://169.254.169.254/latest/meta-data"
@@ -281,9 +287,15 @@ FORGERIES: tuple[Forgery, ...] = (
     Forgery("deep_json", change=_database(_deep_json)),
     Forgery("list_for_an_object", "UPDATE tasks SET spec='[1]';"),
     Forgery("unknown_status", "UPDATE rollouts SET status='rewarded';"),
+    Forgery(
+        "unknown_kind_of_remark",
+        f"{_REMARK}; UPDATE remarks SET rollout_id = (SELECT rollout_id FROM rollouts), kind = 'x';",
+    ),
+    Forgery("list_for_packed_hooks", change=_database(_list_for_hooks)),
     Forgery("path_for_a_hash", "UPDATE artifacts SET sha256='../../../../etc/passwd';"),
     # Additions to what is stored
     Forgery("reward_for_a_local_rollout", f"{_REWARD};"),
+    Forgery("remark_on_a_local_rollout", f"{_REMARK};"),
     Forgery("own_archive_again", own=True, control=True),
     Forgery("reward_in_an_own_archive", f"{_REWARD};", own=True),
     Forgery("session_reward_in_an_own_archive", f"{_SESSION_REWARD};", own=True),

@@ -14,16 +14,20 @@ Promises:
 from __future__ import annotations
 
 import asyncio
+import re
 import ssl
 import time
 from base64 import b64encode
 from collections.abc import Mapping
+from functools import cache
 from typing import cast
 from urllib.parse import quote, unquote, urlsplit
 
 import httptools
 
 _HIGH_WATER = 1 << 20
+_TARGET = re.compile(rb"/[!-~]*")
+"""Path and query of a request: without spaces, line breaks and other signs that would end it."""
 
 
 class NoResponseError(ConnectionResetError):
@@ -232,7 +236,7 @@ class HttpClient:
             raise ValueError(f"{url!r} has no host name")
         self._host = parts.hostname
         self._host.encode("idna")
-        self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
+        self._ssl = _tls_context() if parts.scheme == "https" else None
         self._port = parts.port or (443 if self._ssl else 80)
         self._base = quote(parts.path.rstrip("/"), safe="/%:@!$&'()*+,;=").encode("ascii")
         fields = {"host": parts.netloc.rpartition("@")[2], **headers}
@@ -246,13 +250,16 @@ class HttpClient:
         self._keep_seconds = keep_seconds
         self._idle: list[_ClientConnection] = []
         self._open: set[_ClientConnection] = set()
+        self._retired = False
 
     async def request(self, method: str, path: str, body: bytes | None, *, fields: bytes = b"") -> HttpResponse:
         """Send a request and return the response once its headers are there. `path` follows the URL's own path.
 
-        `fields`: further header fields, each with its line break.
+        `fields`: further header fields, each with its line break. Raises ValueError for a path that is not encoded.
         """
         target = self._base + path.encode("ascii")
+        if _TARGET.fullmatch(target) is None:
+            raise ValueError("the path of a request contains a space or a control character")
         head = b"%b %b HTTP/1.1\r\n%b%b" % (method.encode("ascii"), target, self._fields, fields)
         parts = [head, b"\r\n"] if body is None else [head, b"content-length: %d\r\n\r\n" % len(body), body]
         connection = self._pooled() or await self._connected()
@@ -262,6 +269,12 @@ class HttpClient:
         for connection in list(self._open):
             connection.drop()
         self._idle.clear()
+
+    def retire(self) -> None:
+        """Keep no more idle connections. Requests that are under way are answered."""
+        self._retired = True
+        while self._idle:
+            self._idle.pop().drop()
 
     def _pooled(self) -> _ClientConnection | None:
         """Return the idle connection that was used last. Drop those idle for too long: the server may close them."""
@@ -285,6 +298,9 @@ class HttpClient:
     # Called by connections
 
     def idle(self, connection: _ClientConnection) -> None:
+        if self._retired:
+            connection.drop()
+            return
         connection.idle_since = time.monotonic()
         self._idle.append(connection)
 
@@ -292,3 +308,9 @@ class HttpClient:
         self._open.discard(connection)
         if connection in self._idle:
             self._idle.remove(connection)
+
+
+@cache
+def _tls_context() -> ssl.SSLContext:
+    """Return the TLS settings of all clients. To make them takes 40 ms, in which the event loop is blocked."""
+    return ssl.create_default_context()

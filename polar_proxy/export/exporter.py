@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager, closing, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -102,30 +102,31 @@ async def export_lines(
     """
     _require_known(form, builder, FORMATS)
     convert: Convert = list
-    pairs = PreferencePairs()
-    if form == PREFERENCES:
-        form, convert = "chat-jsonl", pairs.add
-    records: RecordConverter | None = None
-    if form in TRAINER_FORMATS:
-        rewards = await _rewards_by_group(store, advantage, builder)
-        records = converter = RecordConverter(form)
-        form, convert = "tokens-jsonl", lambda rows: converter(with_advantages(rows, advantage, rewards))
-    if where is not None and session_ids:
-        raise UsageError("Give either conditions, which select rollouts, or sessions, not both.")
-    async for session_id, rollout in _selected(store, where, session_ids, builder):
-        report.rollouts += rollout is not None
-        report.sessions += rollout is None
-        async with turn or nullcontext():
-            session = await _read_session(store, session_id, rollout, form, builder)
-            lines = await asyncio.to_thread(_counted_lines, session, form, all_grades, report, convert)
-            del session
-        for line in lines:
-            yield line
-        report.rows += len(lines)
-    for pair in pairs.pairs():
-        yield json_codec.dumps_object(pair) + b"\n"
-        report.rows += 1
-    report.left_out.update(pairs.left_out)
+    with closing(PreferencePairs()) as pairs:
+        if form == PREFERENCES:
+            form, convert = "chat-jsonl", pairs.add
+        records: RecordConverter | None = None
+        if form in TRAINER_FORMATS:
+            rewards = await _rewards_by_group(store, advantage, builder)
+            records = converter = RecordConverter(form)
+            form, convert = "tokens-jsonl", lambda rows: converter(with_advantages(rows, advantage, rewards))
+        if where is not None and session_ids:
+            raise UsageError("Give either conditions, which select rollouts, or sessions, not both.")
+        async for session_id, rollout in _selected(store, where, session_ids, builder):
+            report.rollouts += rollout is not None
+            report.sessions += rollout is None
+            async with turn or nullcontext():
+                session = await _read_session(store, session_id, rollout, form, builder)
+                lines = await asyncio.to_thread(_counted_lines, session, form, all_grades, report, convert)
+                del session
+            for line in lines:
+                yield line
+            report.rows += len(lines)
+        found = pairs.pairs()
+        while (pair := await asyncio.to_thread(next, found, None)) is not None:
+            yield json_codec.dumps_object(pair) + b"\n"
+            report.rows += 1
+        report.left_out.update(pairs.left_out)
     if records is not None:
         report.left_out.update(records.left_out)
     if not report.rows:

@@ -7,24 +7,43 @@ conversations, the longest one counts. Results of tools are among `chosen` and `
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from polar_proxy.store import json_codec
 from polar_proxy.types import Json
+
+_IN_MEMORY = 16 << 20
+"""Bytes of rows above which they are kept on disk."""
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredRow:
+    """A row by its place in the file of rows."""
+
+    reward: float
+    at: int
+    size: int
 
 
 @dataclass(slots=True)
 class _GroupExtremes:
-    best: Json
-    worst: Json
+    best: _StoredRow
+    worst: _StoredRow
 
 
 class PreferencePairs:
-    """Collects rows of chat-jsonl, one rollout after another, and keeps the best and the worst of each group."""
+    """Collects rows of chat-jsonl, one rollout after another, and keeps the best and the worst of each group.
+
+    The rows are kept in a temporary file, because those of all groups may not fit in memory. Blocking; call `close`.
+    """
 
     def __init__(self) -> None:
         self._groups: dict[str, _GroupExtremes] = {}
+        self._file = tempfile.SpooledTemporaryFile(_IN_MEMORY)  # noqa: SIM115 (closed by `close`)
         self.left_out: Counter[str] = Counter()
 
     def add(self, rows: Sequence[Json]) -> list[Json]:
@@ -37,24 +56,40 @@ class PreferencePairs:
             reason = "no_group" if group_id is None else "no_reward" if reward is None else "masked"
             self.left_out[reason] += len(rows)
             return []
-        group = self._groups.setdefault(group_id, _GroupExtremes(longest, longest))
-        if reward > group.best["reward"]:
-            group.best = longest
-        if reward < group.worst["reward"]:
-            group.worst = longest
+        group = self._groups.get(group_id)
+        if group is None:
+            stored = self._store(longest)
+            self._groups[group_id] = _GroupExtremes(stored, stored)
+        elif reward > group.best.reward:
+            group.best = self._store(longest)
+        elif reward < group.worst.reward:
+            group.worst = self._store(longest)
         return []
+
+    def _store(self, row: Json) -> _StoredRow:
+        data = json_codec.dumps_object(row)
+        at = self._file.seek(0, os.SEEK_END)
+        self._file.write(data)
+        return _StoredRow(row["reward"], at, len(data))
+
+    def _read(self, stored: _StoredRow) -> Json:
+        self._file.seek(stored.at)
+        row: Json = json_codec.loads(self._file.read(stored.size))
+        return row
+
+    def close(self) -> None:
+        self._file.close()
 
     def pairs(self) -> Iterator[Json]:
         """Yield a row for each group whose rewards differ, and count the others."""
         for group_id, group in self._groups.items():
-            if group.best["reward"] == group.worst["reward"]:
+            if group.best.reward == group.worst.reward:
                 self.left_out["no_spread"] += 1
                 continue
-            yield _pair(group_id, group)
+            yield _pair(group_id, self._read(group.best), self._read(group.worst))
 
 
-def _pair(group_id: str, group: _GroupExtremes) -> Json:
-    best, worst = group.best, group.worst
+def _pair(group_id: str, best: Json, worst: Json) -> Json:
     shared = 0
     for one, other in zip(best["messages"], worst["messages"], strict=False):
         if one != other or one["role"] == "assistant":

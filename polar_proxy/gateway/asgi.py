@@ -47,6 +47,12 @@ class ClientDisconnected(Exception):
     """The client disconnected before its request was complete."""
 
 
+def path_without_key(scope: Scope) -> str:
+    """Return the path as it was sent, percent-encoded, without the prefix `/s/{key}`."""
+    path: str = scope["raw_path"].decode("latin-1")
+    return "/" + path[3:].partition("/")[2] if path.startswith("/s/") else path
+
+
 def read_headers(scope: Scope) -> dict[str, str]:
     """Return the request headers by lower-case name."""
     return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}

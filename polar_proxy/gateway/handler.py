@@ -139,7 +139,7 @@ class RequestHandler:
                     dialect, session, path, parsed, metadata, started_at, body.large, body.conversation
                 )
                 if self.passthrough is not None:
-                    raw = provider_request(scope, dialect, path, body.raw, parsed.tools)
+                    raw = provider_request(scope, dialect, body.raw, parsed.tools)
                     request = replace(request, raw=raw)
                 if parsed.generate:
                     await self._join_or_answer(request, receive, send)

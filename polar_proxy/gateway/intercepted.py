@@ -40,21 +40,22 @@ class InterceptedRequest(NamedTuple):
     @classmethod
     def of_scope(cls, scope: asgi.Scope) -> InterceptedRequest | None:
         """Return the intercepted request in a scope; None if it was sent to the gateway itself."""
-        raw = scope["raw_path"].decode("latin-1")
-        key = scope.get("state", {}).get(asgi.SANDBOX_KEY)
+        state = scope.get("state", {})
+        key = state.get(asgi.SANDBOX_KEY)
         if key is not None:
             host = next((value for name, value in scope["headers"] if name == b"host"), b"").decode("latin-1")
-            host, raw = host.partition(":")[0], raw
+            host, raw = host.partition(":")[0], scope["raw_path"].decode("latin-1")
         else:
-            if raw.startswith("/s/"):
-                raw = "/" + raw[3:].partition("/")[2]
+            raw = asgi.path_without_key(scope)
             if not raw.startswith(INTERCEPT_PREFIX):
                 return None
             host, _, rest = raw.removeprefix(INTERCEPT_PREFIX).partition("/")
             host, raw = unquote(host), f"/{rest}"
         path = unquote(raw)
         query = scope["query_string"].decode("latin-1")
-        return cls(host.lower(), path, f"{raw}?{query}" if query else raw, key, find_path(host, path))
+        # Anyone can own a name such as those of Azure, so an agent in a sandbox must not choose one.
+        found = find_path(host, path, named_only=asgi.INSIDE_SANDBOX in state)
+        return cls(host.lower(), path, f"{raw}?{query}" if query else raw, key, found)
 
     @property
     def route(self) -> str | None:

@@ -33,12 +33,13 @@ _MESSAGES = {
 
 
 def provider_request(
-    scope: asgi.Scope, dialect: Dialect, path: str, body: bytes = b"", tools: bytes | None = None
+    scope: asgi.Scope, dialect: Dialect, body: bytes = b"", tools: bytes | None = None
 ) -> ProviderRequest:
-    """Return the request to send to the provider for a request to the gateway's route `path`."""
+    """Return the request to send to the provider for a request to the gateway."""
     state = scope.get("state", {})
     host, target = state.get(asgi.PROVIDER_PATH) or (PROVIDER_HOSTS.get(dialect.name, OPENAI_HOST), None)
     if target is None:
+        path = asgi.path_without_key(scope)  # encoded: a decoded path may hold spaces and line breaks
         query = scope["query_string"].decode("latin-1")
         target = (path if path.startswith("/v1") else f"/v1{path}") + (f"?{query}" if query else "")
     headers = tuple((bytes(name), bytes(value)) for name, value in scope["headers"])

@@ -96,7 +96,7 @@ class ResponsesWebSocket:
         engine = self._handler.passthrough
         if engine is None:
             return None
-        raw = provider_request(self._scope, _DIALECT, self._path)
+        raw = provider_request(self._scope, _DIALECT)
         provider = await ProviderWebSocket.open(engine.url_of(raw.host), raw)
         state = {**self._scope.get("state", {}), asgi.PROVIDER_EXCHANGE: provider.exchange}
         self._scope = {**self._scope, "state": state}

@@ -234,10 +234,13 @@ def find_host(name: str) -> ModelHost | None:
     return next((row for row in MODEL_HOSTS if any(re.fullmatch(_pattern(one), name) for one in row.hosts)), None)
 
 
-def find_path(name: str, path: str) -> InterceptedPath | None:
-    """Return the rule for a path (without query) of the host `name`; None if it is not a model host."""
+def find_path(name: str, path: str, *, named_only: bool = False) -> InterceptedPath | None:
+    """Return the rule for a path (without query) of the host `name`; None if it is not a model host.
+
+    `named_only`: only the hosts in `host_names`, not any other name that a pattern matches.
+    """
     row = find_host(name.lower())
-    if row is None:
+    if row is None or (named_only and name.lower() not in row.names()):
         return None
     for rule in row.rules:
         if (found := re.fullmatch(rule.path, path)) is not None:

@@ -46,7 +46,8 @@ def patch_signs(patch: bytes, paths: Sequence[str], left_out: Sequence[str], tas
     evaluators.
     """
     text = patch.decode(errors="replace")
-    added = "\n".join(line for line in text.splitlines() if line.startswith("+") and not line.startswith("+++"))
+    # Not splitlines(): what follows another separator, such as a form feed, is the agent's code too.
+    added = "\n".join(line for line in text.split("\n") if line.startswith("+") and not line.startswith("+++"))
     hidden = hidden_paths(task)
     bytecode = [path for path in paths if path.endswith((".pyc", ".pyo")) or "__pycache__" in path.split("/")]
     test_runner = [path for path in paths if PurePosixPath(path).name in _TEST_RUNNER_FILES or path.endswith(".pth")]
@@ -81,7 +82,7 @@ def _top_module(path: str) -> str:
 def _escaping_links(patch: str) -> Iterator[str]:
     """Yield the targets of the patch's symbolic links that lead out of the workspace."""
     path, is_link = "", False
-    for line in patch.splitlines():
+    for line in patch.split("\n"):
         if line.startswith("diff --git "):
             is_link = False
         elif line.startswith("+++ "):

@@ -30,6 +30,8 @@ from sandboxes.base import ExecResult
 DONE = "###STOP###"
 """The mark by which a model that plays the user ends the dialogue."""
 _ANSWER_SECONDS = 600.0
+_LONGEST_TEXT = 30_000
+"""Maximum number of characters of a text by a model that plays the user."""
 _IDLE_SECONDS = 5.0
 """How long to wait for a call of the user's model that is in flight when the dialogue ends."""
 _LEAST_SECONDS = 0.1
@@ -98,6 +100,7 @@ class PlayedUser:
         except httpx.HTTPError as error:
             raise InfrastructureError("engine", f"the model that plays the user did not answer: {error}") from error
         text = str(reply.json()["choices"][0]["message"].get("content") or "")
+        text = text.replace("\0", "")[:_LONGEST_TEXT]  # a command line holds no more
         return None if DONE in text or not text.strip() else text
 
 

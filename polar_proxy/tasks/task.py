@@ -187,6 +187,8 @@ def check_task(task: Task, code: AllowedCode = NO_CODE) -> None:
         raise BadTaskError(f"task_id: must have at most {_NAME_LENGTH} characters, and no control characters")
     if not task.instruction.strip():
         raise BadTaskError("instruction: is empty")
+    if "\0" in task.instruction:
+        raise BadTaskError("instruction: contains a NUL character, which no command line can hold")
     _check_positive("timeout_seconds", task.timeout_seconds)
     if task.agent_seconds is not None:
         _check_positive("agent_seconds", task.agent_seconds)
@@ -209,8 +211,11 @@ def check_task(task: Task, code: AllowedCode = NO_CODE) -> None:
 def _check_user(user: DialogueUser) -> None:
     if bool(user.texts) == (user.persona is not None):
         raise BadTaskError("user: give either texts or a persona")
-    if not all(text.strip() for text in (*user.texts, *([] if user.persona is None else [user.persona]))):
+    texts = (*user.texts, *([] if user.persona is None else [user.persona]))
+    if not all(text.strip() for text in texts):
         raise BadTaskError("user: a text is empty")
+    if any("\0" in text for text in texts):
+        raise BadTaskError("user: a text contains a NUL character, which no command line can hold")
 
 
 def _check_positive(field_name: str, value: float) -> None:

@@ -12,6 +12,7 @@ loopback and must not reward itself. The gateway's sockets inside sandboxes do n
 from __future__ import annotations
 
 import hmac
+import re
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ from polar_proxy.store.sessions import ApiKeyRow
 LOGIN = "/view/login"
 COOKIE = "polar_view"
 COOKIE_SECONDS = 7 * 24 * 3600
+_EXPIRY = re.compile(r"[0-9]{1,12}")
 _READING = ("GET", "HEAD")
 _FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip", "via")
 _POLICY = (
@@ -98,7 +100,7 @@ class PageAccess:
         """Return the API key that a valid cookie was made for; None for any other cookie."""
         name, _, rest = value.partition(".")
         expiry = rest.partition(".")[0]
-        if not (expiry.isascii() and expiry.isdecimal() and int(expiry) > time.time()):
+        if _EXPIRY.fullmatch(expiry) is None or int(expiry) <= time.time():
             return None
         key_hash = await self.store.api_keys.find_hash(name)
         row = None if key_hash is None else await self.store.api_keys.get(key_hash)

@@ -12,6 +12,9 @@ WIDTH = 320
 HEIGHT = 150
 """Width and height of a panel, in the units of its SVG paths."""
 
+_LARGEST = 1e30
+"""Larger values, which no quantity has, are not drawn."""
+
 Value = Callable[[Json], float | None]
 """Function that returns one value of a line of metrics.jsonl, or None if the line lacks it."""
 
@@ -54,11 +57,16 @@ class Panel:
 
 
 def _of(name: str) -> Value:
-    return lambda line: line.get(name)
+    return lambda line: _number(line.get(name))
+
+
+def _number(value: object) -> float | None:
+    """Return a number of a line, which a client may have sent; None for any other value."""
+    return value if isinstance(value, int | float) and abs(value) < _LARGEST else None
 
 
 def _busy_share(line: Json) -> float | None:
-    busy, wall = line.get("engine_busy_seconds"), line.get("step_seconds")
+    busy, wall = _number(line.get("engine_busy_seconds")), _number(line.get("step_seconds"))
     return busy / wall if busy is not None and wall else None
 
 

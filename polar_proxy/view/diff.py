@@ -10,7 +10,7 @@ from typing import Literal
 MAX_LINES = 4000
 """Lines of a patch that are shown. The page links to the whole file."""
 
-_HUNK = re.compile(r"@@ -(\d+)(?:,\d+)? \+(\d+)(?:,\d+)? @@")
+_HUNK = re.compile(r"@@ -([0-9]{1,9})(?:,[0-9]+)? \+([0-9]{1,9})(?:,[0-9]+)? @@")
 LineKind = Literal["added", "removed", "same", "hunk", "note"]
 
 
@@ -39,7 +39,8 @@ class Diff:
 
 def read_diff(text: str) -> Diff:
     """Return the files of a patch that git wrote. Lines that cannot be parsed are kept as notes."""
-    lines = text.splitlines()
+    # Not splitlines(): a line of an agent may hold other separators, which would begin a line of the patch.
+    lines = text.removesuffix("\n").split("\n") if text else []
     files: list[DiffFile] = []
     old = new = 0
     in_hunk = False

@@ -98,7 +98,11 @@ def _add_public(router: APIRouter, view: ViewContext) -> None:
         return with_headers(response)
 
     @router.post("/view/logout")
-    async def log_out() -> Response:
+    async def log_out(request: Request) -> Response:
+        try:
+            require_same_origin(request)
+        except ApiError as error:
+            return await show_login(request, "/", str(error), error.status)
         response = RedirectResponse("/", status_code=303)
         response.delete_cookie(COOKIE, path="/", httponly=True, samesite="strict")
         return with_headers(response)

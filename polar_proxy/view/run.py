@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import FileResponse
 
 from polar_proxy.api.context import require
 from polar_proxy.store import RolloutRow
@@ -67,8 +68,7 @@ def add_routes(pages: APIRouter, view: ViewContext) -> None:
     async def artifact(artifact_id: str) -> Response:
         """Return a stored file as text. It is never HTML, whatever an agent wrote into it."""
         row = await require("artifact", artifact_id, store.artifacts.get(artifact_id))
-        content = await asyncio.to_thread(row.path.read_bytes)
-        return Response(content, media_type="text/plain; charset=utf-8")
+        return FileResponse(row.path, media_type="text/plain; charset=utf-8")
 
 
 async def rollout_values(view: ViewContext, rollout_id: str, chosen: str | None = None) -> Json:

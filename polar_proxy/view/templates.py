@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import numpy as np
 import orjson
 from fastapi.responses import HTMLResponse
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -20,6 +21,7 @@ from markupsafe import Markup
 from polar_proxy.terminal import escape_controls
 
 ASSETS = Path(__file__).parent / "assets"
+_LONGEST_SECONDS = 1e12
 _FOLDER = Path(__file__).parent / "templates"
 
 
@@ -29,11 +31,21 @@ def _shown(value: Any) -> Any:
     return escape_controls(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
-def _number(value: float | None) -> str:
-    """Return an integer with separated thousands, or another number with four significant digits."""
+def _number(value: Any) -> str:
+    """Return an integer with separated thousands, or another number with four significant digits. JSON of clients may
+    have another value in place of a number, which is shown as its text."""
     if value is None:
         return "–"
-    return f"{int(value):,}" if float(value).is_integer() else f"{value:.4g}"
+    if isinstance(value, int | np.integer):
+        return f"{int(value):,}"
+    if not isinstance(value, float | np.floating):
+        return str(value)
+    return f"{int(value):,}" if float(value).is_integer() else f"{float(value):.4g}"
+
+
+def _listed(value: Any) -> list[Any]:
+    """Return a list in the JSON of a client; an empty list for any other value."""
+    return value if isinstance(value, list) else []
 
 
 def _bytes(value: float) -> str:
@@ -44,9 +56,12 @@ def _bytes(value: float) -> str:
     return f"{value:.1f} GB"
 
 
-def _duration(seconds: float | None) -> str:
+def _duration(seconds: Any) -> str:
     if seconds is None:
         return "–"
+    if not isinstance(seconds, int | float) or not abs(seconds) < _LONGEST_SECONDS:
+        return str(seconds)
+    seconds = float(seconds)
     if seconds < 60:
         return f"{seconds:.2g} s" if seconds < 1 else f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -87,6 +102,7 @@ _environment = Environment(
 )
 _environment.filters |= {
     "number": _number,
+    "listed": _listed,
     "bytes": _bytes,
     "duration": _duration,
     "time": _time,

@@ -246,6 +246,22 @@ def test_rejects_unusable_urls(url: str) -> None:
         OpenAIClient(url)
 
 
+@pytest.mark.parametrize("path", ["/a b", "/a\rb", "/a\r\nx: y", "/a\tb", "x"])
+async def test_rejects_a_path_that_would_end_the_request_line(path: str) -> None:
+    client = HttpClient("http://127.0.0.1:9", {}, connect_seconds=1, keep_seconds=1)
+    with pytest.raises(ValueError, match="control character"):
+        await client.request("POST", path, b"")
+
+
+async def test_a_retired_client_keeps_no_connection() -> None:
+    async with serving([OK], [OK]) as (server, client):
+        await (await client.request("GET", "/", None)).read()
+        client.retire()
+        await (await client.request("GET", "/", None)).read()
+        assert server.connections == 2
+        assert not client._idle
+
+
 def test_rejects_api_key_with_a_line_break() -> None:
     with pytest.raises(RequestError):
         OpenAIClient("http://h", "key\r\nx-other: 1")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import ssl
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -248,6 +249,51 @@ async def test_a_key_of_polar_is_not_sent_to_a_provider(serve: Serve) -> None:
     assert provider.requests == []
 
 
+KEYS_OF_POLAR: dict[str, tuple[dict[str, str], str]] = {
+    "query": ({}, "?key=sk-polar-0123"),
+    "encoded query": ({}, "?key=sk%2Dpolar-0123"),
+    "admin": ({"authorization": "Bearer polar-admin-0123"}, ""),
+    "trainer": ({"x-api-key": "polar-trainer-0123"}, ""),
+    "cookie": ({"cookie": "a=b; polar_view=0123.1.2"}, ""),
+}
+
+
+@pytest.mark.parametrize("name", KEYS_OF_POLAR)
+async def test_no_key_of_polar_in_any_place_is_sent_to_a_provider(serve: Serve, name: str) -> None:
+    headers, query = KEYS_OF_POLAR[name]
+    provider = Provider()
+    async with passed_on(serve, provider) as gateway, httpx.AsyncClient() as client:
+        reply = await client.post(f"{gateway.url}{MODEL}:generateContent{query}", json=GOOGLE, headers=headers)
+    assert (reply.status_code, provider.requests) == (401, [])
+
+
+@pytest.mark.parametrize("model", ["a%20b", "a%20HTTP/1.1%0Dx:%20y%0D%0D", "%C3%BC", "a%2F..%2Fb", "a%3Fb"])
+async def test_a_path_is_sent_on_as_it_was_encoded(serve: Serve, model: str) -> None:
+    kind, expected = await answer_of(serve, *REQUESTS["google whole"])
+    provider = Provider(headers=[("content-type", kind)], body=expected)
+    target = f"/v1beta/models/{model}:generateContent"
+    async with passed_on(serve, provider) as gateway:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(gateway.url.rpartition(":")[2]))
+        body = json.dumps(GOOGLE).encode()
+        head = f"POST /s/my-run{target} HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n"
+        writer.write(head.encode() + b"content-length: %d\r\n\r\n" % len(body) + body)
+        assert expected in await reader.read()
+        writer.close()
+    ((first, _, _),) = provider.requests
+    assert first == f"POST {target} HTTP/1.1"
+
+
+async def test_many_hosts_take_no_more_memory_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[object] = []
+    context = ssl.create_default_context()
+    monkeypatch.setattr(ssl, "create_default_context", lambda: made.append(1) or context)
+    async with PassthroughEngine() as engine:
+        for number in range(1000):
+            engine._client(f"x{number}.openai.azure.com")
+        assert len(engine._clients) <= 64
+    assert len(made) <= 1
+
+
 async def test_an_intercepted_request_goes_to_the_path_that_was_asked_with_its_query(
     serve: Serve, store: Store
 ) -> None:
@@ -319,6 +365,18 @@ async def test_a_websocket_is_passed_on_message_by_message(serve: Serve, store: 
     assert [(call.status, call.choices[0].message.content) for call in calls] == [("no_tokens", "ok")] * 2
     assert calls[0].usage is not None
     assert (calls[0].usage.input_tokens, calls[0].usage.output_tokens) == (5, 2)
+
+
+async def test_no_redirect_is_followed_with_the_key_of_the_agent(serve: Serve) -> None:
+    async with websocket_provider(websocket_answer) as (elsewhere, keys):
+        provider = Provider(302, [("location", f"ws{elsewhere.removeprefix('http')}/v1/responses")])
+        async with passed_on(serve, provider) as gateway:
+            address = "ws" + gateway.url.removeprefix("http") + "/v1/responses"
+            with pytest.raises(InvalidStatus):
+                async with connect(address, additional_headers={"authorization": f"Bearer {KEY}"}, proxy=None):
+                    pass
+    assert keys == []
+    assert len(provider.requests) == 1
 
 
 async def test_a_provider_that_refuses_a_websocket_refuses_the_agent_too(serve: Serve) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -106,6 +108,21 @@ def test_preference_pairs_are_the_best_and_the_worst_of_a_group() -> None:
     assert [message["content"] for message in pair["rejected"]] == ["bad", "more", "worse"]
     assert (pair["chosen_reward"], pair["rejected_reward"], pair["tools"]) == (1.0, 0.0, tools)
     assert dict(pairs.left_out) == {"no_group": 1, "no_reward": 1, "masked": 1, "no_spread": 1}
+    pairs.close()
+
+
+def test_preference_pairs_of_many_groups_take_little_memory() -> None:
+    tracemalloc.start()
+    try:
+        with closing(PreferencePairs()) as pairs:
+            for number in range(100):
+                pairs.add([chat_row(str(number), 0.0, "q", f"{number} " * 100_000)])
+                pairs.add([chat_row(str(number), 1.0, "q", "good")])
+            rejected = [pair["rejected"][0]["content"][:3] for pair in pairs.pairs()]
+        assert tracemalloc.get_traced_memory()[1] < 32 << 20
+    finally:
+        tracemalloc.stop()
+    assert (len(rejected), rejected[7], rejected[99]) == (100, "7 7", "99 ")
 
 
 async def test_preferences_need_groups(store: Store) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import socket
 import struct
 import zlib
 
@@ -13,6 +14,7 @@ import pytest
 from polar_proxy.engines.scripted import ScriptedEngine
 from polar_proxy.gateway.app import find_route
 from polar_proxy.intercept.hosts import MODEL_HOSTS, find_path, host_names, rules_for_proxy
+from polar_proxy.sessions.identity import hash_key, new_key
 from polar_proxy.store import Store
 from tests.conftest import Serve
 from tests.gateway.agents import CHAT, recorded_calls
@@ -85,6 +87,26 @@ async def test_an_intercepted_request_is_recorded_in_the_session_of_its_key(serv
         assert (other.status_code, "not a model host" in other.text) == (404, True)
     (call,) = await recorded_calls(store, 1)
     assert (call.status, call.dialect) == ("ok", "openai_chat")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by_name", [True, False])
+async def test_an_agent_in_a_sandbox_chooses_among_the_listed_hosts_only(
+    serve: Serve, store: Store, by_name: bool
+) -> None:
+    key = new_key()
+    await store.sessions.create(key_hash=hash_key(key), label=None, origin="key")
+    found = {}
+    async with serve(ScriptedEngine(lambda request: "hi")) as gateway, httpx.AsyncClient() as client:
+        listener = socket.create_server(("127.0.0.1", 0))
+        await gateway.serve_on(listener, key=key if by_name else None)
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        for host in ("api.openai.com", "attacker.openai.azure.com", "x-aiplatform.googleapis.com"):
+            path = "/openai/v1/chat/completions" if "azure" in host else "/v1/chat/completions"
+            path = path if by_name else f"/s/{key}/intercept/{host}{path}"
+            found[host] = (await client.post(url + path, json=CHAT, headers={"host": host})).status_code
+        await gateway.stop_serving_on(listener)
+    assert found == {"api.openai.com": 200, "attacker.openai.azure.com": 404, "x-aiplatform.googleapis.com": 404}
 
 
 @pytest.mark.slow

@@ -113,3 +113,9 @@ def test_the_user_decides_what_a_sign_does() -> None:
     assert apply_sign_policy(plain, "zero") == plain
     assert apply_sign_policy(signed, "note") == apply_sign_policy(signed, "exclude") == signed
     assert apply_sign_policy(Score(None, {"signs": ["bytecode"]}), "zero").reward is None
+
+
+@pytest.mark.parametrize("separator", ["\f", "\v", "\r", "\x1c", "\u2028"])
+def test_no_separator_hides_a_sign_in_the_rest_of_its_line(separator: str) -> None:
+    patch = f"diff --git a/a.py b/a.py\n@@ -0,0 +1 @@\n+x = 1;{separator}unittest.TestCase.assertEqual = print\n"
+    assert patch_signs(patch.encode(), ["a.py"], (), ROW) == ["changes_assertions"]

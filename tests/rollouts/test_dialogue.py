@@ -18,12 +18,13 @@ from polar_proxy.engines.scripted import ScriptedAnswer, ScriptedEngine
 from polar_proxy.errors import BadTaskError, EngineError
 from polar_proxy.rewards import CommandEvaluator
 from polar_proxy.rollouts import JobSpec, RolloutService, local_gateway
-from polar_proxy.rollouts.dialogue import DONE, AgentRun, DialogueMessage, ScriptedUser, play_dialogue
+from polar_proxy.rollouts.dialogue import DONE, AgentRun, DialogueMessage, PlayedUser, ScriptedUser, play_dialogue
 from polar_proxy.store import RolloutRow, Store
 from polar_proxy.tasks import DialogueUser, Task, check_task, tasks_from_rows
 from polar_proxy.traces.operations import find_targets
 from polar_proxy.types import ChatRequest, EngineRequest
 from sandboxes.base import ExecResult
+from tests.conftest import Serve
 from tests.fakes.acp_definition import write_definition
 from tests.harness_adapters import real_runs
 from tests.rollouts.quick_limits import QUICK_LIMITS
@@ -223,6 +224,14 @@ def USER_MODEL(request: EngineRequest) -> ScriptedAnswer:
 class UserEngine(ScriptedEngine):
     def __init__(self) -> None:
         super().__init__(USER_MODEL)
+
+
+async def test_a_text_of_a_user_model_fits_on_a_command_line(serve: Serve) -> None:
+    async with serve(ScriptedEngine(lambda request: "a\0b" + "ü" * 100_000)) as gateway:
+        text = await PlayedUser("x", gateway.url, "my-user", "m").answer([DialogueMessage("user", "hi")])
+    assert text is not None
+    assert text.startswith("ab")
+    assert len(text.encode()) < 128 << 10
 
 
 @pytest.mark.slow

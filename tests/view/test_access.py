@@ -78,7 +78,17 @@ async def test_a_changed_or_expired_cookie_is_refused(
 
         assert await status(good) == 200
         longer = good.replace("2000000000", "2000000001")
-        for cookie in (longer, good[:-1], good.upper(), good.rpartition(".")[0], f"{row.name}.9.x", "", "..", "ü.1.1"):
+        for cookie in (
+            longer,
+            good[:-1],
+            good.upper(),
+            good.rpartition(".")[0],
+            f"{row.name}.9.x",
+            "",
+            "..",
+            "ü.1.1",
+            "x." + "9" * 5000,
+        ):
             assert await status(cookie) == 303, cookie
         monkeypatch.setattr(access.time, "time", lambda: 2_000_000_001)
         assert await status(good) == 303
@@ -140,10 +150,13 @@ def test_a_login_leads_only_to_pages(path: str) -> None:
     assert safe_next(path) == "/"
 
 
-async def test_logging_out_removes_the_cookie(connect: Connect, store: Store) -> None:
+async def test_only_a_page_of_this_server_logs_out(connect: Connect, store: Store) -> None:
     async with connect() as http:
         await log_in(http, await add_key(store))
-        await http.post("/view/logout")
+        for headers in ({}, {"origin": "http://evil.example"}, {"origin": "null"}):
+            assert (await http.post("/view/logout", headers=headers)).status_code == 403
+            assert (await http.get("/")).status_code == 200
+        await http.post("/view/logout", headers={"origin": f"http://{HOST}"})
         assert (await http.get("/")).status_code == 303
 
 

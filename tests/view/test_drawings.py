@@ -111,4 +111,13 @@ def test_lines_of_a_patch_have_their_numbers() -> None:
     ]
     assert [line.text for line in two.lines] == ["Binary files differ"]
     assert read_diff("").files == []
+    assert read_diff(f"diff --git a/x b/x\n@@ -{'9' * 5000} +1 @@\n").files[0].lines[0].kind == "note"
     assert read_diff("x\n" * (MAX_LINES + 1)).is_cut
+
+
+@pytest.mark.parametrize("separator", ["\r", "\v", "\f", "\x1c", "\x85", "\u2028", "\u2029"])
+def test_text_of_an_agent_begins_no_line_of_a_patch(separator: str) -> None:
+    forged = f"x{separator}diff --git a/innocent.py b/innocent.py{separator}@@ -1 +1 @@{separator}-removed"
+    (file,) = read_diff(f"diff --git a/own.py b/own.py\n@@ -0,0 +1 @@\n+{forged}\n").files
+    assert (file.path, file.added, file.removed) == ("own.py", 1, 0)
+    assert file.lines[-1].text == forged

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import re
 from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 
+from polar_proxy.config import Settings
 from polar_proxy.store import Store
 from polar_proxy.view.access import HEADERS
 from polar_proxy.view.lists import PAGE
+from polar_proxy.view.server import create_pages
 from tests.factories import call_record, new_rollout, new_session
 from tests.view import recorded
 
@@ -84,6 +88,32 @@ async def test_a_stored_file_is_sent_as_text(pages: httpx.AsyncClient, store: St
     assert answer.content == file.path.read_bytes()
 
 
+async def test_a_large_file_is_sent_piece_by_piece(store: Store, tmp_path: Path) -> None:
+    rollout_id = await new_rollout(store)
+    file = await store.artifacts.add(rollout_id, "patch.diff", bytes(8 << 20))
+    path = f"/view/artifacts/{file.artifact_id}"
+    scope = {
+        "type": "http",
+        "asgi": {"spec_version": "2.4"},
+        "method": "GET",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+    }
+    sizes: list[int] = []
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: Any) -> None:
+        sizes.append(len(message.get("body", b"")))
+
+    local = {"headers": [(b"host", b"127.0.0.1")], "client": ("127.0.0.1", 4000), "scheme": "http"}
+    await create_pages(store, Settings(home=tmp_path))({**scope, **local}, receive, send)
+    assert sum(sizes) == 8 << 20
+    assert max(sizes) <= 1 << 20
+
+
 async def test_a_run_shows_calls_with_edges_rules_and_reasons(pages: httpx.AsyncClient, store: Store) -> None:
     session_id = await recorded.branching_session(store)
     page = (await pages.get(f"/view/sessions/{session_id}")).text
@@ -153,6 +183,15 @@ async def test_a_rollout_shows_patch_log_reward_and_traces(pages: httpx.AsyncCli
     assert f'href="/view/traces/{trace.trace_id}"' in page
     assert '<rect class="preparing"' in page
     assert '<rect class="sampling"' in page
+
+
+@pytest.mark.parametrize("value", [5, "x", [5, "<i>x</i>"], {"a": 1}, [{"kind": 1, "reward": "x"}], None])
+async def test_a_reward_with_another_detail_is_shown(pages: httpx.AsyncClient, store: Store, value: Any) -> None:
+    rollout_id = await new_rollout(store)
+    await store.rewards.add(rollout_id, 1.0, "trainer", {"signs": value, "parts": value})
+    answer = await pages.get(f"/view/rollouts/{rollout_id}")
+    assert answer.status_code == 200
+    assert "<i>x" not in answer.text
 
 
 async def test_lists_are_paged_by_id(pages: httpx.AsyncClient, store: Store) -> None:

@@ -75,3 +75,14 @@ async def test_an_unknown_run_is_not_found(pages: httpx.AsyncClient) -> None:
 @pytest.mark.usefixtures("two_runs")
 async def test_a_run_is_found_by_its_id(pages: httpx.AsyncClient) -> None:
     assert (await pages.get("/view/find?name=run_2")).headers["location"] == "/view/training/run_2"
+
+
+@pytest.mark.parametrize("value", ["<i>x</i>", [1], {"a": 1}, None, True, 10**400, 1e308])
+async def test_a_line_of_another_form_does_not_hide_its_run(pages: httpx.AsyncClient, store: Store, value: Any) -> None:
+    names = [*step(1), "loss", "step_seconds", "engine_busy_seconds", "entropy"]
+    strange = {name: value for name in names if name not in ("kind", "step", "at")}
+    lines = [{"kind": "step", "step": 1, "at": 1.0}, {"kind": "step", "step": 2, "at": 1.0, **strange}]
+    await store.training.put_run("run_1", "first", {}, lines)
+    answer = await pages.get("/view/training/run_1")
+    assert answer.status_code == 200
+    assert "<i>x" not in answer.text

@@ -58,7 +58,8 @@ def print_rollout(rollout: RolloutRecord) -> None:
     for reward in rollout.rewards:
         target = f" for {reward.call_id or reward.trace_id}" if reward.call_id or reward.trace_id else ""
         out.print(styled("reward {} by {}{}", format_number(reward.value), reward.source, target))
-    if signs := sorted({str(sign) for given in rollout.rewards for sign in given.detail.get("signs", ())}):
+    listed = [found for given in rollout.rewards if isinstance(found := given.detail.get("signs"), list)]
+    if signs := sorted({str(sign) for found in listed for sign in found}):
         out.print(styled("[yellow]signs of reward hacking: {}[/]", ", ".join(signs)))
     if rollout.instruction:
         out.print("instruction")

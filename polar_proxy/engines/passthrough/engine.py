@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import replace
+from urllib.parse import unquote
 
 import orjson
 
@@ -39,6 +40,10 @@ _NOT_SENT = frozenset(
     | {b"keep-alive", b"te", b"trailer", b"upgrade", b"proxy-authorization", b"proxy-connection", b"expect"}
 )
 """Headers that belong to one connection. The answer is asked for without compression, so that it can be read."""
+_KEYS_OF_POLAR = ("sk-polar-", "polar-admin-", "polar-trainer-", "polar_view=")
+"""Beginnings of the keys of sessions, of the API, and of the cookie of the pages."""
+_MOST_HOSTS = 64
+"""Hosts whose connections are kept. Agents choose among any number of names, such as those of Azure."""
 _NOT_RETURNED = frozenset({"connection", "content-length", "transfer-encoding", "keep-alive", "trailer", "upgrade"})
 _INFO = EngineInfo(
     engine="passthrough",
@@ -116,6 +121,8 @@ class PassthroughEngine(Engine):
     def _client(self, host: str) -> HttpClient:
         url = self.url_of(host)
         if url not in self._clients:
+            if len(self._clients) >= _MOST_HOSTS:
+                self._clients.pop(next(iter(self._clients))).retire()
             self._clients[url] = HttpClient(url, {}, connect_seconds=CONNECT_SECONDS, keep_seconds=KEEPALIVE_SECONDS)
         return self._clients[url]
 
@@ -164,7 +171,8 @@ def headers_to_send(raw: ProviderRequest) -> list[tuple[bytes, bytes]]:
     Raises RequestError if the agent sent a key of Polar instead of its own.
     """
     kept = [(name, value) for name, value in raw.headers if name not in _NOT_SENT and not name.startswith(b"sec-web")]
-    if any(b"sk-polar-" in value for _, value in kept):
+    sent = (unquote(raw.target), *(value.decode("latin-1") for _, value in kept))
+    if any(key in text for text in sent for key in _KEYS_OF_POLAR):
         raise RequestError(
             "This server passes calls on to the provider, and the agent sent a key of Polar: give the agent its own "
             "key, and start it with `polar intercept`.",

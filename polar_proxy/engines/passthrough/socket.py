@@ -17,6 +17,13 @@ from polar_proxy.types import Json
 _OPEN_SECONDS = 30.0
 
 
+class _Connect(connect):
+    """A connection attempt that follows no redirect: the request with the agent's key goes to its host only."""
+
+    def process_redirect(self, exc: Exception) -> Exception | str:
+        return exc
+
+
 class ProviderWebSocket:
     """A WebSocket to a provider, with the lifetime of one WebSocket of an agent: call `open`, and `close` at its
     end."""
@@ -29,7 +36,7 @@ class ProviderWebSocket:
         """Connect to the provider. Raises ProviderError if it refuses, EngineError if it cannot be reached."""
         headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers_to_send(raw)]
         try:
-            connection = await connect(
+            connection = await _Connect(
                 "ws" + url.removeprefix("http") + raw.target,
                 additional_headers=headers,
                 user_agent_header=None,

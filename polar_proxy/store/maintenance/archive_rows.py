@@ -26,6 +26,7 @@ from polar_proxy.store.encoding import cells
 from polar_proxy.store.encoding.loader import engine_info
 from polar_proxy.store.encoding.packed_json import MAX_DEFLATE_LENGTH, unpack_small_json
 from polar_proxy.store.maintenance.verify import ProgressCallback
+from polar_proxy.store.remarks import REMARK_KINDS
 from polar_proxy.types import CallStatus, Edge, LogprobMode, PromptMode, SpanKind
 
 _MAX_VALUE = 512 << 20
@@ -38,6 +39,7 @@ _WORDS: Mapping[tuple[str, str], frozenset[str]] = {
     ("rollouts", "status"): schema.ROLLOUT_STATUSES,
     ("groups", "status"): frozenset({"open", "finished", "cancelled"}),
     ("sessions", "origin"): frozenset({"key", "open", "rollout", "user"}),
+    ("remarks", "kind"): frozenset(REMARK_KINDS),
     ("nodes", "kind"): frozenset({"message", "tools", "tokens"}),
     ("trace_spans", "kind"): frozenset(get_args(SpanKind)),
     ("calls", "edge"): frozenset(get_args(Edge)),
@@ -173,7 +175,7 @@ def _check_of(table: Table, column: Column[Any], model: Callable[[Any], None] | 
 def _check_of_type(table: Table, column: Column[Any], model: Callable[[Any], None] | None) -> Callable[[Any], None]:
     kind = column.type
     if isinstance(kind, schema.PackedJson):
-        return lambda value: _json(unpack_small_json(_typed(value, bytes)).decode())
+        return lambda value: _check_packed(_typed(value, bytes))
     if isinstance(kind, JSON):
         return lambda value: _check_json(table.name, column.name, _typed(value, str), model)
     if isinstance(kind, LargeBinary):
@@ -211,6 +213,10 @@ def _check_number(value: Any, is_time: bool) -> None:
     number = float(value) if type(value) is int else _typed(value, float)
     _require(math.isfinite(number), "is not a finite number")
     _require(not is_time or 0 <= number <= _LATEST, "is not a time")
+
+
+def _check_packed(value: bytes) -> None:
+    _require(isinstance(_json(unpack_small_json(value).decode()), dict), "is not a packed JSON object")
 
 
 def _check_text(value: str, words: frozenset[str] | None) -> None:
