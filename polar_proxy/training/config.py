@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from polar_proxy.errors import UsageError
 from polar_proxy.training.advantages import ADVANTAGES
-from polar_proxy.training.losses import LOSSES, PROXIMAL_LOSSES, LossAggregation
+from polar_proxy.training.loss_names import LOSS_NAMES, PROXIMAL_LOSSES, LossAggregation
 from polar_proxy.types import Json
 
 MAY_CHANGE = frozenset(
@@ -201,8 +201,8 @@ class GrpoConfig(BaseModel):
     def _check_combinations(self) -> GrpoConfig:
         if self.advantage not in ADVANTAGES:
             raise ValueError(f"there is no advantage {self.advantage!r}: choose {', '.join(ADVANTAGES)}")
-        if self.loss not in LOSSES:
-            raise ValueError(f"there is no loss {self.loss!r}: choose {', '.join(LOSSES)}")
+        if self.loss not in LOSS_NAMES:
+            raise ValueError(f"there is no loss {self.loss!r}: choose {', '.join(LOSS_NAMES)}")
         if self.submit_jobs and self.feed is None:
             raise ValueError("`submit_jobs` needs `feed`: without a server the trainer runs its own rollouts")
         if self.feed is not None and not self.submit_jobs and self.eval_every:

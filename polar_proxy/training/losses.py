@@ -23,11 +23,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from polar_proxy.training.loss_names import LossAggregation
+
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to +-20, so that exp never overflows. Clamped values pass no gradient."""
-
-
-LossAggregation = Literal["token", "sequence", "rollout", "constant"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,9 +263,6 @@ LOSSES: dict[str, Callable[..., tuple[Tensor, LossStats]]] = {
 
 OWN_AGGREGATION: Mapping[str, LossAggregation] = {"gspo": "sequence"}
 """The aggregation of losses whose formula leaves no choice."""
-
-PROXIMAL_LOSSES = frozenset({"decoupled", "tis", "icepop"})
-"""Losses that use pi_prox."""
 
 
 # Weights and added terms

@@ -28,10 +28,10 @@ from polar_proxy.errors import TrainingError
 from polar_proxy.training import lora
 from polar_proxy.training.batch import TrainingBatch, TrainingSequence
 from polar_proxy.training.config import GrpoConfig
+from polar_proxy.training.loss_names import PROXIMAL_LOSSES
 from polar_proxy.training.losses import (
     LOSSES,
     OWN_AGGREGATION,
-    PROXIMAL_LOSSES,
     LossInputs,
     kl_to_reference,
     observation_loss,

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from polar_proxy.training.batch import TrainingSequence
-from polar_proxy.training.losses import LossAggregation, token_weights
+from polar_proxy.training.loss_names import LossAggregation
+from polar_proxy.training.losses import token_weights
 from polar_proxy.training.tree import Ids, PrefixTree, Targets, build_tree, find_targets, sort_by_prefix
 
 

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
-from polar_proxy.training.losses import LOSSES, LossAggregation, LossInputs, token_weights
+from polar_proxy.training.loss_names import LOSS_NAMES, LossAggregation
+from polar_proxy.training.losses import LOSSES, LossInputs, token_weights
 from polar_proxy.training.packing import pack_trees
 from polar_proxy.training.tree import (
     ATTENTION_NAME,
@@ -216,3 +217,7 @@ def test_target_logprobs_by_hand() -> None:
     assert target_logprobs(logits.bfloat16(), targets, ones).dtype == torch.float32
     with pytest.raises(ValueError, match="2 rows of logits for 1"):
         target_logprobs(torch.zeros(2, 3), targets, ones)
+
+
+def test_the_settings_know_every_loss() -> None:
+    assert tuple(LOSSES) == LOSS_NAMES

@@ -9,7 +9,8 @@ import torch
 
 from polar_proxy.training.batch import GroupRollout, TrainingBatch, make_batch
 from polar_proxy.training.config import GrpoConfig
-from polar_proxy.training.losses import LossAggregation, token_weights
+from polar_proxy.training.loss_names import LossAggregation
+from polar_proxy.training.losses import token_weights
 from tests.training.group_factories import group, microbatch_of, rollout, trace
 
 # Rollout 0 has the sequences 0 (2 tokens) and 1 (4 tokens); rollout 1 has sequence 2 (2 tokens).

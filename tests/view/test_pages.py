@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -260,3 +262,10 @@ async def test_drift_is_found_at_its_place(pages: httpx.AsyncClient, store: Stor
     (finding,) = [finding for head in heads for finding in head["findings"]]
     assert finding["at"] == 3
     assert finding["text"].startswith("Drift (split): the prompt of call_")
+
+
+def test_the_pages_load_no_pytorch() -> None:
+    """It would cost each server 180 MB."""
+    program = "import sys, polar_proxy.view; print('torch' in sys.modules, 'transformers' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False"]

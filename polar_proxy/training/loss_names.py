@@ -1,0 +1,11 @@
+"""The names of losses and aggregations. The settings know them without PyTorch, which a server must not load."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+LossAggregation = Literal["token", "sequence", "rollout", "constant"]
+LOSS_NAMES = ("ppo_clip", "dapo", "gspo", "cispo", "minpro", "bapo", "decoupled", "tis", "icepop")
+"""The keys of `losses.LOSSES`."""
+PROXIMAL_LOSSES = frozenset({"decoupled", "tis", "icepop"})
+"""Losses that use pi_prox."""
