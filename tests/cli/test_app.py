@@ -85,10 +85,11 @@ def test_does_not_print_passwords() -> None:
     assert "hunter2" not in printed
 
 
-def test_observe_is_another_name_of_render() -> None:
-    for mode in ("observe", "render"):
+def test_a_prompt_mode_is_render_or_continue() -> None:
+    for mode in ("render", "continue"):
         assert polar_json("session", "new", "--prompt-mode", mode)["key"].startswith("sk-")
-    assert "prompt_mode" in polar_error("session", "new", "--prompt-mode", "watch")
+    for mode in ("observe", "watch"):
+        assert "prompt_mode" in polar_error("session", "new", "--prompt-mode", mode)
 
 
 def test_a_misspelt_verb_names_the_right_one() -> None:

@@ -95,5 +95,5 @@ async def test_a_host_name_that_the_certificate_does_not_have_is_refused_by_the_
 async def test_a_process_sandbox_cannot_be_intercepted(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="use --sandbox bubblewrap or docker"):
         await SandboxInterception(tmp_path).spec("process", SandboxSpec())
-    with pytest.raises(SandboxError, match="uses the host's network"):
+    with pytest.raises(SandboxError, match="uses the host's name resolution"):
         await open_sandbox("process", SandboxSpec(hosts=("api.openai.com",)), state_dir=tmp_path / "state")

@@ -228,7 +228,7 @@ class UserEngine(ScriptedEngine):
 
 async def test_a_text_of_a_user_model_fits_on_a_command_line(serve: Serve) -> None:
     async with serve(ScriptedEngine(lambda request: "a\0b" + "ü" * 100_000)) as gateway:
-        text = await PlayedUser("x", gateway.url, "my-user", "m").answer([DialogueMessage("user", "hi")])
+        text = await PlayedUser("x", gateway.url, "my-user").answer([DialogueMessage("user", "hi")])
     assert text is not None
     assert text.startswith("ab")
     assert len(text.encode()) < 128 << 10
