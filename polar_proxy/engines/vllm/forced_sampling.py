@@ -255,7 +255,8 @@ async def adds_grammar(client: VllmClient, *, renders: bool) -> bool:
         return False
     choice = answer["choices"][0]
     ids, rows = tuple(choice["token_ids"]), choice["logprobs"]["content"]
-    first = int(ids[0] == end)  # the grammar begins after the reasoning
+    at = last_position(ids, tuple(plain))
+    forced = at >= 0
+    first = at if forced else int(ids[0] == end)  # the grammar begins after the reasoning
     likely = [other["logprob"] > MISSING_BELOW for row in rows[first : first + 1] for other in row["top_logprobs"]]
-    forced = last_position(ids, tuple(plain)) >= 0
     return sum(likely) > 1 and (forced or not all(likely))
