@@ -3,23 +3,25 @@ them that a trainer uses."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+import asyncio
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
+from pydantic import ValidationError
 
 from polar_proxy.api.context import require
 from polar_proxy.records import rollouts_of_group
 from polar_proxy.store import RolloutRow, Store
 from polar_proxy.store.service.feed import LeaseRow
-from polar_proxy.training.advantages import grpo
 from polar_proxy.training.batch import TrainingBatch, make_batch
 from polar_proxy.training.config import GrpoConfig
 from polar_proxy.training.feed import StoreGroupReader
+from polar_proxy.types import Json
 from polar_proxy.view.comparison import MOST
 from polar_proxy.view.context import ViewContext
+from polar_proxy.view.token_source import group_advantages
 
 _BESIDE = 4
 """Number of rollouts that are shown side by side until the reader chooses others."""
@@ -33,6 +35,8 @@ class GroupTraining:
 
     batch: TrainingBatch
     config: GrpoConfig
+    is_default: bool
+    """`config` is the default, because no trainer of Polar has leased the group."""
     trained: Mapping[str, int]
     """Rollout id -> number of its trained tokens."""
     run_id: str | None
@@ -54,7 +58,7 @@ def add_routes(pages: APIRouter, view: ViewContext) -> None:
             group=group,
             task=task,
             rows=rows,
-            advantages=advantages(rows),
+            advantages=group_advantages(rows),
             beside=beside[:MOST] or _extremes(rows),
             most=MOST,
         )
@@ -68,13 +72,6 @@ def add_routes(pages: APIRouter, view: ViewContext) -> None:
         return await view.page(request, "parts/group_training.html", training=training, leases=leases)
 
 
-def advantages(rows: Iterable[RolloutRow]) -> dict[str, float | None]:
-    """Return rollout id -> GRPO advantage within the group; None without one. Unfinished rollouts do not count."""
-    counted = [row for row in rows if row.final and not row.incomplete]
-    values = grpo([row.reward for row in counted]).tolist()
-    return {row.rollout_id: None if math.isnan(value) else value for row, value in zip(counted, values, strict=True)}
-
-
 def _extremes(rows: Sequence[RolloutRow]) -> list[str]:
     """Return the ids of the rollouts with the highest and the lowest rewards, to be shown side by side at first."""
     answered = [row.rollout_id for row in sorted(rows, key=lambda row: -(row.reward or 0.0)) if row.calls]
@@ -83,17 +80,31 @@ def _extremes(rows: Sequence[RolloutRow]) -> list[str]:
 
 
 async def _read_training(store: Store, group_id: str, leases: Sequence[LeaseRow]) -> GroupTraining:
-    config, run_id, step = GrpoConfig(), None, None
-    if leases:
-        # A trainer leases under the name of its run.
-        runs = [run for run in await store.training.runs() if run.name == leases[-1].consumer]
-        if runs:
-            config, run_id = GrpoConfig.model_validate(runs[0].config), runs[0].run_id
-            lines = await store.training.lines(run_id)
-            step = next((line["step"] for line in lines if group_id in line.get("groups", ())), None)
+    config, run_id, step = None, None, None
+    # A trainer leases under the name of its run.
+    runs = [run for run in await store.training.runs() if leases and run.name == leases[-1].consumer]
+    if runs:
+        config, run_id = _read_config(runs[0].config), runs[0].run_id
+        lines = await store.training.lines(run_id)
+        step = next((line["step"] for line in lines if group_id in _groups_of(line)), None)
+    is_default, config = config is None, config or GrpoConfig()
     group = await StoreGroupReader(store).read_group(group_id, config.builder, None)
-    batch = make_batch([group], config, step or 0)
+    batch = await asyncio.to_thread(make_batch, [group], config, step or 0)
     trained = {member.rollout.rollout_id: 0 for member in group.members}
     for sequence in batch.sequences:
         trained[group.members[sequence.rollout].rollout.rollout_id] += int(sequence.trained.sum())
-    return GroupTraining(batch, config, trained, run_id, step)
+    return GroupTraining(batch, config, is_default, trained, run_id, step)
+
+
+def _read_config(values: Json) -> GrpoConfig | None:
+    """Return the settings of a run; None for those of another trainer than Polar's."""
+    try:
+        return GrpoConfig.model_validate(values)
+    except ValidationError:
+        return None
+
+
+def _groups_of(line: Json) -> list[object]:
+    """Return the ids of the groups that a line of a run names. A trainer of another kind may write any value there."""
+    groups = line.get("groups")
+    return groups if isinstance(groups, list) else []

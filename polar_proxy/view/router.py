@@ -88,9 +88,9 @@ def _add_public(router: APIRouter, view: ViewContext) -> None:
     async def log_in(request: Request) -> Response:
         try:
             require_same_origin(request)
+            form = await read_form(request)
         except ApiError as error:
             return await show_login(request, "/", str(error), error.status)
-        form = await read_form(request)
         where = safe_next(form.get("next", "/"))
         response: Response = RedirectResponse(where, status_code=303)
         if not await view.access.log_in(form.get("key", ""), response, secure=request.url.scheme == "https"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from polar_proxy.api import ApiContext
 from polar_proxy.api.context import not_found
 from polar_proxy.engines.token_texts import NoTextsError, token_texts
 from polar_proxy.sequences import assemble, find_choice, policy_versions
-from polar_proxy.store import Store
+from polar_proxy.store import RolloutRow, Store
 from polar_proxy.store.traces import TraceSummary
 from polar_proxy.terminal import escape_controls
 from polar_proxy.training.advantages import grpo
@@ -163,10 +163,15 @@ async def advantage_of(store: Store, trace: TraceSummary) -> float | None:
     rollout = None if trace.rollout_id is None else await store.rollouts.get(trace.rollout_id)
     if rollout is None:
         return None
-    rows = [row for row in await store.rollouts.find(group_id=rollout.group_id) if row.final and not row.incomplete]
-    values = grpo([row.reward for row in rows]).tolist()
-    own = dict(zip([row.rollout_id for row in rows], values, strict=True)).get(rollout.rollout_id, math.nan)
-    return None if math.isnan(own) else round(own, 4)
+    own = group_advantages(await store.rollouts.find(group_id=rollout.group_id)).get(rollout.rollout_id)
+    return None if own is None else round(own, 4)
+
+
+def group_advantages(rows: Iterable[RolloutRow]) -> dict[str, float | None]:
+    """Return rollout id -> GRPO advantage within the group; None without one. Unfinished rollouts do not count."""
+    counted = [row for row in rows if row.final and not row.incomplete]
+    values = grpo([row.reward for row in counted]).tolist()
+    return {row.rollout_id: None if math.isnan(value) else value for row, value in zip(counted, values, strict=True)}
 
 
 def _describe_spans(spans: Sequence[Span], calls: Mapping[str, CallRecord]) -> list[Json]:

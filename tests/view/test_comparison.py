@@ -5,8 +5,9 @@ from __future__ import annotations
 import httpx
 import numpy as np
 import pytest
+from sqlalchemy import insert
 
-from polar_proxy.store import Store
+from polar_proxy.store import Store, schema
 from polar_proxy.traces.operations import build_traces
 from polar_proxy.types import Message
 from polar_proxy.view.alignment import RunMessage, align, main_call, shared_tokens
@@ -109,3 +110,20 @@ async def test_a_group_shows_what_is_trained(pages: httpx.AsyncClient, store: St
     assert f"/view/parts/groups/{row.group_id}/training" in page
     part = (await pages.get(f"/view/parts/groups/{row.group_id}/training")).text
     assert "no spread" in part
+
+
+async def test_a_run_of_another_trainer_shows_the_default_settings(pages: httpx.AsyncClient, store: Store) -> None:
+    rollout_id = await finished_rollout(store, "alone", 1.0)
+    row = await store.rollouts.get(rollout_id)
+    assert row is not None
+    await store.training.put_run(
+        "run_1", "foreign", {"nothing": 1}, [{"kind": "step", "step": 1, "at": 0.0, "groups": 7}]
+    )
+    lease = insert(schema.leases).values(
+        lease_id="lease_1", group_id=row.group_id, consumer="foreign", leased_at=0.0, expires_at=1.0
+    )
+    async with store.database.writing() as connection:
+        await connection.execute(lease)
+    part = await pages.get(f"/view/parts/groups/{row.group_id}/training")
+    assert part.status_code == 200
+    assert "With the default settings" in part.text

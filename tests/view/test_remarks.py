@@ -110,3 +110,13 @@ async def test_the_rows_of_a_filter_are_downloaded(pages: httpx.AsyncClient, sto
     assert orjson.loads(rows[0])["session_id"] == session_id
     assert "export_report" in report
     assert (await pages.get("/view/export", params={"format": "nope"})).status_code == 400
+
+
+async def test_a_form_that_is_too_long_is_refused(connect: Connect, store: Store) -> None:
+    rollout_id = await new_rollout(store)
+    async with connect() as http:
+        await log_in(http, await add_key(store))
+        answer = await give(http, f"rollouts/{rollout_id}", "note", "x" * 140_000)
+        assert (answer.status_code, "Shorten its text" in answer.text) == (413, True)
+        assert (await log_in(http, "k" * 140_000)).status_code == 413
+    assert await store.remarks.of_rollout(rollout_id) == []
