@@ -21,11 +21,11 @@ import numpy as np
 import torch
 
 from polar_proxy.engines.factory import POLAR_TINY
-from polar_proxy.training import checkpoint
 from polar_proxy.training.batch import TrainingBatch, TrainingSequence
-from polar_proxy.training.checkpoint import TrainerState
 from polar_proxy.training.config import make_config
-from polar_proxy.training.model import Learner, load_model
+from polar_proxy.training.policy import checkpoint
+from polar_proxy.training.policy.checkpoint import TrainerState
+from polar_proxy.training.policy.model import Learner, load_model
 from polar_proxy.training.step_stats import StepStats
 
 FORMS = ("sampler", "start", "recorded", "interpolated")

@@ -30,7 +30,8 @@ from benchmarks._stacks.deployed import own_folder
 from benchmarks._stacks.stacks import ROOT, StackError, tail
 from polar_proxy.engines.local import LocalEngine
 from polar_proxy.store import open_store
-from polar_proxy.training import checkpoint, metrics
+from polar_proxy.training import metrics
+from polar_proxy.training.policy import checkpoint
 from polar_proxy.types import Sampling, TextRequest
 from tests.engines.conftest import make_random_model
 from tests.training.bandit import LENGTH, PROMPT, reward_of

@@ -34,9 +34,9 @@ from polar_proxy.store import open_store
 from polar_proxy.training.batch import TrainingBatch, TrainingSequence, make_batch
 from polar_proxy.training.config import BuilderName, make_config
 from polar_proxy.training.feed import StoreGroupReader
-from polar_proxy.training.model import Learner, load_model
-from polar_proxy.training.packing import Pack, pack_trees
-from polar_proxy.training.tree import Ids
+from polar_proxy.training.policy.model import Learner, load_model
+from polar_proxy.training.policy.packing import Pack, pack_trees
+from polar_proxy.training.policy.tree import Ids
 from tests.training.tree_factories import unshared_tree
 
 LAYOUTS = ("per_call", "merged", "tree")

@@ -16,7 +16,7 @@ from typing import Any, cast
 from benchmarks._fleet.engine import Fleet
 from polar_proxy.rollouts.admission import AdmissionRequest, StageLimits
 from polar_proxy.rollouts.pool import SandboxPool
-from polar_proxy.store.rollouts import Claim
+from polar_proxy.store.repositories.rollouts import Claim
 from sandboxes.base import ExecResult, Sandbox, SandboxKind, SandboxSpec
 
 

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from polar_proxy.store import FINAL_STATUSES
-from polar_proxy.store.rollouts import Claim, ClaimLostError
+from polar_proxy.store.repositories.rollouts import Claim, ClaimLostError
 from polar_proxy.store.service.groups import GroupRow
 from polar_proxy.store.service.jobs import NewGroup
 from polar_proxy.types import Json

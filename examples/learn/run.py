@@ -20,9 +20,9 @@ from pathlib import Path
 from polar_proxy.cli.common import load_settings, open_database
 from polar_proxy.config import Settings
 from polar_proxy.engines.factory import POLAR_TINY
-from polar_proxy.training.checkpoint import TrainerState
 from polar_proxy.training.config import GrpoConfig, make_config, read_toml
 from polar_proxy.training.metrics import run_summary
+from polar_proxy.training.policy.checkpoint import TrainerState
 from polar_proxy.training.run import train_locally
 
 HERE = Path(__file__).resolve().parent

@@ -24,7 +24,7 @@ from polar_proxy.api_models import API_PREFIX
 from polar_proxy.config import Settings
 from polar_proxy.engines.base import Engine
 from polar_proxy.errors import ApiError
-from polar_proxy.gateway.docs_page import serve_docs
+from polar_proxy.gateway.http.docs_page import serve_docs
 from polar_proxy.rollouts import RolloutService
 from polar_proxy.store import Store
 

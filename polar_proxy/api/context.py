@@ -27,9 +27,9 @@ from polar_proxy.rollouts import RolloutService
 from polar_proxy.sessions.identity import hash_key
 from polar_proxy.store import Store
 from polar_proxy.store.database import UnstorableValueError
-from polar_proxy.store.names import UnknownNameError
+from polar_proxy.store.repositories.names import UnknownNameError
+from polar_proxy.store.repositories.training import MissingLinesError
 from polar_proxy.store.service.feed import LeaseExpiredError
-from polar_proxy.store.training import MissingLinesError
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ from polar_proxy import api_models as m
 from polar_proxy.api.context import ApiContext, Routers, not_found
 from polar_proxy.records import convert, convert_all, list_training_runs
 from polar_proxy.store import Store
-from polar_proxy.store.training import TrainingRunRow
+from polar_proxy.store.repositories.training import TrainingRunRow
 from polar_proxy.training import metrics
 
 _POLL_SECONDS = 0.25

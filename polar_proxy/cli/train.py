@@ -172,9 +172,9 @@ def write_adapter(
     Start vLLM with it before a training run that sends new versions of its adapter to the server.
     """
     from polar_proxy.engines.factory import POLAR_TINY
-    from polar_proxy.training import lora
     from polar_proxy.training.config import LoraSettings
-    from polar_proxy.training.model import load_model
+    from polar_proxy.training.policy import lora
+    from polar_proxy.training.policy.model import load_model
 
     settings = LoraSettings(rank=rank)
     wrapped = lora.wrap(load_model(Path(model).expanduser() if model else POLAR_TINY), settings, seed=0)

@@ -19,8 +19,8 @@ from polar_proxy.export.preferences import PreferencePairs
 from polar_proxy.export.reasons import explain
 from polar_proxy.export.text_conversations import text_conversations
 from polar_proxy.store import FINAL_STATUSES, RolloutRow, Store, json_codec
-from polar_proxy.store.rescores import RESCORED_BUILDER
-from polar_proxy.store.traces import SessionTraces
+from polar_proxy.store.repositories.rescores import RESCORED_BUILDER
+from polar_proxy.store.repositories.traces import SessionTraces
 from polar_proxy.traces.builders import BUILDERS, build
 from polar_proxy.traces.certificate import CertificateError, certify, restore
 from polar_proxy.traces.grades import TRAINABLE

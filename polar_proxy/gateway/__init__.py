@@ -1,5 +1,5 @@
 """The gateway: the HTTP server that agents talk to."""
 
-from polar_proxy.gateway.server import Gateway
+from polar_proxy.gateway.http.server import Gateway
 
 __all__ = ["Gateway"]

@@ -31,16 +31,16 @@ from polar_proxy.dialects.base import Dialect
 from polar_proxy.dialects.google.dialect import GoogleGenerateContent, google_model_card, google_route
 from polar_proxy.dialects.openai_responses.compaction import ResponsesCompaction
 from polar_proxy.errors import RequestError
-from polar_proxy.gateway import asgi
-from polar_proxy.gateway.conversations import ConversationRoute, ConversationRoutes
-from polar_proxy.gateway.docs_page import serve_docs
 from polar_proxy.gateway.handler import RequestHandler
-from polar_proxy.gateway.intercepted import InterceptedRequest
+from polar_proxy.gateway.hosted.intercepted import InterceptedRequest
+from polar_proxy.gateway.http import asgi
+from polar_proxy.gateway.http.docs_page import serve_docs
 from polar_proxy.gateway.metrics import GatewayMetrics
 from polar_proxy.gateway.reply import send_error, send_wrong_method
-from polar_proxy.gateway.responses_websocket import ResponsesWebSocket
+from polar_proxy.gateway.responses.conversations import ConversationRoute, ConversationRoutes
+from polar_proxy.gateway.responses.stored_responses import StoredResponseRoute, StoredResponseRoutes
+from polar_proxy.gateway.responses.websocket import ResponsesWebSocket
 from polar_proxy.gateway.routing import EngineRouter
-from polar_proxy.gateway.stored_responses import StoredResponseRoute, StoredResponseRoutes
 from polar_proxy.terminal import log_context
 from polar_proxy.types import EngineInfo, new_id
 

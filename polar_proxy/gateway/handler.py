@@ -28,26 +28,26 @@ from polar_proxy.dialects.base import Answer, Dialect, ParsedRequest
 from polar_proxy.engines.one_call import OneCallLimit, wants_one_call
 from polar_proxy.engines.passthrough.engine import PassthroughEngine
 from polar_proxy.errors import EngineDroppedError, EngineError, RequestError, StoreError
-from polar_proxy.gateway import asgi
-from polar_proxy.gateway.background import BackgroundCalls
-from polar_proxy.gateway.conversations import NewItems, StoredConversations
 from polar_proxy.gateway.engine_timeouts import EngineWait
 from polar_proxy.gateway.failed_requests import FailedRequests
 from polar_proxy.gateway.health import StoreMonitor
 from polar_proxy.gateway.hooks import Hooks
+from polar_proxy.gateway.hosted.passthrough import PassthroughReply, provider_request
+from polar_proxy.gateway.hosted.provider_turns import ProviderTurns
+from polar_proxy.gateway.http import asgi
+from polar_proxy.gateway.http.limits import BodyBudget
 from polar_proxy.gateway.in_flight import InFlightCalls
-from polar_proxy.gateway.limits import BodyBudget
 from polar_proxy.gateway.metrics import GatewayMetrics
-from polar_proxy.gateway.passthrough import PassthroughReply, provider_request
-from polar_proxy.gateway.provider_turns import ProviderTurns
 from polar_proxy.gateway.recording import CallOutcome, CallRecorder, PendingCall, RequestContext, apply_policy
 from polar_proxy.gateway.reply import BackgroundReply, Reply, send_error, send_stream
 from polar_proxy.gateway.request_reader import RequestReader
+from polar_proxy.gateway.responses.background import BackgroundCalls
+from polar_proxy.gateway.responses.conversations import NewItems, StoredConversations
+from polar_proxy.gateway.responses.stored_responses import StoredCalls
 from polar_proxy.gateway.retries import ResponseBuffer, RetryCache
 from polar_proxy.gateway.routing import EngineChoice, EngineRouter
 from polar_proxy.gateway.sampling import CallSampler
 from polar_proxy.gateway.session_finder import SessionFinder
-from polar_proxy.gateway.stored_responses import StoredCalls
 from polar_proxy.offload import OffloadThread
 from polar_proxy.prices import PriceTable
 from polar_proxy.sessions.budget import BudgetUsage, Reservation

@@ -18,7 +18,7 @@ from polar_proxy.errors import StoreError
 from polar_proxy.gateway.health import OutageLog
 from polar_proxy.sessions.registry import SessionClosedError
 from polar_proxy.store import Store
-from polar_proxy.store.calls import OpenCall
+from polar_proxy.store.repositories.calls import OpenCall
 from polar_proxy.types import new_id
 
 RENEW_SECONDS = 5.0

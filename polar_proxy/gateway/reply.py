@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from polar_proxy.config import GatewaySettings
 from polar_proxy.dialects.base import Answer, Dialect
 from polar_proxy.errors import EngineError, ProviderError, RequestError
-from polar_proxy.gateway import asgi
+from polar_proxy.gateway.http import asgi
 from polar_proxy.gateway.recording import PendingCall, RequestContext
 from polar_proxy.types import SampleEvent
 

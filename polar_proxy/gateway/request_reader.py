@@ -14,13 +14,13 @@ from polar_proxy.dialects.base import Dialect, ParsedRequest
 from polar_proxy.dialects.fields import invalid_type
 from polar_proxy.dialects.openai_responses.input import input_items
 from polar_proxy.errors import RequestError, StoreError
-from polar_proxy.gateway import asgi
-from polar_proxy.gateway.conversations import NewItems, StoredConversations
 from polar_proxy.gateway.health import StoreMonitor
-from polar_proxy.gateway.limits import BodyReservation
-from polar_proxy.gateway.passthrough import parse_for_record
+from polar_proxy.gateway.hosted.passthrough import parse_for_record
+from polar_proxy.gateway.http import asgi
+from polar_proxy.gateway.http.limits import BodyReservation
 from polar_proxy.gateway.recording import ContinuedConversation
-from polar_proxy.gateway.stored_responses import StoredCalls
+from polar_proxy.gateway.responses.conversations import NewItems, StoredConversations
+from polar_proxy.gateway.responses.stored_responses import StoredCalls
 from polar_proxy.offload import OffloadThread
 from polar_proxy.sessions.state import SessionState
 from polar_proxy.store import json_codec

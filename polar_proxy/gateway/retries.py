@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from polar_proxy.config import GatewaySettings
-from polar_proxy.gateway import asgi
+from polar_proxy.gateway.http import asgi
 from polar_proxy.gateway.recording import RequestContext
 
 _VOLATILE_FIELDS = frozenset({"client_metadata", "metadata", "user", "safety_identifier"})

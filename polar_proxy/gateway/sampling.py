@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.gateway.engine_timeouts import EngineWait
 from polar_proxy.gateway.hooks import HookedCall, Hooks, events_of, request_changes
+from polar_proxy.gateway.hosted.provider_turns import ProviderTurns
 from polar_proxy.gateway.metrics import GatewayMetrics
-from polar_proxy.gateway.provider_turns import ProviderTurns
 from polar_proxy.gateway.recording import PendingCall, RequestContext
 from polar_proxy.gateway.reply import Reply
 from polar_proxy.types import SampleEvent

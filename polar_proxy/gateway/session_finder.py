@@ -9,8 +9,8 @@ from urllib.parse import parse_qs
 
 from polar_proxy.config import GatewaySettings
 from polar_proxy.errors import RequestError, StoreError
-from polar_proxy.gateway import asgi
 from polar_proxy.gateway.health import StoreMonitor
+from polar_proxy.gateway.http import asgi
 from polar_proxy.sessions.identity import key_of_request, key_without_api_key
 from polar_proxy.sessions.registry import SessionRegistry
 from polar_proxy.sessions.state import SessionState

@@ -7,5 +7,5 @@
     addon.py         runs inside mitmproxy, and sends the requests for model hosts to the gateway
 
 `polar intercept` starts a program with a proxy. In a sandbox no proxy is needed, because the names of model hosts
-resolve to a socket of the gateway (`gateway/intercepted.py`).
+resolve to a socket of the gateway (`gateway/hosted/intercepted.py`).
 """

@@ -12,7 +12,7 @@ from polar_proxy.dialects import parse_recorded
 from polar_proxy.dialects.base import ParsedRequest
 from polar_proxy.errors import RequestError
 from polar_proxy.sessions.lineage_reasons import reason_of
-from polar_proxy.store.calls import CallSummary
+from polar_proxy.store.repositories.calls import CallSummary
 from polar_proxy.types import CallRecord, Choice, Message, TextRequest
 
 _HEAD, _TAIL = 3000, 1000

@@ -50,7 +50,7 @@ from polar_proxy.rollouts.task_sandboxes import TaskSandboxes
 from polar_proxy.rollouts.workspace import TaskNotPossibleError, prepare_workspace
 from polar_proxy.sessions.identity import hash_key, new_key
 from polar_proxy.store import RolloutStatus, Store
-from polar_proxy.store.rollouts import Claim, ClaimLostError
+from polar_proxy.store.repositories.rollouts import Claim, ClaimLostError
 from polar_proxy.tasks import Task, check_task, task_from_json
 from polar_proxy.terminal import log_context
 from polar_proxy.traces.operations import build_traces

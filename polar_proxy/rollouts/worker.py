@@ -28,7 +28,7 @@ from polar_proxy.rollouts.infrastructure import InfrastructureError, UnsafeSandb
 from polar_proxy.rollouts.recovery import MAX_ATTEMPTS, account_for_reclaimed, exclude_orphaned_calls
 from polar_proxy.rollouts.stopping import GroupPolicy, get_group_policy, wait_for_all
 from polar_proxy.store import Store
-from polar_proxy.store.rollouts import Claim, ClaimLostError
+from polar_proxy.store.repositories.rollouts import Claim, ClaimLostError
 from polar_proxy.store.service.groups import KEEP_OVERFLOW, GroupRow
 from polar_proxy.types import new_id
 from sandboxes.base import uncancellable

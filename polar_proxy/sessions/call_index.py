@@ -14,7 +14,7 @@ import orjson
 
 from polar_proxy.sessions.hashing import AnswerNode, AssistantTurn, text_of
 from polar_proxy.sessions.rules import AGENT_TOOLS
-from polar_proxy.store.calls import StoredLineage
+from polar_proxy.store.repositories.calls import StoredLineage
 from polar_proxy.types import ANSWERED, FAILED, CallStatus, Edge, Json, Message
 
 _FINGERPRINT_FORM = 2

@@ -26,7 +26,7 @@ from polar_proxy.sessions.hashing import MessageHasher
 from polar_proxy.sessions.identity import hash_key, is_issued_key, typed_label
 from polar_proxy.sessions.state import ConversationCache, SessionState
 from polar_proxy.store import Store
-from polar_proxy.store.outage_marks import OutageMark
+from polar_proxy.store.repositories.outage_marks import OutageMark
 from polar_proxy.types import Json, new_id
 
 log = logging.getLogger(__name__)

@@ -30,7 +30,7 @@ from polar_proxy.sessions.hashing import EMPTY, HashedConversation, MessageHashe
 from polar_proxy.sessions.identity import NO_METADATA, ClientMetadata
 from polar_proxy.sessions.lineage import Base, Lineage, PlacementQuery, decide, find_base
 from polar_proxy.sessions.rules import RequestTexts
-from polar_proxy.store.calls import StoredLineage
+from polar_proxy.store.repositories.calls import StoredLineage
 from polar_proxy.types import (
     ANSWERED,
     CallRecord,

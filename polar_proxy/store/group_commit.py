@@ -24,9 +24,9 @@ from polar_proxy.errors import StoreError
 from polar_proxy.offload import OffloadThread
 from polar_proxy.store import schema
 from polar_proxy.store.batch_writer import BatchWriter, concerns_any_record
-from polar_proxy.store.conversations import append_items
 from polar_proxy.store.database import Database, StoreUncertainError, StoreUnreachableError, is_unavailable
 from polar_proxy.store.encoding.serializer import CallSerializer, SerializedCalls
+from polar_proxy.store.repositories.conversations import append_items
 from polar_proxy.types import CallRecord
 
 PATIENCE_SECONDS = 3.0

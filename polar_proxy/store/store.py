@@ -9,30 +9,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from polar_proxy.store import migrate
-from polar_proxy.store.activity import ActivityRepository
-from polar_proxy.store.artifacts import ArtifactRepository, RewardRepository
 from polar_proxy.store.database import Database
-from polar_proxy.store.names import NameRepository
-from polar_proxy.store.outage_marks import OutageMarks
-from polar_proxy.store.remarks import RemarkRepository
-from polar_proxy.store.rollouts import RolloutRepository, TaskRepository
-from polar_proxy.store.sessions import ApiKeyRepository, SessionRepository
+from polar_proxy.store.repositories.activity import ActivityRepository
+from polar_proxy.store.repositories.artifacts import ArtifactRepository, RewardRepository
+from polar_proxy.store.repositories.names import NameRepository
+from polar_proxy.store.repositories.outage_marks import OutageMarks
+from polar_proxy.store.repositories.remarks import RemarkRepository
+from polar_proxy.store.repositories.rollouts import RolloutRepository, TaskRepository
+from polar_proxy.store.repositories.sessions import ApiKeyRepository, SessionRepository
 from polar_proxy.store.urls import database_location, display_url
 
 if TYPE_CHECKING:
-    from polar_proxy.store.calls import CallRepository, OpenCallRepository
-    from polar_proxy.store.conversations import ConversationRepository
     from polar_proxy.store.group_commit import GroupCommit
     from polar_proxy.store.maintenance.archive import ArchiveRepository
     from polar_proxy.store.maintenance.repository import MaintenanceRepository
-    from polar_proxy.store.rescores import RescoreRepository
+    from polar_proxy.store.repositories.calls import CallRepository, OpenCallRepository
+    from polar_proxy.store.repositories.conversations import ConversationRepository
+    from polar_proxy.store.repositories.rescores import RescoreRepository
+    from polar_proxy.store.repositories.traces import TraceRepository
+    from polar_proxy.store.repositories.training import TrainingRepository
     from polar_proxy.store.service.feed import FeedRepository
     from polar_proxy.store.service.groups import GroupRepository
     from polar_proxy.store.service.job_events import CallbackRepository, JobEventRepository
     from polar_proxy.store.service.jobs import JobRepository
     from polar_proxy.store.service.queue import FleetRepository, QueueRepository
-    from polar_proxy.store.traces import TraceRepository
-    from polar_proxy.store.training import TrainingRepository
 
 
 class Store:
@@ -76,13 +76,13 @@ class Store:
 
     @cached_property
     def calls(self) -> CallRepository:
-        from polar_proxy.store.calls import CallRepository
+        from polar_proxy.store.repositories.calls import CallRepository
 
         return CallRepository(self.database, self._writer)
 
     @cached_property
     def open_calls(self) -> OpenCallRepository:
-        from polar_proxy.store.calls import OpenCallRepository
+        from polar_proxy.store.repositories.calls import OpenCallRepository
 
         open_calls = OpenCallRepository(self.database, self._writer)
         self._flushing.push_async_callback(open_calls.stop)
@@ -90,19 +90,19 @@ class Store:
 
     @cached_property
     def conversations(self) -> ConversationRepository:
-        from polar_proxy.store.conversations import ConversationRepository
+        from polar_proxy.store.repositories.conversations import ConversationRepository
 
         return ConversationRepository(self.database)
 
     @cached_property
     def traces(self) -> TraceRepository:
-        from polar_proxy.store.traces import TraceRepository
+        from polar_proxy.store.repositories.traces import TraceRepository
 
         return TraceRepository(self.database)
 
     @cached_property
     def rescores(self) -> RescoreRepository:
-        from polar_proxy.store.rescores import RescoreRepository
+        from polar_proxy.store.repositories.rescores import RescoreRepository
 
         return RescoreRepository(self.database)
 
@@ -150,7 +150,7 @@ class Store:
 
     @cached_property
     def training(self) -> TrainingRepository:
-        from polar_proxy.store.training import TrainingRepository
+        from polar_proxy.store.repositories.training import TrainingRepository
 
         return TrainingRepository(self.database)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from polar_proxy.engines.base import Engine
 from polar_proxy.errors import EngineError, UsageError
 from polar_proxy.store import Store
-from polar_proxy.store.rescores import apply_rescores
+from polar_proxy.store.repositories.rescores import apply_rescores
 from polar_proxy.traces.audit import UNKNOWN, AuditReference, AuditReport, audit
 from polar_proxy.traces.builders import BuildResult, build
 from polar_proxy.traces.certificate import certify, stored_form

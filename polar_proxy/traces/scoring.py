@@ -30,7 +30,7 @@ from polar_proxy.dialects import recorded_request
 from polar_proxy.engines.base import Engine
 from polar_proxy.errors import EngineError, RequestError, UsageError
 from polar_proxy.sequences import all_reported, begins_with
-from polar_proxy.store.rescores import RESCORED_BUILDER, Rescore, apply_rescores
+from polar_proxy.store.repositories.rescores import RESCORED_BUILDER, Rescore, apply_rescores
 from polar_proxy.traces.builders import BuildResult, build
 from polar_proxy.traces.certificate import ScorerIdentity
 from polar_proxy.traces.grades import SUMMARISING_ENGINES, exclusion_reason, grade_of, has_provider_tools

@@ -44,7 +44,7 @@ TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 
 
 class LoraSettings(BaseModel):
-    """`lora = {rank = 16}` in `[grpo]`: train an adapter and keep the model's weights (training/lora.py)."""
+    """`lora = {rank = 16}` in `[grpo]`: train an adapter and keep the model's weights (training/policy/lora.py)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -166,7 +166,7 @@ class GrpoConfig(BaseModel):
     """Precision of the forward passes. Weights and optimiser are always float32."""
     device: str = "cpu"
     processes: int = Field(1, ge=1)
-    """Processes over which weights, gradients and optimiser are sharded (FSDP2, training/fsdp.py). With
+    """Processes over which weights, gradients and optimiser are sharded (FSDP2, training/policy/fsdp.py). With
     `device = "cuda"`, each process uses its own GPU: the first n GPUs of this machine."""
 
     # The run

@@ -27,8 +27,8 @@ from polar_proxy.store.service.feed import GroupLease, LeaseBatch
 from polar_proxy.traces.builders import build
 from polar_proxy.traces.rows import read_row
 from polar_proxy.training.batch import GroupRollout, TrainingGroup
-from polar_proxy.training.checkpoint import write_file
 from polar_proxy.training.config import BuilderName
+from polar_proxy.training.policy.checkpoint import write_file
 from polar_proxy.types import Json, Trace
 
 log = logging.getLogger(__name__)

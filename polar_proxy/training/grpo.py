@@ -33,13 +33,13 @@ import orjson
 from polar_proxy.engines.base import Engine
 from polar_proxy.errors import TrainingError, UsageError
 from polar_proxy.store.service.feed import GroupLease
-from polar_proxy.training import checkpoint
 from polar_proxy.training.batch import TrainingBatch, TrainingGroup, has_signal, make_batch
-from polar_proxy.training.checkpoint import TrainerState
 from polar_proxy.training.config import GrpoConfig, changed_settings
 from polar_proxy.training.feed import GroupFeed, GroupReader, OpenLeases
 from polar_proxy.training.metrics import MetricsLog, MetricsSink, StepTimer, drop_lines_after, mean_reward
-from polar_proxy.training.model import Learner
+from polar_proxy.training.policy import checkpoint
+from polar_proxy.training.policy.checkpoint import TrainerState
+from polar_proxy.training.policy.model import Learner
 from polar_proxy.training.step_stats import StepStats
 from polar_proxy.training.trackers import MetricsTracker
 from polar_proxy.training.weight_sync import WeightSync, probe, probe_ids

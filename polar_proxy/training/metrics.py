@@ -24,7 +24,7 @@ import orjson
 
 from polar_proxy.errors import UsageError
 from polar_proxy.store import Store
-from polar_proxy.training import checkpoint
+from polar_proxy.training.policy import checkpoint
 from polar_proxy.training.trackers import MetricsTracker, open_trackers
 from polar_proxy.types import Json
 

@@ -26,12 +26,12 @@ from polar_proxy.store import Store
 from polar_proxy.store.service.jobs import JobRow
 from polar_proxy.tasks import TaskList, TaskSource, get_source
 from polar_proxy.telemetry import traced
-from polar_proxy.training.checkpoint import TrainerState
 from polar_proxy.training.config import GrpoConfig
 from polar_proxy.training.feed import HttpFeed, HttpSink, StoreGroupReader
 from polar_proxy.training.grpo import GrpoTrainer, RolloutSource
 from polar_proxy.training.metrics import StoreSink
-from polar_proxy.training.model import Learner, load_model
+from polar_proxy.training.policy.checkpoint import TrainerState
+from polar_proxy.training.policy.model import Learner, load_model
 from polar_proxy.training.trackers import MetricsTracker
 from polar_proxy.training.weight_sync import LocalSync, VllmControl, WeightSync, make_vllm_sync
 from polar_proxy.types import CallRecord, Json, new_id
@@ -349,7 +349,7 @@ async def load_learner(weights: Path, config: GrpoConfig) -> AsyncIterator[Learn
     """Load the policy, its reference if there is a KL term, and the other processes if there are several."""
     reference = Path(config.reference or weights) if config.kl_coef else None
     if config.processes > 1:
-        from polar_proxy.training.fsdp import launch_sharded
+        from polar_proxy.training.policy.fsdp import launch_sharded
 
         with launch_sharded(weights, reference, config) as coordinator:
             yield coordinator

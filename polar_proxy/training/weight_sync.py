@@ -37,7 +37,7 @@ from polar_proxy.engines.base import Engine
 from polar_proxy.engines.vllm import WEIGHT_VERSION_SECONDS, VllmEngine
 from polar_proxy.errors import EngineError, TrainingError, UsageError
 from polar_proxy.training.config import GrpoConfig
-from polar_proxy.training.lora import MergedWeights, save_adapter
+from polar_proxy.training.policy.lora import MergedWeights, save_adapter
 from polar_proxy.types import Json
 
 if TYPE_CHECKING:

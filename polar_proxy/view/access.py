@@ -30,7 +30,7 @@ from polar_proxy.config import is_loopback
 from polar_proxy.errors import ApiError, PolarError
 from polar_proxy.sessions.identity import hash_key
 from polar_proxy.store import Store
-from polar_proxy.store.sessions import ApiKeyRow
+from polar_proxy.store.repositories.sessions import ApiKeyRow
 
 LOGIN = "/view/login"
 COOKIE = "polar_view"

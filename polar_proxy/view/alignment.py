@@ -9,7 +9,7 @@ import numpy as np
 
 from polar_proxy.export import conversation
 from polar_proxy.message_text import content_text
-from polar_proxy.store.calls import CallSummary
+from polar_proxy.store.repositories.calls import CallSummary
 from polar_proxy.types import CallRecord, Edge, Json, TokenIds
 from polar_proxy.view.conversation import readable_arguments
 

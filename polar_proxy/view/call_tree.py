@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from polar_proxy.sessions.lineage_reasons import reason_of
-from polar_proxy.store.calls import CallSummary
+from polar_proxy.store.repositories.calls import CallSummary
 from polar_proxy.types import Edge
 
 ROW = 28

@@ -22,7 +22,7 @@ from polar_proxy.store.secrets import without_secrets
 from polar_proxy.types import Json
 from polar_proxy.view.access import PageAccess
 from polar_proxy.view.context import ViewContext
-from polar_proxy.view.run import call_values, rollout_values, session_values
+from polar_proxy.view.pages.run import call_values, rollout_values, session_values
 from polar_proxy.view.templates import ASSETS, render_text
 from polar_proxy.view.token_source import CHUNK, HEAT, TokenSequence
 

@@ -18,10 +18,10 @@ from polar_proxy.api import ApiContext
 from polar_proxy.api.context import not_found
 from polar_proxy.api.jobs import stream_events
 from polar_proxy.errors import ApiError
-from polar_proxy.view import comparison, export, groups, lists, remarks, run, tokens, training
 from polar_proxy.view.access import COOKIE, LOGIN, PageAccess, page_route, require_same_origin, safe_next, with_headers
 from polar_proxy.view.context import ViewContext
 from polar_proxy.view.forms import read_form
+from polar_proxy.view.pages import comparison, export, groups, lists, remarks, run, tokens, training
 from polar_proxy.view.templates import ASSETS
 
 _KIND_OF_ID = {"group_": "groups", "trc_": "traces"}

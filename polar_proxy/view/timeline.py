@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from polar_proxy.store.calls import CallSummary
-from polar_proxy.store.rollouts import RolloutRow, StageRow
+from polar_proxy.store.repositories.calls import CallSummary
+from polar_proxy.store.repositories.rollouts import RolloutRow, StageRow
 
 SCALE = 1000
 

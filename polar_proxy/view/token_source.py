@@ -20,7 +20,7 @@ from polar_proxy.api.context import not_found
 from polar_proxy.engines.token_texts import NoTextsError, token_texts
 from polar_proxy.sequences import assemble, find_choice, policy_versions
 from polar_proxy.store import RolloutRow, Store
-from polar_proxy.store.traces import TraceSummary
+from polar_proxy.store.repositories.traces import TraceSummary
 from polar_proxy.terminal import escape_controls
 from polar_proxy.training.advantages import grpo
 from polar_proxy.types import CallRecord, EngineInfo, Json, Logprobs, Span, TokenIds

@@ -22,7 +22,11 @@ STORE = {"sqlalchemy", "polar_proxy.store"}
 CLIENT = {"httpx", "polar_proxy.client"}
 TOKENS = {"numpy", "zstandard", "polar_proxy.sequences"}
 SETTINGS = {"pydantic", "pydantic_settings", "polar_proxy.config"}
-SERVICE = {"polar_proxy.store.service", "polar_proxy.store.training", "polar_proxy.store.conversations"}
+SERVICE = {
+    "polar_proxy.store.service",
+    "polar_proxy.store.repositories.training",
+    "polar_proxy.store.repositories.conversations",
+}
 READING = (
     MODELS | SERVER | AGENTS | CLIENT | {"alembic", "sqlalchemy.dialects.postgresql", "polar_proxy.training.metrics"}
 )

@@ -11,7 +11,7 @@ from openai import AsyncOpenAI
 from openai.types.responses import Response
 
 from polar_proxy.engines.scripted import ScriptedEngine, ScriptedReply
-from polar_proxy.gateway import background, stored_responses
+from polar_proxy.gateway.responses import background, stored_responses
 from polar_proxy.store import Store
 from polar_proxy.types import CallRecord
 from tests.conftest import Serve

@@ -13,7 +13,7 @@ from openai.types.conversations import Conversation, ConversationDeletedResource
 from pydantic import TypeAdapter
 
 from polar_proxy.engines.scripted import ScriptedEngine, ScriptedReply
-from polar_proxy.gateway import conversations
+from polar_proxy.gateway.responses import conversations
 from polar_proxy.store import Store
 from polar_proxy.types import Json, Message
 from tests.conftest import Serve

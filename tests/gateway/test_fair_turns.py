@@ -14,7 +14,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from polar_proxy.engines.scripted import ScriptedEngine
 from polar_proxy.gateway import Gateway
-from polar_proxy.gateway.limits import LimitedHttpProtocol
+from polar_proxy.gateway.http.limits import LimitedHttpProtocol
 from polar_proxy.sessions.state import SessionState
 from polar_proxy.store import Store
 from tests.conftest import Serve

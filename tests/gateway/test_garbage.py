@@ -9,8 +9,8 @@ from weakref import ref
 
 import pytest
 
-from polar_proxy.gateway.connections import Connections, LimitedConnection
 from polar_proxy.gateway.garbage import GarbageCollection
+from polar_proxy.gateway.http.connections import Connections, LimitedConnection
 from tests.until import until
 
 

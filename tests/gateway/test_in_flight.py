@@ -20,7 +20,7 @@ from polar_proxy.rollouts import recover
 from polar_proxy.sessions.registry import SessionRegistry
 from polar_proxy.sessions.state import SessionState
 from polar_proxy.store import open_store
-from polar_proxy.store.calls import OpenCallRepository
+from polar_proxy.store.repositories.calls import OpenCallRepository
 from polar_proxy.types import CallRecord
 from tests.factories import new_rollout
 from tests.gateway.agents import new_session

@@ -16,8 +16,8 @@ import pytest
 from polar_proxy.engines.scripted import ScriptedEngine
 from polar_proxy.errors import RequestError
 from polar_proxy.gateway import Gateway
-from polar_proxy.gateway.asgi import count_values
-from polar_proxy.gateway.limits import BodyBudget
+from polar_proxy.gateway.http.asgi import count_values
+from polar_proxy.gateway.http.limits import BodyBudget
 from polar_proxy.store import Store
 from tests.conftest import Serve
 from tests.gateway.agents import CHAT, client, new_session
@@ -179,7 +179,7 @@ async def test_connections_from_a_sandbox_take_no_place_of_others(serve: Serve) 
 
 def test_the_limit_of_descriptors_is_raised_as_far_as_the_system_allows() -> None:
     script = (
-        "import resource; from polar_proxy.gateway.limits import raise_descriptor_limit\n"
+        "import resource; from polar_proxy.gateway.http.limits import raise_descriptor_limit\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (64, 512))\n"
         "print(raise_descriptor_limit(), resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
     )

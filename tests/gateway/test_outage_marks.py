@@ -10,7 +10,7 @@ import pytest
 from polar_proxy.engines.scripted import ScriptedEngine
 from polar_proxy.sessions.identity import hash_key
 from polar_proxy.store import Store, open_store
-from polar_proxy.store.outage_marks import OutageMark, OutageMarks
+from polar_proxy.store.repositories.outage_marks import OutageMark, OutageMarks
 from tests.conftest import Serve
 from tests.fakes.store_faults import away
 from tests.gateway.agents import CHAT, client, new_session

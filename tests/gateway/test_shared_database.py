@@ -18,8 +18,8 @@ import pytest
 from polar_proxy.errors import StoreError
 from polar_proxy.gateway import Gateway
 from polar_proxy.store import Store
-from polar_proxy.store.calls import CallRepository
-from polar_proxy.store.sessions import SessionRepository
+from polar_proxy.store.repositories.calls import CallRepository
+from polar_proxy.store.repositories.sessions import SessionRepository
 from polar_proxy.traces.builders import build
 from polar_proxy.traces.drift import drift_events
 from polar_proxy.types import CallRecord

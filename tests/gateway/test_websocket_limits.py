@@ -12,7 +12,7 @@ from websockets.exceptions import ConnectionClosed
 
 from polar_proxy.engines.scripted import ScriptedEngine
 from polar_proxy.gateway import Gateway
-from polar_proxy.gateway.websocket import LimitedWebSocketProtocol
+from polar_proxy.gateway.http.websocket import LimitedWebSocketProtocol
 from polar_proxy.store import Store
 from tests.conftest import Serve
 from tests.gateway.agents import CHAT, client, new_session, only_call

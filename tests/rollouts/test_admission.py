@@ -26,7 +26,7 @@ from polar_proxy.rollouts.admission import (
 )
 from polar_proxy.rollouts.worker import Worker
 from polar_proxy.store import Store
-from polar_proxy.store.rollouts import Claim
+from polar_proxy.store.repositories.rollouts import Claim
 from tests.fakes.player import PlayerEngine
 from tests.rollouts.test_worker import ScriptedAttempt, rollout_counts, submit, until_ended
 

@@ -23,7 +23,7 @@ from polar_proxy.rewards import PythonEvaluator
 from polar_proxy.rollouts import JobSpec, RolloutService, attempt, local_gateway
 from polar_proxy.rollouts.infrastructure import UnsafeSandboxError
 from polar_proxy.store import RolloutRow, Store
-from polar_proxy.store.rollouts import StageRow
+from polar_proxy.store.repositories.rollouts import StageRow
 from polar_proxy.store.service.jobs import NewGroup, NewRollout
 from polar_proxy.tasks import get_source, task_to_json
 from sandboxes import self_test

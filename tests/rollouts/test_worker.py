@@ -16,7 +16,7 @@ from polar_proxy.rollouts.admission import AdmissionCheck, AdmissionRequest, Ser
 from polar_proxy.rollouts.infrastructure import InfrastructureError
 from polar_proxy.rollouts.worker import Worker
 from polar_proxy.store import Store
-from polar_proxy.store.rollouts import Claim
+from polar_proxy.store.repositories.rollouts import Claim
 from polar_proxy.store.service.groups import KEEP_OVERFLOW
 from polar_proxy.store.service.jobs import NewGroup, NewRollout
 from tests.fakes.store_faults import failing_writes

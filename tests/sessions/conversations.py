@@ -12,7 +12,7 @@ from polar_proxy.sessions.hashing import MessageHasher
 from polar_proxy.sessions.identity import NO_METADATA, ClientMetadata
 from polar_proxy.sessions.lineage import Lineage
 from polar_proxy.sessions.state import SessionState
-from polar_proxy.store.calls import StoredLineage
+from polar_proxy.store.repositories.calls import StoredLineage
 from polar_proxy.types import CallStatus, ChatRequest, Json
 
 _numbers = itertools.count()

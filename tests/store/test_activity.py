@@ -11,7 +11,7 @@ from sqlalchemy import Engine, event
 
 from polar_proxy.records import recent_activity
 from polar_proxy.store import Store, open_store
-from polar_proxy.store.activity import id_at
+from polar_proxy.store.repositories.activity import id_at
 from polar_proxy.types import new_id
 from tests.factories import call_record, new_rollout, new_session
 

@@ -8,7 +8,7 @@ import pytest
 
 from polar_proxy.errors import UsageError
 from polar_proxy.store import Store, open_store
-from polar_proxy.store.rollouts import ClaimLostError
+from polar_proxy.store.repositories.rollouts import ClaimLostError
 from polar_proxy.store.service.jobs import NewGroup, NewRollout
 
 pytestmark = pytest.mark.slow

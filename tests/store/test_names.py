@@ -6,7 +6,7 @@ import pytest
 
 from polar_proxy.errors import UsageError
 from polar_proxy.store import Store
-from polar_proxy.store.names import UnknownNameError
+from polar_proxy.store.repositories.names import UnknownNameError
 from tests.factories import call_record, new_rollout, new_session
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from polar_proxy.store import Store
-from polar_proxy.store.rollouts import Claim
+from polar_proxy.store.repositories.rollouts import Claim
 from polar_proxy.store.service.groups import KEEP_OVERFLOW
 from polar_proxy.store.service.jobs import NewGroup, NewRollout
 from polar_proxy.types import Json

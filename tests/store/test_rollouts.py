@@ -12,7 +12,7 @@ import pytest
 
 from polar_proxy.errors import StoreError, UsageError
 from polar_proxy.store import FINAL_STATUSES, RolloutStatus, Store
-from polar_proxy.store.rollouts import ClaimLostError
+from polar_proxy.store.repositories.rollouts import ClaimLostError
 from polar_proxy.store.service.jobs import NewGroup
 from tests.factories import ROLLOUT, call_record, new_rollout, new_session
 

@@ -14,7 +14,7 @@ from polar_proxy.engines.scripted import END, INFO, ScriptedEngine, decode, logp
 from polar_proxy.engines.scripted import encode as tokens
 from polar_proxy.errors import RequestError, UsageError
 from polar_proxy.store import Store
-from polar_proxy.store.rescores import RESCORED_BUILDER, Rescore, apply_rescores
+from polar_proxy.store.repositories.rescores import RESCORED_BUILDER, Rescore, apply_rescores
 from polar_proxy.traces.audit import AuditReference
 from polar_proxy.traces.builders import build
 from polar_proxy.traces.certificate import restore

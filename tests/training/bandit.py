@@ -21,13 +21,13 @@ import numpy as np
 
 from polar_proxy.engines.local import LocalEngine
 from polar_proxy.store import Store, open_store
-from polar_proxy.store.rollouts import Claim
+from polar_proxy.store.repositories.rollouts import Claim
 from polar_proxy.store.service.jobs import NewGroup, NewRollout
 from polar_proxy.traces.operations import build_traces
 from polar_proxy.training.config import GrpoConfig
 from polar_proxy.training.feed import StoreGroupReader
 from polar_proxy.training.grpo import GrpoTrainer
-from polar_proxy.training.model import Learner, load_model
+from polar_proxy.training.policy.model import Learner, load_model
 from polar_proxy.training.weight_sync import LocalSync
 from polar_proxy.types import CallRecord, Choice, Message, Sampling, TextRequest, new_id
 

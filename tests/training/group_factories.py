@@ -11,7 +11,7 @@ from polar_proxy.store import RolloutRow
 from polar_proxy.training.batch import GroupRollout, TrainingBatch, TrainingGroup
 from polar_proxy.training.config import GrpoConfig
 from polar_proxy.training.losses import OWN_AGGREGATION
-from polar_proxy.training.packing import Microbatch, make_microbatches, pack_trees
+from polar_proxy.training.policy.packing import Microbatch, make_microbatches, pack_trees
 from polar_proxy.types import AnswerSampling, Span, Trace
 
 

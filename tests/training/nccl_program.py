@@ -17,7 +17,7 @@ from polar_proxy.engines.factory import POLAR_TINY
 from polar_proxy.engines.vllm import VllmEngine
 from polar_proxy.errors import TrainingError
 from polar_proxy.training.config import GrpoConfig
-from polar_proxy.training.model import Learner, load_model
+from polar_proxy.training.policy.model import Learner, load_model
 from polar_proxy.training.weight_sync import VllmControl, VllmNcclSync, probe, probe_ids
 from tests.fakes import nccl_on_cpu
 

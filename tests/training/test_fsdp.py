@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from polar_proxy.errors import TrainingError, UsageError
-from polar_proxy.training import checkpoint, metrics
+from polar_proxy.training import metrics
 from polar_proxy.training.config import GrpoConfig, make_config
-from polar_proxy.training.fsdp import ShardedCoordinator, launch_sharded
-from polar_proxy.training.model import Learner, load_model
+from polar_proxy.training.policy import checkpoint
+from polar_proxy.training.policy.fsdp import ShardedCoordinator, launch_sharded
+from polar_proxy.training.policy.model import Learner, load_model
 from tests.training import bandit
 from tests.training.test_model import ANSWERS, PROMPT, batch
 from tests.training.test_model import CONFIG as STEP_CONFIG

@@ -19,8 +19,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausa
 
 from polar_proxy.training.loss_names import LOSS_NAMES, LossAggregation
 from polar_proxy.training.losses import LOSSES, LossInputs, token_weights
-from polar_proxy.training.packing import pack_trees
-from polar_proxy.training.tree import (
+from polar_proxy.training.policy.packing import pack_trees
+from polar_proxy.training.policy.tree import (
     ATTENTION_NAME,
     PrefixTree,
     Targets,

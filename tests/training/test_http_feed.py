@@ -112,7 +112,7 @@ async def test_steps_over_http_equal_steps_from_the_store(tmp_path: Path, model:
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
-    from polar_proxy.training.model import load_model
+    from polar_proxy.training.policy.model import load_model
 
     return {name: parameter.detach() for name, parameter in load_model(folder).named_parameters()}
 

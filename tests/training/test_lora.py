@@ -12,10 +12,11 @@ from safetensors.torch import load_file
 
 from polar_proxy.engines.local import LocalEngine
 from polar_proxy.errors import TrainingError, UsageError
-from polar_proxy.training import checkpoint, lora, metrics
-from polar_proxy.training.checkpoint import TrainerState
+from polar_proxy.training import metrics
 from polar_proxy.training.config import LoraSettings, make_config
-from polar_proxy.training.model import Learner, load_model
+from polar_proxy.training.policy import checkpoint, lora
+from polar_proxy.training.policy.checkpoint import TrainerState
+from polar_proxy.training.policy.model import Learner, load_model
 from polar_proxy.training.weight_sync import LocalSync, probe, probe_ids
 from tests.engines.conftest import make_random_model
 from tests.training.bandit import CONFIG, opened, trainer

@@ -13,7 +13,7 @@ import torch
 from polar_proxy.errors import TrainingError
 from polar_proxy.training.batch import GroupRollout, TrainingBatch, make_batch
 from polar_proxy.training.config import GrpoConfig
-from polar_proxy.training.model import Learner, load_model
+from polar_proxy.training.policy.model import Learner, load_model
 from tests.engines.conftest import make_random_model
 from tests.training.group_factories import group, rollout, trace
 

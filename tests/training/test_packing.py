@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from polar_proxy.training.packing import Pack, assign_to_processes, pack_for_processes, pack_trees
-from polar_proxy.training.tree import build_tree
+from polar_proxy.training.policy.packing import Pack, assign_to_processes, pack_for_processes, pack_trees
+from polar_proxy.training.policy.tree import build_tree
 from tests.training.tree_factories import random_group
 
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from polar_proxy.errors import TrainingError, UsageError
-from polar_proxy.training import checkpoint
 from polar_proxy.training.batch import TrainingBatch
-from polar_proxy.training.checkpoint import TrainerState
 from polar_proxy.training.config import LoraSettings, make_config
-from polar_proxy.training.model import Learner
+from polar_proxy.training.policy import checkpoint
+from polar_proxy.training.policy.checkpoint import TrainerState
+from polar_proxy.training.policy.model import Learner
 from tests.training.test_model import batch, learner
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]

@@ -15,7 +15,7 @@ from polar_proxy.training.advantages import ADVANTAGES
 from polar_proxy.training.batch import GroupRollout, TrainingBatch, TrainingGroup, make_batch
 from polar_proxy.training.config import GrpoConfig
 from polar_proxy.training.losses import LOSSES, LossInputs, kl_to_reference
-from polar_proxy.training.packing import Microbatch
+from polar_proxy.training.policy.packing import Microbatch
 from tests.training import reference
 from tests.training.group_factories import group, microbatch_of, rollout, trace
 

@@ -21,7 +21,8 @@ from sqlalchemy import update
 
 from polar_proxy.errors import TrainingError, UsageError
 from polar_proxy.store import schema
-from polar_proxy.training import checkpoint, metrics
+from polar_proxy.training import metrics
+from polar_proxy.training.policy import checkpoint
 from tests.training.bandit import CONFIG, Bandit, opened, trainer
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polar_proxy.training.tree import PrefixTree, build_tree, find_targets
+from polar_proxy.training.policy.tree import PrefixTree, build_tree, find_targets
 from tests.training.tree_factories import random_group, visibility
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=8)

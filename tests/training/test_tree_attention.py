@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from polar_proxy.training.tree import (
+from polar_proxy.training.policy.tree import (
     PrefixTree,
     build_tree,
     register_tree_attention,

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from polar_proxy.engines.vllm import WEIGHT_VERSION_SECONDS, VllmEngine
 from polar_proxy.errors import EngineError, TrainingError
 from polar_proxy.training.config import GrpoConfig, LoraSettings
-from polar_proxy.training.lora import MergedWeights
+from polar_proxy.training.policy.lora import MergedWeights
 from polar_proxy.training.weight_sync import (
     LocalSync,
     VllmAdapterSync,

@@ -24,7 +24,7 @@ from polar_proxy.errors import TrainingError
 from polar_proxy.store import open_store
 from polar_proxy.training import metrics
 from polar_proxy.training.config import GrpoConfig
-from polar_proxy.training.model import Learner, load_model
+from polar_proxy.training.policy.model import Learner, load_model
 from polar_proxy.training.run import train_locally
 from polar_proxy.training.weight_sync import ProbeResult, VllmControl, VllmDiskSync, probe, probe_ids
 from polar_proxy.types import Sampling, TextRequest

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polar_proxy.training.tree import BoolArray, Ids, IntArray, PrefixTree
+from polar_proxy.training.policy.tree import BoolArray, Ids, IntArray, PrefixTree
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ import pytest
 from polar_proxy.sessions import lineage, rules
 from polar_proxy.sessions.lineage_reasons import LINEAGE_REASONS, reason_of
 from polar_proxy.store import Store
-from polar_proxy.store.calls import CallSummary
-from polar_proxy.store.rollouts import StageRow
+from polar_proxy.store.repositories.calls import CallSummary
+from polar_proxy.store.repositories.rollouts import StageRow
 from polar_proxy.view.call_tree import draw_tree
 from polar_proxy.view.diff import MAX_LINES, read_diff
 from polar_proxy.view.timeline import SCALE, covered, draw_timeline

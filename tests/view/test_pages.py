@@ -16,7 +16,7 @@ import pytest
 from polar_proxy.config import Settings
 from polar_proxy.store import Store
 from polar_proxy.view.access import HEADERS
-from polar_proxy.view.lists import PAGE
+from polar_proxy.view.pages.lists import PAGE
 from polar_proxy.view.server import create_pages
 from tests.factories import call_record, new_rollout, new_session
 from tests.view import recorded

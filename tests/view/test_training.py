@@ -10,7 +10,7 @@ import pytest
 
 from polar_proxy.store import Store
 from polar_proxy.view.curves import HEIGHT, WIDTH, draw_panels
-from polar_proxy.view.training import PAGE
+from polar_proxy.view.pages.training import PAGE
 
 
 def step(number: int, **values: Any) -> dict[str, Any]:

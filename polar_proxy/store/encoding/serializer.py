@@ -14,7 +14,6 @@ from cachetools import LRUCache
 
 from polar_proxy.errors import StoreError
 from polar_proxy.store import json_codec
-from polar_proxy.store.conversations import item_row
 from polar_proxy.store.encoding.cells import CONTEXT, NO_IDS, CellCodec, bytes_before
 from polar_proxy.store.encoding.chains import (
     MIN_SEGMENT,
@@ -24,6 +23,7 @@ from polar_proxy.store.encoding.chains import (
     bytes_chain,
     content_hash,
 )
+from polar_proxy.store.repositories.conversations import item_row
 from polar_proxy.store.schema import calls
 from polar_proxy.store.secrets import bytes_without_secrets, json_without_secrets, without_secrets
 from polar_proxy.types import FAILED, CallRecord, Choice, EngineInfo, Json, TokenIds, Usage

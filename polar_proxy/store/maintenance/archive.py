@@ -21,7 +21,6 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from polar_proxy.errors import StoreError, UsageError
 from polar_proxy.store import schema
-from polar_proxy.store.artifacts import artifact_path
 from polar_proxy.store.database import Database, Repository
 from polar_proxy.store.encoding.loader import chain_ids
 from polar_proxy.store.filters import parse_where
@@ -38,6 +37,7 @@ from polar_proxy.store.maintenance.archive_import import (
 )
 from polar_proxy.store.maintenance.archive_rows import ColumnChecks
 from polar_proxy.store.maintenance.verify import ProgressCallback, no_progress
+from polar_proxy.store.repositories.artifacts import artifact_path
 
 
 class ArchiveRepository(Repository):

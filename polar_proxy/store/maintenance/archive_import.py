@@ -32,12 +32,12 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from polar_proxy.errors import StoreError
 from polar_proxy.store import schema
-from polar_proxy.store.artifacts import artifact_path
 from polar_proxy.store.database import Database
 from polar_proxy.store.maintenance.archive_file import unpack
 from polar_proxy.store.maintenance.archive_rows import ColumnChecks, copy_rows, refuse_programs
 from polar_proxy.store.maintenance.verify import ProgressCallback, verify
 from polar_proxy.store.migrate import open_database
+from polar_proxy.store.repositories.artifacts import artifact_path
 from polar_proxy.store.service.groups import HOLDING_FOR
 
 MAX_BYTES = 64 << 30

@@ -26,7 +26,7 @@ from polar_proxy.store.encoding import cells
 from polar_proxy.store.encoding.loader import engine_info
 from polar_proxy.store.encoding.packed_json import MAX_DEFLATE_LENGTH, unpack_small_json
 from polar_proxy.store.maintenance.verify import ProgressCallback
-from polar_proxy.store.remarks import REMARK_KINDS
+from polar_proxy.store.repositories.remarks import REMARK_KINDS
 from polar_proxy.types import CallStatus, Edge, LogprobMode, PromptMode, SpanKind
 
 _MAX_VALUE = 512 << 20

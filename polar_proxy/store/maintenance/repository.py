@@ -24,10 +24,10 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from polar_proxy.errors import StoreError
 from polar_proxy.store import migrate, schema
-from polar_proxy.store.artifacts import artifact_path
 from polar_proxy.store.database import Database, Repository
 from polar_proxy.store.filters import parse_where
 from polar_proxy.store.maintenance.verify import IntegrityFault, ProgressCallback, no_progress, verify
+from polar_proxy.store.repositories.artifacts import artifact_path
 from polar_proxy.types import Json
 
 _BATCH = 500

@@ -13,10 +13,10 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from polar_proxy.errors import StoreError
 from polar_proxy.store import schema
-from polar_proxy.store.artifacts import artifact_path
 from polar_proxy.store.database import Database
 from polar_proxy.store.encoding.chains import NodeKind, content_hash, node_id
 from polar_proxy.store.encoding.loader import CallLoader, fetch, fetch_nodes
+from polar_proxy.store.repositories.artifacts import artifact_path
 from polar_proxy.types import FAILED
 
 ProgressCallback = Callable[[str, int, int], None]

@@ -20,7 +20,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from polar_proxy.store import json_codec, schema
 from polar_proxy.store.database import Repository, row_columns
-from polar_proxy.store.rollouts import insert_event, update_rollouts
+from polar_proxy.store.repositories.rollouts import insert_event, update_rollouts
 from polar_proxy.store.service.job_events import CallbackKind, insert_job_event, queue_callback
 from polar_proxy.store.service.queue import cancel_rollouts, not_ending
 from polar_proxy.types import Json, new_id

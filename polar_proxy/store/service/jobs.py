@@ -22,7 +22,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from polar_proxy.errors import UsageError
 from polar_proxy.store import schema
 from polar_proxy.store.database import Repository, row_columns
-from polar_proxy.store.rollouts import insert_status_event
+from polar_proxy.store.repositories.rollouts import insert_status_event
 from polar_proxy.store.secrets import clean_label
 from polar_proxy.store.service.groups import update_groups
 from polar_proxy.store.service.job_events import insert_job_event, queue_callback

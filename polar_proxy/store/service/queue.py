@@ -20,7 +20,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from polar_proxy.store import schema
 from polar_proxy.store.database import Repository, row_columns
-from polar_proxy.store.rollouts import (
+from polar_proxy.store.repositories.rollouts import (
     Claim,
     ClaimLostError,
     close_sessions,

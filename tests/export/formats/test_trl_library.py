@@ -17,7 +17,7 @@ from polar_proxy.engines.factory import POLAR_TINY
 from polar_proxy.export.formats import read_training_row, trl, with_advantages
 from polar_proxy.training.batch import TrainingBatch, TrainingSequence
 from polar_proxy.training.config import GrpoConfig
-from polar_proxy.training.model import Learner, load_model
+from polar_proxy.training.policy.model import Learner, load_model
 from polar_proxy.types import Json
 from tests.export.formats.bandit_rows import recorded_groups
 from tests.export.formats.row_factory import group, row

@@ -20,8 +20,8 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 
 from polar_proxy.config import GatewayLimits
 from polar_proxy.errors import RequestError
-from polar_proxy.gateway import asgi
-from polar_proxy.gateway.connections import Connections, LimitedConnection
+from polar_proxy.gateway.http import asgi
+from polar_proxy.gateway.http.connections import Connections, LimitedConnection
 
 GOING_AWAY, POLICY_VIOLATION, MESSAGE_TOO_BIG, TRY_AGAIN_LATER = 1001, 1008, 1009, 1013
 """Close codes, with their names in IANA's registry for RFC 6455."""

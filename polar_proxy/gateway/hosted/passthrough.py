@@ -17,7 +17,7 @@ from polar_proxy.dialects.base import Answer, Dialect, Encoder, ParsedRequest
 from polar_proxy.dialects.wire import storable_params, to_json
 from polar_proxy.engines.passthrough.engine import OPENAI_HOST, PROVIDER_HOSTS
 from polar_proxy.errors import EngineError, RequestError
-from polar_proxy.gateway import asgi
+from polar_proxy.gateway.http import asgi
 from polar_proxy.gateway.reply import Reply
 from polar_proxy.provider_calls import ProviderPiece, ProviderRequest
 from polar_proxy.types import ChatRequest, Json, Message, SampleEvent

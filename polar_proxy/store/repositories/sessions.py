@@ -15,7 +15,7 @@ from polar_proxy.errors import StoreError, UsageError
 from polar_proxy.store import schema
 from polar_proxy.store.batch_writer import BatchWriter, concerns_any_record
 from polar_proxy.store.database import Database, Repository, row_columns
-from polar_proxy.store.outage_marks import OutageMark
+from polar_proxy.store.repositories.outage_marks import OutageMark
 from polar_proxy.store.secrets import clean_label
 from polar_proxy.types import Json, new_id
 

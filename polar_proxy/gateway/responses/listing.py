@@ -10,7 +10,7 @@ from urllib.parse import parse_qs
 import orjson
 
 from polar_proxy.dialects.fields import invalid
-from polar_proxy.gateway import asgi
+from polar_proxy.gateway.http import asgi
 from polar_proxy.types import Json
 
 _INCLUDABLE = frozenset(

@@ -38,10 +38,10 @@ from torch import Tensor
 from polar_proxy.errors import TrainingError
 from polar_proxy.training.batch import TrainingBatch, TrainingSequence
 from polar_proxy.training.config import GrpoConfig
-from polar_proxy.training.model import KeptWeights, Learner, load_model
-from polar_proxy.training.packing import Microbatch, Pack, assign_to_processes, pack_for_processes
+from polar_proxy.training.policy.model import KeptWeights, Learner, load_model
+from polar_proxy.training.policy.packing import Microbatch, Pack, assign_to_processes, pack_for_processes
+from polar_proxy.training.policy.tree import Ids, build_tree
 from polar_proxy.training.step_stats import StepAccumulator, StepStats
-from polar_proxy.training.tree import Ids, build_tree
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 """A process that is later than this in a collective operation counts as dead."""

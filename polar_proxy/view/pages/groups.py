@@ -19,8 +19,8 @@ from polar_proxy.training.batch import TrainingBatch, make_batch
 from polar_proxy.training.config import GrpoConfig
 from polar_proxy.training.feed import StoreGroupReader
 from polar_proxy.types import Json
-from polar_proxy.view.comparison import MOST
 from polar_proxy.view.context import ViewContext
+from polar_proxy.view.pages.comparison import MOST
 from polar_proxy.view.token_source import group_advantages
 
 _BESIDE = 4

@@ -27,12 +27,12 @@ from polar_proxy.dialects.openai_responses.items import response_id
 from polar_proxy.dialects.openai_responses.websocket import ResponsesWebSocketDialect
 from polar_proxy.engines.passthrough.socket import ProviderWebSocket
 from polar_proxy.errors import EngineError, RequestError
-from polar_proxy.gateway import asgi
 from polar_proxy.gateway.handler import RequestHandler
-from polar_proxy.gateway.limits import BodyReservation
-from polar_proxy.gateway.passthrough import provider_request
+from polar_proxy.gateway.hosted.passthrough import provider_request
+from polar_proxy.gateway.http import asgi
+from polar_proxy.gateway.http.limits import BodyReservation
+from polar_proxy.gateway.http.websocket import CLOSE_SECONDS, TRY_AGAIN_LATER
 from polar_proxy.gateway.reply import send_error
-from polar_proxy.gateway.websocket import CLOSE_SECONDS, TRY_AGAIN_LATER
 from polar_proxy.types import new_id
 
 _DIALECT = ResponsesWebSocketDialect()

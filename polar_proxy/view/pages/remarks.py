@@ -10,7 +10,7 @@ from fastapi.responses import RedirectResponse
 from polar_proxy.api.context import require
 from polar_proxy.errors import UsageError
 from polar_proxy.store import Store
-from polar_proxy.store.remarks import REMARK_KINDS
+from polar_proxy.store.repositories.remarks import REMARK_KINDS
 from polar_proxy.view.context import ViewContext
 from polar_proxy.view.forms import read_form
 

@@ -29,9 +29,9 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from polar_proxy.config import GatewayLimits
 from polar_proxy.errors import RequestError
-from polar_proxy.gateway import asgi
-from polar_proxy.gateway.connections import Connections, LimitedConnection
-from polar_proxy.gateway.websocket import LimitedWebSocketProtocol, upgrade_problem
+from polar_proxy.gateway.http import asgi
+from polar_proxy.gateway.http.connections import Connections, LimitedConnection
+from polar_proxy.gateway.http.websocket import LimitedWebSocketProtocol, upgrade_problem
 
 _LINGER_SECONDS = 1.0
 """How long to read and drop what a refused client still sends."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from polar_proxy.training.batch import TrainingSequence
 from polar_proxy.training.loss_names import LossAggregation
 from polar_proxy.training.losses import token_weights
-from polar_proxy.training.tree import Ids, PrefixTree, Targets, build_tree, find_targets, sort_by_prefix
+from polar_proxy.training.policy.tree import Ids, PrefixTree, Targets, build_tree, find_targets, sort_by_prefix
 
 
 @dataclass(frozen=True, slots=True)

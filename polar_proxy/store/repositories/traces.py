@@ -21,7 +21,7 @@ from polar_proxy.sequences import SpanError, assemble, find_problem, samplings_o
 from polar_proxy.store import schema
 from polar_proxy.store.database import Repository, row_columns
 from polar_proxy.store.encoding.cells import CellCodec
-from polar_proxy.store.rescores import fetch_for
+from polar_proxy.store.repositories.rescores import fetch_for
 from polar_proxy.types import CallRecord, Json, Logprobs, Span, Trace
 
 _t = schema.traces.c

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from polar_proxy.errors import RequestError
-from polar_proxy.gateway import asgi
+from polar_proxy.gateway.http import asgi
 from polar_proxy.gateway.reply import BackgroundReply
 from polar_proxy.gateway.retries import ResponseBuffer
 from polar_proxy.sessions.state import SessionState

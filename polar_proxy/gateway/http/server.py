@@ -21,14 +21,14 @@ from fastapi import APIRouter
 from polar_proxy.config import GatewaySettings, RouteSettings, is_loopback, local_url
 from polar_proxy.engines.base import Engine
 from polar_proxy.errors import PolarError, UsageError
-from polar_proxy.gateway import asgi
 from polar_proxy.gateway.app import create_app, error_format
-from polar_proxy.gateway.connections import Connections
 from polar_proxy.gateway.garbage import GarbageCollection
 from polar_proxy.gateway.handler import RequestHandler
 from polar_proxy.gateway.health import StoreMonitor
+from polar_proxy.gateway.http import asgi
+from polar_proxy.gateway.http.connections import Connections
+from polar_proxy.gateway.http.limits import LimitedHttpProtocol, raise_descriptor_limit
 from polar_proxy.gateway.in_flight import InFlightCalls
-from polar_proxy.gateway.limits import LimitedHttpProtocol, raise_descriptor_limit
 from polar_proxy.gateway.metrics import GatewayMetrics
 from polar_proxy.gateway.recording import CallObserver
 from polar_proxy.gateway.routing import EngineRouter, ServedEngine

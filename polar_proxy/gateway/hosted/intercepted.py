@@ -17,7 +17,7 @@ from urllib.parse import unquote
 import orjson
 
 from polar_proxy.errors import RequestError
-from polar_proxy.gateway import asgi
+from polar_proxy.gateway.http import asgi
 from polar_proxy.gateway.reply import send_error
 from polar_proxy.intercept.hosts import INTERCEPT_PREFIX, InterceptedPath, find_path
 

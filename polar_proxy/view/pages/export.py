@@ -8,7 +8,7 @@ from fastapi import APIRouter, Query, Request, Response
 
 from polar_proxy.api.records import stream_export
 from polar_proxy.view.context import ViewContext
-from polar_proxy.view.lists import Where
+from polar_proxy.view.pages.lists import Where
 
 
 def add_routes(pages: APIRouter, view: ViewContext) -> None:

@@ -31,11 +31,18 @@ from polar_proxy.dialects.fields import invalid
 from polar_proxy.dialects.openai_responses.items import call_id_of_response, response_id
 from polar_proxy.dialects.openai_responses.stored import listed_input, response_events, response_object
 from polar_proxy.errors import RequestError, StoreError
-from polar_proxy.gateway import asgi
-from polar_proxy.gateway.background import BackgroundCall, BackgroundCalls
 from polar_proxy.gateway.health import StoreMonitor
-from polar_proxy.gateway.listing import PageRequest, check_include, flag, integer_value, list_object, read_query
+from polar_proxy.gateway.http import asgi
 from polar_proxy.gateway.reply import send_error, send_stream, send_wrong_method
+from polar_proxy.gateway.responses.background import BackgroundCall, BackgroundCalls
+from polar_proxy.gateway.responses.listing import (
+    PageRequest,
+    check_include,
+    flag,
+    integer_value,
+    list_object,
+    read_query,
+)
 from polar_proxy.sessions.state import SessionState
 from polar_proxy.store import Store
 from polar_proxy.types import ANSWERED, CallRecord, Message

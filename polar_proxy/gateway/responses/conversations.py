@@ -29,14 +29,14 @@ from polar_proxy.dialects import get_dialect
 from polar_proxy.dialects.fields import invalid, invalid_type, missing
 from polar_proxy.dialects.openai_responses.items import duplicate_item, input_item_id, listed_item, stored_item
 from polar_proxy.errors import RequestError, StoreError
-from polar_proxy.gateway import asgi
 from polar_proxy.gateway.health import StoreMonitor
-from polar_proxy.gateway.listing import PageRequest, check_include, list_object, read_query
+from polar_proxy.gateway.http import asgi
 from polar_proxy.gateway.reply import send_error, send_wrong_method
-from polar_proxy.gateway.stored_responses import FindSession, store_unavailable
+from polar_proxy.gateway.responses.listing import PageRequest, check_include, list_object, read_query
+from polar_proxy.gateway.responses.stored_responses import FindSession, store_unavailable
 from polar_proxy.sessions.state import SessionState
 from polar_proxy.store import Store
-from polar_proxy.store.conversations import ConversationRow, ConversationSize, ItemPage
+from polar_proxy.store.repositories.conversations import ConversationRow, ConversationSize, ItemPage
 from polar_proxy.types import ConversationItem, Json, new_id
 
 _DIALECT = get_dialect("openai_responses")

@@ -12,11 +12,11 @@ from fastapi.responses import FileResponse
 
 from polar_proxy.api.context import require
 from polar_proxy.store import RolloutRow
-from polar_proxy.store.artifacts import ArtifactRow
-from polar_proxy.store.calls import CallSummary
-from polar_proxy.store.rollouts import StageRow
-from polar_proxy.store.sessions import SessionSummary
-from polar_proxy.store.traces import TraceSummary
+from polar_proxy.store.repositories.artifacts import ArtifactRow
+from polar_proxy.store.repositories.calls import CallSummary
+from polar_proxy.store.repositories.rollouts import StageRow
+from polar_proxy.store.repositories.sessions import SessionSummary
+from polar_proxy.store.repositories.traces import TraceSummary
 from polar_proxy.types import Json
 from polar_proxy.view.call_tree import draw_tree
 from polar_proxy.view.context import ViewContext

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Query, Request, Response
 from polar_proxy.api.context import require
 from polar_proxy.errors import UsageError
 from polar_proxy.store import RolloutRow, Store
-from polar_proxy.store.calls import CallSummary
+from polar_proxy.store.repositories.calls import CallSummary
 from polar_proxy.types import Json, Trace
 from polar_proxy.view.alignment import Alignment, RunMessage, align, main_call, read_messages, shared_tokens
 from polar_proxy.view.context import ViewContext

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from polar_proxy.errors import TrainingError
-from polar_proxy.training import lora
 from polar_proxy.training.batch import TrainingBatch, TrainingSequence
 from polar_proxy.training.config import GrpoConfig
 from polar_proxy.training.loss_names import PROXIMAL_LOSSES
@@ -36,9 +35,9 @@ from polar_proxy.training.losses import (
     kl_to_reference,
     observation_loss,
 )
-from polar_proxy.training.packing import Microbatch, Pack, make_microbatches, pack_trees
-from polar_proxy.training.step_stats import StepAccumulator, StepStats, step_stats
-from polar_proxy.training.tree import (
+from polar_proxy.training.policy import lora
+from polar_proxy.training.policy.packing import Microbatch, Pack, make_microbatches, pack_trees
+from polar_proxy.training.policy.tree import (
     Ids,
     PrefixTree,
     build_tree,
@@ -47,6 +46,7 @@ from polar_proxy.training.tree import (
     split_into_segments,
     target_logprobs,
 )
+from polar_proxy.training.step_stats import StepAccumulator, StepStats, step_stats
 
 KeptWeights = Callable[[int, Any], Mapping[str, Tensor]]
 """Returns the parameters that a model had after a step, by name; those that training does not change may be missing.
@@ -309,7 +309,7 @@ class Learner:
             _, logprobs = self._logits_and_logprobs(model, microbatch)
         return logprobs[microbatch.sampled]
 
-    # Overridden by training/fsdp.py, where several processes train one policy
+    # Overridden by training/policy/fsdp.py, where several processes train one policy
 
     _processes = 1
     """Number of processes. FSDP averages gradients over them, so the loss is multiplied by it to get the sum."""

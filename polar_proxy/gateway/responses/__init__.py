@@ -1,0 +1,1 @@
+"""Stored responses, background responses and conversations of the Responses API, and its WebSocket."""

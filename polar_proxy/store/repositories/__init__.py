@@ -1,0 +1,1 @@
+"""Repositories: the queries on a few related tables each."""

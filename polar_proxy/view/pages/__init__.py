@@ -1,0 +1,1 @@
+"""The pages: one file per kind, with its routes."""
