@@ -276,7 +276,7 @@ def fields_page() -> Iterator[str]:
 
 
 def _hosted_fields() -> Iterator[str]:
-    from polar_proxy.engines.hosted.carried import PASSED, REFUSED_SAMPLING, SAMPLING
+    from polar_proxy.engines.hosted.carried import PASSED, PASSED_BETAS, REFUSED_SAMPLING, SAMPLING
 
     yield "## Hosted models"
     yield ""
@@ -292,6 +292,9 @@ def _hosted_fields() -> Iterator[str]:
     )
     yield from _table(["provider", "sampling", "passed on"], rows)
     yield f"Refused if the provider has no such parameter: {refused}."
+    yield ""
+    betas = ", ".join(_code(name) for names in PASSED_BETAS.values() for name in sorted(names))
+    yield f"Of the features in the headers `anthropic-beta` and `openai-beta`, these are passed on: {betas}."
     yield ""
 
 

@@ -76,6 +76,9 @@ class RequestContext:
     """The path without the key of `/s/{key}`, because keys are not recorded."""
     parsed: ParsedRequest
     metadata: ClientMetadata
+    betas: tuple[str, ...]
+    """See `ClientOptions.betas`."""
+    engine: EngineChoice
     started_at: float
     """Seconds since the epoch."""
     large: bool = False
@@ -314,6 +317,7 @@ def make_record(
         | ({"constrained": True} if plan.constrained else {})
         | ({"hidden_call": True} if call.limit is not None and call.limit.hides_tokens else {})
         | _provider_tools(request.parsed, engine)
+        | ({"missing_history": True} if request.parsed.missing_history else {})
         | ({"not_carried": list(call.not_carried)} if call.not_carried else {}),
         prompt_ids=None if answer.prompt_ids is None else to_token_ids(answer.prompt_ids),
         choices=choices,
@@ -323,6 +327,7 @@ def make_record(
         cached_tokens=answer.cached_tokens,
         usage=answer.usage,
         price_usd=price_usd,
+        response_id=answer.response_id,
         rule=lineage.rule,
         ambiguous=lineage.ambiguous,
         thread=lineage.thread,

@@ -43,6 +43,10 @@ class HostedEngine(ServerEngine):
         """Return the path below the server's root, and the body. Raises RequestError for a request that the provider's
         form cannot hold."""
 
+    def _headers(self, request: EngineRequest) -> bytes:
+        """Return the header fields of this request only, each with its line break."""
+        return b""
+
     @abstractmethod
     def _decoder(self, request: EngineRequest) -> AnswerDecoder:
         """Return a new decoder of one answer."""
@@ -81,7 +85,7 @@ class HostedEngine(ServerEngine):
 
     async def _start(self, request: EngineRequest, stream: bool) -> HttpResponse:
         path, body = await self.client.thread.run(request.large, self._encode, request, stream)
-        return await self.client.post(path, body, large=request.large)
+        return await self.client.post(path, body, large=request.large, fields=self._headers(request))
 
     async def _estimate(self, request: EngineRequest, answer: str) -> Usage:
         model = self.info.model

@@ -52,7 +52,7 @@ _INFO = EngineInfo(
     context_length=_CONTEXT_LENGTH,
     template_hash=None,
     logprob_mode="raw",
-    capabilities=frozenset({"tools", "json_schema", "tool_choice_required", "images", "hosted"}),
+    capabilities=frozenset({"tools", "json_schema", "tool_choice_required", "images", "hosted", "provider_tools"}),
 )
 
 
@@ -77,7 +77,7 @@ class PassthroughEngine(Engine):
         if raw is None:
             raise RequestError("The passthrough engine samples nothing: only agents' requests can be passed on.")
         decoder = _LenientDecoder(make_decoder(raw, request), raw)
-        pieces = (raw.exchange or self._over_http)(raw)
+        pieces = self._over_http(raw) if raw.exchange is None else raw.exchange(self.url_of(raw.host), raw)
         async for piece, chunks in pieces:
             for event in decoder.feed(chunks):
                 yield event
