@@ -87,6 +87,7 @@ def harnesses_page() -> Iterator[str]:
             "a settings file": "\n".join(settings_files(connection.settings).values()),
         }
         caught = [place for place, text in places.items() if endpoint.root_url in text]
+        caught += ["no setting: its calls are intercepted"] if info.intercepted else []
         turns = ["resumes"] if "resume" in info.features and not adapter.speaks_only_acp else []
         turns += ["ACP"] if adapter.speaks_acp or adapter.speaks_only_acp else []
         package = info.package.replace("npm:", "npm ").replace("pypi:", "PyPI ")

@@ -10,13 +10,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 @contextlib.contextmanager
-def serve_model_list(name: str, owner: str = "polar", max_tokens: int = 32768) -> Iterator[str]:
-    """Serve one model, with a context of 32768 tokens and answers of `max_tokens`, and yield the server's URL."""
-    card = {"id": name, "owned_by": owner, "max_model_len": 32768, "max_tokens": max_tokens, "engine": "x"}
+def serve_model_list(*names: str, owner: str = "polar", max_tokens: int = 32768) -> Iterator[str]:
+    """Serve models, each with a context of 32768 tokens and answers of `max_tokens`, and yield the server's URL."""
+    card = {"owned_by": owner, "max_model_len": 32768, "max_tokens": max_tokens, "engine": "x"}
+    cards = [{"id": name, **card} for name in names]
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            body = json.dumps({"data": [card]}).encode()
+            body = json.dumps({"data": cards}).encode()
             self.send_response(200)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()

@@ -40,7 +40,7 @@ async def mixed(
     passthrough = PassthroughEngine(url)
     given = GatewaySettings.model_validate({"port": 0, **settings})
     rule = RouteSettings(name="to-provider", engine="provider", models=models)
-    scripted = ScriptedEngine(lambda request: "from the engine")
+    scripted = ScriptedEngine(lambda request: "engine-text")
     gateway = (
         Gateway(passthrough, store, given)
         if default
@@ -67,7 +67,7 @@ async def test_a_rule_chooses_which_calls_are_passed_on(serve: Any, store: Store
     assert passed.content == expected
     assert len(provider.requests) == 1
     assert provider.requests[0][1]["authorization"] == f"Bearer {KEY}"
-    assert (answered.status_code, "from the engine" in answered.text) == (200, True)
+    assert (answered.status_code, "engine-text" in answered.text) == (200, True)
     (session,) = [row for row in await store.sessions.recent() if row.label != "source"]
     calls = await store.calls.of_session(session.session_id)
     assert [(call.engine_name, call.route, call.status) for call in calls] == [
