@@ -55,8 +55,9 @@ class QwenCode(NpmHarness):
         # Otherwise it starts a second process with more memory, and only forwards its exit code.
         env = {"QWEN_CODE_NO_RELAUNCH": "true"}
         settings: dict[str, dict[str, object]] = {
-            # Otherwise an agent extracts memories from each turn: by ACP, and after a resumed one.
+            # Otherwise calls after a turn (by ACP, and after a resumed one) extract memories, and guess the next text.
             "memory": {"enableManagedAutoMemory": False, "enableManagedAutoDream": False},
+            "ui": {"enableFollowupSuggestions": False},
             "mcpServers": mcp_table(context.mcp_servers, "httpUrl"),
         }
         return make_launch_plan(self.make_connection(context, wire_api), argv, env=env, settings={_SETTINGS: settings})

@@ -1,7 +1,7 @@
 """One model request, from its HTTP body to the last byte of its answer.
 
-    find session -> read -> parse -> (join a retry) -> reserve in the budget -> place: find the relation to earlier
-    calls -> build prompt -> sample and stream -> commit -> finish
+    find session -> read -> choose engine -> parse -> (join a retry) -> reserve in the budget -> place: find the
+    relation to earlier calls -> build prompt -> sample and stream -> commit -> finish
 
 Promises:
 
