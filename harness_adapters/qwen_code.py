@@ -54,7 +54,7 @@ class QwenCode(NpmHarness):
         argv += [f"--prompt={context.instruction}"]
         # Otherwise it starts a second process with more memory, and only forwards its exit code.
         env = {"QWEN_CODE_NO_RELAUNCH": "true"}
-        settings: dict[str, dict[str, object]] = {
+        settings = {
             # Otherwise calls after a turn (by ACP, and after a resumed one) extract memories, and guess the next text.
             "memory": {"enableManagedAutoMemory": False, "enableManagedAutoDream": False},
             "ui": {"enableFollowupSuggestions": False},

@@ -126,10 +126,10 @@ class Answer:
     """The choices by their index."""
     usage: Usage | None = None
     """The provider's own count; used only if the engine reports no token ids."""
-    response_id: str | None = None
-    """The provider's id of a response that is passed through."""
     ended_at: float | None = None
     """When it ended, in seconds since the epoch."""
+    response_id: str | None = None
+    """The provider's id of a response that is passed through."""
 
     def add(self, event: SampleEvent) -> None:
         if event.prompt_ids is not None:

@@ -170,7 +170,7 @@ async def test_an_export_counts_the_calls_whose_answers_hooks_changed(serve: Ser
     report = await export(store, "tokens-jsonl", lines.append)
     assert (report.rows, dict(report.left_out)) == (1, {"hook": 2})
     (row,) = map(json.loads, lines)
-    trained = [token for token, mask in zip(row["token_ids"], row["loss_mask"], strict=True) if mask]
+    trained = [token for token, mask in zip(row["response_ids"], row["loss_mask"], strict=True) if mask]
     assert decode(trained) == "LOUD"
 
 

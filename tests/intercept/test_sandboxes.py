@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -27,6 +29,7 @@ pytestmark = pytest.mark.slow
 
 KINDS: list[object] = ["bubblewrap", pytest.param("docker", marks=pytest.mark.full)]
 NOBODY = 65534
+AS_NOBODY = ("setpriv", "--reuid", str(NOBODY), "--regid", str(NOBODY), "--clear-groups")
 PROGRAM = "tests.intercept.unprivileged_sandbox"
 CLIENT = """
 import json, ssl, sys, urllib.error, urllib.request
@@ -125,6 +128,17 @@ async def test_a_provider_answers_the_calls_of_a_sandbox_with_the_agents_key(
     assert call.usage.output_tokens == 2
 
 
+def python_of_nobody() -> str:
+    """Return a Python of this version that any user may start, also from its own processes."""
+    again = "import subprocess, sys; subprocess.run([sys.executable, '-c', ''], check=True)"
+    name = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    for program in filter(None, (sys.executable, shutil.which(name, path=os.defpath))):
+        tried = subprocess.run([*AS_NOBODY, program, "-c", again], capture_output=True, check=False)
+        if tried.returncode == 0:
+            return program
+    pytest.skip(f"install {name} where every user may start it, or the environment outside of root's home")
+
+
 @pytest.mark.parametrize("kind", ["bubblewrap"], indirect=True)
 async def test_a_user_without_privileges_intercepts_calls_too(kind: SandboxKind) -> None:
     if os.geteuid() != 0:
@@ -132,12 +146,10 @@ async def test_a_user_without_privileges_intercepts_calls_too(kind: SandboxKind)
     # Not in pytest's own folder, which only root may enter.
     with tempfile.TemporaryDirectory() as folder:
         os.chown(folder, NOBODY, NOBODY)
-        arguments = ("--reuid", str(NOBODY), "--regid", str(NOBODY), "--clear-groups", sys.executable, "-m", PROGRAM)
         process = await asyncio.create_subprocess_exec(
-            "setpriv",
-            *(*arguments, folder),
+            *(*AS_NOBODY, python_of_nobody(), "-m", PROGRAM, folder),
             cwd=Path(__file__).parents[2],
-            env={**os.environ, "HOME": folder, "POLAR_HOME": folder, "TMPDIR": folder},
+            env={**os.environ, "HOME": folder, "TMPDIR": folder, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
         )
