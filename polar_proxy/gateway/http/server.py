@@ -231,11 +231,6 @@ class Gateway:
         await self._handler.store_spent(session_id, budget)
         return budget.spent
 
-    @property
-    def recording_problem(self) -> str | None:
-        """The reason why calls cannot be recorded, from the last check; None if they can."""
-        return self._monitor.problem
-
     def refusal(self, session_id: str) -> str | None:
         """Return why the last call of a session could not be recorded, so that it was refused or broken off."""
         return self.sessions.refusal(session_id)

@@ -161,17 +161,15 @@ async def run_node(config: NodeConfig, remote_scorer: RemoteScorer | None = None
             Gateway(engine, store, gateways, engines=engines, routes=settings.routes) as gateway,
             traced(settings.telemetry, store, gateway.observe, gateway.sessions.rollout_of) as on_rollout_end,
         ):
-            service = RolloutService(
+            service = RolloutService.of(
+                settings,
                 store,
                 gateway,
                 engine,
-                settings.harness_cache,
                 limits=node_limits(config, settings),
                 note=lambda line: log.info("%s", line),
                 remote_scorer=remote_scorer,
-                code=settings.code(),
                 on_rollout_end=on_rollout_end,
-                home=settings.home,
             )
             await service.test_sandbox(settings.run.sandbox)
             async with service:
