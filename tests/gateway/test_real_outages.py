@@ -21,7 +21,7 @@ from polar_proxy.config import GatewaySettings
 from polar_proxy.engines.scripted import ScriptedEngine
 from polar_proxy.gateway import Gateway
 from polar_proxy.store import Store, open_store
-from tests.gateway.agents import client, new_session
+from tests.gateway.agents import client, new_session, until_ready
 from tests.until import GUARD_SECONDS
 
 pytestmark = pytest.mark.full
