@@ -8,7 +8,7 @@ from urllib.parse import quote
 import orjson
 
 from polar_proxy.engines.hosted.anthropic_request import anthropic_body, anthropic_prompt
-from polar_proxy.engines.hosted.base import CONTEXT_LENGTH, HostedDecoder, HostedEngine
+from polar_proxy.engines.hosted.base import CONTEXT_LENGTH, HostedDecoder, HostedEngine, hosted_info
 from polar_proxy.engines.hosted.errors import stream_error
 from polar_proxy.engines.openai_client import AnswerDecoder
 from polar_proxy.engines.openai_stream import parse_json
@@ -53,17 +53,8 @@ class AnthropicEngine(HostedEngine):
         else:
             raise await self._connect_error(response)
         self._max_tokens = card.get("max_tokens") or _MAX_TOKENS
-        return EngineInfo(
-            engine="anthropic",
-            version=_VERSION,
-            model=self._model,
-            context_length=card.get("max_input_tokens") or CONTEXT_LENGTH,
-            template_hash=None,
-            logprob_mode="raw",
-            capabilities=frozenset(
-                {"tools", "json_schema", "tool_choice_required", "images", "hosted", "signed_answers"}
-            ),
-        )
+        length = card.get("max_input_tokens") or CONTEXT_LENGTH
+        return hosted_info("anthropic", _VERSION, self._model, length, signed_answers=True)
 
     def _encode(self, request: EngineRequest, stream: bool) -> tuple[str, Json]:
         if not isinstance(request, ChatRequest):

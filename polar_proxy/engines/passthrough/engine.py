@@ -18,6 +18,7 @@ from urllib.parse import unquote
 import orjson
 
 from polar_proxy.engines.base import Engine, ExactPrompt
+from polar_proxy.engines.hosted.base import hosted_info
 from polar_proxy.engines.http_client import HttpClient, HttpResponse
 from polar_proxy.engines.openai_client import CONNECT_SECONDS, KEEPALIVE_SECONDS, AnswerDecoder
 from polar_proxy.engines.passthrough.answers import BodyReader, error_in, is_end, make_decoder
@@ -45,15 +46,7 @@ _KEYS_OF_POLAR = ("sk-polar-", "polar-admin-", "polar-trainer-", "polar_view=")
 _MOST_HOSTS = 64
 """Hosts whose connections are kept. Agents choose among any number of names, such as those of Azure."""
 _NOT_RETURNED = frozenset({"connection", "content-length", "transfer-encoding", "keep-alive", "trailer", "upgrade"})
-_INFO = EngineInfo(
-    engine="passthrough",
-    version="1",
-    model="the-provider's",
-    context_length=_CONTEXT_LENGTH,
-    template_hash=None,
-    logprob_mode="raw",
-    capabilities=frozenset({"tools", "json_schema", "tool_choice_required", "images", "hosted"}),
-)
+_INFO = hosted_info("passthrough", "1", "the-provider's", _CONTEXT_LENGTH)
 
 
 class PassthroughEngine(Engine):
