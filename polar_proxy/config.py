@@ -144,8 +144,8 @@ class GatewaySettings(_Section):
     hook_seconds: float = Field(10.0, gt=0)
     """How long a hook may take. A call whose hook takes longer fails."""
     normalisers_off: frozenset[str] = frozenset()
-    """Names of the normalisers (rules in polar_proxy/sessions/hashing.py for differences between messages that are
-    ignored) to switch off."""
+    """Names of normalisers to switch off. A normaliser is a rule in polar_proxy/sessions/hashing.py that ignores one
+    kind of difference between messages when a call is compared with earlier ones."""
 
 
 class EngineSettings(_Section):

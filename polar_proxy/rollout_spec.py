@@ -65,7 +65,7 @@ class RolloutSpec(SessionBudget):
     """The options of one rollout. Its task is given separately."""
 
     harness: str = "mini-swe-agent"
-    """The agent: NAME[@VERSION], acp:NAME (by the Agent Client Protocol), module:Class, or shell:COMMAND."""
+    """The agent: NAME[@VERSION], acp:NAME (over the Agent Client Protocol), module:Class, or shell:COMMAND."""
     sandbox: Literal["auto", "docker", "bubblewrap", "process"] = "auto"
     """Kind of sandbox; auto takes the strongest that works here."""
     temperature: float = Field(1.0, ge=0)

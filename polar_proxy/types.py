@@ -443,7 +443,7 @@ class AnswerSampling(NamedTuple):
     """The distribution from which an answer was sampled, and the weights that gave it."""
 
     temperature: float | None
-    """None if the record does not name it."""
+    """Sampling temperature; None if the record does not name it."""
     changes: Json
     """The other settings that changed the model's own distribution, such as top_p or a penalty; empty if none did."""
     logprob_mode: LogprobMode

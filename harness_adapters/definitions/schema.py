@@ -147,7 +147,7 @@ class AcpTable(_Table):
 
 
 class HarnessDefinition(_Table):
-    """One harness."""
+    """The content of a definition file: how to install, connect and start one harness."""
 
     name: str
     summary: str
@@ -164,7 +164,7 @@ class HarnessDefinition(_Table):
     install: InstallTable
     connection: ConnectionTable
     run: RunTable | None = None
-    """None if the program is run by the Agent Client Protocol."""
+    """None if the program is run over the Agent Client Protocol."""
     acp: AcpTable | None = None
     exit: ExitTable = ExitTable()
     conformance: Mapping[str, Any] = Field(default_factory=dict)

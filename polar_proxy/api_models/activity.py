@@ -51,7 +51,7 @@ class Failure(ApiResponseModel):
     record_id: str
     """The id of the call or of the rollout."""
     session_id: str | None
-    """Its session."""
+    """The session of the call or of the rollout."""
     what: str
     """The status of the call, or status and cause of the rollout."""
     error: str | None

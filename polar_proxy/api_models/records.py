@@ -88,7 +88,7 @@ class CallChoice(ApiResponseModel):
     """One answer of a call."""
 
     index: int
-    """Its number."""
+    """Its position among the answers, from 0."""
     message: dict[str, Any]
     """The answer in OpenAI's form."""
     finish_reason: str | None
@@ -158,8 +158,6 @@ class SessionCall(ApiResponseModel):
     """When the first token arrived."""
     ended_at: float
     """When the answer ended."""
-    said: str
-    """The last command of the first answer, or its text, shortened."""
     new_messages: list[StoryMessage] = Field([])
     """The messages that the earlier call and its answer do not have."""
     answer: StoryMessage | None = None
@@ -184,7 +182,7 @@ class SessionTrace(ApiResponseModel):
     calls: list[str]
     """The calls whose answers it contains."""
     reward: float | None
-    """Its reward."""
+    """The reward of the trace."""
 
 
 class SessionDetail(SessionFields):
@@ -305,7 +303,7 @@ class RolloutEvent(ApiResponseModel):
     """An event of a rollout."""
 
     event_id: int
-    """Its number."""
+    """Number of the event; later events have higher numbers."""
     at: float
     """When it happened."""
     kind: str

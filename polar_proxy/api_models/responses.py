@@ -64,7 +64,7 @@ class Job(ApiResponseModel):
     job_id: str
     """The id of the job."""
     status: Literal["open", "paused", "done", "cancelled"]
-    """The status of the job."""
+    """open, paused, done (all groups have ended) or cancelled."""
     label: str | None
     """The name given at submission."""
     priority: int
@@ -390,13 +390,13 @@ class StageLimitState(ApiResponseModel):
     """How full a stage is."""
 
     limit: int
-    """Rollouts that may be in the stage at a time."""
+    """Maximum number of rollouts in the stage."""
     inside: int
-    """Rollouts in the stage now."""
+    """Number of rollouts in the stage now."""
     waiting: int
-    """Rollouts that wait to enter the stage."""
+    """Number of rollouts that wait to enter the stage."""
     entered: int
-    """Rollouts that have entered the stage since the server started."""
+    """Number of rollouts that have entered the stage since the server started."""
     waited_seconds: float
     """Seconds that those rollouts waited in total."""
     refusals: dict[str, int]
@@ -406,16 +406,16 @@ class StageLimitState(ApiResponseModel):
 class SandboxPoolState(ApiResponseModel):
     """The pool of sandboxes that are opened before they are needed."""
 
-    on_shelf: int
-    """Sandboxes in the pool that are ready or opening."""
+    waiting: int
+    """Number of sandboxes in the pool, ready or opening."""
     size: int
     """Maximum number of sandboxes in the pool."""
     hits: int
-    """Requests that got a sandbox of the pool."""
+    """Number of requests that got a sandbox from the pool."""
     misses: int
-    """Requests for which a new sandbox was opened."""
+    """Number of requests for which a new sandbox was opened."""
     dead: int
-    """Sandboxes of the pool that had died or failed to open, so that another one was taken."""
+    """Number of sandboxes in the pool that had died or failed to open; another one was taken instead."""
     waited_seconds: float
     """Seconds that all requests waited in total."""
 
@@ -441,7 +441,7 @@ class FleetState(ApiResponseModel):
     """All servers of the database together."""
 
     state: Literal["working", "paused"]
-    """`paused`: no server starts a rollout."""
+    """working; or paused: no server starts a rollout."""
     paused_until: float | None
     """When all servers resume automatically."""
     in_flight: int
@@ -464,7 +464,7 @@ class ServiceState(ApiResponseModel):
     worker: str | None = None
     """Name of this server's rollout service."""
     state: Literal["working", "paused"] | None = None
-    """`paused`: this server starts no rollout, because it or all servers are paused."""
+    """working; or paused: this server starts no rollout, because it or all servers are paused."""
     paused_until: float | None = None
     """When the pause of this server alone ends."""
     problem: str | None = None

@@ -21,7 +21,10 @@ Arguments = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class HarnessProfile:
-    """One harness. In tool arguments, `{command}` is replaced by the command and `{prompt}` by a sub-agent's task."""
+    """The tools and habits of one harness.
+
+    In tool arguments, `{command}` is replaced by the command and `{prompt}` by a sub-agent's task.
+    """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 

@@ -49,7 +49,7 @@ class ResponseBuffer:
         self.given_up = False
         """No retry came within the grace period."""
         self.retried = False
-        """This attempt failed, and an equal request came afterwards."""
+        """True if this request failed, and an equal one came afterwards."""
         self.ended_at: float | None = None
         self.size = sum(len(message) for messages in request.parsed.messages for message in messages)
         """Bytes of the request's messages and of the response so far."""

@@ -39,7 +39,6 @@ def session_calls(
             m.SessionCall(
                 **{name: getattr(row, name) for name in m.SessionCall.model_fields if hasattr(row, name)},
                 reason=reason_of(row.rule),
-                said=last_command(choices[0].message) if choices else "",
                 new_messages=new,
                 answer=_story_message(choices[0].message, {}) if choices else None,
                 answers=[] if texts is None else call_choices(choices, texts.get(row.call_id)),

@@ -5,7 +5,7 @@ resume its conversation; each text of the user is one start of it. Promises:
 
 * the agent's calls are ordinary calls of the rollout's session; a text of the user that was sampled is part of their
   prompts only, so it is never trained as the agent's;
-* the calls of a model that plays the user are recorded in a session of their own, which belongs to no rollout;
+* the calls of a model that plays the user are recorded in a separate session, which belongs to no rollout;
 * a dialogue ends when the user is done, at `RolloutSpec.max_user_turns`, or with a turn in which the agent fails or
   runs out of time. The time that the user takes does not count.
 """

@@ -379,7 +379,7 @@ class SessionState:
         self._cache.put(("marked", self.session_id), marked)
 
     def answered_call(self, base: Base) -> AnsweredCall | None:
-        """Return an answer's tokens; None if they are not in memory."""
+        """Return the tokens of the answered call `base`; None if they are not in memory."""
         found: AnsweredCall | None = self._cache.get((base.call_id, base.choice))
         return found
 

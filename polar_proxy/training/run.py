@@ -59,8 +59,7 @@ async def train_locally(
     report: Callable[[str], None],
     observer: TrainingObserver | None = None,
 ) -> TrainerState:
-    """Start or resume the run in the folder `run`. `report` takes progress lines for people, `progress` the rollouts'
-    progress."""
+    """Start or resume the run in the folder `run`. `report` is called with progress lines for people."""
     if settings.routes:
         raise UsageError(
             "The settings have [[routes]], which send calls to other engines than the one that this run trains. "

@@ -88,7 +88,7 @@ async def test_holds_as_many_as_are_taken_while_one_opens() -> None:
         await asyncio.gather(take(), take(), take())
         assert (pool.count.hits, pool.count.misses) == (6, 3)
         assert pool.counts() | {"waited_seconds": 0} == {
-            "on_shelf": pool.waiting,
+            "waiting": pool.waiting,
             "size": 8,
             "hits": 6,
             "misses": 3,

@@ -1,4 +1,4 @@
-"""The base of the engines that ask a provider's API: one request out, its answer as events."""
+"""The base of the engines that call a provider's API: one request out, its answer as events."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def hosted_info(
 
 
 class HostedEngine(ServerEngine):
-    """An engine that asks a provider's API."""
+    """An engine that calls a provider's API."""
 
     provider: ClassVar[str]
 

@@ -61,7 +61,7 @@ class SessionSummary:
     """The limit of its budget that was reached."""
     calls: int
     failed_calls: int
-    """Calls without a complete answer (`FAILED`)."""
+    """Number of calls without a complete answer (`FAILED`)."""
     prompt_tokens: int
     completion_tokens: int
     price_usd: float | None

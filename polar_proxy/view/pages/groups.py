@@ -40,8 +40,9 @@ class GroupTraining:
     trained: Mapping[str, int]
     """Rollout id -> number of its trained tokens."""
     run_id: str | None
+    """The training run that leased the group last; None if no run has leased it."""
     step: int | None
-    """The training run that leased the group last, and the step that trained it; None if there is none yet."""
+    """The step of this run that trained the group; None if it was not trained yet."""
 
 
 def add_routes(pages: APIRouter, view: ViewContext) -> None:
