@@ -47,7 +47,7 @@ DRIFT = Scenario("drift", "some turns", ("finish",), second=("finish",))
 SCORED_TOKENS = 200_000
 """Length in tokens of the longest sequence whose log-probabilities are computed again."""
 _SHOWN_TOKENS = 12
-"""Tokens shown before and after a difference."""
+"""Number of tokens that are shown before, and after, a difference."""
 
 
 @dataclass(frozen=True, slots=True)

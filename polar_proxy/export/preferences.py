@@ -22,7 +22,7 @@ _IN_MEMORY = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class _StoredRow:
-    """A row by its place in the file of rows."""
+    """The place of a row in the temporary file."""
 
     reward: float
     at: int

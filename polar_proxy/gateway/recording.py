@@ -173,7 +173,8 @@ class CallRecorder:
     ) -> StoreError | None:
         """Commit the calls with their answers so far. Return why one could not be recorded, or None.
 
-        `reservation`: the places of the calls in the session's budget, where they are counted.
+        `reservation`: the places that were reserved for these calls in the session's budget. Each call is counted there
+        once it is recorded or lost.
 
         A call that cannot be recorded counts as lost, so that its session is not trained on. The only exception is a
         request that can still be refused as if nothing had been sampled: the session's calls must be recorded, the

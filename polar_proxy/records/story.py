@@ -16,7 +16,7 @@ from polar_proxy.store.repositories.calls import CallSummary
 from polar_proxy.types import CallRecord, Choice, Message, TextRequest
 
 _HEAD, _TAIL = 3000, 1000
-"""Characters of a longer text that are kept at its beginning and end."""
+"""Number of characters of a longer text that are kept at its beginning, and at its end."""
 COMMAND_LENGTH = 120
 
 

@@ -127,7 +127,7 @@ async def open_user(user: DialogueUser, rollout_id: str, store: Store, gateway: 
 
 @dataclass(frozen=True, slots=True)
 class AgentRun:
-    """The runs of the agent on one task: one, or in a dialogue one for each text of the user."""
+    """The agent's work on one task: a single run or, in a dialogue, one run for each message of the user."""
 
     last: ExecResult
     output: bytes
@@ -139,7 +139,7 @@ class AgentRun:
 
 
 RunAgent = Callable[[str, bool, float], Awaitable[ExecResult]]
-"""Runs the agent on a text of the user: (text, whether it resumes its conversation, time limit in seconds)."""
+"""Runs the agent on a message of the user: (message, whether to resume the conversation, time limit in seconds)."""
 
 
 async def play_dialogue(

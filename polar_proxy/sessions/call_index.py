@@ -23,9 +23,9 @@ _FINGERPRINT_FORM = 2
 _QUOTE = 160
 """Maximum number of characters of a `Quote`."""
 _MIN_AGENT_PROMPT, _MIN_ARGUMENT, _MIN_ANSWER, _MIN_LINE = 12, 80, 400, 40
-"""Shorter texts, in characters, do not identify a conversation."""
+"""Length in characters below which a text of each kind does not identify a conversation."""
 _MIN_TURN = 200
-"""Characters above which an assistant turn without tool calls identifies its conversation."""
+"""Length in characters above which an assistant turn without tool calls identifies its conversation."""
 _QUOTABLE = 32
 """Number of newest calls whose quotes are searched for."""
 

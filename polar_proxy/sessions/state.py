@@ -44,9 +44,9 @@ from polar_proxy.types import (
 )
 
 _REQUEST_BYTES, _MESSAGE_BYTES, _ANSWER_BYTES = 4096, 600, 1024
-"""Memory of a cached request, of each of its messages and of an answer besides texts and tokens, as measured."""
+"""Memory in bytes, besides texts and tokens, of a cached request, of each of its messages, and of an answer. Measured."""
 _REASONING_PREFIX = 80
-"""Characters of an answer's reasoning that are searched for in a rendering."""
+"""Number of characters of an answer's reasoning that are searched for in a rendering."""
 _RECENT_TEXTS = 32
 """Number of newest answers whose text is kept, to distinguish a cut answer from a replaced one."""
 

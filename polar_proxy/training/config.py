@@ -317,7 +317,7 @@ def read_assignments(lines: Sequence[str]) -> Json:
                 settings = _merge(settings, tomllib.loads(f"{name} = {toml_value}"))
                 break
         else:
-            raise UsageError(f"--set cannot be parsed: {line!r}.")
+            raise UsageError(f"--set cannot read the name in {line!r}: write NAME=VALUE or TABLE.NAME=VALUE.")
     return settings
 
 

@@ -18,7 +18,7 @@ from polar_proxy.types import ChatRequest, EngineInfo, EngineRequest, Json, Prov
 ANTHROPIC_URL = "https://api.anthropic.com"
 _VERSION = "2026-10-21"
 _MAX_TOKENS = 8192
-"""`max_tokens`, which the API requires, if neither the client nor the list of models gives a limit."""
+"""Value of `max_tokens`, which the API requires, if neither the client nor the list of models gives a limit."""
 _FINISH_REASONS = {
     "end_turn": "stop",
     "stop_sequence": "stop",
@@ -67,7 +67,7 @@ class AnthropicEngine(HostedEngine):
         return MessageDecoder(self.client.name, self.info.model)
 
     async def count_tokens(self, request: ChatRequest) -> int:
-        """Return the provider's own count."""
+        """Return the number of prompt tokens as the provider counts them."""
         prompt = await self.client.thread.run(request.large, anthropic_prompt, request, self.info.model)
         answer = await self.client.json("POST", "/v1/messages/count_tokens", prompt)
         return int(answer["input_tokens"])

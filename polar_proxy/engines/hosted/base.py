@@ -19,7 +19,7 @@ from polar_proxy.errors import EngineDroppedError, EngineError, RequestError
 from polar_proxy.types import ChatRequest, EngineInfo, EngineRequest, Json, SampleEvent, Usage
 
 CONTEXT_LENGTH = 128_000
-"""Reported to harnesses if the API does not say how long its model's context is."""
+"""The context length in tokens that is reported to harnesses if the API does not state that of its model."""
 
 
 def hosted_info(

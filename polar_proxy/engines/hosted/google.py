@@ -79,7 +79,7 @@ class GoogleEngine(HostedEngine):
         return ContentDecoder(self.client.name, self._model, request.sampling.n)
 
     async def count_tokens(self, request: ChatRequest) -> int:
-        """Return the provider's own count."""
+        """Return the number of prompt tokens as the provider counts them."""
         prompt = await self.client.thread.run(request.large, google_prompt, request)
         body = {"generateContentRequest": {"model": f"models/{self._model}", **prompt}}
         return int((await self.client.json("POST", f"{self._path}:countTokens", body))["totalTokens"])

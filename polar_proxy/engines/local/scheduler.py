@@ -37,7 +37,7 @@ CACHE_BYTES = 1 << 29
 SMALL_MODEL = 20_000_000
 """Up to this many parameters one thread is as fast as several, and far faster when the other cores are busy."""
 ANSWER_ROOM = 512
-"""Positions for the answer in a new KV buffer, which doubles when it is full."""
+"""Number of positions for the answer in a new KV buffer. The buffer doubles when it is full."""
 
 
 @dataclass(slots=True)

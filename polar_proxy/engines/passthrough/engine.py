@@ -35,7 +35,7 @@ PROVIDER_HOSTS = {
 """The host for requests of a dialect that name no host, because the agent's base URL is that of Polar."""
 OPENAI_HOST = "api.openai.com"
 _CONTEXT_LENGTH = 200_000
-"""Reported to harnesses, because the provider's is not known before a request."""
+"""The context length in tokens that is reported to harnesses, because the model is not known before a request."""
 _NOT_SENT = frozenset(
     {b"host", b"connection", b"content-length", b"transfer-encoding", b"accept-encoding", b"content-encoding"}
     | {b"keep-alive", b"te", b"trailer", b"upgrade", b"proxy-authorization", b"proxy-connection", b"expect"}
@@ -44,7 +44,7 @@ _NOT_SENT = frozenset(
 _KEYS_OF_POLAR = ("sk-polar-", "polar-admin-", "polar-trainer-", "polar_view=")
 """Beginnings of the keys of sessions, of the API, and of the cookie of the pages."""
 _MOST_HOSTS = 64
-"""Hosts whose connections are kept. Agents choose among any number of names, such as those of Azure."""
+"""Maximum number of hosts whose connections are kept, because agents can name any number of hosts."""
 _NOT_RETURNED = frozenset({"connection", "content-length", "transfer-encoding", "keep-alive", "trailer", "upgrade"})
 _INFO = hosted_info("passthrough", "1", "the-provider's", _CONTEXT_LENGTH)
 

@@ -37,7 +37,7 @@ _LINGER_SECONDS = 1.0
 """How long to read and drop what a refused client still sends."""
 _BODY = "request body"
 _PIPELINED = 8
-"""Requests that a connection may send before the answer to its first one."""
+"""Maximum number of requests that a connection may send before the answer to its first one."""
 _SESSION_SHARE = 4
 """A session may use the budget for bodies divided by this number."""
 

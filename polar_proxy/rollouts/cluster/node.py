@@ -49,7 +49,7 @@ SCORING_RESOURCE = "polar_scoring"
 """Custom resource of a node: rollouts scored at a time, besides those that the node's own actor scores."""
 
 SANDBOX_BYTES = 4 << 30
-"""Memory of a sandbox whose task does not specify it."""
+"""Memory in bytes of a sandbox whose task does not specify it."""
 
 
 # ---------------------------------------------------------------- capacity

@@ -47,9 +47,9 @@ CONTEXT = 32_768
 NO_IDS: TokenIds = np.empty(0, dtype=np.int32)
 
 _MIN_LENGTH = 32
-"""Shorter bodies are stored uncompressed: a zstd frame of them is never smaller."""
+"""Length in bytes below which a body is stored uncompressed: a zstd frame of them is never smaller."""
 _MAX_LENGTH = 512 << 20
-"""Longer bodies are refused when they are read, because only a forged cell has them."""
+"""Length in bytes above which a body is refused when it is read, because only a forged cell has one."""
 _MIN_CAPACITY = 1024
 
 

@@ -35,7 +35,7 @@ _MAX_SEGMENT = 1024
 _PLAIN_SEGMENT = 256
 """Number of tokens in a segment if the engine's end-of-turn tokens are not known."""
 _NODE_BYTES = 300
-"""Memory of a message's node and of the message itself, besides its bytes."""
+"""Memory in bytes of a message and its node, besides the message's bytes."""
 _ROOT = bytes(16)
 _PERSON: dict[NodeKind, bytes] = {"message": b"polar message", "tools": b"polar tools", "tokens": b"polar tokens"}
 

@@ -30,7 +30,7 @@ from polar_proxy.store.group_commit import PATIENCE_SECONDS, GroupCommit
 from polar_proxy.types import CallRecord, CallStatus, Edge, Json, PromptMode
 
 _MAX_BOUND_VALUES = 10_000
-"""The most values bound to one statement. Both databases accept three times as many."""
+"""Maximum number of values bound to one statement. Both databases accept three times as many."""
 
 _c = schema.calls.c
 _n = schema.nodes.c
