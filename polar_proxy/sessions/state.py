@@ -44,7 +44,8 @@ from polar_proxy.types import (
 )
 
 _REQUEST_BYTES, _MESSAGE_BYTES, _ANSWER_BYTES = 4096, 600, 1024
-"""Memory in bytes, besides texts and tokens, of a cached request, of each of its messages, and of an answer. Measured."""
+"""Memory in bytes, besides texts and tokens, of a cached request, of each of its messages, and of an answer.
+Measured."""
 _REASONING_PREFIX = 80
 """Number of characters of an answer's reasoning that are searched for in a rendering."""
 _RECENT_TEXTS = 32

@@ -14,7 +14,8 @@ from polar_proxy.types import CallRecord, Edge, Json, TokenIds
 from polar_proxy.view.conversation import readable_arguments
 
 _LONGEST = 4000
-"""Maximum number of characters of a message that are shown, around its first difference. The page of the run has the whole message."""
+"""Maximum number of characters of a message that are shown, around its first difference. The page of the run has the
+whole message."""
 _BEFORE = 400
 """Number of characters that are shown before the first difference of a long message."""
 _BESIDE: frozenset[Edge] = frozenset({"side_call", "subagent"})
