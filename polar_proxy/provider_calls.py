@@ -15,7 +15,7 @@ class ProviderRequest:
     target: str = field(repr=False)
     """Path and query, percent-encoded. The query may hold the agent's key."""
     headers: tuple[tuple[bytes, bytes], ...] = field(repr=False)
-    """Values by lower-case name."""
+    """(name in lower case, value) of each header."""
     body: bytes = field(repr=False)
     dialect: str
     read_items: Callable[[list[dict[str, Any]]], Sequence[Any]]

@@ -111,7 +111,7 @@ class JobSpec(RolloutSpec):
     """The options of a job, which starts a group of `samples` rollouts for each of its tasks."""
 
     samples: int = Field(1, ge=1, le=4096)
-    """Rollouts to start for each task (a group)."""
+    """Number of rollouts to start for each task. Together they are a group."""
     group_size: int | None = Field(None, ge=1, le=MAX_INTEGER)
     """Number of rollouts that complete a group (see group_policy). Default: all samples."""
     group_policy: str = "wait_for_all"

@@ -204,7 +204,7 @@ class TextRequest:
     large: bool = field(default=False, compare=False)
     """True if the request is large (see `ChatRequest.large`)."""
     raw: ProviderRequest | None = field(default=None, compare=False, repr=False)
-    """As in `ChatRequest`."""
+    """The request as it came, if it is passed on to its provider."""
 
 
 EngineRequest = ChatRequest | TextRequest
@@ -271,7 +271,7 @@ class SampleEvent:
     top: tuple[tuple[TopLogprob, ...], ...] = ()
     finish_reason: str | None = None
     prompt_ids: Sequence[int] | None = None
-    """A tuple or a list; read only."""
+    """The ids of the whole prompt, a tuple or a list; None in all events of a call but the first."""
     cached_tokens: int | None = None
     stop_sequence: str | None = None
     """The stop string that ended the choice, if the engine reports it. It comes with the `finish_reason`."""
@@ -369,7 +369,7 @@ class CallRecord:
     """The request's messages in order, each as the JSON bytes that were received. A raw prompt is one message."""
     tools: bytes | None
     params: Json
-    """The rest of the request body."""
+    """The request body without messages and tools."""
     sampling: Json
     """The parameters sent to the engine, after the session's policy was applied."""
     prompt_ids: TokenIds | None

@@ -59,13 +59,13 @@ class InstallTable(_Table):
     """npm: the native program or script, relative to the folder of installation; may be a glob pattern. path: the
     program inside of the folder."""
     node: bool = False
-    """npm: the entry is a script, which Node.js runs."""
+    """npm: true if the entry is a script, which Node.js runs."""
     imports: str = ""
     """pypi: modules whose import proves the installation, separated by commas."""
     pythons: Words = ()
     """pypi: minor versions of Python, best first; default: the Python that runs Polar."""
     extra: Words = ()
-    """pypi: further requirements."""
+    """pypi: further pip requirements."""
     version_command: Words | None = None
     """Command that prints the version; an empty list if there is none. Default: the program with --version,
     if there is a version."""

@@ -82,7 +82,7 @@ class StyledStep:
     json: str = "plain"
     """Name of the JSON style, a key of STYLES."""
     before: str = ""
-    """Text before the tool calls."""
+    """Text to write before the tool calls."""
     thought: str = "Hm."
     """Text to append to the reasoning."""
     silent: bool = False

@@ -249,7 +249,7 @@ class ReferencedCall:
     messages: tuple[bytes, ...]
     """The call's request messages as stored."""
     answer: Message | None
-    """None for a warm-up, which has none."""
+    """The call's answer; None for a warm-up, which samples none."""
     problem: str | None = None
     """Why the answer is not complete, so that it cannot be referred to."""
 

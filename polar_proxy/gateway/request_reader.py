@@ -47,9 +47,9 @@ class Body:
 
     fields: Json
     size: int
-    """Bytes of memory that it takes, about."""
+    """Approximate memory of the body in bytes."""
     large: bool
-    """The request is large (see `_LARGE_BODY`)."""
+    """True if the request is large (see `_LARGE_BODY`)."""
     conversation: ContinuedConversation | None = None
     raw: bytes = b""
     """The unparsed body, if requests are passed on to their provider."""

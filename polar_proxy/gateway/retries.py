@@ -47,7 +47,7 @@ class ResponseBuffer:
         """The client that sent the request disconnected before the last byte."""
         self.failed = False
         self.given_up = False
-        """No retry came within the grace period."""
+        """True if no retry came within the grace period."""
         self.retried = False
         """True if this request failed, and an equal one came afterwards."""
         self.ended_at: float | None = None

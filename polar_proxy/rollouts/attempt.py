@@ -95,7 +95,7 @@ class RunningAttempt:
 
     claim: Claim
     session_id: str | None = None
-    """None until the session is open."""
+    """Id of the session that records the agent's calls; None until it is open."""
 
     @property
     def rollout_id(self) -> str:

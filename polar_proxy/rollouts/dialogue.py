@@ -82,7 +82,7 @@ class PlayedUser:
     key: str
 
     async def answer(self, messages: Sequence[DialogueMessage]) -> str | None:
-        """Raises InfrastructureError if the model cannot answer."""
+        """Return the model's answer as the user. Raises InfrastructureError if the model cannot answer."""
         said = [{"role": "assistant" if one.speaker == "user" else "user", "content": one.text} for one in messages]
         request = {
             "model": "",  # that of the engine which the gateway chooses
@@ -131,7 +131,7 @@ class AgentRun:
 
     last: ExecResult
     output: bytes
-    """Output of all runs."""
+    """stdout and stderr of all runs."""
     messages: tuple[DialogueMessage, ...] = ()
     """Messages of both sides of a dialogue."""
     end: str = ""

@@ -51,7 +51,7 @@ class CallNode:
     parent_call_id: str | None
     rule: str | None
     asked: bytes
-    """Key of the request's messages."""
+    """Hash key of the request's messages."""
     ids: bytes
     """Key of the ids of the tool calls in the request."""
     spelling: bytes

@@ -30,7 +30,7 @@ class RenderingDifference(NamedTuple):
 
     name: str
     pattern: re.Pattern[str]
-    """Text to leave out."""
+    """Finds the text that is left out of the comparison."""
     reason: str
 
 
@@ -86,7 +86,7 @@ class Marking(NamedTuple):
     before: bool
     """A mark before the text of messages that are not answers."""
     after: bool
-    """A mark after it."""
+    """A mark after the text of messages that are not answers."""
     before_answers: bool
     """A mark before the text of answers; one after it is always there."""
     empty_answers: bool

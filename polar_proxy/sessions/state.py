@@ -84,9 +84,9 @@ class AnsweredCall:
     """The tokens of an answered call, and the facts that decide whether they can be continued."""
 
     ids: TokenIds
-    """Prompt and answer, int32 [n]."""
+    """Token ids of prompt and answer, int32 [n]."""
     prompt_size: int
-    """Number of `ids` that are the prompt."""
+    """Number of ids of the prompt, with which `ids` begins."""
     finish_reason: str | None
     stop: tuple[str, ...]
     """The stop strings of its request."""
@@ -195,7 +195,7 @@ class SessionState:
         self.parsing = asyncio.Lock()
         """Held while a request of the session is parsed."""
         self.parsing_large = asyncio.Lock()
-        """As `parsing`, for larger requests."""
+        """Held while a larger request of the session is parsed (see `request_reader`)."""
         self.lost = 0
         """Calls that were answered but could not be committed. The session is then incomplete and not trained on."""
         self.unstored_key: bytes | None = None

@@ -78,7 +78,7 @@ class _WriteLock(asyncio.Lock):
     """The lock by which the SQLite writers of this process take turns."""
 
     since: float | None = None
-    """When the running write got the lock."""
+    """When the write that is running got the lock, by the monotonic clock; None if none is running."""
 
     async def acquire(self) -> Literal[True]:
         await super().acquire()

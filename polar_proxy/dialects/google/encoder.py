@@ -110,7 +110,7 @@ class _CandidateStream:
 class GoogleEncoder(Encoder):
     model: str
     sse: bool
-    """Stream server-sent events, otherwise a JSON array."""
+    """True: stream server-sent events; False: stream a JSON array."""
     thoughts: bool
     logprobs: bool
     enum: bool

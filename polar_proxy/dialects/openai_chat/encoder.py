@@ -25,7 +25,7 @@ class _CustomCall:
     id: str | None
     name: str
     announced: bool = False
-    """The client got its id and name."""
+    """True once the client got the id and the name of the tool call."""
     decoder: CustomInputDecoder = field(default_factory=CustomInputDecoder)
 
 

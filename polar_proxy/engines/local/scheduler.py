@@ -102,7 +102,7 @@ class BatchScheduler:
         self._waiting: deque[SequenceState] = deque()
         self._active: list[SequenceState] = []
         self._stepping = False
-        """A step is queued or runs."""
+        """True while a step is queued or runs."""
         self._prefixes = PrefixCache(CACHE_BYTES)
         self._results: list[tuple[Generation, SampleEvent | EngineError]] = []
         self._executor = ThreadPoolExecutor(1, "polar-local-engine")

@@ -52,9 +52,9 @@ class ParserConfig:
 
     kind: Literal["hermes", "process", "derender", "derender_whole"]
     reasoning: Reasoning
-    """Used by the Hermes parser only."""
+    """How answers mark reasoning. Used by the Hermes parser only."""
     tools: bool
-    """The server parses tool calls."""
+    """True if the server parses tool calls."""
     special_without_tools: bool
     special_with_tools: bool
     """Whether special tokens appear in the server's chat answers: the first field is for requests without tools, the

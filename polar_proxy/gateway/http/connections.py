@@ -71,7 +71,7 @@ class BodyPace:
     def __init__(self, limits: GatewayLimits, subject: str) -> None:
         """`subject`: the name of the body in errors."""
         self.received = 0
-        """Bytes that came in this time window."""
+        """Number of bytes that came in this time window."""
         self._limits = limits
         self._subject = subject
         self._windows = 0
