@@ -60,7 +60,7 @@ class HarnessInfo:
     summary: str = ""
     """Description of the harness in a few words."""
     intercepted: bool = False
-    """Its endpoint cannot be set, so its calls to the provider's own host must be intercepted."""
+    """True if its endpoint cannot be set, so its calls to the provider's own host must be intercepted."""
     command: str = ""
     """Name of the program that users start after they have installed the harness themselves, such as ``codex``."""
 

@@ -324,25 +324,25 @@ class Settings(BaseSettings):
     """Python code, each as module:object, that tasks, requests and stored rollouts may refer to: functions that score
     or parse logs, task sources, agents. Such data cannot make Polar import other code."""
     gateway: GatewaySettings = GatewaySettings()
-    """The gateway."""
+    """Section [gateway]: the HTTP server that agents send their model calls to."""
     engine: EngineSettings = EngineSettings()
-    """The inference engine."""
+    """Section [engine]: the inference engine that answers calls without a route of their own."""
     engines: dict[Annotated[str, Field(pattern=r"[a-z0-9][a-z0-9_-]{0,63}")], EngineSettings] = {}
     """Further engines by name, each with the settings of [engine], for the rules in `routes`."""
     routes: tuple[RouteSettings, ...] = ()
     """Rules that send calls to the engines in [engines]."""
     run: RunSettings = RunSettings()
-    """Rollouts."""
+    """Section [run]: defaults for rollouts, and limits on how many run."""
     admission: AdmissionSettings = AdmissionSettings()
-    """Conditions under which a server starts no further agent."""
+    """Section [admission]: conditions under which a server starts no further agent."""
     sandboxes: SandboxSettings = SandboxSettings()
-    """Sandboxes of agents and evaluators."""
+    """Section [sandboxes]: limits and tests of the sandboxes of agents and evaluators."""
     api: ApiSettings = ApiSettings()
-    """The HTTP API."""
+    """Section [api]: the HTTP API, and the callbacks that it sends."""
     log: LogSettings = LogSettings()
-    """The log."""
+    """Section [log]: level and format of the log."""
     telemetry: TelemetrySettings = TelemetrySettings()
-    """OpenTelemetry traces."""
+    """Section [telemetry]: OpenTelemetry traces."""
 
     @classmethod
     def settings_customise_sources(

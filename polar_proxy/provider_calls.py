@@ -30,7 +30,7 @@ class ProviderPiece:
 
     data: bytes
     last: bool = False
-    """The answer ends in this piece, so it is sent after the call is recorded."""
+    """True if the answer ends in this piece, so it is sent after the call is recorded."""
     headers: tuple[tuple[bytes, bytes], ...] = ()
     """Set in the first piece only, like the status."""
     status: int = 200

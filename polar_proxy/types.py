@@ -149,7 +149,8 @@ class Sampling:
     repetition_penalty: float | None = None
     logit_bias: Mapping[str, float] | None = None
     logprobs: bool = False
-    """The client asks for log-probabilities, so `SampleEvent.tokens` is set. Recording does not depend on it."""
+    """True if the client asks for log-probabilities, so `SampleEvent.tokens` is set. Recording does not depend on
+    it."""
     top_logprobs: int = 0
     """Number of alternatives per token that the client requests (`SampleEvent.top`)."""
 
@@ -168,7 +169,7 @@ class ClientOptions:
     thinking_tokens: int | None = None
     """Limit of reasoning tokens; 0 turns reasoning off, -1 leaves it to the model."""
     show_reasoning: bool = False
-    """The client wants to read the reasoning."""
+    """True if the client wants to read the reasoning."""
     fields: Json = field(default_factory=dict)
     """The other fields of the body that have no effect on open models, by name (`a.b` for a field of an object)."""
 
@@ -248,7 +249,7 @@ class Usage:
     service_tier: str | None = None
     """The provider's service tier; None for the standard one. Other tiers have other prices."""
     estimated: bool = False
-    """Polar counted the tokens, because the provider did not report them."""
+    """True if Polar counted the tokens, because the provider did not report them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +272,7 @@ class SampleEvent:
     top: tuple[tuple[TopLogprob, ...], ...] = ()
     finish_reason: str | None = None
     prompt_ids: Sequence[int] | None = None
-    """The ids of the whole prompt, a tuple or a list; None in all events of a call but the first."""
+    """The ids of the whole prompt, a tuple or a list, in the first event of a call; otherwise None."""
     cached_tokens: int | None = None
     stop_sequence: str | None = None
     """The stop string that ended the choice, if the engine reports it. It comes with the `finish_reason`."""
@@ -386,7 +387,7 @@ class CallRecord:
     rule: str | None = None
     """Name of the rule that decided the edge; None for a root to which no rule applies."""
     ambiguous: bool = False
-    """Another edge or parent was possible as well (see `sessions/lineage_reasons.py`)."""
+    """True if another edge or parent was possible as well (see `sessions/lineage_reasons.py`)."""
     thread: str | None = None
     """The thread of the conversation: the harness's own id for it, else the call that began it."""
     fingerprint: Json | None = None
@@ -479,6 +480,6 @@ class Trace:
     branch_at: int = 0
     """Builder `tree`: number of tokens before the branch, counted from the root trace."""
     rescored: bool = False
-    """`logprobs` come from a later, teacher-forced scoring, not from sampling."""
+    """True if `logprobs` come from a later, teacher-forced scoring, not from sampling."""
     sampling: tuple[AnswerSampling, ...] = ()
     """How the answer of each sampled span was sampled, in order."""

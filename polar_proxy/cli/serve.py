@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _RAY_EXIT_SECONDS = 2.0
-"""Seconds after which Ray's workers have ended too. Their sandboxes then count as left over and can be removed."""
+"""Time in which the worker processes end after Ray has ended. Their sandboxes then count as left over, and can be
+removed."""
 
 
 class NodeEndedError(PolarError):

@@ -91,7 +91,7 @@ class FidelityRow:
     """Number of calls whose messages extend a recorded answer, even if their tokens do not."""
     continued: int = 0
     drifted: int = 0
-    """Calls whose prompt unintentionally differs from the sampled tokens. Each such call splits a trace."""
+    """Number of calls whose prompt unintentionally differs from the sampled tokens. Each such call splits a trace."""
     causes: dict[str, int] = field(default_factory=dict)
     reasons: dict[str, int] = field(default_factory=dict)
     """Number of calls that were not continued, by reason."""
@@ -101,7 +101,7 @@ class FidelityRow:
     """Number of sampled tokens."""
     trained: int = 0
     excluded: dict[str, int] = field(default_factory=dict)
-    """Sampled tokens that are not trained, by reason."""
+    """Number of sampled tokens that are not trained, by reason."""
     scored: int = 0
     """Number of trained tokens of one trace whose log-probabilities were computed again in a teacher-forced pass."""
     largest: float | None = None

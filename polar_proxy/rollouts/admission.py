@@ -72,7 +72,7 @@ class ServiceLimits:
     admission: AdmissionSettings = field(default_factory=AdmissionSettings)
     sandboxes: SandboxSettings = field(default_factory=SandboxSettings)
     prebuild: bool = False
-    """Docker sandboxes get the agent in their image instead of a mount (`harnesses.PrebuiltImageCache`)."""
+    """True if docker sandboxes get the agent in their image instead of a mount (`harnesses.PrebuiltImageCache`)."""
 
     @classmethod
     def of(cls, settings: Settings, agents: int | None = None, **given: Any) -> Self:

@@ -62,7 +62,7 @@ class CallNode:
     answers: tuple[AnswerNode, ...] = ()
     quotes: tuple[Quote, ...] = ()
     compaction: bool = False
-    """The call asks for a summary of its conversation."""
+    """True if the call asks for a summary of its conversation."""
     continued: int = 0
     """How many calls have this one as parent and continue, compact or rewind it."""
     retried: bool = False

@@ -107,7 +107,7 @@ class PromptPlan:
     config: PromptConfig | None = None
     """Digests of the request's tools and template options; None for a raw prompt."""
     under_grammar: bool = False
-    """The engine renders the request, and constrains the answer by its own grammar."""
+    """True if the engine renders the request, and constrains the answer by its own grammar."""
 
     @property
     def constrained(self) -> bool:

@@ -56,7 +56,7 @@ class Lineage:
     rule: str | None
     """Name of the rule that decided."""
     ambiguous: bool
-    """Another edge or parent was possible as well."""
+    """True if another edge or parent was possible as well."""
     thread: str
     """The thread of the conversation: the harness's own id for it, else the call that began it."""
     base: Base | None

@@ -57,7 +57,7 @@ class AuditReference:
     policy_version: str | None
     tolerance: float = TOLERANCE
     same_model: bool = False
-    """The caller guarantees that the engine serves the recorded model, even if its name differs."""
+    """True if the caller guarantees that the engine serves the recorded model, even if its name differs."""
 
     def engine(self) -> Json:
         return {"engine": self.info.engine, "version": self.info.version, "model": self.info.model}

@@ -39,7 +39,7 @@ class Cell:
     different: str
     rest: str
     is_cut: bool
-    """The message is longer than what is shown."""
+    """True if the message is longer than what is shown."""
 
 
 @dataclass(frozen=True, slots=True)

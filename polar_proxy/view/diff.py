@@ -34,7 +34,7 @@ class DiffFile:
 class Diff:
     files: Sequence[DiffFile]
     is_cut: bool
-    """The patch has more lines than are shown."""
+    """True if the patch has more lines than are shown."""
 
 
 def read_diff(text: str) -> Diff:

@@ -35,7 +35,7 @@ CURVES = (
     ("length_mean", "length"),
     ("step_seconds", "seconds"),
 )
-"""(value of a step's line, name of its curve)"""
+"""(field of a step's line in metrics.jsonl, name of its curve)"""
 
 
 def sparkline(values: Sequence[float | None], width: int = _WIDTH) -> str:

@@ -114,7 +114,7 @@ class GoogleEncoder(Encoder):
     thoughts: bool
     logprobs: bool
     enum: bool
-    """The answer is one value of an enumeration, sampled as a JSON string."""
+    """True if the answer is one value of an enumeration, sampled as a JSON string."""
     _started: bool = field(default=False, init=False)
     _streams: dict[int, _CandidateStream] = field(default_factory=dict, init=False)
 

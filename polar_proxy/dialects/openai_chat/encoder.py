@@ -40,7 +40,7 @@ class ChatEncoder(OpenAIEncoder):
     custom_tools: frozenset[str]
     """Names of the custom tools."""
     legacy_functions: bool
-    """The client reads a tool call as `function_call`."""
+    """True if the client reads a tool call as `function_call`."""
     _started: set[int] = field(default_factory=set, init=False)
     """Indexes of the choices whose first chunk was written."""
     _custom_calls: dict[tuple[int, int], _CustomCall] = field(default_factory=dict, init=False)

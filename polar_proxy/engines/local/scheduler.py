@@ -52,7 +52,7 @@ class Generation:
     """The answer as raw text, one event per token, or an error. Filled and read on the event loop only."""
     cancelled: bool = False
     announced: bool = False
-    """The first event, with the prompt's ids, was delivered."""
+    """True if the first event, with the prompt's ids, was delivered."""
 
 
 @dataclass(slots=True, eq=False)

@@ -64,7 +64,7 @@ class ParserProcess:
         self._numbers = itertools.count()
         self._open = 0
         self.starts = 0
-        """How often the process was started; an answer belongs to one of these."""
+        """How often the process was started. An answer is parsed by the start in which it began, or fails."""
         self.version = ""
         """vLLM's version."""
         self.stop_ids: list[int] = []

@@ -61,7 +61,7 @@ class BodyReservation:
     task: asyncio.Task[Any] | None = None
     size: int = 0
     reading: bool = True
-    """The request can be refused, because its body is still being read."""
+    """True if the request can be refused, because its body is still being read."""
     refused: bool = False
 
     def take(self, size: int) -> None:

@@ -36,7 +36,7 @@ class GroupTraining:
     batch: TrainingBatch
     config: GrpoConfig
     is_default: bool
-    """`config` is the default, because no trainer of Polar has leased the group."""
+    """True if `config` is the default, because no trainer of Polar has leased the group."""
     trained: Mapping[str, int]
     """Rollout id -> number of its trained tokens."""
     run_id: str | None
