@@ -195,9 +195,9 @@ class RunSettings(RolloutSpec):
     """Defaults for rollouts, which a command or request may override, and limits on how many run."""
 
     concurrency: int = Field(2, ge=1)
-    """Rollouts at a time."""
+    """Number of rollouts that run at a time."""
     samples: int = Field(1, ge=1)
-    """Rollouts of each task."""
+    """Number of rollouts of each task. Together they are a group."""
     backlog: int | None = Field(None, ge=1)
     """Start no new rollouts while this many finished groups wait for a trainer. Default: no limit."""
     prebuild: bool = False

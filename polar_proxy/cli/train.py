@@ -74,8 +74,8 @@ def grpo(
         bool | None, typer.Option("--submit-jobs", help="With --feed: also submit the rollout jobs to the server.")
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Number of steps.")] = None,
-    groups: Annotated[int | None, typer.Option(min=1, help="Groups per step.")] = None,
-    samples: Annotated[int | None, typer.Option(min=2, help="Rollouts per group.")] = None,
+    groups: Annotated[int | None, typer.Option(min=1, help="Number of groups per step.")] = None,
+    samples: Annotated[int | None, typer.Option(min=2, help="Number of rollouts per group.")] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
     loss: Annotated[str | None, typer.Option(help="Name of the loss (docs/reference/algorithms.md).")] = None,
     advantage: Annotated[

@@ -78,9 +78,9 @@ class GrpoConfig(BaseModel):
     instances: int | None = Field(None, ge=1)
     """Train on this many instances, repeatedly and in shuffled order. None: a new instance every time."""
     groups: int = Field(4, ge=1)
-    """Groups per step."""
+    """Number of groups per step."""
     samples: int = Field(8, ge=2)
-    """Rollouts per group."""
+    """Number of rollouts per group."""
     dynamic_sampling: bool = False
     """Replace groups without a signal (rewards all equal) by further groups, in at most three more rounds per step
     (DAPO, arXiv 2503.14476)."""
@@ -107,7 +107,7 @@ class GrpoConfig(BaseModel):
     shuffle_rewards: bool = False
     """Shuffle the rewards of a step among its rollouts: a control run, in which the policy must not learn."""
     max_sequence_length: int = Field(32_768, ge=2)
-    """Longer sequences are skipped and counted."""
+    """Number of tokens above which a sequence is skipped, and counted as skipped."""
 
     # Advantage and loss
     advantage: str = "grpo"
@@ -145,7 +145,7 @@ class GrpoConfig(BaseModel):
 
     # Optimiser
     ppo_epochs: int = Field(1, ge=1)
-    """Passes over the groups of a step."""
+    """Number of passes over the groups of a step."""
     num_minibatches: int = Field(1, ge=1)
     """Divide the groups of a step into this many parts, with one optimiser update for each part. A step makes
     ppo_epochs * num_minibatches updates."""
@@ -191,7 +191,7 @@ class GrpoConfig(BaseModel):
     """Save a checkpoint every n steps. Groups are acknowledged after the checkpoint that contains them; their leases
     stay open until then."""
     keep_checkpoints: int = Field(2, ge=1)
-    """Newest checkpoints to keep. More are kept if `proximal` needs them."""
+    """Number of the newest checkpoints to keep. More are kept if `proximal` needs them."""
     lease_seconds: float = Field(120.0, gt=0)
     """A killed trainer's groups are offered again after this time. A living trainer extends its leases."""
     wait_seconds: float = Field(3600.0, gt=0)

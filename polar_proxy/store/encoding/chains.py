@@ -88,8 +88,8 @@ def bytes_chain(kind: NodeKind, contents: Sequence[bytes], after: ChainNode | No
 def token_chain(ids: TokenIds, end_of_turn: Sequence[int], after: ChainNode | None = None) -> list[ChainNode]:
     """Return the nodes of a prompt (int32 [n]), root first; none for an empty prompt.
 
-    `after`: the last node of the chain of `ids[: after.chain_length]`, which `cut_segments` has cut. Only the nodes
-    after it are returned.
+    `after`: the last node of a chain that holds the first `after.chain_length` ids, cut as `cut_segments` cuts. Only
+    the nodes after it are returned.
     """
     little = np.ascontiguousarray(ids, dtype="<i4")
     raw = little.data.cast("B")
