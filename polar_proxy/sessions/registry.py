@@ -119,7 +119,9 @@ class SessionRegistry:
         try:
             self._marks.add(OutageMark(session.session_id, session.unstored_key))
         except StoreError as error:
-            log.error("%s. If this process ends before the database can be written, the session counts as complete", error)
+            log.error(
+                "%s. If this process ends before the database can be written, the session counts as complete", error
+            )
 
     @property
     def pending(self) -> Collection[str]:
