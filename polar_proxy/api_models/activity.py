@@ -47,7 +47,7 @@ class Failure(ApiResponseModel):
     """A call or a rollout that failed."""
 
     at: float
-    """When it ended."""
+    """When the call or rollout ended."""
     record_id: str
     """The id of the call or of the rollout."""
     session_id: str | None
@@ -55,7 +55,7 @@ class Failure(ApiResponseModel):
     what: str
     """The status of the call, or status and cause of the rollout."""
     error: str | None
-    """Why it failed, shortened."""
+    """Why the call or rollout failed, shortened."""
 
 
 class Activity(ApiResponseModel):

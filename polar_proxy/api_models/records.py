@@ -21,9 +21,9 @@ class SessionFields(ApiResponseModel):
     rollout_id: str | None
     """The rollout that it records."""
     created_at: float
-    """When it was created."""
+    """When the session was created."""
     closed_at: float | None
-    """When it was closed."""
+    """When the session was closed; null while it is open."""
     incomplete: str | None
     """Why it must not be trained on; null if all calls are recorded."""
     spent: str | None
@@ -92,7 +92,7 @@ class CallChoice(ApiResponseModel):
     message: dict[str, Any]
     """The answer in OpenAI's form."""
     finish_reason: str | None
-    """Why it ended."""
+    """Why the answer ended, such as stop, length or tool_calls."""
     token_ids: list[int]
     """The sampled token ids, with the end-of-turn token."""
     logprobs: list[float | None]
@@ -121,11 +121,11 @@ class SessionCall(ApiResponseModel):
     edge: str
     """How it relates to an earlier call: root, continues, retries, rewinds, compacts, subagent or side_call."""
     parent_call_id: str | None
-    """The earlier call."""
+    """Id of the earlier call that `edge` relates this one to."""
     rule: str | None = None
     """Name of the rule that decided the edge."""
     reason: str | None = None
-    """The rule in words."""
+    """Why the rule gives this edge, in words."""
     ambiguous: bool = False
     """True if another edge or parent was possible as well."""
     prompt_mode: str | None = None
@@ -231,7 +231,7 @@ class CallDetail(ApiResponseModel):
     call_id: str
     """The id of the call."""
     session_id: str
-    """The session."""
+    """Id of the session."""
     dialect: str
     """The wire format of the request."""
     path: str
@@ -241,7 +241,7 @@ class CallDetail(ApiResponseModel):
     model: str
     """The model that the agent named."""
     engine: dict[str, Any] | None
-    """The engine that sampled."""
+    """Description of the engine that sampled."""
     weight_version: str | None
     """Policy version of the weights that sampled."""
     logprob_mode: str
@@ -262,11 +262,11 @@ class CallDetail(ApiResponseModel):
     edge: str
     """How it relates to an earlier call."""
     parent_call_id: str | None
-    """The earlier call."""
+    """Id of the earlier call that `edge` relates this one to."""
     rule: str | None = None
     """Name of the rule that decided the edge."""
     reason: str | None = None
-    """The rule in words."""
+    """Why the rule gives this edge, in words."""
     ambiguous: bool = False
     """True if another edge or parent was possible as well."""
     params: dict[str, Any]
@@ -294,7 +294,7 @@ class CallDetail(ApiResponseModel):
     prompt_ids: list[int] | None
     """The token ids of the prompt; null if the engine returned none."""
     choices: list[CallChoice]
-    """The answers."""
+    """The answers with their tokens."""
     texts_problem: str | None = None
     """Why the tokens have no texts, if they were asked for."""
 
@@ -305,7 +305,7 @@ class RolloutEvent(ApiResponseModel):
     event_id: int
     """Number of the event; later events have higher numbers."""
     at: float
-    """When it happened."""
+    """When the event happened."""
     kind: str
     """The kind of event, such as `status`."""
     data: dict[str, Any]
@@ -318,13 +318,13 @@ class Artifact(ApiResponseModel):
     artifact_id: str
     """The id of the artifact."""
     name: str
-    """Its name, such as `patch.diff`."""
+    """Name of the file, such as `patch.diff`."""
     sha256: str
-    """SHA-256 of its content."""
+    """SHA-256 of the file's content."""
     bytes: int
-    """Its size."""
+    """Size of the file in bytes."""
     created_at: float
-    """When it was stored."""
+    """When the file was stored."""
     path: str
     """The file on the server's machine."""
 
@@ -337,9 +337,9 @@ class RolloutRecord(RolloutDetail):
     config: dict[str, Any]
     """The options of the rollout."""
     events: list[RolloutEvent]
-    """Its events, oldest first."""
+    """The rollout's events, oldest first."""
     artifacts: list[Artifact]
-    """Its stored files."""
+    """The rollout's stored files."""
     session: SessionDetail | None
     """The session of its last attempt."""
 
@@ -348,11 +348,11 @@ class Record(ApiResponseModel):
     """The record that a name refers to: exactly one of the fields is set."""
 
     rollout: RolloutRecord | None = None
-    """A rollout."""
+    """Set if the name refers to a rollout."""
     session: SessionDetail | None = None
-    """A session."""
+    """Set if the name refers to a session."""
     call: CallDetail | None = None
-    """A call."""
+    """Set if the name refers to a call."""
 
 
 class CreatedKey(ApiKey):
@@ -373,7 +373,7 @@ class ExportSummary(ApiResponseModel):
     """The counts of an export."""
 
     rows: int
-    """Number of rows."""
+    """Number of rows that were written."""
     rollouts: int
     """Number of rollouts that were selected."""
     sessions: int

@@ -44,7 +44,7 @@ class ErrorResponse(ApiResponseModel):
     """The body of every response with status 400 or more."""
 
     error: ErrorBody
-    """The error."""
+    """Description of the error."""
 
 
 class RefusedTask(ApiResponseModel):
@@ -98,9 +98,9 @@ class Group(ApiResponseModel):
     group_id: str
     """The id of the group."""
     job_id: str | None
-    """The job that it belongs to."""
+    """Id of the job that the group belongs to."""
     task_id: str
-    """The task of its rollouts."""
+    """Id of the task that all rollouts of the group run."""
     rollout_count: int
     """Number of rollouts that were queued for the group."""
     group_size: int
@@ -139,13 +139,13 @@ class Rollout(ApiResponseModel):
     rollout_id: str
     """The id of the rollout."""
     group_id: str
-    """The group that it belongs to."""
+    """Id of the group that the rollout belongs to."""
     job_id: str | None
     """The job that it belongs to."""
     task_id: str
-    """The task."""
+    """Id of the rollout's task."""
     group_index: int
-    """Its position in the group."""
+    """Position of the rollout in its group."""
     seed: int | None
     """The seed of the task instance, if it has one."""
     status: str
@@ -167,7 +167,7 @@ class Rollout(ApiResponseModel):
     session_id: str | None
     """The session of its last attempt."""
     harness: str
-    """The agent."""
+    """The agent, as NAME@VERSION."""
     sandbox: str
     """The kind of sandbox."""
     engine: str
@@ -237,7 +237,7 @@ class Reward(ApiResponseModel):
     reward_id: str
     """The id of the reward."""
     rollout_id: str | None
-    """The rollout."""
+    """Id of the rewarded rollout; null if a session without a rollout was rewarded."""
     session_id: str | None = None
     """The session, if it has no rollout."""
     trace_id: str | None
@@ -251,7 +251,7 @@ class Reward(ApiResponseModel):
     detail: dict[str, Any]
     """The JSON object that was stored with it."""
     created_at: float
-    """When it was given."""
+    """When the reward was given."""
 
 
 class RolloutDetail(Rollout):
@@ -292,9 +292,9 @@ class ApiKey(ApiResponseModel):
     label: str | None
     """The name given to it."""
     created_at: float
-    """When it was created."""
+    """When the key was created."""
     revoked_at: float | None
-    """When it was revoked."""
+    """When the key was revoked; null while it is valid."""
 
 
 class Lease(ApiResponseModel):
@@ -303,7 +303,7 @@ class Lease(ApiResponseModel):
     lease_id: str
     """The id of the lease."""
     group_id: str
-    """The group."""
+    """Id of the leased group."""
     consumer: str
     """The trainer that leased it."""
     expires_at: float
@@ -316,7 +316,7 @@ class Lease(ApiResponseModel):
 
 
 class LeaseResponse(ApiResponseModel):
-    """The leased groups."""
+    """The response to a request for groups: those that were leased, and those that were dropped."""
 
     leases: list[Lease]
     """The leases, oldest group first."""
@@ -330,7 +330,7 @@ class LeaseEndResponse(ApiResponseModel):
     lease_id: str
     """The id of the lease."""
     outcome: Literal["acknowledged", "returned"]
-    """How the lease ended."""
+    """acknowledged (trained on) or returned (unused)."""
 
 
 class LeaseExtendResponse(ApiResponseModel):
@@ -454,7 +454,7 @@ class ServiceState(ApiResponseModel):
     version: str
     """Version of Polar."""
     engine: EngineState | None
-    """The engine."""
+    """State of the engine that this server samples from."""
     policy_version: str | None
     """Version of the weights that the engine samples from."""
     feed: dict[str, int]
@@ -474,7 +474,7 @@ class ServiceState(ApiResponseModel):
     stages: dict[str, StageLimitState] | None = None
     """How full each stage is."""
     pool: SandboxPoolState | None = None
-    """The sandbox pool."""
+    """The sandbox pool of this server's rollout service."""
 
 
 class Event(ApiResponseModel):
@@ -494,6 +494,6 @@ class CallbackPayload(ApiResponseModel):
     type: Literal["group.finished", "group.cancelled", "job.ended"]
     """The event that is reported."""
     timestamp: float
-    """When it happened."""
+    """When the reported event happened."""
     data: dict[str, Any]
     """The group as `GET /groups/{id}` returns it, or the job as `GET /jobs/{id}` returns it."""

@@ -71,7 +71,7 @@ def recorded_answer(call: CallRecord) -> Answer:
 def listed_input(call: CallRecord) -> list[Json]:
     """Return the items that a response was generated from, in order, each with an id and as the API shows it.
 
-    Instructions are left out. An item without an id of the client gets one by which it can be referred to.
+    Instructions are left out. An item to which the client gave no id gets one, by which later requests can refer to it.
     """
     items: list[Json] = [orjson.loads(message) for message in call.messages]
     return [

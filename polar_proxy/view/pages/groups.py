@@ -1,5 +1,6 @@
-"""The page of a group: its rollouts with rewards and advantages, their conversations side by side, and the tokens of
-them that a trainer uses."""
+"""The page of a group: its rollouts with rewards and advantages, their conversations side by side, and the tokens that
+a
+trainer uses."""
 
 from __future__ import annotations
 
