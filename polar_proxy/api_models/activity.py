@@ -30,9 +30,9 @@ class ActiveSession(ApiResponseModel):
     session_id: str
     """The id of the session."""
     label: str | None
-    """The name given to it."""
+    """Label of the session."""
     rollout_id: str | None
-    """The rollout that it records."""
+    """Id of the rollout that the session records."""
     calls: int
     """Number of recorded calls."""
     failed_calls: int
@@ -40,7 +40,7 @@ class ActiveSession(ApiResponseModel):
     completion_tokens: int
     """Sum of sampled tokens."""
     last_call_at: float | None
-    """When its last call ended."""
+    """When the session's last call ended."""
 
 
 class Failure(ApiResponseModel):
