@@ -36,9 +36,9 @@ class GatewayLimits(_Section):
     """Limits of the gateway's server that keep one client from stopping it for all others."""
 
     connections: int = Field(4096, ge=1)
-    """Open connections, but at most half of the file descriptors that the system allows this process."""
+    """Number of open connections, but at most half of the file descriptors that the system allows this process."""
     sandbox_connections: int = Field(256, ge=1)
-    """Open connections from inside one sandbox. They count as open connections of the gateway too."""
+    """Number of open connections from inside one sandbox. They count as open connections of the gateway too."""
     head_kb: int = Field(64, ge=1)
     """Size of a request's headers in KiB."""
     headers: int = Field(200, ge=1)
@@ -221,9 +221,9 @@ class SandboxSettings(_Section):
     files: int = Field(500_000, ge=1000)
     """Number of files and folders in home, workspace and further folders."""
     processes: int = Field(1024, ge=16)
-    """Processes and threads at a time; not enforced in process sandboxes."""
+    """Number of processes and threads at a time; not enforced in process sandboxes."""
     open_files: int = Field(16_384, ge=64)
-    """Open files of each process."""
+    """Number of open files of each process."""
     self_test: Literal["refuse", "warn", "off"] = "refuse"
     """At the start of a service and before its first use, a kind of sandbox is tested for ways out. `refuse`: do not
     use it if one is open. `warn`: use it and log a warning. `off`: do not test."""
@@ -234,7 +234,7 @@ class SandboxSettings(_Section):
     build_memory_mb: int = Field(4096, ge=64)
     """MiB of memory for building a task's image."""
     build_cpus: float = Field(2.0, gt=0)
-    """Processors for building a task's image."""
+    """Number of processors for building a task's image."""
     build_seconds: float = Field(1800.0, gt=0)
     """Time limit of building a task's image."""
 
@@ -261,7 +261,7 @@ class TelemetrySettings(_Section):
     content: bool = False
     """Also send the messages of calls, shortened. They may hold anything that an agent read."""
     queue: int = Field(2048, ge=1)
-    """Calls and rollouts that may wait for the endpoint. Further ones are not traced."""
+    """Number of calls and rollouts that may wait for the endpoint. Further ones are not traced."""
     service_name: str = "polar"
     """The name under which this server appears."""
 
@@ -292,7 +292,7 @@ class AdmissionSettings(_Section):
     """KV-cache usage above which no new agent starts (vLLM reports it). Agents that wait for a tool do not count in it,
     so leave room for their conversations, which should stay cached. 1 disables the check."""
     engine_queue: int = Field(16, ge=0)
-    """Queued requests per engine replica above which no new agent starts (vLLM reports them)."""
+    """Number of queued requests per engine replica above which no new agent starts (vLLM reports them)."""
     memory_mb: int = Field(768, ge=0)
     """MiB of memory to reserve for a rollout whose task does not say how much it needs. 0: start rollouts without
     checking how much memory is free, whatever their tasks say."""

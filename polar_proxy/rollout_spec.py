@@ -41,9 +41,9 @@ class SessionBudget(DocumentedModel):
     max_calls: int | None = Field(None, ge=1, le=MAX_INTEGER)
     """Budget: number of model calls."""
     max_sampled_tokens: int | None = Field(None, ge=1, le=MAX_INTEGER)
-    """Budget: sampled tokens of all calls. No call starts once this many are sampled."""
+    """Budget: number of sampled tokens of all calls. No call starts once this many are sampled."""
     max_prompt_tokens: int | None = Field(None, ge=1, le=MAX_INTEGER)
-    """Budget: prompt tokens of all calls, cached ones included. No call starts once this many are used."""
+    """Budget: number of prompt tokens of all calls, cached ones included. No call starts once this many are used."""
     max_price_usd: float | None = Field(None, gt=0)
     """Budget: known price of all hosted calls in US dollars. No call starts once this much is spent."""
     max_idle_seconds: float | None = Field(None, gt=0)

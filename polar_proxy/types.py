@@ -233,9 +233,9 @@ class Usage:
     """The tokens of one call as the provider counts them. None: the provider does not report this count."""
 
     input_tokens: int
-    """All tokens of the prompt, including those read from the provider's cache or written to it."""
+    """Number of all tokens of the prompt, including those read from the provider's cache or written to it."""
     output_tokens: int
-    """All sampled tokens, including those of the reasoning."""
+    """Number of all sampled tokens, including those of the reasoning."""
     cached_tokens: int | None = None
     """The part of `input_tokens` that was read from the provider's cache."""
     cache_write_tokens: int | None = None
@@ -307,7 +307,7 @@ class EngineInfo:
     precision: str | None = None
     """Number format of its computations, such as float32 or "bfloat16, fp8 weights"; None if it does not report it."""
     max_answer: int | None = None
-    """Tokens of its longest answer, if it ends answers before the context is full."""
+    """Number of tokens of its longest answer, if it ends answers before the context is full."""
 
 
 @dataclass(frozen=True, slots=True)

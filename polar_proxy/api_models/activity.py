@@ -13,15 +13,15 @@ class ActivityRates(ApiResponseModel):
     failed_calls: int
     """Number of calls without a complete answer."""
     prompt_tokens: int
-    """Prompt tokens of the calls."""
+    """Number of prompt tokens of the calls."""
     cached_tokens: int
-    """Prompt tokens that the engine had in its cache."""
+    """Number of prompt tokens that the engine had in its cache."""
     completion_tokens: int
-    """Sampled tokens of the calls."""
+    """Number of sampled tokens of the calls."""
     rollouts: int
     """Number of rollouts."""
     rollouts_not_done: int
-    """Rollouts that failed, timed out or were cancelled."""
+    """Number of rollouts that failed, timed out or were cancelled."""
 
 
 class ActiveSession(ApiResponseModel):
@@ -38,7 +38,7 @@ class ActiveSession(ApiResponseModel):
     failed_calls: int
     """Number of calls that failed."""
     completion_tokens: int
-    """Sum of sampled tokens."""
+    """Number of sampled tokens of all calls."""
     last_call_at: float | None
     """When the session's last call ended."""
 

@@ -143,11 +143,11 @@ class SessionCall(ApiResponseModel):
     completion_tokens: int
     """Number of sampled tokens."""
     cached_tokens: int | None
-    """Prompt tokens that the engine had in its cache."""
+    """Number of prompt tokens that the engine had in its cache."""
     input_tokens: int | None
-    """Prompt tokens of a hosted call as the provider counts them."""
+    """Number of prompt tokens of a hosted call as the provider counts them."""
     output_tokens: int | None
-    """Sampled tokens of a hosted call as the provider counts them."""
+    """Number of sampled tokens of a hosted call as the provider counts them."""
     price_usd: float | None
     """Price of a hosted call in US dollars; null if it is unknown."""
     weight_version: str | None
@@ -206,17 +206,17 @@ class CallUsage(ApiResponseModel):
     """The tokens of a hosted call as the provider counts them; null where it does not report a count."""
 
     input_tokens: int
-    """All prompt tokens, including tokens read from the provider's cache or written to it."""
+    """Number of all prompt tokens, including tokens read from the provider's cache or written to it."""
     output_tokens: int
-    """All sampled tokens, including the reasoning."""
+    """Number of all sampled tokens, including those of the reasoning."""
     cached_tokens: int | None
-    """Prompt tokens read from the provider's cache."""
+    """Number of prompt tokens read from the provider's cache."""
     cache_write_tokens: int | None
-    """Prompt tokens written to the provider's cache."""
+    """Number of prompt tokens written to the provider's cache."""
     cache_write_1h_tokens: int | None
-    """Prompt tokens written to the provider's cache for one hour; `cache_write_tokens` includes them."""
+    """Number of prompt tokens written to the provider's cache for one hour; `cache_write_tokens` includes them."""
     reasoning_tokens: int | None
-    """Sampled tokens of the reasoning."""
+    """Number of sampled tokens of the reasoning."""
     model: str | None
     """The model that answered, as the provider names it."""
     service_tier: str | None
@@ -280,7 +280,7 @@ class CallDetail(ApiResponseModel):
     ended_at: float
     """When the answer ended."""
     cached_tokens: int | None
-    """Prompt tokens that the engine had in its cache."""
+    """Number of prompt tokens that the engine had in its cache."""
     usage: CallUsage | None
     """The provider's count; null if the engine reports token ids."""
     price_usd: float | None

@@ -106,7 +106,7 @@ class Group(ApiResponseModel):
     group_size: int
     """Number of rollouts that complete the group (see `group_policy`)."""
     status: Literal["open", "finished", "cancelled"]
-    """The status of the group."""
+    """open, finished or cancelled."""
     reason: str | None
     """Why the group was finished early or cancelled."""
     delivery: Literal["open", "waiting", "leased", "delivered", "dropped"] | None

@@ -51,7 +51,7 @@ class ServiceLimits:
     """Limits on the concurrent work of one process."""
 
     in_flight: int = 64
-    """Rollouts claimed at a time, including those that wait to enter a stage."""
+    """Number of rollouts claimed at a time, including those that wait to enter a stage."""
     preparing: int = 4
     running: int = 8
     scoring: int = 4
@@ -102,7 +102,7 @@ class AdmissionRequest:
     group_id: str
     job_id: str | None = None
     memory_mb: int | None = None
-    """Memory that the rollout's sandbox needs; None if the task does not specify it."""
+    """MiB of memory that the rollout's sandbox needs; None if the task does not specify it."""
 
 
 AdmissionCheck = Callable[[AdmissionRequest], str | None]

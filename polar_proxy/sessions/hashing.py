@@ -156,7 +156,7 @@ class AssistantTurn:
     ids: tuple[str, ...]
     """Ids of the turn's tool calls."""
     length: int
-    """Characters of the turn's text and of its tool calls' arguments."""
+    """Number of characters of the turn's text and of its tool calls' arguments."""
 
 
 @dataclass(frozen=True, slots=True)

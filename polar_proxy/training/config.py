@@ -156,7 +156,7 @@ class GrpoConfig(BaseModel):
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """After the warm-up: constant, or falling to 0 at the last step."""
     warmup_steps: int = Field(0, ge=0)
-    """Steps in which the learning rate rises from 0."""
+    """Number of steps in which the learning rate rises from 0."""
     adam_betas: tuple[float, float] = (0.9, 0.99)
     weight_decay: float = Field(0.0, ge=0)
     max_grad_norm: float = Field(1.0, gt=0)
@@ -166,7 +166,8 @@ class GrpoConfig(BaseModel):
     """Precision of the forward passes. Weights and optimiser are always float32."""
     device: str = "cpu"
     processes: int = Field(1, ge=1)
-    """Processes over which weights, gradients and optimiser are sharded (FSDP2, training/policy/fsdp.py). With
+    """Number of processes over which weights, gradients and optimiser are sharded (FSDP2, training/policy/fsdp.py).
+    With
     `device = "cuda"`, each process uses its own GPU: the first n GPUs of this machine."""
 
     # The run

@@ -44,9 +44,10 @@ from sandboxes.base import SandboxKind, uncancellable
 log = logging.getLogger(__name__)
 
 SANDBOX_RESOURCE = "polar_sandbox"
-"""Custom resource of a node: agents at a time. The node's actor reserves all of it."""
+"""Ray resource of a node: the number of agents that it runs at a time. The node's actor reserves all of it."""
 SCORING_RESOURCE = "polar_scoring"
-"""Custom resource of a node: rollouts scored at a time, besides those that the node's own actor scores."""
+"""Ray resource of a node: the number of rollouts that it scores at a time, besides those that the node's own actor
+scores."""
 
 SANDBOX_BYTES = 4 << 30
 """Memory in bytes of a sandbox whose task does not specify it."""

@@ -66,7 +66,7 @@ class VacuumResult:
     bytes_before: int = 0
     bytes_after: int = 0
     free_bytes: int = 0
-    """Unused bytes within the SQLite file. `full` returns them to the file system."""
+    """Number of unused bytes within the SQLite file. `full` returns them to the file system."""
 
 
 class MaintenanceRepository(Repository):
