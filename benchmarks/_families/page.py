@@ -44,7 +44,7 @@ def served_row(result: ServedResult) -> str:
     if any(session.splits is None for session in result.sessions):
         notes.append("all answers were sampled under a grammar of the server's parser, and are not trained")
     if misread:
-        notes.append(f"{misread} answers that vLLM's chat route itself gives otherwise")
+        notes.append(f"vLLM's chat route itself changes {misread} of the answers")
     cells = (
         result.name,
         result.template,

@@ -69,8 +69,9 @@ class CallSummary:
     completion_tokens: int
     cached_tokens: int | None
     input_tokens: int | None
+    """Number of prompt tokens of a hosted call, as the provider counts them (`Usage`)."""
     output_tokens: int | None
-    """The provider's counts of a hosted call (`Usage`)."""
+    """Number of sampled tokens of a hosted call, as the provider counts them (`Usage`)."""
     price_usd: float | None
     weight_version: str | None
     started_at: float
