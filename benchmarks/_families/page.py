@@ -91,7 +91,7 @@ of tool calls back in another form.
 
 "Read right" are answers that the agent received as they were planned; "splits" are training sequences beyond the first;
 "largest" is the largest difference between a recorded log-probability and the one of the same ids in a prompt (nats).
-Two values are those of the streamed and of the whole session.
+A cell with two values has that of the streamed session first, then that of the whole one.
 
 {served_table(served)}
 

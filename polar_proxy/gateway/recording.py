@@ -340,7 +340,7 @@ def _choices_of(call: PendingCall, weight_version: str | None) -> tuple[Choice, 
 
 
 def _sampling_marks(request: RequestContext, call: PendingCall, engine: EngineInfo) -> Json:
-    """Return marks for the recorded sampling parameters: what Polar constrained or hid, what was not sent on."""
+    """Return the marks that are recorded with the sampling parameters, such as `constrained` and `not_carried`."""
     marks: Json = {}
     if call.plan.constrained:
         marks["constrained"] = True

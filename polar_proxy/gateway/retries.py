@@ -52,7 +52,7 @@ class ResponseBuffer:
         """True if this request failed, and an equal one came afterwards."""
         self.ended_at: float | None = None
         self.size = sum(len(message) for messages in request.parsed.messages for message in messages)
-        """Bytes of the request's messages and of the response so far."""
+        """Size of the request's messages and of the response so far, in bytes."""
         self._grace = grace
         self._deadline = 0.0
         self._messages: list[Any] = []

@@ -103,7 +103,7 @@ class LimitedConnection(asyncio.Protocol):
     _held = _NOTHING
     """Received bytes that wait for a later turn of the event loop."""
     _unread_answer = 0
-    """Bytes of the answer that the client had not read at the last check."""
+    """Number of bytes of the answer that the client had not read at the last check."""
     _answer_timer: asyncio.TimerHandle | None = None
     _pace: BodyPace | None = None
     """How fast the current body arrives; None while this is not measured."""

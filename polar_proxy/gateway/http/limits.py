@@ -169,7 +169,8 @@ class LimitedHttpProtocol(LimitedConnection, HttpToolsProtocol):
         self._refusal: RequestError | None = None
         self._reading: Literal["head", "body"] | None = "head"
         self._unread = 0
-        """Bytes received since the last progress: the end of a request or of its head, or a piece of its body."""
+        """Number of bytes received since the last progress: the end of a request or of its head, or a piece of its
+        body."""
         self._content = 0
         self._chunked = False
         self._head_timer: asyncio.TimerHandle | None = None

@@ -60,7 +60,7 @@ class LimitedWebSocketProtocol(LimitedConnection, WebSocketsSansIOProtocol):
         self._unread = 0
         """Number of bytes received since the message began."""
         self._unreported = 0
-        """Bytes of the message that were not yet reported to the application by `asgi.WEBSOCKET_PIECE`."""
+        """Number of bytes of the message that were not yet reported to the application by `asgi.WEBSOCKET_PIECE`."""
         self._idle_timer: asyncio.TimerHandle | None = None
         """Runs while the WebSocket has no request."""
 

@@ -22,7 +22,7 @@ _MIN_DICTIONARY, _DICTIONARY_PER_BYTE = 8192, 64
 """Number of bytes of a preset dictionary that are used: at least the first, and the second for each byte to
 compress."""
 _LOOKAHEAD = 262
-"""Bytes of a deflate window that cannot be referred to (zlib's MIN_LOOKAHEAD)."""
+"""Number of bytes of a deflate window that cannot be referred to (zlib's MIN_LOOKAHEAD)."""
 _MAX_SMALL_JSON = 64 << 20
 
 _JSON_DICTIONARY = (
