@@ -15,19 +15,20 @@ class SessionFields(ApiResponseModel):
     session_id: str
     """The id of the session."""
     label: str | None
-    """The name given to it, or the key that opened it if the key is made of plain words, such as `my-agent-2`."""
+    """The name given to the session, or the key that opened it if the key is made of plain words, such as
+    `my-agent-2`."""
     origin: str
-    """How it was created: key (`polar session new`), open (an unknown key on loopback) or rollout."""
+    """How the session was created: key (`polar session new`), open (an unknown key on loopback) or rollout."""
     rollout_id: str | None
-    """The rollout that it records."""
+    """Id of the rollout whose calls the session records."""
     created_at: float
     """When the session was created."""
     closed_at: float | None
     """When the session was closed; null while it is open."""
     incomplete: str | None
-    """Why it must not be trained on; null if all calls are recorded."""
+    """Why the session must not be trained on; null if all calls are recorded."""
     spent: str | None
-    """The limit of its budget that was reached, such as max_calls."""
+    """The limit of the session's budget that was reached, such as max_calls."""
     failed_calls: int
     """Number of calls that failed: their status is `client_gone` or `upstream_error`."""
     prompt_tokens: int
