@@ -139,8 +139,8 @@ class GatewaySettings(_Section):
     400. `allow`: they are left to an engine that can pass them on to its provider, and such answers are never trained;
     other engines offer none."""
     hooks: str | None = None
-    """A class of your own, as module:Class, that changes requests or answers (polar_proxy/gateway/hooks.py). Data can
-    never name it."""
+    """A class of your own, as module:Class, that changes requests or answers (polar_proxy/gateway/hooks.py). Tasks and
+    requests cannot name one."""
     hook_seconds: float = Field(10.0, gt=0)
     """How long a hook may take. A call whose hook takes longer fails."""
     normalisers_off: frozenset[str] = frozenset()

@@ -59,13 +59,13 @@ class ExplainedDrift:
     position: int
     """Index in the prompt of the first token that differs."""
     in_answer: int | None
-    """This position counted from the start of the base's answer; None if it is before the answer."""
+    """`position` counted from the start of the base's answer; None if it is before the answer."""
     before: str
-    """Text of the tokens before this position, which are the same on both sides."""
+    """Text of the tokens before `position`, which are the same on both sides."""
     sampled: tuple[str, ...]
-    """Texts of the tokens from this position on, as they were sampled (or as the base's prompt had them)."""
+    """Texts of the tokens from `position` on, as they were sampled (or as the base's prompt had them)."""
     rendered: tuple[str, ...]
-    """Texts of the tokens from this position on, as the engine rendered them."""
+    """Texts of the tokens from `position` on, as the engine rendered them."""
     causes: tuple[DriftCause, ...]
     """Why the prompt differs. Other causes after `retokenised` explain a difference of texts that follows the first
     difference, which is one of tokens only."""

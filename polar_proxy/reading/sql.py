@@ -167,7 +167,7 @@ class _CallReader:
         return run
 
     def _call(self, call_id: str) -> CallRecord | None:
-        """Return a call. The whole session is read, because the next row is mostly of the same one."""
+        """Return a call. Its whole session is read and kept, because the next row is usually from the same session."""
         session_id = self._session_of.get(call_id)
         if session_id is None or session_id not in self._sessions:
             calls = asyncio.run_coroutine_threadsafe(self._read_session(call_id), self._loop).result()
