@@ -165,7 +165,7 @@ class Rollout(ApiResponseModel):
     error: str | None
     """Why it failed, for people."""
     session_id: str | None
-    """The session of its last attempt."""
+    """Id of the session of the last attempt."""
     harness: str
     """The agent, as NAME@VERSION."""
     sandbox: str
@@ -239,11 +239,11 @@ class Reward(ApiResponseModel):
     rollout_id: str | None
     """Id of the rewarded rollout; null if a session without a rollout was rewarded."""
     session_id: str | None = None
-    """The session, if it has no rollout."""
+    """Id of the rewarded session, if it has no rollout."""
     trace_id: str | None
-    """The trace, if the reward is for a single trace."""
+    """Id of the trace, if the reward is for a single trace."""
     call_id: str | None
-    """The call, if the reward is for a single call."""
+    """Id of the call, if the reward is for a single call."""
     source: str
     """Source of the reward, such as `human:anna`."""
     value: float | None
@@ -305,7 +305,7 @@ class Lease(ApiResponseModel):
     group_id: str
     """Id of the leased group."""
     consumer: str
-    """The trainer that leased it."""
+    """The trainer that leased the group."""
     expires_at: float
     """When the lease expires."""
     staleness: int | None

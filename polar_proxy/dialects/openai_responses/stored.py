@@ -1,6 +1,6 @@
 """Recorded responses as the API shows them: the response object, its event stream and its input items.
 
-They are made of the record alone. The object equals the one that the client got, except that the items of the answer
+They are made from the record alone. The object equals the one that the client got, except that the items of the answer
 are in the order reasoning, text, tool calls, and that there are no log-probabilities, because the record does not have
 the texts of single tokens. The stream has each text in one piece.
 """
