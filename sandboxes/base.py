@@ -192,8 +192,7 @@ class Sandbox(ABC):
     kind: ClassVar[SandboxKind]
     exceeded: str | None = None
     """Why the programs inside were stopped, if their files exceeded the disk quota. The files stay, and new commands
-    can
-    run."""
+    can run."""
     unenforced: tuple[str, ...] = ()
     """The requested limits that this sandbox cannot enforce, each with the reason."""
     base_env: Mapping[str, str] = {}

@@ -108,8 +108,7 @@ class RewardRequest(ApiRequestModel):
 
 
 class SessionRequest(ApiRequestModel, SessionBudget):
-    """A session for an agent that you start yourself. These settings override those of the agent's
-    requests."""
+    """A session for an agent that you start yourself. These settings override those of the agent's requests."""
 
     label: str | None = None
     """A name to find the session by."""

@@ -141,7 +141,7 @@ class Rollout(ApiResponseModel):
     group_id: str
     """Id of the group that the rollout belongs to."""
     job_id: str | None
-    """The job that it belongs to."""
+    """Id of the job that the rollout belongs to."""
     task_id: str
     """Id of the rollout's task."""
     group_index: int

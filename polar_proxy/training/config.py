@@ -167,8 +167,7 @@ class GrpoConfig(BaseModel):
     device: str = "cpu"
     processes: int = Field(1, ge=1)
     """Number of processes over which weights, gradients and optimiser are sharded (FSDP2, training/policy/fsdp.py).
-    With
-    `device = "cuda"`, each process uses its own GPU: the first n GPUs of this machine."""
+    With `device = "cuda"`, each process uses its own GPU: the first n GPUs of this machine."""
 
     # The run
     steps: int = Field(100, ge=1)

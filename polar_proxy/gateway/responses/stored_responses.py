@@ -54,8 +54,7 @@ _CANCEL_SECONDS = 10.0
 """How long to wait until a cancelled call is recorded."""
 _ENTRY_BYTES, _MESSAGE_BYTES = 512, 64
 """Number of bytes of memory that a kept warm-up (a request with `generate: false`) and each of its messages take
-besides the
-messages' texts."""
+besides the messages' texts."""
 
 FindSession = Callable[[Mapping[str, str], str | None, asgi.Scope], Awaitable[SessionState]]
 """Returns the session of a request, from its headers, the key in its path and its scope. Raises RequestError."""

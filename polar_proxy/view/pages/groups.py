@@ -1,6 +1,5 @@
 """The page of a group: its rollouts with rewards and advantages, their conversations side by side, and the tokens that
-a
-trainer uses."""
+a trainer uses."""
 
 from __future__ import annotations
 
