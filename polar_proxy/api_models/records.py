@@ -198,7 +198,7 @@ class SessionDetail(SessionFields):
     excluded: dict[str, str]
     """Calls that are in no trace, each with the reason."""
     rewards: list[Reward]
-    """All rewards ever given to it, oldest first."""
+    """All rewards ever given to the session, oldest first."""
     texts_problem: str | None = None
     """Why some tokens have no texts, if they were asked for."""
 

@@ -249,7 +249,7 @@ class Reward(ApiResponseModel):
     value: float | None
     """The reward; null if the work could not be judged."""
     detail: dict[str, Any]
-    """The JSON object that was stored with it."""
+    """The JSON object that was stored with the reward."""
     created_at: float
     """When the reward was given."""
 
@@ -290,7 +290,7 @@ class ApiKey(ApiResponseModel):
     role: str
     """admin or trainer."""
     label: str | None
-    """The name given to it."""
+    """The name given to the key."""
     created_at: float
     """When the key was created."""
     revoked_at: float | None

@@ -37,7 +37,7 @@ RESERVATION_SECONDS = 60.0
 _RECHECK_SECONDS = 0.2
 _MONITOR_SECONDS = 2.0
 _UNLIMITED = 1 << 60
-"""A control group without a limit reports a number of this order (version 1), or `max` (version 2)."""
+"""A control group without a limit reports a number at least this large (version 1), or `max` (version 2)."""
 _CGROUP_FILES = (
     # (usage, limit, statistics, the statistic of memory that can be reclaimed)
     ("memory.current", "memory.max", "memory.stat", "inactive_file"),

@@ -54,8 +54,8 @@ IGNORED_DIFFERENCES = (
         "white_space", re.compile(r"\s+"), "Templates trim past answers, and not the opening of the next."
     ),
 )
-"""When two renderings are compared, these are left out, in this order, of the text between an answer and the message
-before it."""
+"""The differences that are ignored when two renderings are compared: each is removed, in this order, from the text
+between an answer and the message before it."""
 
 WRITTEN_STOPS = {
     "<|return|>": ("<|end|>", "gpt-oss ends an answer with <|return|>; its template shows past answers with <|end|>."),

@@ -180,11 +180,11 @@ class SessionState:
         self._cache = ConversationCache() if cache is None else cache
         self._with_text: deque[CallNode] = deque()
         self.used_at = time.monotonic()
-        """When a request last asked for this session."""
+        """When a request last used this session, by the monotonic clock."""
         self.key_hashes: set[bytes] = set()
         """The hashes of the keys that find this session in the gateway's memory."""
         self.counted_calls = 0
-        """The `weight` that the registry's sum contains for this session."""
+        """The value of `weight` with which the registry counted this session last."""
         self.requests = 0
         """Requests that are being read or answered; see `in_request`."""
         self.in_flight = 0
@@ -205,7 +205,7 @@ class SessionState:
         self.ended = False
         """True if the rollout ended while calls were in flight: they are answered with a 409."""
         self.recorded = 0
-        """Number of stored calls that are in this index, from this gateway and from others."""
+        """Number of the session's stored calls that this state knows, from this gateway and from others."""
 
     @contextmanager
     def in_request(self) -> Iterator[None]:

@@ -75,7 +75,7 @@ class LogprobDifference:
     fresh: float
     policy_version: str | None
     before: tuple[int, ...]
-    """The token ids before it."""
+    """Ids of the tokens before the compared one."""
 
     @property
     def size(self) -> float:

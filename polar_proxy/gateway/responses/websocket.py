@@ -37,7 +37,7 @@ from polar_proxy.types import new_id
 
 _DIALECT = ResponsesWebSocketDialect()
 _FINAL_EVENTS = (b"event: response.completed", b"event: response.incomplete")
-"""The last event of a complete answer is one of these."""
+"""The types of the events with which a complete answer may end."""
 
 
 class ResponsesWebSocket:
