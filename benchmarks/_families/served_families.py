@@ -83,6 +83,9 @@ SERVED = (
         "new user message is another one (`history_changed`). vLLM's parser takes the call id that the template writes "
         "after the name (`[CALL_ID]`) as a part of the tool's name.",
     ),
+    ServedFamily("Kimi-K3", "Kimi-K3", "kimi_k3", "kimi_k3"),
+    ServedFamily("Hy3", "tencent-Hy3", "hy_v3", "hy_v3"),
+    ServedFamily("Cohere", "Cohere2MoE", "cohere_command4", "cohere_command4"),
     ServedFamily(
         "gpt-oss",
         "openai-gpt-oss-120b",
