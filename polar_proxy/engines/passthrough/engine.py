@@ -133,7 +133,10 @@ class PassthroughEngine(Engine):
 
 
 class _LenientDecoder:
-    """A decoder that stops at the first object that it cannot read, instead of ending the answer."""
+    """Decodes a provider's answer for the record, up to the first chunk that it cannot read.
+
+    Such a chunk does not end the answer that the agent gets.
+    """
 
     def __init__(self, decoder: AnswerDecoder, raw: ProviderRequest) -> None:
         self._decoder = decoder
