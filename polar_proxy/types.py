@@ -400,9 +400,9 @@ class CallRecord:
     Set in either prompt mode."""
     base_choice: int | None = None
     deleted_at: float | None = None
-    """When its client deleted the response, in seconds since the epoch. The call stays, and is trained on."""
+    """When the client deleted the response, in seconds since the epoch. The call stays, and is trained on."""
     engine_name: str | None = None
-    """Name of its engine in the settings [engines]; None for the engine of [engine]."""
+    """Name of the engine in the settings [engines]; None for the engine of [engine]."""
     route: str | None = None
     """Name of the rule that chose the engine."""
     hooks: Json | None = None

@@ -38,7 +38,7 @@ class SessionFields(ApiResponseModel):
     price_usd: float | None
     """Sum of the known prices of its calls in US dollars; null if none is known."""
     last_call_at: float | None
-    """When its last call ended."""
+    """When the last call ended."""
     reward: float | None = None
     """The newest reward of the session as a whole; null if it has a rollout, which then has the reward."""
 
@@ -120,7 +120,7 @@ class SessionCall(ApiResponseModel):
     error: str | None
     """Why the call failed."""
     edge: str
-    """How it relates to an earlier call: root, continues, retries, rewinds, compacts, subagent or side_call."""
+    """How the call relates to an earlier call: root, continues, retries, rewinds, compacts, subagent or side_call."""
     parent_call_id: str | None
     """Id of the earlier call that `edge` relates this one to."""
     rule: str | None = None
@@ -261,7 +261,7 @@ class CallDetail(ApiResponseModel):
     hooks: dict[str, Any] | None
     """Changes by hooks: parts of the request as the model saw them, and answers as they were sampled."""
     edge: str
-    """How it relates to an earlier call."""
+    """How the call relates to an earlier call."""
     parent_call_id: str | None
     """Id of the earlier call that `edge` relates this one to."""
     rule: str | None = None

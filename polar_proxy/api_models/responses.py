@@ -55,7 +55,7 @@ class RefusedTask(ApiResponseModel):
     name: str | None
     """The task's id, if it has one."""
     reason: str
-    """Why it cannot be run."""
+    """Why the task cannot be run."""
 
 
 class Job(ApiResponseModel):
@@ -163,7 +163,7 @@ class Rollout(ApiResponseModel):
     exit_code: int | None
     """Exit code of the agent; null if the agent was stopped."""
     error: str | None
-    """Why it failed, for people."""
+    """Why the rollout failed, for people."""
     session_id: str | None
     """Id of the session of the last attempt."""
     harness: str
@@ -352,7 +352,7 @@ class TrainingRun(ApiResponseModel):
     created_at: float
     """When the run was registered."""
     updated_at: float | None
-    """When its trainer wrote the last line."""
+    """When the trainer wrote the last line."""
     step: int
     """Number of completed steps."""
     lines: int

@@ -127,7 +127,7 @@ class Answer:
     usage: Usage | None = None
     """The provider's own count; used only if the engine reports no token ids."""
     ended_at: float | None = None
-    """When it ended, in seconds since the epoch."""
+    """When the answer ended, in seconds since the epoch."""
 
     def add(self, event: SampleEvent) -> None:
         if event.prompt_ids is not None:

@@ -72,7 +72,7 @@ class LastRequest:
     parsed: ParsedRequest
     conversation: HashedConversation
     text_bytes: int
-    """Size of its messages in bytes. The parsed messages take about the same amount of memory again."""
+    """Size of the messages in bytes. The parsed messages take about the same amount of memory again."""
 
     @property
     def size(self) -> int:

@@ -64,7 +64,7 @@ class TrainingSequence:
     trace_id: str
     group_id: str
     rollout: int
-    """Index of its rollout within the batch."""
+    """Index of the rollout within the batch."""
     token_ids: npt.NDArray[np.int64]
     """[n]"""
     trained: npt.NDArray[np.bool_]
