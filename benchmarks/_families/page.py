@@ -48,7 +48,7 @@ def served_row(result: ServedResult) -> str:
     if any(session.splits is None for session in result.sessions):
         notes.append("all answers were sampled under a grammar of the server's parser, and are not trained")
     if misread:
-        notes.append(f"{misread} answers that vLLM's chat route itself gives otherwise")
+        notes.append(f"vLLM's chat route itself changes {misread} of the answers")
     cells = (
         result.name,
         result.template,
@@ -98,7 +98,7 @@ of tool calls back in another form.
 
 "Read right" are answers that the agent received as they were planned; "splits" are training sequences beyond the first;
 "largest" is the largest difference between a recorded log-probability and the one of the same ids in a prompt (nats).
-Two values are those of the streamed and of the whole session.
+A cell with two values has that of the streamed session first, then that of the whole one.
 
 {table}
 
