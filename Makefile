@@ -7,6 +7,8 @@ STAMP := $(VENV)/.ready
 # Test files run in this many processes, each with one thread: make test PROCESSES=8. Tests also wait, so three processes
 # are right for two cores.
 PROCESSES ?= 3
+# Hundreds of processes that tests start import Polar; without bytecode files each would compile it again.
+unexport PYTHONDONTWRITEBYTECODE
 LLAMA ?= $(or $(POLAR_HOME),$(HOME)/.polar)/llama-server/0.3.36
 
 .PHONY: setup demo test-fast test test-full test-harnesses test-llama test-foreign coverage lint types format image clean

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
+import logging
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -30,6 +32,7 @@ def polar(*arguments: str) -> CommandResult:
     code = 0
     with (
         patch.object(sys, "argv", ["polar", *arguments]),
+        _restored_process(),
         contextlib.redirect_stdout(stdout),
         contextlib.redirect_stderr(stderr),
     ):
@@ -37,11 +40,22 @@ def polar(*arguments: str) -> CommandResult:
             main()
         except SystemExit as end:
             code = int(end.code or 0)
-        finally:
-            gc.enable()  # a short command ends without it
     for stream in (stdout, stderr):
         stream.seek(0)
     return CommandResult(code, stdout.read(), stderr.read())
+
+
+@contextlib.contextmanager
+def _restored_process() -> Iterator[None]:
+    """Restore what a command sets for its process: the log, and garbage collection, which a short one ends without."""
+    root = logging.getLogger()
+    level, handlers, hook = root.level, root.handlers, sys.excepthook
+    try:
+        yield
+    finally:
+        root.setLevel(level)
+        root.handlers, sys.excepthook = handlers, hook
+        gc.enable()
 
 
 def polar_ok(*arguments: str) -> str:
