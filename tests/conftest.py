@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import gc
 import os
 import shutil
 import signal
+import ssl
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import certifi
 import pytest
-from httpx._config import create_ssl_context
 from hypothesis import HealthCheck, settings
 
 from benchmarks._stacks.kill_targets import Postgres
@@ -144,8 +144,14 @@ def created_databases(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_certificates() -> Iterator[None]:
-    """Read the system's certificates once for all HTTP clients of a test process, not once for each client."""
-    with patch("httpx._transports.default.create_ssl_context", functools.cache(create_ssl_context)):
+    """Keep HTTP clients from reading the certificates of the internet's authorities: it takes as long as a test."""
+    load = ssl.SSLContext.load_verify_locations
+
+    def load_others(context: ssl.SSLContext, cafile: Any = None, capath: Any = None, cadata: Any = None) -> None:
+        if cafile != certifi.where():
+            load(context, cafile, capath, cadata)
+
+    with patch.object(ssl.SSLContext, "load_verify_locations", load_others):
         yield
 
 
