@@ -145,10 +145,10 @@ def created_databases(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def quick_certificates() -> Iterator[None]:
     """Keep HTTP clients from reading the certificates of the internet's authorities: it takes as long as a test."""
-    load = ssl.SSLContext.load_verify_locations
+    load, public = ssl.SSLContext.load_verify_locations, {certifi.where(), ssl.get_default_verify_paths().cafile}
 
     def load_others(context: ssl.SSLContext, cafile: Any = None, capath: Any = None, cadata: Any = None) -> None:
-        if cafile != certifi.where():
+        if cafile not in public:
             load(context, cafile, capath, cadata)
 
     with patch.object(ssl.SSLContext, "load_verify_locations", load_others):
