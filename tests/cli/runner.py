@@ -6,8 +6,12 @@ import contextlib
 import gc
 import io
 import logging
+import os
+import signal
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -26,9 +30,9 @@ class CommandResult:
     stderr: str
 
 
-def polar(*arguments: str) -> CommandResult:
-    """Run a command. Unexpected errors are raised here."""
-    stdout, stderr = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2))
+def polar(*arguments: str, printed: io.BytesIO | None = None) -> CommandResult:
+    """Run a command, whose standard output `printed` receives while it runs. Unexpected errors are raised here."""
+    stdout, stderr = (io.TextIOWrapper(bytes_, encoding="utf-8") for bytes_ in (printed or io.BytesIO(), io.BytesIO()))
     code = 0
     with (
         patch.object(sys, "argv", ["polar", *arguments]),
@@ -43,6 +47,33 @@ def polar(*arguments: str) -> CommandResult:
     for stream in (stdout, stderr):
         stream.seek(0)
     return CommandResult(code, stdout.read(), stderr.read())
+
+
+def polar_serve(use: Callable[[dict[str, Any]], object], *options: str) -> CommandResult:
+    """Run `polar serve`, call `use` in a thread with the JSON document of the ready server, and interrupt the server.
+
+    Errors of `use` are raised here.
+    """
+    printed, ended = io.BytesIO(), threading.Event()
+
+    def use_and_interrupt() -> None:
+        while not printed.getvalue().endswith(b"}\n"):
+            if ended.wait(0.01):
+                return
+        try:
+            use(orjson.loads(printed.getvalue()))
+        finally:
+            if not ended.is_set():
+                os.kill(os.getpid(), signal.SIGINT)
+
+    with ThreadPoolExecutor(1) as thread:
+        used = thread.submit(use_and_interrupt)
+        try:
+            done = polar("serve", "--port", "0", "--json", *options, printed=printed)
+        finally:
+            ended.set()
+        used.result()
+    return done
 
 
 @contextlib.contextmanager
