@@ -50,18 +50,23 @@ def polar(*arguments: str, printed: io.BytesIO | None = None) -> CommandResult:
 
 
 def polar_serve(use: Callable[[dict[str, Any]], object], *options: str) -> CommandResult:
-    """Run `polar serve`, call `use` in a thread with the JSON document of the ready server, and interrupt the server.
+    """Run `polar serve --json`, call `use` in a thread with the document of the ready server, and interrupt the server.
 
     Errors of `use` are raised here.
     """
+    return polar_serve_text(lambda text: use(orjson.loads(text)), "--json", *options)
+
+
+def polar_serve_text(use: Callable[[str], object], *options: str) -> CommandResult:
+    """Like `polar_serve`; `use` gets the text that is printed for people, or the document with the option --json."""
     printed, ended = io.BytesIO(), threading.Event()
 
     def use_and_interrupt() -> None:
-        while not printed.getvalue().endswith(b"}\n"):
+        while not (printed.getvalue().endswith(b"}\n") or b"\nthen: " in printed.getvalue()):
             if ended.wait(0.01):
                 return
         try:
-            use(orjson.loads(printed.getvalue()))
+            use(printed.getvalue().decode())
         finally:
             if not ended.is_set():
                 os.kill(os.getpid(), signal.SIGINT)
@@ -69,7 +74,7 @@ def polar_serve(use: Callable[[dict[str, Any]], object], *options: str) -> Comma
     with ThreadPoolExecutor(1) as thread:
         used = thread.submit(use_and_interrupt)
         try:
-            done = polar("serve", "--port", "0", "--json", *options, printed=printed)
+            done = polar("serve", "--port", "0", *options, printed=printed)
         finally:
             ended.set()
         used.result()
