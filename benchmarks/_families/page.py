@@ -26,7 +26,11 @@ def grade_lines(results: Sequence[FamilyResult]) -> list[str]:
 
 
 def served_table(results: Sequence[ServedResult]) -> str:
-    return "\n".join([_line(_HEAD), _line(["---"] * len(_HEAD)), *map(served_row, results)])
+    return _table(map(served_row, results))
+
+
+def _table(rows: Iterable[str]) -> str:
+    return "\n".join([_line(_HEAD), _line(["---"] * len(_HEAD)), *rows])
 
 
 def _line(cells: Iterable[str]) -> str:
@@ -63,8 +67,11 @@ def _both(texts: Iterable[str]) -> str:
     return " / ".join(dict.fromkeys(texts)) or "-"
 
 
-def page(templates: Sequence[FamilyResult], served: Sequence[ServedResult]) -> str:
-    """Return docs/families.md."""
+def page(templates: Sequence[FamilyResult], served: Sequence[ServedResult], old: str) -> str:
+    """Return docs/families.md. Families that were not run keep their row of the old page."""
+    rows = {line.split("|")[1].strip(): line for line in old.splitlines() if line.startswith("| ")}
+    rows |= {result.name: served_row(result) for result in served}
+    table = _table(rows[family.name] for family in SERVED if family.name in rows)
     notes = "\n".join(f"* {family.name}: {family.note}" for family in SERVED if family.note)
     grades = "\n".join(f"* {line}" for line in grade_lines(templates))
     return f"""\
@@ -93,7 +100,7 @@ of tool calls back in another form.
 "largest" is the largest difference between a recorded log-probability and the one of the same ids in a prompt (nats).
 A cell with two values has that of the streamed session first, then that of the whole one.
 
-{served_table(served)}
+{table}
 
 {notes}
 """
