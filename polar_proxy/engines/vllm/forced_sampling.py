@@ -51,7 +51,7 @@ from polar_proxy.errors import EngineError
 from polar_proxy.types import Json, SampleEvent
 
 _TOGETHER = 8
-"""Answers that the server samples at a time."""
+"""Number of answers that the server is made to sample at a time."""
 _ALTERNATIVES = 5
 
 
