@@ -16,6 +16,7 @@ from rich.text import Text
 
 from polar_proxy.cli.output import format_number, format_price, out, styled
 from polar_proxy.terminal import message_lines, one_line
+from polar_proxy.token_scale import scale_legend, scale_step
 
 if TYPE_CHECKING:
     from polar_proxy.api_models import CallChoice, RolloutRecord, SessionCall, SessionDetail, StoryMessage
@@ -36,14 +37,8 @@ _EDGE_COLOURS = {
     "side_call": "dim",
 }
 _ROLE_COLOURS = {"assistant": "green", "user": "cyan", "system": "dim", "developer": "dim", "tool": "magenta"}
-_SCALE: tuple[tuple[float, str, str], ...] = (
-    (-0.105, "default", "p > 0.9"),
-    (-0.693, "green", "> 0.5"),
-    (-2.303, "yellow", "> 0.1"),
-    (-4.605, "magenta", "> 0.01"),
-    (-math.inf, "bold red", "less"),
-)
-"""(lowest log-probability, colour, its legend) of tokens, likely ones first."""
+_TOKEN_COLOURS = ("default", "green", "yellow", "magenta", "bold red")
+"""The colour of each step of `token_scale`."""
 
 
 def print_rollout(rollout: RolloutRecord) -> None:
@@ -199,11 +194,12 @@ def _print_text(text: str, *, style: str = "", limit: int = _SHOWN_LINES) -> Non
 
 def _print_legend() -> None:
     if out.is_terminal and not out.no_color:
-        out.print(Text.assemble("tokens: ", *((f"{legend}  ", colour) for _, colour, legend in _SCALE)))
+        steps = zip(scale_legend(), _TOKEN_COLOURS, strict=True)
+        out.print(Text.assemble("tokens: ", *((f"{legend}  ", colour) for legend, colour in steps)))
 
 
 def _colour(logprob: float | None) -> str:
-    return "dim" if logprob is None else next(colour for lowest, colour, _ in _SCALE if logprob >= lowest)
+    return "dim" if logprob is None else _TOKEN_COLOURS[scale_step(logprob)]
 
 
 def _token_summary(choice: CallChoice) -> str:
