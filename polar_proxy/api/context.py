@@ -198,7 +198,7 @@ def by_api_key(store: Store) -> Authenticate:
     """Authenticate requests by the API keys in the store."""
 
     async def authenticate(request: Request) -> Role:
-        """Return the role of the request's API key.
+        """Return the role of the request's API key, and set `request.state.author` to its label and name.
 
         Raises ApiError: 401 without a valid key, 403 for the key of an agent's session.
         """
@@ -214,6 +214,7 @@ def by_api_key(store: Store) -> Authenticate:
             raise _unauthorised(f"This key is unknown in {store.location}. {_NEW_KEY}")
         if row.revoked_at is not None:
             raise _unauthorised(f"This key was revoked in {store.location}. {_NEW_KEY}")
+        request.state.author = row.title
         return row.role
 
     return authenticate
@@ -221,6 +222,7 @@ def by_api_key(store: Store) -> Authenticate:
 
 async def allow_all(request: Request) -> Role:
     """Give every request the role admin: for clients in this process, which can open the database themselves anyway."""
+    request.state.author = "this machine"
     return "admin"
 
 

@@ -160,6 +160,10 @@ class Rollout(ApiResponseModel):
     """True if the rollout's reward counts in the group's baseline but the rollout is not trained on."""
     reward: float | None
     """The newest reward of the rollout as a whole."""
+    label: str | None = None
+    """The newest label that a person gave."""
+    rating: float | None = None
+    """The newest rating that a person gave, from 1 to 5."""
     exit_code: int | None
     """Exit code of the agent; null if the agent was stopped."""
     error: str | None
@@ -254,13 +258,36 @@ class Reward(ApiResponseModel):
     """When it was given."""
 
 
+class Remark(ApiResponseModel):
+    """A label, a note or a rating that a person gave."""
+
+    remark_id: str
+    """The id of the remark."""
+    rollout_id: str | None
+    """The rollout."""
+    session_id: str | None
+    """The session, if it has no rollout."""
+    kind: str
+    """label, note or rating."""
+    text: str | None
+    """The text of a label or note."""
+    value: float | None
+    """The rating, from 1 to 5."""
+    author: str
+    """Label and name of the API key that gave it."""
+    created_at: float
+    """When it was given."""
+
+
 class RolloutDetail(Rollout):
-    """A rollout with its stages and rewards."""
+    """A rollout with its stages, rewards and remarks."""
 
     stages: list[Stage]
     """The stages of all attempts, in order."""
     rewards: list[Reward]
     """All rewards ever given, oldest first; `reward` is the newest one that was given to the rollout as a whole."""
+    remarks: list[Remark] = Field([])
+    """All labels, notes and ratings, oldest first."""
 
 
 class CancelResponse(ApiResponseModel):

@@ -45,6 +45,7 @@ TRAINERS = {
     ("GET", "/api/v1/records"),
     ("GET", "/api/v1/export"),
     ("POST", "/api/v1/rewards"),
+    ("POST", "/api/v1/remarks"),
     ("POST", "/api/v1/feed/lease"),
     ("POST", "/api/v1/feed/leases/{lease_id}/ack"),
     ("POST", "/api/v1/feed/leases/{lease_id}/return"),

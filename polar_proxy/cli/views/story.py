@@ -19,7 +19,7 @@ from polar_proxy.terminal import message_lines, one_line
 from polar_proxy.token_scale import scale_legend, scale_step
 
 if TYPE_CHECKING:
-    from polar_proxy.api_models import CallChoice, RolloutRecord, SessionCall, SessionDetail, StoryMessage
+    from polar_proxy.api_models import CallChoice, Remark, RolloutRecord, SessionCall, SessionDetail, StoryMessage
 
 _SHOWN_LINES, _SHOWN_END = 10, 3
 """Lines of a longer text that are shown at its beginning and end."""
@@ -53,6 +53,7 @@ def print_rollout(rollout: RolloutRecord) -> None:
     for reward in rollout.rewards:
         target = f" for {reward.call_id or reward.trace_id}" if reward.call_id or reward.trace_id else ""
         out.print(styled("reward {} by {}{}", format_number(reward.value), reward.source, target))
+    _print_remarks(rollout.remarks)
     listed = [found for given in rollout.rewards if isinstance(found := given.detail.get("signs"), list)]
     if signs := sorted({str(sign) for found in listed for sign in found}):
         out.print(styled("[yellow]signs of reward hacking: {}[/]", ", ".join(signs)))
@@ -71,6 +72,7 @@ def print_session(session: SessionDetail) -> None:
     price = "" if session.price_usd is None else f"  {format_price(session.price_usd)} USD"
     label = f"  {session.label}" if session.label else ""
     out.print(styled("session {}{}{}{}", session.session_id, label, reward, price))
+    _print_remarks(session.remarks)
     if session.spent is not None:
         out.print(styled("[yellow]its budget is spent ({}): further calls are refused[/]", session.spent))
     if any(call.answers for call in session.calls):
@@ -99,6 +101,13 @@ def print_choice_tokens(choice: CallChoice) -> None:
         text.append(token, _colour(logprob))
     out.print(Padding(text, (0, 0, 0, _MARGIN)))
     out.print(Padding(styled("[dim]{}[/]", _token_summary(choice)), (0, 0, 0, _MARGIN)))
+
+
+def _print_remarks(remarks: Sequence[Remark]) -> None:
+    for remark in remarks:
+        text = remark.text if remark.value is None else f"{remark.value:g} of 5"
+        out.print(styled("{} by {}:", remark.kind, remark.author))
+        _print_text(text or "")
 
 
 def _stage_lines(rollout: RolloutRecord) -> Iterator[Text]:
