@@ -6,7 +6,8 @@ from typing import Any
 
 from pydantic import Field
 
-from polar_proxy.api_models.responses import ApiKey, ApiResponseModel, Remark, Reward, RolloutDetail
+from polar_proxy.api_models.feedback import Remark, Reward, RolloutDetail
+from polar_proxy.api_models.responses import ApiKey, ApiResponseModel
 
 
 class SessionFields(ApiResponseModel):

@@ -1,6 +1,6 @@
 """`polar run` runs an agent on tasks here; `polar submit`, `status`, `results`, `watch`, `events`, `cancel`, `pause`,
-`resume`, `reward` and `remark` use the API of a server (--url). Without a URL, `status` and `results` read the database, and the
-others use the same API in this process.
+`resume`, `reward` and `remark` use the API of a server (--url). Without a URL, `status` and `results` read the
+database, and the others use the same API in this process.
 """
 
 from __future__ import annotations

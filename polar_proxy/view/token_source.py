@@ -174,9 +174,7 @@ def group_advantages(rows: Iterable[RolloutRow]) -> dict[str, float | None]:
     return {row.rollout_id: None if math.isnan(value) else value for row, value in zip(counted, values, strict=True)}
 
 
-def _describe_spans(
-    spans: Sequence[Span], calls: Mapping[str, CallRecord], rescored: bool = False
-) -> list[Json]:
+def _describe_spans(spans: Sequence[Span], calls: Mapping[str, CallRecord], rescored: bool = False) -> list[Json]:
     """Return each span as JSON: its first position in the sequence, its origin, and the data of its call."""
     found = []
     position = 0

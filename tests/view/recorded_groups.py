@@ -121,10 +121,24 @@ def _step(number: int, seed: int, groups: list[str]) -> Json:
     """Return a line of metrics.jsonl with every quantity that has a curve."""
     wave = math.sin(number / 2 + seed)
     values = {
-        **{"reward": 0.5 + wave / 4, "loss": 0.1 * wave, "approx_kl": 0.01, "kl_reference": 0.02, "entropy": 0.5},
-        **{"mismatch_mean": 1e-4, "mismatch_max": 1e-2, "staleness": number % 3, "engine_busy_seconds": 4.0},
-        **{"step_seconds": 6.0, "waiting_seconds": 4.5, "training_seconds": 1.5, "dropped_stale": 0},
-        **{"sampled_tokens": 900, "trained_tokens": 600, "computed_tokens": 800, "rollouts": 3, "trained_rollouts": 2},
+        "reward": 0.5 + wave / 4,
+        "loss": 0.1 * wave,
+        "approx_kl": 0.01,
+        "kl_reference": 0.02,
+        "entropy": 0.5,
+        "mismatch_mean": 1e-4,
+        "mismatch_max": 1e-2,
+        "staleness": number % 3,
+        "engine_busy_seconds": 4.0,
+        "step_seconds": 6.0,
+        "waiting_seconds": 4.5,
+        "training_seconds": 1.5,
+        "dropped_stale": 0,
+        "sampled_tokens": 900,
+        "trained_tokens": 600,
+        "computed_tokens": 800,
+        "rollouts": 3,
+        "trained_rollouts": 2,
     }
     skipped = {"no_spread": {"rollouts": 1, "traces": 1, "tokens": 300}}
     return {"kind": "step", "step": number, "at": float(number), "groups": groups, "skipped": skipped, **values}

@@ -41,6 +41,12 @@ class RecordedPages:
 
 
 @pytest.fixture
+def url(tmp_path: Path) -> str:
+    """Chromium sees SQLite only; the tests of the pages themselves run on PostgreSQL too."""
+    return str(tmp_path / "polar.db")
+
+
+@pytest.fixture
 async def pages(store: Store, tmp_path: Path) -> AsyncIterator[RecordedPages]:
     long = await recorded.long_session(store, turns=6, tokens=200)
     branching = await recorded.branching_session(store)

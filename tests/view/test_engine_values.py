@@ -61,7 +61,10 @@ async def test_ratios_compare_present_and_recorded_probabilities(store: Store, t
 
 async def test_a_cut_distribution_has_no_ratio(store: Store, tmp_path: Path) -> None:
     call = call_record(
-        await new_session(store), engine=recorded.TINY, logprob_mode="processed", sampling={"temperature": 1, "top_p": 0.5}
+        await new_session(store),
+        engine=recorded.TINY,
+        logprob_mode="processed",
+        sampling={"temperature": 1, "top_p": 0.5},
     )
     await recorded.commit(store, call)
     async with connect_engine(store, tmp_path, EngineWithAlternatives()) as http:
@@ -96,7 +99,9 @@ async def test_pages_without_the_engine_say_so(pages: httpx.AsyncClient, store: 
 
 
 def test_the_entropy_is_bounded_from_below() -> None:
-    assert least_entropy([TopLogprob(1, "", math.log(0.5)), TopLogprob(2, "", math.log(0.5))]) == pytest.approx(math.log(2))
+    assert least_entropy([TopLogprob(1, "", math.log(0.5)), TopLogprob(2, "", math.log(0.5))]) == pytest.approx(
+        math.log(2)
+    )
     # The rest of 0.25 is spread over tokens of at most 0.25 each: at best one more token like the last.
     assert least_entropy(TOP) == pytest.approx(0.5 * math.log(2) + 0.5 * math.log(4))
     assert least_entropy([TopLogprob(1, "", 0.0)]) == 0.0

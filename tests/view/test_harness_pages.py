@@ -37,9 +37,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> HarnessRuns:
     async def record() -> tuple[RecordedGroup, str]:
         async with open_store(str(database)) as store:
             sessions = await record_harnesses(store)
-            members = [
-                RecordedMember(name, sessions[name][0], number / 5) for number, name in enumerate(HARNESSES)
-            ]
+            members = [RecordedMember(name, sessions[name][0], number / 5) for number, name in enumerate(HARNESSES)]
             group = await finish_group(store, members)
             await train_group(store, group.group_id)
             return group, sessions["claude-code"][1]

@@ -1,7 +1,7 @@
 """The pictures of the documentation: pages of a real run of three harnesses on the bundled policy.
 
-POLAR_SCREENSHOTS=1 writes them into docs/images. Polar-tiny can only play with mini-swe-agent, so the other harnesses fail
-their tasks.
+POLAR_SCREENSHOTS=1 writes them into docs/images. Polar-tiny can only play with mini-swe-agent, so the other harnesses
+fail their tasks.
 """
 
 from __future__ import annotations
@@ -30,8 +30,16 @@ pytestmark = pytest.mark.full
 IMAGES = Path(__file__).resolve().parents[2] / "docs" / "images"
 HARNESSES = ("mini-swe-agent", "pi", "codex")
 HEIGHTS = {
-    **{"overview": 620, "rollout": 900, "tokens": 560, "group": 820, "comparison": 820, "training": 760},
-    **{"lists": 420, "call": 620, "remarks": 420, "login": 420},
+    "overview": 620,
+    "rollout": 900,
+    "tokens": 560,
+    "group": 820,
+    "comparison": 820,
+    "training": 760,
+    "lists": 420,
+    "call": 620,
+    "remarks": 420,
+    "login": 420,
 }
 """Height of each picture in pixels."""
 _MOST_BYTES = 800_000
