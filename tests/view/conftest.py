@@ -1,4 +1,4 @@
-"""A client of the pages over the test's store, without a server. The store is SQLite; in `full` runs also PostgreSQL."""
+"""A client of the pages over the test's store, which is SQLite and in `full` runs also PostgreSQL, without a server."""
 
 from __future__ import annotations
 

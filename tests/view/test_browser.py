@@ -134,9 +134,8 @@ async def test_a_group_shows_its_rollouts_side_by_side_and_what_was_trained(page
         assert await page.locator(".parting mark").all_inner_texts() == ["read", "read", "give"]
         training = page.locator("section[aria-label=Training]")
         await training.get_by_text("in step 1").wait_for()
-        assert "2 of 3" not in await page.locator("#rows").inner_text()
         advantages = await page.locator("#rows .good, #rows .bad").all_inner_texts()
-        assert advantages == ["1", "+1.225", "0", "-1.225"]
+        assert advantages == ["1", "+1.000", "0", "-1.000"]
         await page.keyboard.press("j")
         await page.keyboard.press("Enter")
         await page.wait_for_url("**/view/rollouts/**")
