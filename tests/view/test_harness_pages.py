@@ -124,8 +124,11 @@ async def test_each_harness_shows_tools_results_edges_and_tokens(
             edges = await page.locator("#tree .edge").all_inner_texts()
             assert edges.count("continues") >= 2, (name, edges)
             await page.keyboard.press("t")
-            await page.wait_for_selector("#tokens .t.s")
-            assert "step-" in await page.locator("#tokens").inner_text(), name
+            await page.wait_for_url("**/sequence")
+            await page.wait_for_load_state("networkidle")  # all tokens have arrived
+            await page.fill("#search input", "step-")
+            await page.press("#search input", "Enter")
+            assert (await page.locator("#search output").inner_text()).startswith("1 of "), name
         page = await tab.open(f"/view/sessions/{runs.subagent}")
         assert await page.locator("#tree .edge.subagent").count() >= 2
 
