@@ -6,7 +6,7 @@ import asyncio
 import os
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -58,6 +58,8 @@ class ApiContext:
     service: RolloutService | None = None
     """The rollout service of this process, if it has one."""
     engine: Engine | None = None
+    engines: Mapping[str, Engine] = field(default_factory=dict)
+    """The engines of the settings [engines], by name."""
     from_this_process: bool = False
     """The requests come from a command of this process, which may use all of this machine."""
     closing: asyncio.Event = field(default_factory=asyncio.Event)

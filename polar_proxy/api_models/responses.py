@@ -401,6 +401,8 @@ class EngineState(ApiResponseModel):
     """Version of the engine."""
     model: str
     """The served model."""
+    policy_version: str | None = None
+    """Version of the weights that it samples from, if it knows it."""
     healthy: bool
     """True if the engine can answer requests."""
     reason: str | None
@@ -427,6 +429,8 @@ class ServiceState(ApiResponseModel):
     """Version of Polar."""
     engine: EngineState | None
     """The engine."""
+    engines: dict[str, EngineState] = Field({})
+    """The engines of the settings [engines], by name."""
     policy_version: str | None
     """Version of the weights that the engine samples from."""
     feed: dict[str, int]

@@ -135,7 +135,7 @@ async def _serve(settings: Settings, as_json: bool, *, with_workers: bool, ray_a
             )
         # The API is added before the gateway listens, so that a client that waits for this server never gets a 404.
         exports = await stack.enter_async_context(ExportProcesses(store.database.url))
-        context = ApiContext(store, settings, service, engine, exports=exports)
+        context = ApiContext(store, settings, service, engine, engines, exports=exports)
         gateway.include(create_router(context))
         gateway.include(create_view_router(context, open_on_loopback=gateway.sessions.open_to_all))
         gateway.observe(DistributionNotes(log.warning))

@@ -39,7 +39,8 @@ class ViewContext:
 
     @cached_property
     def values(self) -> EngineValues:
-        return EngineValues(self.api.engine)
+        main = () if self.api.engine is None else (self.api.engine,)
+        return EngineValues((*main, *self.api.engines.values()))
 
     @property
     def store(self) -> Store:

@@ -33,26 +33,30 @@ _NEEDED = frozenset({"score", "token_prompt"})
 
 @dataclass(frozen=True, slots=True)
 class EngineValues:
-    """Computes values of tokens with an engine, for at most a few readers at a time."""
+    """Computes values of tokens with the server's engines, for at most a few readers at a time."""
 
-    engine: Engine | None
+    engines: Sequence[Engine]
     _gate: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_AT_ONCE))
 
     def problem(self, sequence: TokenSequence) -> str | None:
         """Return why the engine can compute no values of these tokens; None if it can."""
-        if self.engine is None:
+        if not self.engines:
             return "these pages have no engine"
-        info = self.engine.info
-        if sequence.engine is None or sequence.engine.model != info.model:
-            return f"they need an engine that serves {sequence.engine.model if sequence.engine else 'their model'}"
-        if not info.capabilities >= _NEEDED:
-            return f"the engine {info.engine} cannot score given tokens"
+        if self._find_engine(sequence) is None:
+            model = sequence.engine.model if sequence.engine else "their model"
+            return f"they need an engine that serves {model} and scores given tokens"
         return "the trace continues another one" if sequence.facts.get("branch_at") else None
 
+    def _find_engine(self, sequence: TokenSequence) -> Engine | None:
+        model = None if sequence.engine is None else sequence.engine.model
+        infos = ((engine, engine.info) for engine in self.engines)
+        return next((engine for engine, info in infos if info.model == model and info.capabilities >= _NEEDED), None)
+
     def _engine_for(self, sequence: TokenSequence) -> Engine:
-        if (problem := self.problem(sequence)) is not None or self.engine is None:
+        engine, problem = self._find_engine(sequence), self.problem(sequence)
+        if engine is None or problem is not None:
             raise UsageError(f"The values cannot be computed: {problem}.")
-        return self.engine
+        return engine
 
     async def ratios(self, sequence: TokenSequence) -> Json:
         """Return the importance ratio of each token: its probability with the engine's present weights, divided by the

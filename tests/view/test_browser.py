@@ -15,6 +15,7 @@ from polar_proxy.api import ApiContext, new_api_key
 from polar_proxy.config import Settings
 from polar_proxy.sessions.identity import hash_key
 from polar_proxy.store import Store
+from polar_proxy.view.report import make_report
 from polar_proxy.view.router import create_view_router
 from polar_proxy.view.server import serve_pages
 from tests.api.conftest import ServeApi, job_request, serve_api
@@ -303,6 +304,19 @@ async def test_10_000_rollouts_are_listed_page_by_page(store: Store, tmp_path: P
         await page.fill("#where", "status=done")
         await page.press("#where", "Enter")
         await page.wait_for_selector("text=matches no rollout")
+
+
+async def test_a_shared_file_runs_nothing_and_is_accessible(store: Store, tmp_path: Path) -> None:
+    rollout_id, _ = await recorded.hostile_rollout(store)
+    long = await recorded.long_session(store, turns=3, tokens=40)
+    async with open_browser() as browser, open_tab(browser, "file://") as tab:
+        for name in (rollout_id, long):
+            file = tmp_path / f"{name}.html"
+            file.write_text(await make_report(store, Settings(home=tmp_path), name))
+            page = await tab.open(str(file))
+            assert "owned" not in await page.title()
+            assert await page.locator("h1").count() == 1
+            assert await tab.axe() == []
 
 
 async def test_a_login_opens_the_pages(store: Store, serve_api: ServeApi, tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ async def test_pages_without_the_engine_say_so(pages: httpx.AsyncClient, store: 
     assert '<option value="ratio"' not in page
     assert (await pages.get(f"{path}/ratios")).status_code == 400
     async with connect_engine(store, tmp_path, ScriptedEngine()) as http:
-        assert "they need an engine that serves polar-tiny" in (await http.get(path)).text
+        assert "they need an engine that serves polar-tiny and scores given tokens" in (await http.get(path)).text
 
 
 def test_the_entropy_is_bounded_from_below() -> None:
