@@ -28,7 +28,7 @@ from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.types import EngineInfo, Json, LogprobMode
 
 REFUSED = "Recording for training is refused."
-_END_CANDIDATES = 4
+_END_CANDIDATES = 12
 """Number of tokens after a message that are tried as the end-of-turn token."""
 _CALL: Json = {"id": "polarcal1", "type": "function", "function": {"name": "look", "arguments": '{"path": "a"}'}}
 _CANONICAL: list[Json] = [
