@@ -273,9 +273,16 @@ async def test_drift_is_found_at_its_place(pages: httpx.AsyncClient, store: Stor
     assert finding["text"].startswith("Drift (split): the prompt of call_")
 
 
+class VersionedEngine(ScriptedEngine):
+    """An engine that knows its policy version, but not its load."""
+
+    async def weight_version(self) -> str | None:
+        return "17"
+
+
 async def test_the_overview_shows_every_engine(store: Store, tmp_path: Path) -> None:
     engines = {"judge": ScriptedEngine(info=replace(INFO, model="judge-model"))}
-    context = ApiContext(store, Settings(home=tmp_path), engine=ScriptedEngine(), engines=engines)
+    context = ApiContext(store, Settings(home=tmp_path), engine=VersionedEngine(), engines=engines)
     app = FastAPI()
     app.include_router(create_view_router(context, open_on_loopback=True))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as http:
@@ -283,6 +290,7 @@ async def test_the_overview_shows_every_engine(store: Store, tmp_path: Path) -> 
     assert part.count("healthy") == 2
     assert re.search(r"<b>judge</b>\s+judge-model", part)
     assert "scripted-model" in part
+    assert "version 17" in part
 
 
 def test_the_pages_load_no_pytorch() -> None:
