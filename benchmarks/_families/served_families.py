@@ -94,7 +94,7 @@ SERVED = (
         "kimi_k3",
         names_parsers=True,
         note="Its reasoning ends with several tokens, so the server cannot be made to end it, and nothing shows which "
-        "parsers it uses. They are named: `engine.vllm_parsers = \"kimi_k3/kimi_k3\"`.",
+        'parsers it uses. They are named: `engine.vllm_parsers = "kimi_k3/kimi_k3"`.',
     ),
     ServedFamily("Hy3", "tencent-Hy3", "hy_v3", "hy_v3"),
     ServedFamily("Cohere", "Cohere2MoE", "cohere_command4", "cohere_command4", cohere=True),

@@ -32,7 +32,7 @@ HARNESSES = ("mini-swe-agent", "pi", "codex")
 HEIGHTS = {
     "overview": 620,
     "rollout": 900,
-    "tokens": 560,
+    "tokens": 800,
     "group": 820,
     "comparison": 820,
     "training": 760,
@@ -90,6 +90,7 @@ async def take(browser: Any, url: str, key: str, path: str, file: Path, height: 
     async with open_tab(browser, url, **view | options) as tab:
         page = await tab.open(path)
         await page.wait_for_timeout(2000)  # until the parts that are loaded later are there
+        await page.evaluate("document.querySelector('.foot span').textContent = '~/.polar/polar.db'")
         await page.screenshot(path=str(file))
     await asyncio.to_thread(
         lambda: Image.open(file).convert("RGB").quantize(256, Image.Quantize.FASTOCTREE).save(file, optimize=True)
@@ -102,6 +103,10 @@ async def take_all(database: Path, folder: Path) -> None:
     async with open_store(str(database), create=False) as store, make_engine(EngineSettings(kind="local")) as engine:
         paths = await paths_of(store)
         key = await add_key(store)
+        solved = paths["remarks"].removeprefix("/view/rollouts/").partition("#")[0]
+        await store.remarks.add("label", "anna", rollout_id=solved, text="clean")
+        await store.remarks.add("rating", "anna", rollout_id=solved, rating=4)
+        await store.remarks.add("note", "ben", rollout_id=solved, text="It ran no test after its change.")
         context = ApiContext(store, settings, engine=engine)
         async with Gateway(engine, store, settings.gateway) as gateway, open_browser() as browser:
             gateway.include(create_view_router(context, open_on_loopback=True))
