@@ -412,7 +412,7 @@ def remark(
     """
     from polar_proxy.api_models import RemarkRequest
 
-    texts = {"label": {"text": label}, "note": {"text": note}, "rating": {"value": rating}}
+    texts: dict[str, Json] = {"label": {"text": label}, "note": {"text": note}, "rating": {"value": rating}}
     remarks = {kind: value for kind, value in texts.items() if None not in value.values()}
     if not remarks:
         raise UsageError("Give --label, --note or --rating.")
