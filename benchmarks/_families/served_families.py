@@ -97,7 +97,17 @@ SERVED = (
         'parsers it uses. They are named: `engine.vllm_parsers = "kimi_k3/kimi_k3"`.',
     ),
     ServedFamily("Hy3", "tencent-Hy3", "hy_v3", "hy_v3"),
-    ServedFamily("Cohere", "Cohere2MoE", "cohere_command4", "cohere_command4", cohere=True),
+    ServedFamily(
+        "Cohere",
+        "Cohere2MoE",
+        "cohere_command4",
+        "cohere_command4",
+        cohere=True,
+        names_parsers=True,
+        note="vLLM's parser replaces every grammar of a request with tools by its own, so the server cannot be made to "
+        "give a prescribed answer, and its parsers are named (`engine.vllm_parsers`). It gives a call without "
+        "arguments as empty text. It needs the package `cohere-melody` beside vLLM.",
+    ),
     ServedFamily(
         "gpt-oss",
         "openai-gpt-oss-120b",

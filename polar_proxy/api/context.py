@@ -61,7 +61,7 @@ class ApiContext:
     engines: Mapping[str, Engine] = field(default_factory=dict)
     """The engines of the settings [engines], by name."""
     from_this_process: bool = False
-    """The requests come from a command of this process, which may use all of this machine."""
+    """True if the requests come from a command of this process, which may use all of this machine."""
     closing: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the server stops, so that streams end."""
     exports: ExportProcesses | None = None

@@ -15,21 +15,21 @@ class Reward(ApiResponseModel):
     reward_id: str
     """The id of the reward."""
     rollout_id: str | None
-    """The rollout."""
+    """Id of the rewarded rollout; null if a session without a rollout was rewarded."""
     session_id: str | None = None
-    """The session, if it has no rollout."""
+    """Id of the rewarded session, if it has no rollout."""
     trace_id: str | None
-    """The trace, if the reward is for a single trace."""
+    """Id of the trace, if the reward is for a single trace."""
     call_id: str | None
-    """The call, if the reward is for a single call."""
+    """Id of the call, if the reward is for a single call."""
     source: str
     """Source of the reward, such as `human:anna`."""
     value: float | None
     """The reward; null if the work could not be judged."""
     detail: dict[str, Any]
-    """The JSON object that was stored with it."""
+    """The JSON object that was stored with the reward."""
     created_at: float
-    """When it was given."""
+    """When the reward was given."""
 
 
 class Remark(ApiResponseModel):
@@ -38,9 +38,9 @@ class Remark(ApiResponseModel):
     remark_id: str
     """The id of the remark."""
     rollout_id: str | None
-    """The rollout."""
+    """Id of the rollout; null if the remark is of a session without a rollout."""
     session_id: str | None
-    """The session, if it has no rollout."""
+    """Id of the session, if it has no rollout."""
     kind: str
     """label, note or rating."""
     text: str | None
@@ -50,7 +50,7 @@ class Remark(ApiResponseModel):
     author: str
     """Label and name of the API key that gave it."""
     created_at: float
-    """When it was given."""
+    """When the remark was given."""
 
 
 class RolloutDetail(Rollout):

@@ -28,11 +28,11 @@ from polar_proxy.training.advantages import grpo
 from polar_proxy.types import AnswerSampling, CallRecord, EngineInfo, Json, Logprobs, Span, TokenIds
 
 CHUNK = 16_384
-"""The most tokens of one chunk."""
+"""Maximum number of tokens in one chunk."""
 _KEPT = 4
-"""Sequences that are kept in memory."""
+"""Number of sequences that are kept in memory."""
 _TEXTS_KEPT = 400_000
-"""Texts of tokens, of all models, that are kept in memory."""
+"""Number of token texts, of all models together, that are kept in memory."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,7 +83,8 @@ def _statements(where: ColumnElement[bool], text: bool) -> _Statements:
 
 async def fetch_nodes(connection: AsyncConnection, heads: Select[Any] | CompoundSelect[Any]) -> Sequence[Any]:
     """Read all nodes of the chains that end at `heads` (a query for `node_id`), each once."""
-    return (await connection.execute(_nodes_of_chains(heads))).all()
+    nodes: Sequence[Any] = (await connection.execute(_nodes_of_chains(heads))).all()
+    return nodes
 
 
 def _nodes_of_chains(heads: Select[Any] | CompoundSelect[Any]) -> Select[Any]:

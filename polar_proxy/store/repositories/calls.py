@@ -30,7 +30,7 @@ from polar_proxy.store.group_commit import PATIENCE_SECONDS, GroupCommit
 from polar_proxy.types import CallRecord, CallStatus, Edge, Json, PromptMode
 
 _MAX_BOUND_VALUES = 10_000
-"""The most values bound to one statement. Both databases accept three times as many."""
+"""Maximum number of values bound to one statement. Both databases accept three times as many."""
 
 _c = schema.calls.c
 _n = schema.nodes.c
@@ -69,8 +69,9 @@ class CallSummary:
     completion_tokens: int
     cached_tokens: int | None
     input_tokens: int | None
+    """Number of prompt tokens of a hosted call, as the provider counts them (`Usage`)."""
     output_tokens: int | None
-    """The provider's counts of a hosted call (`Usage`)."""
+    """Number of sampled tokens of a hosted call, as the provider counts them (`Usage`)."""
     price_usd: float | None
     weight_version: str | None
     started_at: float
