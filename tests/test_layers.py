@@ -18,7 +18,7 @@ SOURCES = sorted(path for name in PACKAGES for path in (ROOT / name).rglob("*.py
 LAYERS = [
     {"provider_calls"},
     {"types", "errors", "terminal", "temporary", "offload", "memory", "documented"},
-    {"rollout_spec", "sequences", "message_text", "allowed_code", "clean_git", "prices"},
+    {"rollout_spec", "sequences", "message_text", "token_scale", "allowed_code", "clean_git", "prices"},
     {"config", "api_models"},
     {"webhooks", "intercept"},
     {"dialects", "engines", "store", "rewards", "client"},

@@ -136,6 +136,7 @@ async def _rollout(
         instruction=task.instruction if task else None,
         stages=convert_all(m.Stage, await store.rollouts.stages(rollout_id)),
         rewards=convert_all(m.Reward, await store.rewards.of_rollout(rollout_id)),
+        remarks=convert_all(m.Remark, await store.remarks.of_rollout(rollout_id)),
         events=convert_all(m.RolloutEvent, await store.rollouts.events(rollout_id)),
         artifacts=[
             convert(m.Artifact, item, path=str(item.path)) for item in await store.artifacts.of_rollout(rollout_id)
@@ -176,6 +177,7 @@ async def _session(
         ],
         excluded=dict(await store.traces.exclusions(session_id)),
         rewards=convert_all(m.Reward, await store.rewards.of_session(session_id)),
+        remarks=convert_all(m.Remark, await store.remarks.of_session(session_id)),
     )
 
 
