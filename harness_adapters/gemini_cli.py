@@ -14,7 +14,8 @@ class GeminiCli(NpmHarness):
     default_version = "0.61.0"
     entry = "node_modules/@google/gemini-cli/bundle/gemini.js"
     needs_node = True
-    acp_arguments = ("--acp",)
+    # Without --yolo it denies sub-agents, for which it asks no permission by ACP.
+    acp_arguments = ("--acp", "--yolo")
     limits = (RunLimit(53, "its turn limit"),)
     skills_folder = ".gemini/skills"
     info = HarnessInfo(
@@ -24,7 +25,8 @@ class GeminiCli(NpmHarness):
         runtime="node 22",
         features=frozenset({"stream", "resume", "mcp", "skills", "subagents", "parallel_tools", "reasoning"}),
         notes="A broken stream ends the run. Replaces old tool outputs when the history is large. "
-        "Its requests do not say which come from sub-agents.",
+        "Its requests do not say which come from sub-agents. By ACP, it loses a session that it loads again within the "
+        "minute in which the session began; in a dialogue it is kept alive instead.",
         version_command=("{program}", f"{{root}}/{entry}", "--version"),
         summary="Google's agent for the terminal",
         command="gemini",

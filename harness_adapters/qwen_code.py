@@ -14,7 +14,7 @@ class QwenCode(NpmHarness):
     default_version = "0.24.4"
     entry = "node_modules/@qwen-code/qwen-code/cli-entry.js"
     needs_node = True
-    acp_arguments = ("--acp",)
+    acp_arguments = ("--acp", "--yolo")
     limits = (RunLimit(53, "its turn limit"), RunLimit(55, "its budget"))
     skills_folder = ".qwen/skills"
     info = HarnessInfo(
@@ -23,8 +23,8 @@ class QwenCode(NpmHarness):
         wire_apis=("openai_chat",),
         runtime="node 22",
         features=frozenset({"stream", "resume", "mcp", "skills", "subagents", "parallel_tools", "reasoning"}),
-        notes="After a resumed turn it may run an agent that extracts memories. "
-        "Its requests do not say which come from sub-agents.",
+        notes="Its requests do not say which come from sub-agents. With `polar connect` it may run an agent that "
+        "extracts memories.",
         version_command=("{program}", f"{{root}}/{entry}", "--version"),
         summary="Qwen's agent for the terminal",
         command="qwen",
@@ -54,5 +54,10 @@ class QwenCode(NpmHarness):
         argv += [f"--prompt={context.instruction}"]
         # Otherwise it starts a second process with more memory, and only forwards its exit code.
         env = {"QWEN_CODE_NO_RELAUNCH": "true"}
-        settings = {_SETTINGS: {"mcpServers": mcp_table(context.mcp_servers, "httpUrl")}}
-        return make_launch_plan(self.make_connection(context, wire_api), argv, env=env, settings=settings)
+        settings = {
+            # Otherwise calls after a turn (by ACP, and after a resumed one) extract memories, and guess the next text.
+            "memory": {"enableManagedAutoMemory": False, "enableManagedAutoDream": False},
+            "ui": {"enableFollowupSuggestions": False},
+            "mcpServers": mcp_table(context.mcp_servers, "httpUrl"),
+        }
+        return make_launch_plan(self.make_connection(context, wire_api), argv, env=env, settings={_SETTINGS: settings})

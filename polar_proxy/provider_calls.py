@@ -20,8 +20,9 @@ class ProviderRequest:
     dialect: str
     read_items: Callable[[list[dict[str, Any]]], Sequence[Any]]
     """Reads the output items of a response (OpenAI Responses) into messages, as in a later request."""
-    exchange: Callable[[ProviderRequest], AsyncIterator[tuple[ProviderPiece, list[dict[str, Any]]]]] | None = None
-    """Sends the request over a WebSocket to the provider, and yields its pieces, each with the JSON objects in it."""
+    exchange: Callable[[str, ProviderRequest], AsyncIterator[tuple[ProviderPiece, list[dict[str, Any]]]]] | None = None
+    """Sends the request over a WebSocket to the provider's URL, and yields the pieces of the answer, each with the JSON
+    objects in it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -173,6 +173,8 @@ class ClientOptions:
     """True if the client wants to read the reasoning."""
     fields: Json = field(default_factory=dict)
     """The other fields of the body that have no effect on open models, by name (`a.b` for a field of an object)."""
+    betas: tuple[str, ...] = ()
+    """The provider's trial features that the client asks for in a header, each as `header: feature`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,6 +289,8 @@ class SampleEvent:
     """The choice as the provider wrote it, if it holds signatures. Comes with the `finish_reason`."""
     raw: ProviderPiece | None = None
     """From the passthrough engine: the bytes that the agent gets in place of this event's encoding."""
+    response_id: str | None = None
+    """From the passthrough engine: the provider's id of a response of the Responses API."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -400,6 +404,8 @@ class CallRecord:
     """The base: the answered call whose messages and answer mean the same as the beginning of this call's messages.
     Set in either prompt mode."""
     base_choice: int | None = None
+    response_id: str | None = None
+    """The provider's id of a response that was passed through; a later request may continue the response by it."""
     deleted_at: float | None = None
     """When the client deleted the response, in seconds since the epoch. The call stays, and is trained on."""
     engine_name: str | None = None

@@ -87,6 +87,7 @@ def harnesses_page() -> Iterator[str]:
             "a settings file": "\n".join(settings_files(connection.settings).values()),
         }
         caught = [place for place, text in places.items() if endpoint.root_url in text]
+        caught += ["no setting: its calls are intercepted"] if info.intercepted else []
         turns = ["resumes"] if "resume" in info.features and not adapter.speaks_only_acp else []
         turns += ["ACP"] if adapter.speaks_acp or adapter.speaks_only_acp else []
         package = info.package.replace("npm:", "npm ").replace("pypi:", "PyPI ")
@@ -276,7 +277,7 @@ def fields_page() -> Iterator[str]:
 
 
 def _hosted_fields() -> Iterator[str]:
-    from polar_proxy.engines.hosted.carried import PASSED, REFUSED_SAMPLING, SAMPLING
+    from polar_proxy.engines.hosted.carried import PASSED, PASSED_BETAS, REFUSED_SAMPLING, SAMPLING
 
     yield "## Hosted models"
     yield ""
@@ -292,6 +293,9 @@ def _hosted_fields() -> Iterator[str]:
     )
     yield from _table(["provider", "sampling", "passed on"], rows)
     yield f"Refused if the provider has no such parameter: {refused}."
+    yield ""
+    betas = ", ".join(_code(name) for names in PASSED_BETAS.values() for name in sorted(names))
+    yield f"Of the features in the headers `anthropic-beta` and `openai-beta`, these are passed on: {betas}."
     yield ""
 
 

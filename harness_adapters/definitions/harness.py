@@ -185,6 +185,7 @@ def _info(definition: HarnessDefinition) -> HarnessInfo:
         needs=definition.needs,
         version_command=prints_version if install.version_command is None else install.version_command,
         summary=definition.summary,
+        intercepted=definition.intercepted,
         command=definition.program,
     )
 

@@ -89,19 +89,14 @@ class ConnectionTable(_Table):
     permissions."""
 
     env: Mapping[str, str]
-    """Variables. One of them must be "{api_key}": the key is in the environment only."""
+    """Variables. One of them must be "{api_key}", unless the harness is `intercepted`: the key is in the environment
+    only."""
     arguments: Words = ()
     """First arguments of the program."""
     settings: Settings = Field(default_factory=dict)
     """Settings files: path relative to HOME, ending in .json or .toml -> content."""
     unset: Words = ()
     note: str = ""
-
-    @model_validator(mode="after")
-    def check_key(self) -> Self:
-        if "{api_key}" not in self.env.values():
-            raise ValueError('env has no variable with the value "{api_key}", so the program would have no key')
-        return self
 
 
 class RunTable(_Table):
@@ -162,6 +157,8 @@ class HarnessDefinition(_Table):
     notes: str = ""
     needs: Words = ()
     """Programs that must be on PATH in the sandbox."""
+    intercepted: bool = False
+    """Its endpoint cannot be set, so rollouts intercept its calls to the provider's own host."""
     install: InstallTable
     connection: ConnectionTable
     run: RunTable | None = None
@@ -176,6 +173,10 @@ class HarnessDefinition(_Table):
     def check_whole(self) -> Self:
         if not _NAME.fullmatch(self.name):
             raise ValueError("name: use lower-case letters, digits and single hyphens")
+        if "{api_key}" not in self.connection.env.values() and not self.intercepted:
+            raise ValueError(
+                'connection: env has no variable with the value "{api_key}", so the program would have no key'
+            )
         if self.run is None and self.acp is None:
             raise ValueError("[run] or [acp] is missing: there is no command to start")
         for path in _files(self):

@@ -25,12 +25,8 @@ class ModelCard:
     context_length: int | None
     max_answer: int | None
     """Maximum number of tokens in an answer; None if only the context length limits it."""
-    engine: str
-
-    @property
-    def provider_answers(self) -> bool:
-        """Whether the server passes calls on to the provider, with the agent's own key."""
-        return self.engine == "passthrough"
+    provider_answers: bool
+    """Whether the server passes calls, or those that a rule chooses, on to the provider with the agent's own key."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +89,7 @@ def _server_url(settings: Settings) -> str:
 
 
 def _ask_model(server: str) -> ModelCard:
-    """Return the model that the server serves. Raises UsageError if there is no Polar server at this URL."""
+    """Return the model of the server's engine. Raises UsageError if there is no Polar server at this URL."""
     import httpx
 
     try:
@@ -104,16 +100,17 @@ def _ask_model(server: str) -> ModelCard:
             "running one with --url."
         ) from error
     try:
-        (card,) = reply.json()["data"]
+        cards = reply.json()["data"]
+        card = cards[0]  # the others are those of [engines], to which only rules send calls
         if card["owned_by"] != "polar":
             raise ValueError(card["owned_by"])
-        length, answer = card["max_model_len"], card["max_tokens"]
-        name, engine = str(card["id"]), str(card["engine"])
-    except (ValueError, KeyError, TypeError) as error:
+        length, answer, name = card["max_model_len"], card["max_tokens"], str(card["id"])
+        provider_answers = any(one["engine"] == "passthrough" for one in cards)
+    except (ValueError, KeyError, TypeError, IndexError) as error:
         raise UsageError(f"{server} is not a Polar server: its list of models is not Polar's.") from error
     context_length = length if isinstance(length, int) else None
     max_answer = answer if isinstance(answer, int) and answer != context_length else None
-    return ModelCard(_printable("The model of the server", name), context_length, max_answer, engine)
+    return ModelCard(_printable("The model of the server", name), context_length, max_answer, provider_answers)
 
 
 def _printable(what: str, name: str) -> str:

@@ -19,6 +19,7 @@ from polar_proxy.cli import options
 from polar_proxy.cli.common import import_named_code, load_settings, run_async
 from polar_proxy.cli.harness import doctor_app, find_adapter, install_harness
 from polar_proxy.cli.output import err, make_table, out, print_result, styled
+from polar_proxy.errors import UsageError
 from polar_proxy.terminal import one_line
 from polar_proxy.types import Json
 
@@ -131,8 +132,13 @@ def _measure_conformance(
 
 def _find_adapters(names: list[str]) -> NamedAdapters:
     if "all" in names:
-        names = [name for name in list_adapters() if name != "shell"]
-    return [find_adapter(name) for name in names]
+        every = [name for name in list_adapters() if name != "shell"]
+        return [found for found in map(find_adapter, every) if not found[0].info.intercepted]
+    found = [find_adapter(name) for name in names]
+    for adapter, _ in found:
+        if adapter.info.intercepted:
+            raise UsageError(f"{adapter.name} cannot be measured: its calls have to be intercepted.")
+    return found
 
 
 async def _collect(documents: AsyncGenerator[Json, None], report: MeasurementReport, out_dir: Path | None) -> Json:

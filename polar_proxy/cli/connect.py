@@ -92,7 +92,7 @@ def connect(
 def _connectable() -> list[ConnectableHarness]:
     folder = load_settings().harness_cache
     adapters = [get_adapter(name, folder) for name in list_adapters(folder)]
-    return [adapter for adapter in adapters if isinstance(adapter, ConnectableHarness)]
+    return [one for one in adapters if isinstance(one, ConnectableHarness) and not one.info.intercepted]
 
 
 def _list_agents(as_json: bool) -> None:
@@ -119,6 +119,9 @@ def _find_harness(name: str) -> ConnectableHarness:
     adapter, version = find_adapter(name)
     if version is not None:
         raise UsageError(f"{name!r} names a version, but only the installed one can be used: write {adapter.name}.")
+    if adapter.info.intercepted:
+        start = f"polar intercept -- {adapter.info.command}"
+        raise UsageError(f"The endpoint of {adapter.name} cannot be set. Start it with: {start}")
     if not isinstance(adapter, ConnectableHarness):
         known = ", ".join(harness.name for harness in _connectable())
         raise UsageError(f"{adapter.name} cannot be connected: choose {known}.")

@@ -333,6 +333,7 @@ def _describe(adapter: HarnessAdapter, cache: Path) -> Json:
         "wire_apis": info.wire_apis,
         "runtime": info.runtime,
         "needs": info.needs,
+        "intercepted": info.intercepted,
         "package": info.package,
         "tested_versions": info.tested_versions or (adapter.default_version, adapter.default_version),
         "features": sorted(info.features),

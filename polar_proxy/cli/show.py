@@ -43,7 +43,7 @@ def sessions(
     found = read_store_or_server(url, db, read, lambda client: client.sessions(limit=limit))
     columns = (
         *("session", "label", "opened", "calls", "failed", "prompt", "sampled", "USD"),
-        *("last call", "incomplete", "rollout"),
+        *("spent", "last call", "incomplete", "rollout"),
     )
     cells = (
         (
@@ -55,6 +55,7 @@ def sessions(
             row.prompt_tokens,
             row.completion_tokens,
             format_price(row.price_usd),
+            row.spent,
             format_time(row.last_call_at),
             row.incomplete,
             row.rollout_id,

@@ -78,15 +78,13 @@ class _ForcingClient(VllmClient):
         client._forced_ids = ids
         return client
 
-    async def send(
-        self, method: str, path: str, body: Json | None = None, *, samples: bool = False, large: bool = False
-    ) -> HttpResponse:
+    async def send(self, method: str, path: str, body: Json | None = None, **options: Any) -> HttpResponse:
         if body is not None:
             if self._template is not None and "messages" in body:
                 body = {**body, "chat_template": self._template}
             if self._forced_ids and path in (CHAT, COMPLETIONS):
                 body = {**body, "vllm_xargs": {"forced_ids": list(self._forced_ids)}}
-        return await super().send(method, path, body, samples=samples, large=large)
+        return await super().send(method, path, body, **options)
 
 
 class ForcedVllmEngine(VllmEngine):

@@ -141,6 +141,8 @@ async def _play(
     slow: float,
 ) -> list[ScenarioRun]:
     """Run a scenario. A scenario with faults is repeated until each has occurred, or a run adds no further fault."""
+    if not scenario.fills_context:
+        profile = replace(profile, context_window=None)
     if not scenario.faults:
         model = ScriptedModel(profile, _adapted(scenario, profile, adapter.info), slow)
         return [await runner.play(model, adapter, installed)]

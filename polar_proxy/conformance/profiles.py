@@ -53,7 +53,8 @@ class HarnessProfile:
     context_error: bool = False
     """True if the harness summarises after an error that the prompt is too long, and ignores the reported usage."""
     context_window: int | None = None
-    """The context length that the harness is configured with; None: the length that it assumes by itself."""
+    """The context length that the harness is configured with; None: the length that it assumes by itself. Of the
+    checks, only `compaction` configures it."""
     full_prompt_tokens: int = 2_000_000
     """Prompt length, in tokens, at which the harness takes its context for full but does not give up."""
     compaction_steps: int = 4

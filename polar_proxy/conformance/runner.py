@@ -134,7 +134,8 @@ class ScenarioRunner:
         session = await self._store.sessions.create(key_hash=hash_key(key), label=None, policy=None, origin="key")
         try:
             async with self._sandbox(installed) as (sandbox, url):
-                for turn in range(2 if model.scenario.second else 1):
+                turns = 2 if model.scenario.second else 1
+                for turn in range(turns):
                     context = LaunchContext(
                         base_url=url + "/v1",
                         api_key=key,
@@ -147,6 +148,8 @@ class ScenarioRunner:
                         context_length=model.profile.context_window,
                     )
                     run.starts.append(await self._start(run, sandbox, adapter.launch(installed, context), adapter))
+                    if turn + 1 == turns:
+                        await sandbox.kill_all()  # not before: an ACP agent stays alive between the turns of a dialogue
                     if run.last.outcome != "ok":
                         break
         except (HarnessError, SandboxError, OSError, TimeoutError) as error:
@@ -196,7 +199,6 @@ class ScenarioRunner:
         finally:
             program.cancel()  # no effect if it is done
             await asyncio.wait({program})
-            await sandbox.kill_all()
         exit_code = None
         if not program.cancelled():
             result = program.result()

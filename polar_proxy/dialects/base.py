@@ -128,6 +128,8 @@ class Answer:
     """The provider's own count; used only if the engine reports no token ids."""
     ended_at: float | None = None
     """When the answer ended, in seconds since the epoch."""
+    response_id: str | None = None
+    """The provider's id of a response that is passed through."""
 
     def add(self, event: SampleEvent) -> None:
         if event.prompt_ids is not None:
@@ -137,6 +139,7 @@ class Answer:
         if event.usage is not None:
             self.usage = event.usage
             self.cached_tokens = event.usage.cached_tokens
+        self.response_id = event.response_id or self.response_id
         choice = self.choices.get(event.index)
         if choice is None:
             choice = self.choices[event.index] = AnswerChoice()
@@ -235,6 +238,10 @@ class ParsedRequest:
     """True if the client gets an id at once and retrieves the answer later."""
     provider_tools: tuple[str, ...] = ()
     """The tools that the request wants the provider itself to run, such as a web search. They are not in `requests`."""
+    own_encoder: Callable[..., Encoder] | None = field(default=None, compare=False, repr=False)
+    """The dialect's own encoder, for Polar's own answer to a request whose `encoder` forwards a provider's bytes."""
+    missing_history: bool = False
+    """The request continues a conversation that only the provider has, so `messages` lacks its beginning."""
 
 
 def provider_tools(listed: Iterable[str], body: Json, *fields: str) -> tuple[str, ...]:
@@ -259,6 +266,11 @@ class Dialect(ABC):
     stream_media_type = "text/event-stream"
     heartbeat: bytes | None = b": keepalive\n\n"
     """Bytes that clients of this dialect skip while they wait; None if no bytes are safe."""
+
+    def requested_model(self, body: Json) -> str:
+        """Return the model that an unparsed body, or the URL, names; "" if there is none."""
+        model = body.get("model")
+        return model if isinstance(model, str) else ""
 
     @abstractmethod
     def parse(self, body: Json, previous: ParsedRequest | None = None) -> ParsedRequest:

@@ -88,10 +88,18 @@ class OpenAIClient:
         self.thread.close()
 
     async def send(
-        self, method: str, path: str, body: Json | None = None, *, samples: bool = False, large: bool = False
+        self,
+        method: str,
+        path: str,
+        body: Json | None = None,
+        *,
+        samples: bool = False,
+        large: bool = False,
+        fields: bytes = b"",
     ) -> HttpResponse:
         """Send a request and return the response once its headers are there, whatever its status. The caller closes it.
-        With `large`, the body is encoded in a separate thread.
+        With `large`, the body is encoded in a separate thread. `fields`: further header fields, each with its line
+        break.
 
         A server may close an idle connection just when the request is written to it. If the connection closes without
         an answer within RETRY_WITHIN_SECONDS, the request is sent once more. But if the server may have received some
@@ -107,7 +115,7 @@ class OpenAIClient:
         for last in (False, True):
             try:
                 async with asyncio.timeout(ANSWER_SECONDS if method == "GET" else None):
-                    return await self._http.request(method, path, raw)
+                    return await self._http.request(method, path, raw, fields=fields)
             except NoResponseError as error:
                 if last or time.monotonic() - started > RETRY_WITHIN_SECONDS:
                     raise self._broken(error) from error
@@ -117,9 +125,9 @@ class OpenAIClient:
                 raise EngineError(f"{self.name} cannot be reached: {_describe(error)}.") from error
         raise AssertionError("unreachable")
 
-    async def post(self, path: str, body: Json, *, large: bool = False) -> HttpResponse:
+    async def post(self, path: str, body: Json, *, large: bool = False, fields: bytes = b"") -> HttpResponse:
         """Send a sampling request (see `send`). For any status except 200, raise the error that `failure` returns."""
-        response = await self.send("POST", path, body, samples=True, large=large)
+        response = await self.send("POST", path, body, samples=True, large=large, fields=fields)
         if response.status != 200:
             raise await self.failure(response)
         return response

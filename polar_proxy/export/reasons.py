@@ -13,6 +13,7 @@ CALLS: Mapping[str, str] = {
     "images": "calls with images, which their token ids do not contain",
     "constrained": "calls whose answer a grammar limited, so that it is not a free sample of the model",
     "provider_tools": "calls within whose answer the provider may have run a tool",
+    "missing_history": "calls that continue a conversation which only the provider has",
     "hook": "calls whose answer a hook of the server changed, or, for `polar rescore`, whose request it changed",
     "hidden_call": "calls with a further tool call that the agent was not shown",
     "side_call": "calls beside the conversation, such as the agent's requests for a title",

@@ -72,9 +72,15 @@ class GatewayApp:
     agents send. A connection from inside a sandbox gets the routes that agents need, and no others.
     """
 
-    def __init__(self, handler: RequestHandler, rest: FastAPI, hosts: frozenset[str] | None) -> None:
-        """`hosts`: the host names that requests may be addressed to or come from; None: any."""
+    def __init__(
+        self, handler: RequestHandler, rest: FastAPI, hosts: frozenset[str] | None, sandbox_hosts: frozenset[str]
+    ) -> None:
+        """`hosts`: the host names that requests may be addressed to or come from; None: any.
+
+        `sandbox_hosts`: the model hosts whose requests are intercepted in sandboxes.
+        """
         self._handler = handler
+        self._sandbox_hosts = sandbox_hosts
         self._stored_responses = StoredResponseRoutes(handler.stored_calls, handler.background, handler.find_session)
         self._conversations = ConversationRoutes(handler.conversations, handler.find_session, handler.read_items)
         self._rest = rest
@@ -100,7 +106,7 @@ class GatewayApp:
                 await send_error(refuse, error, error_format(path))
                 return
         path_key, path = split_path(path)
-        if (intercepted := InterceptedRequest.of_scope(scope)) is not None:
+        if (intercepted := InterceptedRequest.of_scope(scope, self._sandbox_hosts)) is not None:
             path_key = intercepted.key or path_key
             if (served := intercepted.route) is None:
                 await intercepted.answer(asgi.read_headers(scope), send, error_format(intercepted.path))
@@ -224,9 +230,11 @@ def create_app(
     handler: RequestHandler,
     metrics: GatewayMetrics,
     hosts: frozenset[str] | None,
+    sandbox_hosts: frozenset[str],
     record_problem: Callable[[], Awaitable[str | None]],
 ) -> GatewayApp:
-    """Build the application. The caller owns the lifetime of the engines and the store. `hosts`: see `GatewayApp`.
+    """Build the application. The caller owns the lifetime of the engines and the store. `hosts` and `sandbox_hosts`:
+    see `GatewayApp`.
 
     `record_problem` returns within two seconds why calls cannot be recorded, or None.
     """
@@ -242,7 +250,7 @@ def create_app(
         headers, body = asgi.error_response(described, error_format(path))
         return Response(body, error.status_code, {name.decode(): value.decode() for name, value in headers})
 
-    return GatewayApp(handler, app, hosts)
+    return GatewayApp(handler, app, hosts, sandbox_hosts)
 
 
 def _add_models(app: FastAPI, router: EngineRouter) -> None:

@@ -1,7 +1,7 @@
 """One model request, from its HTTP body to the last byte of its answer.
 
-    find session -> read -> parse -> (join a retry) -> reserve in the budget -> place: find the relation to earlier
-    calls -> build prompt -> sample and stream -> commit -> finish
+    find session -> read -> choose engine -> parse -> (join a retry) -> reserve in the budget -> place: find the
+    relation to earlier calls -> build prompt -> sample and stream -> commit -> finish
 
 Promises:
 
@@ -26,13 +26,12 @@ from typing import TypeVar
 from polar_proxy.config import GatewaySettings
 from polar_proxy.dialects.base import Answer, Dialect, ParsedRequest
 from polar_proxy.engines.one_call import OneCallLimit, wants_one_call
-from polar_proxy.engines.passthrough.engine import PassthroughEngine
-from polar_proxy.errors import EngineDroppedError, EngineError, RequestError, StoreError
+from polar_proxy.errors import EngineDroppedError, EngineError, RequestError, StoreError, UsageError
 from polar_proxy.gateway.engine_timeouts import EngineWait
 from polar_proxy.gateway.failed_requests import FailedRequests
 from polar_proxy.gateway.health import StoreMonitor
 from polar_proxy.gateway.hooks import Hooks
-from polar_proxy.gateway.hosted.passthrough import PassthroughReply, provider_request
+from polar_proxy.gateway.hosted.passthrough import PassthroughReply, answered_by_polar, provider_request
 from polar_proxy.gateway.hosted.provider_turns import ProviderTurns
 from polar_proxy.gateway.http import asgi
 from polar_proxy.gateway.http.limits import BodyBudget
@@ -45,13 +44,13 @@ from polar_proxy.gateway.responses.background import BackgroundCalls
 from polar_proxy.gateway.responses.conversations import NewItems, StoredConversations
 from polar_proxy.gateway.responses.stored_responses import StoredCalls
 from polar_proxy.gateway.retries import ResponseBuffer, RetryCache
-from polar_proxy.gateway.routing import EngineChoice, EngineRouter
+from polar_proxy.gateway.routing import EngineRouter
 from polar_proxy.gateway.sampling import CallSampler
 from polar_proxy.gateway.session_finder import SessionFinder
 from polar_proxy.offload import OffloadThread
 from polar_proxy.prices import PriceTable
-from polar_proxy.sessions.budget import BudgetUsage, Reservation
-from polar_proxy.sessions.identity import read_client_metadata
+from polar_proxy.sessions.budget import BudgetSpentError, BudgetUsage, Reservation
+from polar_proxy.sessions.identity import read_betas, read_client_metadata
 from polar_proxy.sessions.registry import SessionClosedError, SessionRegistry
 from polar_proxy.sessions.state import SessionState
 from polar_proxy.store import Store
@@ -88,6 +87,11 @@ class RequestHandler:
         self.bodies = BodyBudget(settings.limits.bodies_mb << 20)
         self._thread = thread
         self.router = router
+        if settings.hooks is not None and any(choice.passthrough for choice in router.choices):
+            raise UsageError(
+                "Hooks cannot change calls that the engine passthrough sends on byte for byte. Leave out gateway.hooks "
+                "or that engine."
+            )
         self.recorder = CallRecorder(store, monitor, sessions, metrics, in_flight, PriceTable(settings.prices))
         self._provider_turns = ProviderTurns(store, monitor, settings.cache_mb << 20)
         self._sampler = CallSampler(Hooks(settings.hooks, settings.hook_seconds), self._provider_turns, metrics)
@@ -96,15 +100,8 @@ class RequestHandler:
         self.background = BackgroundCalls()
         self.stored_calls = StoredCalls(store, monitor, settings.max_body_mb << 20)
         self.conversations = StoredConversations(store, monitor, settings.max_body_mb << 20, settings.limits.messages)
-        engine = router.default.served.engine
-        self.passthrough = engine if isinstance(engine, PassthroughEngine) else None
         self._reader = RequestReader(
-            settings.limits,
-            self._thread,
-            self.stored_calls,
-            self.conversations,
-            monitor,
-            passes_on=self.passthrough is not None,
+            settings.limits, router, self._thread, self.stored_calls, self.conversations, monitor
         )
         self.find_session = SessionFinder(sessions, monitor, settings).find
 
@@ -132,15 +129,23 @@ class RequestHandler:
                 session.in_request(),
                 self.bodies.reserve(session.session_id) as reservation,
             ):
-                parsed, body = await self._reader.read(dialect, receive, session, reservation, resumable)
+                read = await self._reader.read(dialect, receive, session, reservation, resumable)
+                parsed = read.parsed
                 self._check_provider_tools(parsed)
-                metadata = read_client_metadata(headers, parsed.params)
+                raw = None if read.raw is None else provider_request(scope, dialect, read.raw, parsed.tools)
                 request = RequestContext(
-                    dialect, session, path, parsed, metadata, started_at, body.large, body.conversation
+                    dialect,
+                    session,
+                    path,
+                    parsed,
+                    read_client_metadata(headers, parsed.params),
+                    read_betas(headers),
+                    read.engine,
+                    started_at,
+                    read.large,
+                    read.conversation,
+                    raw,
                 )
-                if self.passthrough is not None:
-                    raw = provider_request(scope, dialect, body.raw, parsed.tools)
-                    request = replace(request, raw=raw)
                 if parsed.generate:
                     await self._join_or_answer(request, receive, send)
                 else:
@@ -171,7 +176,7 @@ class RequestHandler:
         """
         call_id = new_id("call")
         self.stored_calls.keep_warm_up(request.session, call_id, request.parsed.messages[0])
-        sampled = self._as_sampled(request, request.parsed.requests[0], self.router.default)
+        sampled = self._as_sampled(request, request.parsed.requests[0])
         encoder = request.parsed.encoder(call_id, int(request.started_at), sampled=sampled)
         stream = encoder.warmed_up(Answer(prompt_ids=(), ended_at=time.time()))
         await send_stream(send, stream, request.dialect)
@@ -218,6 +223,8 @@ class RequestHandler:
             await self.store_spent(session.session_id, session.budget)
             if reservation.refusal is not None:
                 raise reservation.refusal
+            if reservation.final_answer is not None and request.raw is not None:
+                request = answered_by_polar(request)
             calls = await self._place(request, buffer.size, reservation.final_answer)
             # The id of its first call is also the request's id in the headers of the answer.
             with log_context(call_id=calls[0].call_id, request_id=calls[0].call_id):
@@ -271,7 +278,9 @@ class RequestHandler:
             elif outcome.reply is not None:
                 await reply.fail(outcome.reply)
             return outcome.status == "ok"
-        except SessionClosedError as error:  # another gateway closed the session before a call began
+        except (SessionClosedError, BudgetSpentError) as error:  # by other gateways, before a call began
+            for call in calls:
+                session.withdraw(call.call_id)
             self._metrics.refused.labels(error.status).inc()
             await reply.fail(error)
         except asyncio.CancelledError:
@@ -297,23 +306,27 @@ class RequestHandler:
             call_id = new_id("call")
             hashed = await self._thread.run(request.large, session.hash, engine_request, session.last_conversation)
             lineage = session.place(call_id, engine_request, request.metadata, hashed, now=request.started_at)
-            engine = self.router.choose(session, engine_request.model)
-            engine_request = self._as_sampled(request, engine_request, engine)
-            limited = request.raw is None and wants_one_call(engine_request, engine.served.engine.info)
-            limit = OneCallLimit(engine_request.sampling.n) if limited else None
+            engine_request = self._as_sampled(request, engine_request)
+            limited = request.raw is None and wants_one_call(engine_request, request.engine.served.engine.info)
             calls.append(
-                PendingCall(call_id, engine_request, lineage, messages, engine, limit=limit, final_answer=final_answer)
+                PendingCall(
+                    call_id,
+                    engine_request,
+                    lineage,
+                    messages,
+                    request.engine,
+                    limit=OneCallLimit(engine_request.sampling.n) if limited else None,
+                    final_answer=final_answer,
+                )
             )
         session.remember_request(request.dialect.name, parsed, calls[0].lineage.conversation, size)
         return calls
 
-    def _as_sampled(
-        self, request: RequestContext, engine_request: EngineRequest, engine: EngineChoice
-    ) -> EngineRequest:
+    def _as_sampled(self, request: RequestContext, engine_request: EngineRequest) -> EngineRequest:
         """Return the request as it is sampled: with the session's policy, and a model if the client named none."""
         if request.raw is not None:  # sent as it came
             return replace(engine_request, raw=request.raw, large=request.large)
-        info = engine.served.engine.info
+        info = request.engine.served.engine.info
         hosted = "hosted" in info.capabilities
         sampled = replace(
             apply_policy(engine_request, request.session.policy, hosted=hosted),
@@ -321,7 +334,8 @@ class RequestHandler:
             large=request.large,
         )
         if hosted and isinstance(sampled, ChatRequest):
-            return replace(sampled, options=request.dialect.client_options(request.parsed.params))
+            options = request.dialect.client_options(request.parsed.params)
+            return replace(sampled, options=replace(options, betas=request.betas))
         return sampled
 
     async def _sample(
@@ -332,11 +346,14 @@ class RequestHandler:
         buffer: ResponseBuffer,
         receive: asgi.Receive,
     ) -> CallOutcome:
-        """Sample the calls of a request, and return how they ended. Raises SessionClosedError if none may begin."""
+        """Sample the calls of a request, and return how they ended.
+
+        Raises SessionClosedError or BudgetSpentError if none may begin.
+        """
         try:
             if self._in_flight is not None:
                 # Never cut short: otherwise the announcement might be written after the commit, which removes it.
-                await _run_to_end(self._announce(self._in_flight, request.session, [call.call_id for call in calls]))
+                await _run_to_end(self._announce(self._in_flight, request, calls))
             async with asgi.ClientWatch(receive, buffer.abandoned) as watch:
                 await self._sampler.sample(request, calls, reply)
             if watch.gone or not await buffer.has_listener():
@@ -346,7 +363,7 @@ class RequestHandler:
                 late = RequestError(text, status=409, code="rollout_ended")
                 return CallOutcome("client_gone", late.status, str(late), late)
             return CallOutcome("ok", 200)
-        except SessionClosedError:
+        except (SessionClosedError, BudgetSpentError):
             raise
         except asyncio.CancelledError:  # a server that stops cancels calls after its grace period
             return CallOutcome("client_gone", 499, "the gateway was stopped", _gateway_stopped())
@@ -356,12 +373,24 @@ class RequestHandler:
             log.exception("call %s failed inside Polar", calls[0].call_id)
             return CallOutcome.failed(_internal_error(error))
 
-    async def _announce(self, in_flight: InFlightCalls, session: SessionState, call_ids: list[str]) -> None:
+    async def _announce(self, in_flight: InFlightCalls, request: RequestContext, calls: Sequence[PendingCall]) -> None:
+        """Announce calls to the other gateways. If these have reached the limit of calls, Polar answers, or raises."""
+        session = request.session
+        call_ids, max_calls = [call.call_id for call in calls], session.budget.limits.max_calls
         try:
-            await self._monitor.run(partial(in_flight.announce, session.session_id, call_ids))
+            announced = await self._monitor.run(partial(in_flight.announce, session.session_id, call_ids, max_calls))
         except StoreError as error:
             if session.record_required:
                 raise self._monitor.refusal() from error
+            return
+        if announced:
+            return
+        reservation = session.budget.reached_elsewhere()
+        await self.store_spent(session.session_id, session.budget)
+        if reservation.refusal is not None or request.raw is not None:
+            raise BudgetSpentError(session.budget.description)
+        for call in calls:
+            call.final_answer = reservation.final_answer
 
     async def _ended_elsewhere(self, session: SessionState, calls: Sequence[PendingCall]) -> bool:
         """Return whether the rollout of these calls has ended through another gateway. False if the store fails."""

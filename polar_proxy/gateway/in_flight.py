@@ -43,16 +43,23 @@ class InFlightCalls:
         self._renewing.cancel()
         await asyncio.gather(self._renewing, return_exceptions=True)
 
-    async def announce(self, session_id: str, call_ids: Sequence[str]) -> None:
+    async def announce(self, session_id: str, call_ids: Sequence[str], max_calls: int | None) -> bool:
         """Announce to the other gateways of the database that this one is about to answer these calls.
 
-        Raises SessionClosedError if another gateway closed the session, and StoreError if the store fails. A call that
-        is answered although it could not be announced counts as lost only if its commit fails too.
+        Returns False if the session would have more than `max_calls` calls, those in flight included. The calls must
+        not be answered then. Raises SessionClosedError if another gateway closed the session, and StoreError if the
+        store fails. A call that is answered although it could not be announced counts as lost only if its commit fails
+        too.
         """
         self._announced.update(call_ids)
-        if not await self._store.open_calls.announce(self.gateway, session_id, call_ids, LEASE_SECONDS):
-            self.finished(call_ids)
+        announce = self._store.open_calls.announce
+        result = await announce(self.gateway, session_id, call_ids, LEASE_SECONDS, max_calls=max_calls)
+        if result == "announced":
+            return True
+        self.finished(call_ids)
+        if result == "closed":
             raise SessionClosedError
+        return False
 
     def finished(self, call_ids: Sequence[str]) -> None:
         """Stop renewing the leases of calls that ended.

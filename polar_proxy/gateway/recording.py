@@ -76,6 +76,9 @@ class RequestContext:
     """The path without the key of `/s/{key}`, because keys are not recorded."""
     parsed: ParsedRequest
     metadata: ClientMetadata
+    betas: tuple[str, ...]
+    """See `ClientOptions.betas`."""
+    engine: EngineChoice
     started_at: float
     """Seconds since the epoch."""
     large: bool = False
@@ -308,6 +311,7 @@ def make_record(
         cached_tokens=answer.cached_tokens,
         usage=answer.usage,
         price_usd=price_usd,
+        response_id=answer.response_id,
         rule=lineage.rule,
         ambiguous=lineage.ambiguous,
         thread=lineage.thread,
@@ -349,6 +353,8 @@ def _sampling_marks(request: RequestContext, call: PendingCall, engine: EngineIn
     if names := request.parsed.provider_tools:
         action = "allowed" if "provider_tools" in engine.capabilities else "removed"
         marks["provider_tools"] = {"action": action, "names": list(names)}
+    if request.parsed.missing_history:
+        marks["missing_history"] = True
     if call.not_carried:
         marks["not_carried"] = list(call.not_carried)
     return marks

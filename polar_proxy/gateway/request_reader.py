@@ -1,5 +1,5 @@
-"""Reading of model requests: receive the body, parse its JSON, find the calls that it refers to, and parse the
-request."""
+"""Reading of model requests: receive the body, parse its JSON, choose the engine, find the calls that the body refers
+to, and parse the request."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from polar_proxy.dialects.fields import invalid_type
 from polar_proxy.dialects.openai_responses.input import input_items
 from polar_proxy.errors import RequestError, StoreError
 from polar_proxy.gateway.health import StoreMonitor
-from polar_proxy.gateway.hosted.passthrough import parse_for_record
+from polar_proxy.gateway.hosted.passthrough import parse_for_record, previous_response
 from polar_proxy.gateway.http import asgi
 from polar_proxy.gateway.http.limits import BodyReservation
 from polar_proxy.gateway.recording import ContinuedConversation
 from polar_proxy.gateway.responses.conversations import NewItems, StoredConversations
 from polar_proxy.gateway.responses.stored_responses import StoredCalls
+from polar_proxy.gateway.routing import EngineChoice, EngineRouter
 from polar_proxy.offload import OffloadThread
 from polar_proxy.sessions.state import SessionState
 from polar_proxy.store import json_codec
-from polar_proxy.types import ChatRequest, ConversationItem, Json
+from polar_proxy.types import CallRecord, ChatRequest, ConversationItem, Json
 
 _LARGE_BODY, _MANY_MESSAGES = 1 << 20, 500
 """A request is `large` if it has more bytes (plus `_BYTES_OF_VALUE` for each JSON value) or more messages. Work on it
@@ -50,25 +51,37 @@ class Body:
     """Approximate memory of the body in bytes."""
     large: bool
     """True if the request is large (see `_LARGE_BODY`)."""
+    raw: bytes
+    """The unparsed body."""
     conversation: ContinuedConversation | None = None
-    raw: bytes = b""
-    """The unparsed body, if requests are passed on to their provider."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRequest:
+    """A model request that was read and parsed."""
+
+    parsed: ParsedRequest
+    engine: EngineChoice
+    large: bool
+    """See `Body`."""
+    conversation: ContinuedConversation | None = None
+    raw: bytes | None = None
+    """The unparsed body, if the engine passes it on to a provider."""
 
 
 class RequestReader:
     def __init__(
         self,
         limits: GatewayLimits,
+        router: EngineRouter,
         thread: OffloadThread,
         stored_calls: StoredCalls,
         conversations: StoredConversations,
         monitor: StoreMonitor,
-        *,
-        passes_on: bool,
     ) -> None:
-        """`thread`: where large requests are parsed. `passes_on`: requests are passed on to their provider."""
-        self._passes_on = passes_on
+        """`thread`: where large requests are parsed."""
         self._limits = limits
+        self._router = router
         self._thread = thread
         self._stored_calls = stored_calls
         self._conversations = conversations
@@ -81,16 +94,20 @@ class RequestReader:
         session: SessionState,
         reservation: BodyReservation,
         resumable: Collection[str],
-    ) -> tuple[ParsedRequest, Body]:
-        """Read and parse the body of a model request."""
+    ) -> ReadRequest:
+        """Read and parse the body of a model request, and choose its engine."""
         parts = await asgi.read_body(receive, reservation.take)
         async with _turn(session, reservation.size):
             body = await self._read_json(parts, reservation)
+            engine = self._router.choose(session, dialect.requested_model(body.fields))
             previous = session.last_parsed(dialect.name)
-            if self._passes_on:
-                return await self._thread.run(body.large, parse_for_record, dialect, body.fields, previous), body
+            if engine.passthrough is not None:
+                earlier = await self._find_previous(dialect, body, session)
+                parsed = await self._thread.run(body.large, parse_for_record, dialect, body.fields, previous, earlier)
+                return ReadRequest(parsed, engine, body.large, raw=body.raw)
             body = await self._write_out_references(dialect, body, session, resumable)
-            return await self._thread.run(body.large, dialect.parse, body.fields, previous), body
+            parsed = await self._thread.run(body.large, dialect.parse, body.fields, previous)
+            return ReadRequest(parsed, engine, body.large, body.conversation)
 
     async def read_count(
         self, dialect: Dialect, receive: asgi.Receive, session: SessionState, reservation: BodyReservation
@@ -141,7 +158,17 @@ class RequestReader:
                 message = f"'{name}' has {len(items)} items; at most {most} are served."
                 raise RequestError(message, status=413, param=name)
             large = large or (isinstance(items, list) and len(items) > _MANY_MESSAGES)
-        return Body(body, reservation.size, large, raw=raw if self._passes_on else b"")
+        return Body(body, reservation.size, large, raw)
+
+    async def _find_previous(self, dialect: Dialect, body: Body, session: SessionState) -> CallRecord | None:
+        """Return the recorded call whose response a request that is passed on continues; None if there is none."""
+        response_id = previous_response(dialect, body.fields)
+        if response_id is None:
+            return None
+        try:
+            return await self._stored_calls.find_of_provider(session, response_id)
+        except StoreError as error:
+            raise self._monitor.refusal() from error
 
     async def _write_out_references(
         self, dialect: Dialect, body: Body, session: SessionState, resumable: Collection[str] = ()
@@ -163,7 +190,7 @@ class RequestReader:
         large = large or any(_are_many(call.messages) for call in calls.values())
         fields = await self._thread.run(large, dialect.write_out_references, body.fields, calls, items)
         conversation = None if conversation_id is None else ContinuedConversation(conversation_id, len(items))
-        return Body(fields, body.size, large, conversation)
+        return replace(body, fields=fields, large=large, conversation=conversation)
 
 
 @contextlib.asynccontextmanager

@@ -17,6 +17,7 @@ from fnmatch import fnmatchcase
 
 from polar_proxy.config import GatewaySettings, RouteSettings
 from polar_proxy.engines.base import Engine
+from polar_proxy.engines.passthrough.engine import PassthroughEngine
 from polar_proxy.gateway.engine_timeouts import EngineTimeouts
 from polar_proxy.gateway.health import HealthCheck
 from polar_proxy.offload import OffloadThread
@@ -54,6 +55,12 @@ class EngineChoice:
     served: ServedEngine
     route: str | None = None
 
+    @property
+    def passthrough(self) -> PassthroughEngine | None:
+        """The engine, if it passes calls on to their provider."""
+        engine = self.served.engine
+        return engine if isinstance(engine, PassthroughEngine) else None
+
 
 class EngineRouter:
     def __init__(
@@ -62,6 +69,8 @@ class EngineRouter:
         self.default = EngineChoice(default)
         self.all = (default, *named.values())
         self._rules = [(rule, EngineChoice(named[rule.engine], rule.name)) for rule in rules]
+        self.choices = (self.default, *(choice for _, choice in self._rules))
+        """All possible results of `choose`."""
 
     def choose(self, session: SessionState, model: str) -> EngineChoice:
         """Return the engine for a call. `model`: the model that the request names."""

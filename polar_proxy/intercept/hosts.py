@@ -8,10 +8,12 @@ switched off.
 from __future__ import annotations
 
 import re
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+from polar_proxy.errors import UsageError
 from polar_proxy.types import Json
 
 INTERCEPT_PREFIX = "/intercept/"
@@ -42,7 +44,8 @@ class ModelHost:
     """Host names. `*` matches one part of a name."""
     rules: tuple[PathRule, ...]
     named: tuple[str, ...] = ()
-    """Known values of `*`, such as regions. Sandboxes intercept no other values, because /etc/hosts has no patterns."""
+    """Known values of `*`, such as regions. Sandboxes intercept no other values, because /etc/hosts has no patterns,
+    except those in the setting `gateway.model_hosts`."""
     others_pass: bool = False
     """Whether requests without a rule go to the host itself, because it serves more than models."""
 
@@ -234,13 +237,13 @@ def find_host(name: str) -> ModelHost | None:
     return next((row for row in MODEL_HOSTS if any(re.fullmatch(_pattern(one), name) for one in row.hosts)), None)
 
 
-def find_path(name: str, path: str, *, named_only: bool = False) -> InterceptedPath | None:
+def find_path(name: str, path: str, *, names: Container[str] | None = None) -> InterceptedPath | None:
     """Return the rule for a path (without query) of the host `name`; None if it is not a model host.
 
-    `named_only`: only the hosts in `host_names`, not any other name that a pattern matches.
+    `names`: only these hosts (`host_names`), not any other name that a pattern matches.
     """
     row = find_host(name.lower())
-    if row is None or (named_only and name.lower() not in row.names()):
+    if row is None or (names is not None and name.lower() not in names):
         return None
     for rule in row.rules:
         if (found := re.fullmatch(rule.path, path)) is not None:
@@ -248,9 +251,18 @@ def find_path(name: str, path: str, *, named_only: bool = False) -> InterceptedP
     return InterceptedPath(row, None, None)
 
 
-def host_names() -> tuple[str, ...]:
-    """Return the full names of all model hosts, for /etc/hosts in a sandbox."""
-    return tuple(name for row in MODEL_HOSTS for name in row.names())
+def host_names(own: Iterable[str] = ()) -> tuple[str, ...]:
+    """Return the full names of all model hosts, for /etc/hosts in a sandbox.
+
+    `own`: names that a provider gave to the user (`gateway.model_hosts`). Raises UsageError if one is not of a model
+    host.
+    """
+    added = sorted(name.lower() for name in own)
+    for name in added:
+        if find_host(name) is None:
+            patterns = ", ".join(host for row in MODEL_HOSTS for host in row.hosts if "*" in host)
+            raise UsageError(f"{name} in gateway.model_hosts is not the name of a model host. They are: {patterns}.")
+    return tuple(dict.fromkeys([*(name for row in MODEL_HOSTS for name in row.names()), *added]))
 
 
 def rules_for_proxy(*, record: bool) -> list[Json]:

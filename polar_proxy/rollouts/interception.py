@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,9 +28,11 @@ _SYSTEM_BUNDLE = "/etc/ssl/certs/ca-certificates.crt"
 
 
 class SandboxInterception:
-    def __init__(self, home: Path | None) -> None:
-        """`home`: Polar's home, in which the certificate authority is made at its first use."""
+    def __init__(self, home: Path | None, own_hosts: Iterable[str] = ()) -> None:
+        """`home`: Polar's home, in which the certificate authority is made at its first use. `own_hosts`: the setting
+        `gateway.model_hosts`."""
         self._home = home
+        self._hosts = host_names(own_hosts)
 
     async def spec(self, kind: SandboxKind, spec: SandboxSpec) -> SandboxSpec:
         """Return the specification with the model hosts' names and the authority's certificate.
@@ -48,13 +50,13 @@ class SandboxInterception:
         if kind == "docker" or Path(_SYSTEM_BUNDLE).is_file():
             mounts.append(Mount(authority.bundle, _SYSTEM_BUNDLE))
         env = {**trust_variables(authority), **spec.env}
-        return replace(spec, hosts=host_names(), mounts=(*spec.mounts, *mounts), env=env)
+        return replace(spec, hosts=self._hosts, mounts=(*spec.mounts, *mounts), env=env)
 
     @contextlib.asynccontextmanager
     async def serve(self, gateway: Gateway, sandbox: Sandbox, key: str) -> AsyncIterator[None]:
         """Answer the model hosts inside a sandbox until the block ends. `key`: that of the session that records."""
         authority = await self._authority()
-        tls = await asyncio.to_thread(authority.server_context, host_names())
+        tls = await asyncio.to_thread(authority.server_context, self._hosts)
         listener = await sandbox.listen(HTTPS_PORT)
         assert listener is not None  # only a process sandbox has no network of its own
         await gateway.serve_on(listener, tls=tls, key=key)

@@ -128,7 +128,7 @@ class RolloutService:
             self._prebuilt,
             limits.sandboxes,
             self.self_tests,
-            SandboxInterception(home),
+            SandboxInterception(home, gateway.settings.model_hosts),
             self._code,
         )
 

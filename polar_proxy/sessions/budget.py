@@ -3,12 +3,12 @@
 Promises:
 
 * A call begins only while no limit is reached. The calls in flight count towards `max_calls`, so that this limit is
-  never exceeded by one gateway. Tokens, prices and repeats are counted when a call ends, so that at most the calls in
-  flight go beyond those limits.
+  never exceeded. Tokens, prices and repeats are counted when a call ends, so that at most the calls in flight go beyond
+  those limits.
 * Once spent, a budget stays spent: the store keeps the name of the limit (`sessions.spent`).
 * After a restart the counters are those of the session's row, and repeats are counted from the stored fingerprints.
-* Several gateways of one database read the row before each call (setting `gateway.shared`). They exceed a limit by at
-  most the calls that are in flight on the other gateways when it is reached.
+* Several gateways of one database read the row before each call, and count each other's calls in flight when they
+  announce one (setting `gateway.shared`, `store/repositories/calls.py`), so that the above holds for them together.
 """
 
 from __future__ import annotations
@@ -90,6 +90,14 @@ class BudgetUsage:
         if self.spent is None:
             self._pending += calls
             return Reservation(self, calls)
+        return self._over_budget()
+
+    def reached_elsewhere(self) -> Reservation:
+        """Mark `max_calls` as reached by calls of other gateways, and return a refusal or a final answer."""
+        self.spent = self.spent or "max_calls"
+        return self._over_budget()
+
+    def _over_budget(self) -> Reservation:
         if self.limits.at_budget == "refuse" or self._final_answers >= _FINAL_ANSWERS:
             return Reservation(self, 0, refusal=BudgetSpentError(self.description))
         self._final_answers += 1

@@ -52,6 +52,9 @@ _THREAD_HEADERS = (
     "x-affinity",
 )
 
+_BETA_HEADERS = ("anthropic-beta", "openai-beta")
+_MOST_BETAS = 50
+
 
 def read_client_metadata(headers: Mapping[str, str], params: Mapping[str, Any]) -> ClientMetadata:
     """Return the metadata in `headers` (by lower-case name) and `params` (the body without its messages)."""
@@ -80,6 +83,12 @@ def read_client_metadata(headers: Mapping[str, str], params: Mapping[str, Any]) 
         subagent=_text(subagent),
         request=request,
     )
+
+
+def read_betas(headers: Mapping[str, str]) -> tuple[str, ...]:
+    """Return a provider's trial features that the client asks for, each as `header: feature`."""
+    named = [(header, beta.strip()) for header in _BETA_HEADERS for beta in headers.get(header, "").split(",")]
+    return tuple(f"{header}: {beta[:_MAX_LENGTH]}" for header, beta in named[:_MOST_BETAS] if beta)
 
 
 def _thread_of_headers(headers: Mapping[str, str]) -> str | None:

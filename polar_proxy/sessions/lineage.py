@@ -29,7 +29,7 @@ from polar_proxy.sessions.call_index import CallIndex, CallNode, QuoteKind
 from polar_proxy.sessions.hashing import AnswerNode, AssistantTurn, HashChain, HashedConversation, call_ids, text_of
 from polar_proxy.sessions.identity import ClientMetadata
 from polar_proxy.sessions.rules import RequestTexts
-from polar_proxy.types import Edge, Message
+from polar_proxy.types import ANSWERED, Edge, Message
 
 _MIN_EVIDENCE = 40
 """Length in characters below which the same assistant turn may occur in two unrelated conversations."""
@@ -145,7 +145,7 @@ def find_base(index: CallIndex, query: PlacementQuery) -> Base | None:
     for end in range(len(keys) - 1, 0, -1):
         if query.messages[end - 1].role != "assistant":
             continue  # a repeated tool result has the key of the first
-        found = [pair for pair in index.ends.get(keys[end], ()) if pair[0].state == "ok"]
+        found = [pair for pair in index.ends.get(keys[end], ()) if pair[0].state in ANSWERED]
         if found:
             node, _ = choose_parent(found, query, end)
             answer = next(answer for owner, answer in found if owner is node)

@@ -308,13 +308,17 @@ class SessionState:
 
         Its text is kept while there is room, for a client that names the call instead of repeating its messages.
         """
-        nodes = [node for node in self._index.by_id.values() if node.call_id != record.call_id]
+        self.withdraw(record.call_id)
+        self._cache.put(("unrecorded", record.call_id), UnrecordedCall(record))
+
+    def withdraw(self, call_id: str) -> None:
+        """Remove a call that was placed and is not answered."""
+        nodes = [node for node in self._index.by_id.values() if node.call_id != call_id]
         self._index = CallIndex()
         for node in nodes:
             node.continued, node.retried = 0, False
             self._index.add(node, self._index.by_id.get(node.parent_call_id or ""))
             self._index.add_answers(node)
-        self._cache.put(("unrecorded", record.call_id), UnrecordedCall(record))
 
     def unrecorded(self, call_id: str) -> CallRecord | None:
         """Return an answered call that could not be recorded, if it is still in memory."""

@@ -2,8 +2,8 @@
 
 HTTP headers are never recorded, but secrets can also be in other places. The store cleans these before it writes them:
 request parameters, tool definitions, paths, model names, labels, names of consumers and reward sources, reward details,
-error texts and log files. It does not clean messages and answers, because they must match the recorded tokens, nor
-patches, because a patch must apply.
+error texts, log files and the texts of dialogues. It does not clean messages and answers, because they must match the
+recorded tokens, nor patches, because a patch must apply.
 
 In a value that is cleaned, this module replaces
 

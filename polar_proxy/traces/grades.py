@@ -40,8 +40,8 @@ _GRADE_BY_REASON: Mapping[str, Grade] = {
     "rescored": "approximate",
     "summarised": "approximate",
 }
-SUMMARISING_ENGINES = frozenset({"anthropic", "google"})
-"""Engines of providers that show a summary of the reasoning."""
+SUMMARISING_ENGINES = frozenset({"anthropic", "google", "passthrough"})
+"""Engines of providers that show a summary of the reasoning, as most of those do to which `passthrough` sends calls."""
 
 
 _NOTES = 20
@@ -139,6 +139,8 @@ def exclusion_reason(call: CallRecord) -> str | None:
     """Return why this call by itself cannot be trained on, or None."""
     if has_provider_tools(call):
         return "provider_tools"
+    if call.sampling.get("missing_history"):
+        return "missing_history"  # its prompt is not what the model saw
     if call.status != "ok":
         return call.status
     if call.edge == "side_call":

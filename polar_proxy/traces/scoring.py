@@ -33,7 +33,7 @@ from polar_proxy.sequences import all_reported, begins_with
 from polar_proxy.store.repositories.rescores import RESCORED_BUILDER, Rescore, apply_rescores
 from polar_proxy.traces.builders import BuildResult, build
 from polar_proxy.traces.certificate import ScorerIdentity
-from polar_proxy.traces.grades import SUMMARISING_ENGINES, exclusion_reason, grade_of, has_provider_tools
+from polar_proxy.traces.grades import SUMMARISING_ENGINES, exclusion_reason, grade_of
 from polar_proxy.traces.validation import count_calls
 from polar_proxy.types import CallRecord, ChatRequest, Choice, Json, Logprobs, Message, TokenIds, Trace
 
@@ -271,7 +271,7 @@ def _has_summary(call: CallRecord) -> bool:
 
 def _no_rescore_reason(call: CallRecord) -> str | None:
     """Return why a call needs no rescoring, or cannot be rescored; None if it can."""
-    if call.status == "no_tokens" and call.edge != "side_call" and not has_provider_tools(call):
+    if call.status == exclusion_reason(call) == "no_tokens" and call.edge != "side_call":
         if call.hooks is not None:
             return "hook"
         return None if call.choices else "empty"

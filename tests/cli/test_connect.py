@@ -195,6 +195,16 @@ def test_refuses_other_servers_and_hostile_model_names() -> None:
         assert "must be printable text" in polar_error("connect", "codex", "--url", url, "--key", "k")
 
 
+def test_takes_the_model_of_the_servers_own_engine() -> None:
+    with serve_model_list("main", "of-a-rule") as url:
+        assert polar_json("connect", "codex", "--url", url, "--key", "k")["model"] == "main"
+
+
+def test_names_the_command_for_an_agent_that_must_be_intercepted() -> None:
+    assert "polar intercept -- copilot" in polar_error("connect", "copilot-signed-in")
+    assert "copilot-signed-in" not in polar_ok("connect")
+
+
 def test_model_option_replaces_the_name_only(server: str) -> None:
     (settings,) = polar_json("connect", "codex", "--key", "k", "--model", "other")["files"].values()
     assert 'model = "other"' in settings

@@ -99,6 +99,17 @@ def test_ids_are_not_cut_in_a_pipe_or_on_a_narrow_terminal(polar_home: Path, mon
     assert session_id in polar_ok("sessions")
 
 
+def test_the_list_of_sessions_names_the_limit_that_was_reached(polar_home: Path) -> None:
+    async def spend(session_id: str) -> None:
+        async with open_store(f"sqlite:///{polar_home}/polar.db") as store:
+            await store.sessions.mark_spent(session_id, "max_calls")
+
+    asyncio.run(spend(asyncio.run(new_session(polar_home, "spent"))))
+    header, line = polar_ok("sessions").splitlines()
+    assert "spent" in header.split()
+    assert "max_calls" in line.split()
+
+
 def test_a_list_without_sessions_says_how_to_record_one(polar_home: Path) -> None:
     polar_ok("db", "upgrade")
     assert "`polar serve`, then `polar connect`, records" in polar("sessions").stderr

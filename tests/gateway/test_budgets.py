@@ -18,6 +18,7 @@ from polar_proxy.engines.scripted import ScriptedEngine, ScriptedReply
 from polar_proxy.store import Store
 from polar_proxy.traces.builders import BUILDERS, build
 from polar_proxy.traces.grades import excluded_calls
+from polar_proxy.types import EngineRequest
 from tests.conftest import Serve
 from tests.gateway.agents import CHAT, client, new_session
 from tests.gateway.shared_gateways import ask, run_gateway
@@ -191,3 +192,39 @@ async def test_gateways_of_one_database_share_the_budget(url: str) -> None:
             for turn, gateway in enumerate((first, second) * 4)
         ]
     assert statuses == [200] * 4 + [403] * 4
+
+
+@pytest.mark.parametrize("at_budget", ["refuse", "stop"])
+async def test_gateways_that_answer_at_the_same_time_never_exceed_the_limit_of_calls(url: str, at_budget: str) -> None:
+    asked: list[EngineRequest] = []
+
+    def slow(request: EngineRequest) -> ScriptedReply:
+        asked.append(request)
+        return ScriptedReply("slow", wait=0.3)
+
+    async with run_gateway(url, slow) as (first, store), run_gateway(url, slow) as (second, _):
+        session = await new_session(store, KEY, {"max_calls": 5, "at_budget": at_budget})
+        for gateway in (first, second):  # both know the session
+            assert (await ask(gateway, KEY, [{"role": "user", "content": gateway.url}])).status_code == 200
+        answers = await asyncio.gather(
+            *(ask((first, second)[turn % 2], KEY, [{"role": "user", "content": f"{turn}"}]) for turn in range(10))
+        )
+        late = await ask(first, KEY, [{"role": "user", "content": "late"}])
+        calls = await store.calls.of_session(session)
+        row = await store.sessions.get(session)
+        assert not await store.open_calls.of_session(session)
+    assert len(asked) == 5
+    assert sum(call.status == "ok" for call in calls) == 5
+    assert row is not None
+    assert row.spent == "max_calls"
+    if at_budget == "refuse":
+        assert sorted(answer.status_code for answer in (*answers, late)) == [200] * 3 + [403] * 8
+        assert len(calls) == 5
+    else:
+        texts = [answer.json()["choices"][0]["message"]["content"] for answer in (*answers, late)]
+        assert sorted("Finish now" in text for text in texts) == [False] * 3 + [True] * 8
+        assert excluded_calls(calls) == {call.call_id: "budget" for call in calls if call.status == "budget"}
+    for builder in BUILDERS:
+        built = build(calls, builder)
+        assert len(built.excluded) + sum(len(trace.call_ids) for trace in built.traces) == len(calls)
+    assert {call.parent_call_id for call in calls} <= {None, *(call.call_id for call in calls)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
 from collections.abc import AsyncIterator
@@ -12,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from polar_proxy.engines.scripted import ScriptedEngine, ScriptedReply
+from polar_proxy.engines.scripted import ScriptedEngine, ScriptedReply, decode
 from polar_proxy.errors import UsageError
+from polar_proxy.export import export
 from polar_proxy.gateway.hooks import HookedCall, Hooks
 from polar_proxy.store import Store
 from polar_proxy.traces.builders import BUILDERS, build
@@ -155,6 +157,21 @@ async def test_a_changed_answer_is_not_trained_and_the_next_prompt_has_the_chang
         assert "QUIET" in text
         assert "quiet" not in text
         assert len(result.excluded) + len(trace.call_ids) == len(calls)
+
+
+async def test_an_export_counts_the_calls_whose_answers_hooks_changed(serve: Serve, store: Store) -> None:
+    await new_session(store, KEY)
+    replies = iter(("quiet", "LOUD", "also quiet"))
+    async with hooked(serve, ScriptedEngine(lambda request: next(replies)), Shouting) as http:
+        for number in range(3):
+            messages = [{"role": "user", "content": f"question {number}"}]
+            await http.post("/chat/completions", json={"model": "m", "messages": messages})
+    lines: list[bytes] = []
+    report = await export(store, "tokens-jsonl", lines.append)
+    assert (report.rows, dict(report.left_out)) == (1, {"hook": 2})
+    (row,) = map(json.loads, lines)
+    trained = [token for token, mask in zip(row["response_ids"], row["loss_mask"], strict=True) if mask]
+    assert decode(trained) == "LOUD"
 
 
 async def test_changes_a_tool_call(serve: Serve, store: Store) -> None:

@@ -188,7 +188,7 @@ async def test_the_next_start_reports_calls_of_dead_gateways(file: str) -> None:
 
 
 async def test_a_single_gateway_announces_nothing(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def never(self: OpenCallRepository, *args: Any) -> bool:
+    async def never(self: OpenCallRepository, *args: Any, **options: Any) -> str:
         raise AssertionError("announced")
 
     monkeypatch.setattr(OpenCallRepository, "announce", never)

@@ -16,7 +16,8 @@ from harness_adapters.toolkit.adapter import ConnectableHarness, settings_files
 from tests.harness_adapters.launch_plans import CONTEXT, KEY, plan
 
 ROOT = Path(__file__).parent.parent.parent
-NAMES = [name for name in list_adapters() if name != "shell"]
+INSTALLED = [name for name in list_adapters() if name != "shell"]
+NAMES = [name for name in INSTALLED if not get_adapter(name).info.intercepted]
 # Permissions and limits are for runs without a user.
 OF_ROLLOUTS = ("yolo", "skip-permissions", "bypass", "auto", "trust", "steps", "turns", "permission", "IS_SANDBOX")
 
@@ -43,7 +44,7 @@ def test_the_readme_counts_the_harnesses() -> None:
     numbers = {17: "seventeen", 18: "eighteen", 19: "nineteen", 20: "twenty", 21: "twenty-one"}
     readme = (ROOT / "README.md").read_text()
     assert f"the {numbers[len(NAMES)]} agents that Polar knows" in readme
-    assert f"the {numbers[len(NAMES)]} harnesses that Polar installs" in readme
+    assert f"the {numbers[len(INSTALLED)]} harnesses that Polar installs" in readme
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -332,6 +332,23 @@ async def test_what_was_not_carried_is_recorded_and_what_was_sent_is_the_clients
     assert len(api.bodies) == 1
 
 
+async def test_features_in_a_beta_header_reach_the_provider_or_are_recorded(serve: Serve, store: Store) -> None:
+    betas = ["interleaved-thinking-2025-05-14", "fast-mode-2026-02-01", "mcp-client-2025-04-04"]
+    given: Any = {"model": "m", "max_tokens": 9, "messages": CHAT["messages"]}
+    async with (
+        AnthropicProvider() as api,
+        serve(engine_of(api)) as gateway,
+        anthropic_client(gateway.url) as client,
+    ):
+        await client.beta.messages.create(**given, betas=betas)
+        await client.messages.create(**given)
+    sent = [{name.lower(): value for name, value in one.items()} for one in api.headers[-2:]]
+    assert [one.get("anthropic-beta") for one in sent] == ["interleaved-thinking-2025-05-14,fast-mode-2026-02-01", None]
+    calls = await recorded_calls(store, count=2)
+    assert calls[0].sampling["not_carried"] == ["anthropic-beta: mcp-client-2025-04-04"]
+    assert "not_carried" not in calls[1].sampling
+
+
 # ---------------------------------------------------------------- counts
 
 

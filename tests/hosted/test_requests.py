@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+from anthropic.types import AnthropicBetaParam
 
 from polar_proxy.dialects import get_dialect
 from polar_proxy.engines.hosted.anthropic_request import anthropic_body
-from polar_proxy.engines.hosted.carried import not_carried
+from polar_proxy.engines.hosted.carried import PASSED_BETAS, not_carried, passed_betas
 from polar_proxy.engines.hosted.google_request import google_body
 from polar_proxy.engines.hosted.openai_request import chat_fields
 from polar_proxy.errors import RequestError
+from polar_proxy.sessions.identity import read_betas
 from polar_proxy.types import ChatRequest, Json, Message, ProviderTurn, Sampling, ToolCall
 from tests.fakes.providers import AnthropicProvider, GoogleProvider, OpenAIProvider, Provider
 
@@ -161,6 +163,34 @@ def test_not_carried_names_what_the_provider_is_not_given() -> None:
     assert not_carried(request, "openai") == ("logprobs", "min_p", "top_k")
     assert {key: to_openai(request)[key] for key in ("user", "verbosity")} == {"user": "me", "verbosity": "low"}
     assert not_carried(chat(), "anthropic") == ()
+
+
+def test_features_in_a_beta_header_are_passed_on_or_named() -> None:
+    headers = {
+        "anthropic-beta": "context-1m-2025-08-07,code-execution-2025-05-22, oauth-2025-04-20,context-1m\r\nx: y",
+        "openai-beta": "assistants=v2",
+    }
+    options = parsed(
+        "anthropic_messages", model="m", max_tokens=9, messages=[{"role": "user", "content": "hi"}]
+    ).options
+    assert options is not None
+    request = replace(chat(), options=replace(options, betas=read_betas(headers)))
+    left_out = {
+        "anthropic-beta: code-execution-2025-05-22",
+        "anthropic-beta: oauth-2025-04-20",
+        "anthropic-beta: context-1m\r\nx: y",
+        "openai-beta: assistants=v2",
+    }
+    assert passed_betas(request, "anthropic") == ("context-1m-2025-08-07",)
+    assert set(not_carried(request, "anthropic")) == left_out
+    assert passed_betas(request, "openai") == ()
+    assert set(not_carried(request, "openai")) == left_out | {"anthropic-beta: context-1m-2025-08-07"}
+    assert passed_betas(chat(), "anthropic") == ()
+
+
+def test_features_that_are_passed_on_are_documented_by_anthropic() -> None:
+    documented = get_args(get_args(AnthropicBetaParam)[1])
+    assert PASSED_BETAS["anthropic"] <= {f"anthropic-beta: {name}" for name in documented}
 
 
 @pytest.mark.parametrize("changes", [{"n": 2}, {"logit_bias": {"5": 1.0}}])

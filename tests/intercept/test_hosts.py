@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from polar_proxy.engines.scripted import ScriptedEngine
+from polar_proxy.errors import UsageError
 from polar_proxy.gateway.app import find_route
 from polar_proxy.intercept.hosts import MODEL_HOSTS, find_path, host_names, rules_for_proxy
 from polar_proxy.sessions.identity import hash_key, new_key
@@ -73,6 +74,15 @@ def test_names_for_a_sandbox_are_whole_names() -> None:
     assert not [name for name in names if "*" in name]
 
 
+def test_names_of_the_user_are_added_for_a_sandbox() -> None:
+    names = host_names(["My-Resource.openai.azure.com", "api.openai.com"])
+    assert names == (*host_names(), "my-resource.openai.azure.com")
+    assert find_path("my-resource.openai.azure.com", "/openai/v1/responses", names=host_names()) is None
+    assert find_path("my-resource.openai.azure.com", "/openai/v1/responses", names=names) is not None
+    with pytest.raises(UsageError, match=r"example\.com in gateway\.model_hosts is not the name of a model host"):
+        host_names(["example.com"])
+
+
 def test_only_calls_go_to_the_gateway_if_the_provider_answers() -> None:
     (row,) = [row for row in rules_for_proxy(record=True) if row["hosts"][0].startswith("api\\.openai")]
     assert row["paths"] == [r"/v1/(chat/completions|completions|responses(?:/compact)?)"]
@@ -94,19 +104,21 @@ async def test_an_intercepted_request_is_recorded_in_the_session_of_its_key(serv
 async def test_an_agent_in_a_sandbox_chooses_among_the_listed_hosts_only(
     serve: Serve, store: Store, by_name: bool
 ) -> None:
-    key = new_key()
+    key, own = new_key(), "my-resource.openai.azure.com"
     await store.sessions.create(key_hash=hash_key(key), label=None, origin="key")
     found = {}
-    async with serve(ScriptedEngine(lambda request: "hi")) as gateway, httpx.AsyncClient() as client:
+    engine = ScriptedEngine(lambda request: "hi")
+    async with serve(engine, model_hosts=[own]) as gateway, httpx.AsyncClient() as client:
         listener = socket.create_server(("127.0.0.1", 0))
         await gateway.serve_on(listener, key=key if by_name else None)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        for host in ("api.openai.com", "attacker.openai.azure.com", "x-aiplatform.googleapis.com"):
+        for host in ("api.openai.com", own, "attacker.openai.azure.com", "x-aiplatform.googleapis.com"):
             path = "/openai/v1/chat/completions" if "azure" in host else "/v1/chat/completions"
             path = path if by_name else f"/s/{key}/intercept/{host}{path}"
             found[host] = (await client.post(url + path, json=CHAT, headers={"host": host})).status_code
         await gateway.stop_serving_on(listener)
-    assert found == {"api.openai.com": 200, "attacker.openai.azure.com": 404, "x-aiplatform.googleapis.com": 404}
+    others = {"attacker.openai.azure.com": 404, "x-aiplatform.googleapis.com": 404}
+    assert found == {"api.openai.com": 200, own: 200, **others}
 
 
 @pytest.mark.slow

@@ -13,13 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from harness_adapters.base import Connection, Endpoint, HarnessInfo, Installation, LaunchContext, LaunchPlan, WireApi
+from harness_adapters.base import Installation, get_adapter
 from harness_adapters.codex import Codex
-from harness_adapters.toolkit.npm import NpmHarness
 from polar_proxy.engines.scripted import ScriptedEngine, ScriptedReply
 from polar_proxy.store import Store
 from polar_proxy.types import EngineRequest, ToolCall
+from sandboxes.choice import available
 from tests.cli.process import POLAR, environment
+from tests.cli.runner import polar_json
 from tests.conftest import Serve
 from tests.gateway.agents import recorded_calls
 from tests.harness_adapters.real_runs import install
@@ -36,31 +37,9 @@ def codex(tmp_path_factory: pytest.TempPathFactory) -> Installation:
     return install(Codex(), tmp_path_factory)
 
 
-class SignedInCopilot(NpmHarness):
-    """GitHub Copilot CLI with an account of GitHub, whose endpoint GitHub decides."""
-
-    name = "copilot-signed-in"
-    default_version = "1.0.102"
-    entry = "node_modules/@github/copilot-*/copilot"
-    info = HarnessInfo(
-        homepage="https://github.com/github/copilot-cli",
-        package="npm:@github/copilot",
-        wire_apis=("openai_chat",),
-        runtime="native",
-        features=frozenset(),
-        intercepted=True,
-    )
-
-    def make_connection(self, endpoint: Endpoint, wire_api: WireApi) -> Connection:
-        raise NotImplementedError
-
-    def make_plan(self, installed: Installation, context: LaunchContext, wire_api: WireApi) -> LaunchPlan:
-        raise NotImplementedError
-
-
 @pytest.fixture(scope="session")
 def copilot(tmp_path_factory: pytest.TempPathFactory) -> Installation:
-    return install(SignedInCopilot(), tmp_path_factory)
+    return install(get_adapter("copilot-signed-in"), tmp_path_factory)
 
 
 def write_login(folder: Path) -> str:
@@ -135,6 +114,20 @@ async def test_codex_that_is_signed_in_to_chatgpt_works_and_is_recorded(
     stored = stored_bytes(store)
     assert token.encode() not in stored
     assert REFRESH_TOKEN.encode() not in stored
+
+
+def test_copilot_that_is_signed_in_runs_in_a_sandbox_without_a_proxy(
+    copilot: Installation, polar_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The adapter says that it must be intercepted; nothing else asks for it."""
+    if not next(one.ok for one in available() if one.kind == "bubblewrap"):
+        pytest.skip("apt-get install bubblewrap")
+    monkeypatch.setenv("POLAR_HARNESSES", str(copilot.root.parent.parent))
+    options = ("--engine", "scripted", "--sandbox", "bubblewrap", "--harness", "copilot-signed-in")
+    rollout = polar_json("run", "swe-task", *options)["rollouts"][0]
+    assert (rollout["status"], rollout["error"]) == ("done", None)
+    calls = polar_json("show", rollout["session_id"])["calls"]
+    assert {(call["dialect"], call["status"]) for call in calls} == {("openai_chat", "ok")}
 
 
 async def test_copilot_that_is_signed_in_to_github_works_and_is_recorded(

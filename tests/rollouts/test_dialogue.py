@@ -157,6 +157,18 @@ async def test_a_scripted_user_talks_to_an_agent(store: Store, tmp_path: Path) -
     assert await read_dialogue(store, row) == ("the user is done", ["paint it red", "ok 1", "and now green", "ok 2"])
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("own_sandbox_register")
+async def test_a_recorded_dialogue_has_no_secrets(store: Store, tmp_path: Path) -> None:
+    key = "sk-ant-api03-0123456789abcdef0123"
+    row = await run_dialogue(store, tmp_path, DialogueUser((f"My key is {key}.",)), lambda request: f"I use {key}.")
+    (stored,) = [one for one in await store.artifacts.of_rollout(row.rollout_id) if one.name == "dialogue.json"]
+    assert key.encode() not in stored.path.read_bytes()
+    removed = "[secret removed]"
+    texts = ["paint it red", f"I use {removed}.", f"My key is {removed}.", f"I use {removed}."]
+    assert (await read_dialogue(store, row))[1] == texts
+
+
 @pytest.mark.full
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", ["codex", "acp:opencode"])

@@ -43,6 +43,9 @@ class AnthropicOnCloud(AnthropicMessages):
             self.stream_media_type = "application/vnd.amazon.eventstream"
             self.heartbeat = None
 
+    def requested_model(self, body: Json) -> str:
+        return self.model
+
     def parse(self, body: Json, previous: ParsedRequest | None = None) -> ParsedRequest:
         parsed = super().parse({**body, "model": self.model, "stream": self.stream}, previous)
         return replace(parsed, encoder=partial(FrameEncoder, inner=parsed.encoder)) if self.frames else parsed

@@ -60,6 +60,9 @@ class GoogleGenerateContent(Dialect):
         self.sse = sse
         self.stream_media_type = "text/event-stream" if sse else "application/json"
 
+    def requested_model(self, body: Json) -> str:
+        return self.model
+
     def parse(self, body: Json, previous: ParsedRequest | None = None) -> ParsedRequest:
         messages = [to_json(item, f"contents[{i}]") for i, item in enumerate(_as_list(_field(body, "contents")))]
         system = _field(body, "systemInstruction")

@@ -9,6 +9,7 @@ import orjson
 
 from polar_proxy.engines.hosted.anthropic_request import anthropic_body, anthropic_prompt
 from polar_proxy.engines.hosted.base import CONTEXT_LENGTH, HostedDecoder, HostedEngine, hosted_info
+from polar_proxy.engines.hosted.carried import passed_betas
 from polar_proxy.engines.hosted.errors import stream_error
 from polar_proxy.engines.openai_client import AnswerDecoder
 from polar_proxy.engines.openai_stream import parse_json
@@ -54,7 +55,7 @@ class AnthropicEngine(HostedEngine):
             raise await self._connect_error(response)
         self._max_tokens = card.get("max_tokens") or _MAX_TOKENS
         length = card.get("max_input_tokens") or CONTEXT_LENGTH
-        return hosted_info("anthropic", _VERSION, self._model, length, signed_answers=True)
+        return hosted_info("anthropic", _VERSION, self._model, length, "signed_answers")
 
     def _encode(self, request: EngineRequest, stream: bool) -> tuple[str, Json]:
         if not isinstance(request, ChatRequest):
@@ -62,6 +63,10 @@ class AnthropicEngine(HostedEngine):
                 "Anthropic has no raw completions: send a chat request.", param="prompt", code="unsupported_parameter"
             )
         return "/v1/messages", anthropic_body(request, self.info.model, self._max_tokens, stream=stream)
+
+    def _headers(self, request: EngineRequest) -> bytes:
+        betas = passed_betas(request, self.provider)
+        return b"anthropic-beta: %b\r\n" % ",".join(betas).encode("ascii") if betas else b""
 
     def _decoder(self, request: EngineRequest) -> AnswerDecoder:
         return MessageDecoder(self.client.name, self.info.model)

@@ -23,10 +23,9 @@ CONTEXT_LENGTH = 128_000
 
 
 def hosted_info(
-    engine: str, version: str, model: str, context_length: int = CONTEXT_LENGTH, *, signed_answers: bool = False
+    engine: str, version: str, model: str, context_length: int = CONTEXT_LENGTH, *capabilities: str
 ) -> EngineInfo:
-    """Return the description of a provider's model. `signed_answers`: the provider wants its signatures back."""
-    capabilities = {"tools", "json_schema", "tool_choice_required", "images", "hosted"}
+    """Return the description of a provider's model. `capabilities`: those that not every provider has."""
     return EngineInfo(
         engine=engine,
         version=version,
@@ -34,7 +33,7 @@ def hosted_info(
         context_length=context_length,
         template_hash=None,
         logprob_mode="raw",
-        capabilities=frozenset(capabilities | {"signed_answers"} if signed_answers else capabilities),
+        capabilities=frozenset({"tools", "json_schema", "tool_choice_required", "images", "hosted", *capabilities}),
     )
 
 
@@ -58,6 +57,10 @@ class HostedEngine(ServerEngine):
     def _encode(self, request: EngineRequest, stream: bool) -> tuple[str, Json]:
         """Return the path below the server's root, and the body. Raises RequestError for a request that the provider's
         form cannot hold."""
+
+    def _headers(self, request: EngineRequest) -> bytes:
+        """Return the header fields of this request only, each with its line break."""
+        return b""
 
     @abstractmethod
     def _decoder(self, request: EngineRequest) -> AnswerDecoder:
@@ -97,7 +100,7 @@ class HostedEngine(ServerEngine):
 
     async def _start(self, request: EngineRequest, stream: bool) -> HttpResponse:
         path, body = await self.client.thread.run(request.large, self._encode, request, stream)
-        return await self.client.post(path, body, large=request.large)
+        return await self.client.post(path, body, large=request.large, fields=self._headers(request))
 
     async def _estimate(self, request: EngineRequest, answer: str) -> Usage:
         model = self.info.model

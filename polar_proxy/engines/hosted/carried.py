@@ -50,6 +50,28 @@ PASSED: Mapping[str, Mapping[str, Mapping[str, str]]] = {
 }
 """provider -> dialect -> the client's field -> the provider's field."""
 
+PASSED_BETAS: Mapping[str, frozenset[str]] = {
+    "openai": frozenset(),
+    "anthropic": frozenset(
+        f"anthropic-beta: {name}"
+        for name in (
+            *("context-1m-2025-08-07", "extended-cache-ttl-2025-04-11", "fast-mode-2026-02-01"),
+            *("interleaved-thinking-2025-05-14", "model-context-window-exceeded-2025-08-26", "output-128k-2025-02-19"),
+            *(
+                "output-300k-2026-03-24",
+                "pdfs-2024-09-25",
+                "prompt-caching-2024-07-31",
+                "structured-outputs-2025-11-13",
+            ),
+            *("thinking-token-count-2026-05-13", "token-efficient-tools-2025-02-19"),
+        )
+    ),
+    "google": frozenset(),
+}
+"""provider -> the trial features that are passed on: those that concern only what `PASSED` and the conversation hold.
+Others would need fields that Polar does not pass on, or run tools at the provider.
+Source: the values of `AnthropicBetaParam` in Anthropic's SDK."""
+
 SAMPLING: Mapping[str, frozenset[str]] = {
     "openai": frozenset(
         {"temperature", "top_p", "max_tokens", "seed", "stop", "n", "presence_penalty", "frequency_penalty"}
@@ -96,6 +118,13 @@ def passed_fields(request: ChatRequest, provider: str) -> dict[str, object]:
     return {names[name]: value for name, value in options.fields.items() if name in names}
 
 
+def passed_betas(request: EngineRequest, provider: str) -> tuple[str, ...]:
+    """Return the names of the trial features that the client asks for and the provider gets."""
+    options = request.options if isinstance(request, ChatRequest) else None
+    asked = () if options is None else options.betas
+    return tuple(beta.partition(": ")[2] for beta in asked if beta in PASSED_BETAS[provider])
+
+
 def not_carried(request: EngineRequest, provider: str) -> tuple[str, ...]:
     """Return the names of the request's options that are not passed to the provider, in alphabetical order."""
     missing = {name for name in set_sampling(request.sampling) if name not in SAMPLING[provider]}
@@ -103,6 +132,7 @@ def not_carried(request: EngineRequest, provider: str) -> tuple[str, ...]:
         options = request.options
         if options is not None:
             missing |= options.fields.keys() - PASSED[provider].get(options.dialect, {}).keys()
+            missing |= set(options.betas) - PASSED_BETAS[provider]
         if provider != "anthropic" and any(message.cache_control for message in request.messages):
             missing.add("cache_control")
     return tuple(sorted(missing))

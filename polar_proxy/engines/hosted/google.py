@@ -57,7 +57,7 @@ class GoogleEngine(HostedEngine):
             raise await self._connect_error(response)
         card = parse_json(await self.client.read(response), self.client.url)
         length = card.get("inputTokenLimit") or CONTEXT_LENGTH
-        return hosted_info("google", _API, self._model, length, signed_answers=True)
+        return hosted_info("google", _API, self._model, length, "signed_answers")
 
     def not_carried(self, request: EngineRequest) -> tuple[str, ...]:
         names = set(super().not_carried(request))

@@ -155,6 +155,7 @@ class ResponseDecoder:
                 tool_calls=tuple(deltas),
                 finish_reason=finish or ("tool_calls" if calls else "stop"),
                 usage=_usage(response),
+                response_id=response["id"] if isinstance(response.get("id"), str) else None,
             )
         ]
 

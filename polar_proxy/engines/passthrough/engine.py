@@ -46,7 +46,7 @@ _KEYS_OF_POLAR = ("sk-polar-", "polar-admin-", "polar-trainer-", "polar_view=")
 _MOST_HOSTS = 64
 """Maximum number of hosts whose connections are kept, because agents can name any number of hosts."""
 _NOT_RETURNED = frozenset({"connection", "content-length", "transfer-encoding", "keep-alive", "trailer", "upgrade"})
-_INFO = hosted_info("passthrough", "1", "the-provider's", _CONTEXT_LENGTH)
+_INFO = hosted_info("passthrough", "1", "the-provider's", _CONTEXT_LENGTH, "provider_tools")
 
 
 class PassthroughEngine(Engine):
@@ -70,7 +70,7 @@ class PassthroughEngine(Engine):
         if raw is None:
             raise RequestError("The passthrough engine samples nothing: only agents' requests can be passed on.")
         decoder = _LenientDecoder(make_decoder(raw, request), raw)
-        pieces = (raw.exchange or self._over_http)(raw)
+        pieces = self._over_http(raw) if raw.exchange is None else raw.exchange(self.url_of(raw.host), raw)
         async for piece, chunks in pieces:
             for event in decoder.feed(chunks):
                 yield event

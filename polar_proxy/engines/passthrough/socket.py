@@ -25,15 +25,24 @@ class _Connect(connect):
 
 
 class ProviderWebSocket:
-    """A WebSocket to a provider, with the lifetime of one WebSocket of an agent: call `open`, and `close` at its
-    end."""
+    """A WebSocket to a provider, with the lifetime of one WebSocket of an agent: call `close` at its end.
 
-    def __init__(self, connection: ClientConnection) -> None:
-        self._connection = connection
+    It is opened by `open`, or for the first request that is passed on.
+    """
 
-    @classmethod
-    async def open(cls, url: str, raw: ProviderRequest) -> ProviderWebSocket:
-        """Connect to the provider. Raises ProviderError if it refuses, EngineError if it cannot be reached."""
+    def __init__(self) -> None:
+        self._connection: ClientConnection | None = None
+        self._url = ""
+
+    async def open(self, url: str, raw: ProviderRequest) -> ClientConnection:
+        """Connect to the provider, unless that was done before. `url`: that of its server.
+
+        Raises ProviderError if it refuses, EngineError if it cannot be reached, RequestError if the agent sent a key of
+        Polar.
+        """
+        if self._connection is not None and self._url == url:
+            return self._connection
+        await self.close()
         headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers_to_send(raw)]
         try:
             connection = await _Connect(
@@ -52,18 +61,20 @@ class ProviderWebSocket:
             raise ProviderError(f"{raw.host} refused the WebSocket.", status=response.status_code, body=body) from error
         except (OSError, WebSocketException) as error:
             raise EngineError(f"{raw.host} cannot be reached: {error or type(error).__name__}.") from error
-        return cls(connection)
+        self._connection, self._url = connection, url
+        return connection
 
-    async def exchange(self, raw: ProviderRequest) -> AsyncIterator[tuple[ProviderPiece, list[Json]]]:
-        """Send a request, and yield the messages up to the last one of its answer.
+    async def exchange(self, url: str, raw: ProviderRequest) -> AsyncIterator[tuple[ProviderPiece, list[Json]]]:
+        """Send a request, and yield the messages up to the last one of its answer. Raises as `open` does.
 
         Each is a piece in the form of a server-sent event, as the gateway's WebSocket takes it.
         """
+        connection = await self.open(url, raw)
         yield ProviderPiece(b"", headers=((b"content-type", b"text/event-stream"),)), []
         try:
-            await self._connection.send(raw.body.decode())
+            await connection.send(raw.body.decode())
             while True:
-                message = await self._connection.recv()
+                message = await connection.recv()
                 data = message.encode() if isinstance(message, str) else message
                 event = orjson.loads(data)
                 name = str(event.get("type", "message")).encode()
@@ -74,4 +85,6 @@ class ProviderWebSocket:
             raise EngineError(f"The WebSocket to {raw.host} broke off: {error}.") from error
 
     async def close(self) -> None:
-        await self._connection.close()
+        if self._connection is not None:
+            await self._connection.close()
+            self._connection = None

@@ -67,11 +67,9 @@ class VllmClient(OpenAIClient):
         """The side process that renders conversations, if the server's `/tokenize` renders them otherwise than its chat
         route. The probe sets it."""
 
-    async def send(
-        self, method: str, path: str, body: Json | None = None, *, samples: bool = False, large: bool = False
-    ) -> HttpResponse:
+    async def send(self, method: str, path: str, body: Json | None = None, **options: Any) -> HttpResponse:
         body = None if body is None else {"model": self.model, **body}
-        return await super().send(method, path, body, samples=samples, large=large)
+        return await super().send(method, path, body, **options)
 
     async def chat(self, body: Json) -> Json:
         answer = await self.json("POST", CHAT, body)

@@ -10,7 +10,7 @@ The table in `intercept/hosts.py` maps each path to a route of the gateway, answ
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
@@ -38,8 +38,11 @@ class InterceptedRequest(NamedTuple):
     """The host's entry and rule for the path; None if it is not a model host."""
 
     @classmethod
-    def of_scope(cls, scope: asgi.Scope) -> InterceptedRequest | None:
-        """Return the intercepted request in a scope; None if it was sent to the gateway itself."""
+    def of_scope(cls, scope: asgi.Scope, sandbox_hosts: Container[str]) -> InterceptedRequest | None:
+        """Return the intercepted request in a scope; None if it was sent to the gateway itself.
+
+        `sandbox_hosts`: the model hosts that an agent in a sandbox may ask.
+        """
         state = scope.get("state", {})
         key = state.get(asgi.SANDBOX_KEY)
         if key is not None:
@@ -54,7 +57,7 @@ class InterceptedRequest(NamedTuple):
         path = unquote(raw)
         query = scope["query_string"].decode("latin-1")
         # Anyone can own a name such as those of Azure, so an agent in a sandbox must not choose one.
-        found = find_path(host, path, named_only=asgi.INSIDE_SANDBOX in state)
+        found = find_path(host, path, names=sandbox_hosts if asgi.INSIDE_SANDBOX in state else None)
         return cls(host.lower(), path, f"{raw}?{query}" if query else raw, key, found)
 
     @property

@@ -2,6 +2,10 @@
 
 The body is parsed for the record only. A body that Polar cannot parse is passed on too, and recorded with its messages
 as JSON texts.
+
+A body that continues a response (`previous_response_id`) is recorded with the conversation of that response, if this
+session has recorded it. If only the provider has the conversation, the record says so (`missing_history`), and the call
+is left out of training data.
 """
 
 from __future__ import annotations
@@ -13,14 +17,17 @@ from typing import Any
 
 import orjson
 
-from polar_proxy.dialects.base import Answer, Dialect, Encoder, ParsedRequest
+from polar_proxy.dialects.base import Answer, Dialect, Encoder, ParsedRequest, ReferencedCall
+from polar_proxy.dialects.openai_responses.references import write_out_previous
 from polar_proxy.dialects.wire import storable_params, to_json
 from polar_proxy.engines.passthrough.engine import OPENAI_HOST, PROVIDER_HOSTS
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.gateway.http import asgi
+from polar_proxy.gateway.recording import RequestContext
 from polar_proxy.gateway.reply import Reply
 from polar_proxy.provider_calls import ProviderPiece, ProviderRequest
-from polar_proxy.types import ChatRequest, Json, Message, SampleEvent
+from polar_proxy.sessions.budget import BudgetSpentError
+from polar_proxy.types import CallRecord, ChatRequest, Json, Message, SampleEvent
 
 _MESSAGES = {
     "anthropic_messages": "messages",
@@ -30,6 +37,8 @@ _MESSAGES = {
     "openai_responses": "input",
 }
 """The field of each dialect that holds the messages."""
+_CONTINUED = ("previous_response_id", "conversation")
+"""Fields of the Responses API that name a conversation which the provider has stored."""
 
 
 def provider_request(
@@ -53,12 +62,27 @@ def _read_items(dialect: Dialect, tools: bytes | None, items: list[Json]) -> Seq
     return dialect.parse_count({"model": "", "input": items, "tools": offered}).messages
 
 
-def parse_for_record(dialect: Dialect, body: Json, previous: ParsedRequest | None) -> ParsedRequest:
-    """Return the parsed body of a request that is passed on: always one call, whose answer is the provider's."""
+def previous_response(dialect: Dialect, body: Json) -> str | None:
+    """Return the provider's id of the response that a body continues."""
+    found = body.get("previous_response_id") if dialect.name == "openai_responses" else None
+    return found if isinstance(found, str) else None
+
+
+def parse_for_record(
+    dialect: Dialect, body: Json, previous: ParsedRequest | None, earlier: CallRecord | None
+) -> ParsedRequest:
+    """Return the parsed body of a request that is passed on: always one call, whose answer is the provider's.
+
+    `earlier`: the recorded call whose response the body continues (`previous_response`).
+    """
+    own_encoder = None
     try:
-        parsed = dialect.parse(body, previous)
+        parsed = dialect.parse(body if earlier is None else _after(earlier, body), previous)
+        own_encoder = parsed.encoder
     except RequestError:
         parsed = _unread(dialect, body)
+    continues = dialect.name == "openai_responses" and any(body.get(name) is not None for name in _CONTINUED)
+    complete = earlier is not None and own_encoder is not None and not earlier.sampling.get("missing_history")
     encoder: Callable[..., Encoder] = partial(PassthroughEncoder, inner=parsed.encoder, held=not parsed.stream)
     messages = tuple(message for part in parsed.messages for message in part)
     return replace(
@@ -68,7 +92,26 @@ def parse_for_record(dialect: Dialect, body: Json, previous: ParsedRequest | Non
         encoder=encoder,
         generate=True,
         background=False,
+        own_encoder=own_encoder,
+        missing_history=continues and not complete,
     )
+
+
+def _after(earlier: CallRecord, body: Json) -> Json:
+    answer = earlier.choices[0].message
+    empty = not (answer.content or answer.reasoning or answer.tool_calls)  # as after a warm-up
+    return write_out_previous(body, earlier.call_id, ReferencedCall(earlier.messages, None if empty else answer))
+
+
+def answered_by_polar(request: RequestContext) -> RequestContext:
+    """Return a request that would be passed on as one that Polar itself answers.
+
+    Raises BudgetSpentError if Polar could not read the request, and so cannot answer it in its dialect.
+    """
+    own_encoder = request.parsed.own_encoder
+    if own_encoder is None:
+        raise BudgetSpentError(request.session.budget.description)
+    return replace(request, raw=None, parsed=replace(request.parsed, encoder=own_encoder))
 
 
 def _unread(dialect: Dialect, body: Json) -> ParsedRequest:

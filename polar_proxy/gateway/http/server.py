@@ -32,6 +32,7 @@ from polar_proxy.gateway.in_flight import InFlightCalls
 from polar_proxy.gateway.metrics import GatewayMetrics
 from polar_proxy.gateway.recording import CallObserver
 from polar_proxy.gateway.routing import EngineRouter, ServedEngine
+from polar_proxy.intercept.hosts import host_names
 from polar_proxy.offload import OffloadThread
 from polar_proxy.sessions.budget import BudgetUsage
 from polar_proxy.sessions.registry import SessionRegistry
@@ -89,7 +90,8 @@ class Gateway:
             self._router, self._thread, store, self.sessions, settings, self.metrics, self._in_flight, self._monitor
         )
         hosts = settings.allowed_hosts | {settings.host} if is_loopback(settings.host) else None
-        self.app = create_app(self._router, self._handler, self.metrics, hosts, self._monitor.check)
+        sandbox_hosts = frozenset(host_names(settings.model_hosts))
+        self.app = create_app(self._router, self._handler, self.metrics, hosts, sandbox_hosts, self._monitor.check)
         self._grace = grace
         self._sandbox_servers: dict[socket.socket, asyncio.Server] = {}
         descriptors = raise_descriptor_limit()

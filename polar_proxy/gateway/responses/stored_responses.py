@@ -127,6 +127,19 @@ class StoredCalls:
             for call in (await self.find(session, dialect, set(call_ids) - warm_ups.keys(), resumable)).values()
         }
 
+    async def find_of_provider(self, session: SessionState, response_id: str) -> CallRecord | None:
+        """Return the call whose response has this id at its provider.
+
+        Returns None if the session has recorded none, or its conversation is too large. Raises StoreError.
+        """
+        find = partial(self._store.calls.find_response, session.session_id, response_id)
+        call_id = await self._monitor.run(find)
+        try:
+            calls = [] if call_id is None else await self._read(session, [call_id])
+        except RequestError:
+            return None
+        return calls[0] if calls and calls[0].choices else None
+
     async def _read(self, session: SessionState, call_ids: Collection[str]) -> list[CallRecord]:
         if not call_ids:
             return []

@@ -69,8 +69,14 @@ class ResponsesWebSocket:
         except RequestError as error:
             await send_error(asgi.refuse_upgrade(self._send), error, _DIALECT)
             return
+        provider = ProviderWebSocket()
+        state = {**self._scope.get("state", {}), asgi.PROVIDER_EXCHANGE: provider.exchange}
+        self._scope = {**self._scope, "state": state}
+        engine = self._handler.router.choose(session, "").passthrough
         try:
-            provider = await self._open_provider()
+            if engine is not None:  # so that an agent whose provider refuses a WebSocket is refused one
+                raw = provider_request(self._scope, _DIALECT)
+                await provider.open(engine.url_of(raw.host), raw)
         except (RequestError, EngineError) as error:
             await send_error(asgi.refuse_upgrade(self._send), error, _DIALECT)
             return
@@ -84,23 +90,11 @@ class ResponsesWebSocket:
         except asyncio.CancelledError:
             pass  # a server that stops cancels requests after its grace period
         finally:
-            if provider is not None:
-                await provider.close()
+            await provider.close()
         if self._close_code is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(CLOSE_SECONDS):
                     await self.send({"type": "websocket.close", "code": self._close_code})
-
-    async def _open_provider(self) -> ProviderWebSocket | None:
-        """Connect to the provider, if requests are passed on to it. Raises RequestError or EngineError."""
-        engine = self._handler.passthrough
-        if engine is None:
-            return None
-        raw = provider_request(self._scope, _DIALECT)
-        provider = await ProviderWebSocket.open(engine.url_of(raw.host), raw)
-        state = {**self._scope.get("state", {}), asgi.PROVIDER_EXCHANGE: provider.exchange}
-        self._scope = {**self._scope, "state": state}
-        return provider
 
     async def _answer_requests(self) -> None:
         await self.send({"type": asgi.WEBSOCKET_IDLE})

@@ -16,7 +16,7 @@ from sqlalchemy import ColumnElement, Update, insert, select, update
 from polar_proxy.errors import StoreError, UsageError
 from polar_proxy.store import schema
 from polar_proxy.store.database import Database, Repository, row_columns
-from polar_proxy.store.secrets import clean_label, json_without_secrets, log_without_secrets
+from polar_proxy.store.secrets import bytes_without_secrets, clean_label, json_without_secrets, log_without_secrets
 from polar_proxy.types import Json, new_id
 
 _w = schema.rewards.c
@@ -132,10 +132,13 @@ class ArtifactRepository(Repository):
     async def add(self, rollout_id: str, name: str, data: bytes) -> ArtifactRow:
         """Store a file. Files with equal content are stored once.
 
-        Secrets are removed from files named `*.log`. Other files stay as they are: a patch, for example, must apply.
+        Secrets are removed from files named `*.log` and `*.json`. Other files stay as they are: a patch, for example,
+        must apply.
         """
         if name.endswith(".log"):
             data = await asyncio.to_thread(log_without_secrets, data)
+        elif name.endswith(".json"):
+            data = await asyncio.to_thread(bytes_without_secrets, data)
         sha256 = await asyncio.to_thread(write_artifact, self._folder, data)
         values: dict[str, Any] = {
             "artifact_id": new_id("art"),

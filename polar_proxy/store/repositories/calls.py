@@ -4,6 +4,8 @@ A gateway that shares the database with others announces each call before answer
 has a lease. Promises:
 
 * A call is announced only while its session is open: once the session is closed, no gateway starts another call of it.
+* The recorded and announced calls of a session are never more than `max_calls` of its budget, whichever gateways
+  announce them.
 * The transaction that commits a call deletes its announcement. If the lease of an announcement has expired, its call is
   lost: the gateway was killed or could not commit it.
 * The end of a session removes its remaining announcements. If a call is committed after that and its rollout has ended,
@@ -18,6 +20,7 @@ import asyncio
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
+from typing import Literal
 
 from sqlalchemy import Connection, and_, bindparam, delete, exists, func, insert, or_, select, update
 
@@ -153,6 +156,12 @@ class CallRepository(Repository):
             loader = await fetch(connection, and_(_c.session_id == session_id, has_turn))
         return await asyncio.to_thread(loader.records)
 
+    async def find_response(self, session_id: str, response_id: str) -> str | None:
+        """Return the id of the session's call whose response has this id at its provider; None if there is none."""
+        query = select(_c.call_id).where(_c.session_id == session_id, _c.response_id == response_id)
+        found = await self._scalars(query.order_by(_c.started_at.desc()).limit(1))
+        return found[0] if found else None
+
     async def message_bytes(self, session_id: str, call_ids: Collection[str]) -> int:
         """Return the size in bytes of the messages that `get_many` reads. A shared message counts once."""
         async with self._database.reading() as connection:
@@ -201,6 +210,19 @@ class OpenCall:
     lease_expires_at: float
 
 
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """The calls of one request, which are announced together."""
+
+    calls: tuple[OpenCall, ...]
+    session_id: str
+    max_calls: int | None
+    """Limit on the calls of the session, recorded and announced ones together."""
+
+
+AnnouncementResult = Literal["announced", "closed", "spent"]
+"""`closed`: the session is closed. `spent`: the session would have more than `max_calls` calls."""
+
 _open_columns = row_columns(OpenCall, schema.open_calls)
 _insert_open_calls = insert(schema.open_calls)
 
@@ -214,39 +236,40 @@ class OpenCallRepository(Repository):
     def __init__(self, database: Database, writer: GroupCommit) -> None:
         super().__init__(database)
         self._writer = writer
-        self._announcements = BatchWriter(self._write_announcements)
+        self._announcements: BatchWriter[Announcement, AnnouncementResult] = BatchWriter(self._write_announcements)
 
     async def stop(self) -> None:
         """Wait until all announced calls are written to the database."""
         await self._announcements.stop()
 
-    async def announce(self, gateway: str, session_id: str, call_ids: Sequence[str], seconds: float) -> bool:
+    async def announce(
+        self, gateway: str, session_id: str, call_ids: Sequence[str], seconds: float, *, max_calls: int | None = None
+    ) -> AnnouncementResult:
         """Announce the calls that `gateway` is about to answer, with a lease of `seconds`.
 
-        Returns True once every gateway can see the announcements. Returns False if the session is closed; the calls
-        must not be answered then.
+        Returns `announced` once every gateway can see the announcements. Otherwise the calls must not be answered.
         """
         self._writer.shared = True
         now = time.time()
-        calls = [OpenCall(call_id, session_id, gateway, now, now + seconds) for call_id in call_ids]
-        return all(await asyncio.gather(*(self._announcements.add(call) for call in calls)))
+        calls = tuple(OpenCall(call_id, session_id, gateway, now, now + seconds) for call_id in call_ids)
+        return await self._announcements.add(Announcement(calls, session_id, max_calls))
 
-    async def _write_announcements(self, batch: Sequence[tuple[OpenCall, asyncio.Future[bool]]]) -> None:
-        """Write the calls of open sessions. The result of each future is whether the session of its call is open."""
-        open_sessions: set[str] = set()
-        error: StoreError | None = None
-        calls = [call for call, _ in batch]
+    async def _write_announcements(
+        self, batch: Sequence[tuple[Announcement, asyncio.Future[AnnouncementResult]]]
+    ) -> None:
+        announcements = [announcement for announcement, _ in batch]
         try:
-            open_sessions = await self._database.write_in_thread(lambda: calls, _insert_announcements, PATIENCE_SECONDS)
-        except StoreError as refusal:
-            error = refusal
-        for call, future in batch:
-            if future.done():
-                continue
-            if error is None:
-                future.set_result(call.session_id in open_sessions)
-            else:
-                future.set_exception(error)
+            results = await self._database.write_in_thread(
+                lambda: announcements, _insert_announcements, PATIENCE_SECONDS
+            )
+        except StoreError as error:
+            for _, future in batch:
+                if not future.done():
+                    future.set_exception(error)
+            return
+        for (_, future), result in zip(batch, results, strict=True):
+            if not future.done():
+                future.set_result(result)
 
     async def renew(self, gateway: str, call_ids: Collection[str], seconds: float) -> None:
         """Extend the leases of calls that the gateway is still answering."""
@@ -304,13 +327,32 @@ class OpenCallRepository(Repository):
         return removed
 
 
-def _insert_announcements(connection: Connection, calls: Sequence[OpenCall]) -> set[str]:
-    """Insert the calls of open sessions, and return the ids of these sessions."""
-    ids = sorted({call.session_id for call in calls})
-    # Sessions are locked in the order of their ids, as commits do. The lock makes this transaction and the closing of
-    # a session wait for each other.
-    query = select(_s.session_id).where(_s.session_id.in_(ids), _s.closed_at.is_(None)).order_by(_s.session_id)
-    open_sessions = set(connection.scalars(query.with_for_update(read=True)))
-    if rows := [asdict(call) for call in calls if call.session_id in open_sessions]:
-        connection.execute(_insert_open_calls, rows)
-    return open_sessions
+def _insert_announcements(connection: Connection, batch: Sequence[Announcement]) -> list[AnnouncementResult]:
+    """Insert the calls of each announcement, unless its session is closed or its limit is reached."""
+    ids = sorted({one.session_id for one in batch})
+    limited = sorted({one.session_id for one in batch if one.max_calls is not None})
+    # Sessions are locked in the order of their ids, as commits do. The lock makes this transaction wait for the closing
+    # of a session and, with a limit, for the announcements of other gateways.
+    query = (
+        select(_s.session_id, _s.calls).where(_s.session_id.in_(ids), _s.closed_at.is_(None)).order_by(_s.session_id)
+    )
+    calls = {row.session_id: row.calls for row in connection.execute(query.with_for_update(read=not limited))}
+    if limited:
+        announced = select(_o.session_id, func.count()).where(_o.session_id.in_(limited)).group_by(_o.session_id)
+        for session_id, count in connection.execute(announced):
+            if session_id in calls:
+                calls[session_id] += count
+    results: list[AnnouncementResult] = []
+    rows: list[OpenCall] = []
+    for one in batch:
+        if one.session_id not in calls:
+            results.append("closed")
+        elif one.max_calls is not None and calls[one.session_id] + len(one.calls) > one.max_calls:
+            results.append("spent")
+        else:
+            results.append("announced")
+            rows += one.calls
+            calls[one.session_id] += len(one.calls)
+    if rows:
+        connection.execute(_insert_open_calls, [asdict(row) for row in rows])
+    return results

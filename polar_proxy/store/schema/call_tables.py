@@ -122,6 +122,7 @@ calls = Table(
     Column("started_at", Double, nullable=False),
     Column("first_token_at", Double),
     Column("ended_at", Double, nullable=False),
+    Column("response_id", Text),  # the provider's, if it was passed through; a later request may continue it
     Column("deleted_at", Double),  # when its client deleted the response; the call stays, and is trained on
     Index(None, "session_id", "started_at", "call_id"),
 )
