@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import typer
@@ -14,6 +16,8 @@ from polar_proxy.cli.app import VERBS
 from polar_proxy.cli.traces import NO_ROWS
 from tests.cli.process import environment
 from tests.cli.runner import polar_json, polar_ok
+from tests.cli.test_show import save
+from tests.export.dialect_requests import recorded
 
 MODELS = {"torch", "transformers", "tokenizers", "safetensors", "peft", "ray", "matplotlib"}
 SERVER = {"fastapi", "starlette", "uvicorn", "prometheus_client", "httptools", "polar_proxy.gateway", "polar_proxy.api"}
@@ -31,6 +35,7 @@ READING = (
     MODELS | SERVER | AGENTS | CLIENT | {"alembic", "sqlalchemy.dialects.postgresql", "polar_proxy.training.metrics"}
 )
 """Modules that a verb which reads the database does not need."""
+OTHER_DIALECTS = {f"polar_proxy.dialects.{name}.dialect" for name in ("anthropic", "google", "openai_responses")}
 
 PROGRAM = """
 import sys
@@ -68,6 +73,9 @@ def imported(*arguments: str) -> set[str]:
         (["status", "JOB"], READING),
         (["results", "JOB"], READING),
         (["train", "list"], READING | TOKENS),
+        (["service", "status"], READING | TOKENS),
+        (["sql", "SELECT 1"], READING),
+        (["top"], READING | TOKENS),
         (["export", "--format", "tokens-jsonl"], READING | {"polar_proxy.dialects"}),
         (["connect"], MODELS | SERVER | STORE | CLIENT | TOKENS),
     ],
@@ -102,9 +110,10 @@ def test_a_short_command_collects_no_garbage() -> None:
 
 
 @pytest.mark.slow
-def test_showing_a_session_starts_no_server() -> None:
-    session = polar_json("session", "new")["session_id"]
-    assert imported("show", session) & READING == set()
+def test_showing_a_session_starts_no_server_and_imports_the_dialects_of_its_calls_only(polar_home: Path) -> None:
+    call_id = asyncio.run(save(polar_home, recorded("openai_chat")))
+    for name in (call_id, polar_json("show", call_id)["session_id"]):
+        assert imported("show", name) & (READING | OTHER_DIALECTS) == set()
 
 
 @pytest.mark.slow
