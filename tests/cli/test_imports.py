@@ -35,6 +35,7 @@ READING = (
     MODELS | SERVER | AGENTS | CLIENT | {"alembic", "sqlalchemy.dialects.postgresql", "polar_proxy.training.metrics"}
 )
 """Modules that a verb which reads the database does not need."""
+TRAINERS = {f"polar_proxy.export.formats.{name}" for name in ("nemo_rl", "slime", "tinker", "trl", "verl")}
 OTHER_DIALECTS = {f"polar_proxy.dialects.{name}.dialect" for name in ("anthropic", "google", "openai_responses")}
 
 PROGRAM = """
@@ -76,7 +77,10 @@ def imported(*arguments: str) -> set[str]:
         (["service", "status"], READING | TOKENS),
         (["sql", "SELECT 1"], READING),
         (["top"], READING | TOKENS),
-        (["export", "--format", "tokens-jsonl"], READING | {"polar_proxy.dialects"}),
+        (
+            ["export", "--format", "tokens-jsonl"],
+            READING | TRAINERS | {"polar_proxy.dialects", "polar_proxy.api_models"},
+        ),
         (["connect"], MODELS | SERVER | STORE | CLIENT | TOKENS),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "imports",
