@@ -4,12 +4,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
-# Test files run in this many processes, each with one thread: make test PROCESSES=8. Tests also wait, so three processes
+# Test files run in this many processes, each with one thread: make test PROCESSES=8. Tests also wait, so four processes
 # are right for two cores.
-PROCESSES ?= 3
+PROCESSES ?= 4
+# Hundreds of processes that tests start import Polar; without bytecode files each would compile it again.
+unexport PYTHONDONTWRITEBYTECODE
 LLAMA ?= $(or $(POLAR_HOME),$(HOME)/.polar)/llama-server/0.3.36
 
-.PHONY: setup demo test-fast test test-full test-harnesses test-llama test-foreign coverage lint types format image clean
+.PHONY: setup demo test-fast quick-tests test tests test-full test-harnesses test-llama test-foreign coverage lint types format image clean
 
 setup: $(STAMP)
 
@@ -36,11 +38,17 @@ format: setup
 	$(BIN)/ruff format .
 
 # Lint, types, and the tests that start no process, load no model and wait for nothing.
-test-fast: lint types
+test-fast: lint
+	$(MAKE) --jobs 2 types quick-tests
+
+quick-tests: setup
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m 'not slow and not full and not by_command'
 
 # Everything that needs no service.
-test: lint types
+test: lint
+	$(MAKE) --jobs 2 types tests
+
+tests: setup
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder --durations=12 -m 'not full and not by_command'
 
 # The same, and the lines that no test reached.

@@ -81,7 +81,7 @@ class SandboxWatcher:
     async def pooled(self) -> int:
         pool = (await self._client.service()).pool
         assert pool is not None
-        return pool.on_shelf
+        return pool.waiting
 
     async def remains(self, rows: list[RolloutRow]) -> list[str]:
         """Describe the remains other than the warm pool, or the rollouts that have not ended."""

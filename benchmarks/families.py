@@ -9,8 +9,8 @@
 policy's tokenizer with each template's control tokens added, and every continued prompt is compared with an oracle
 (`_families/continuing.py`).
 
---vllm: fifteen families on a real vLLM with their own parsers, through a gateway (`_families/real.py`). A family takes
-a minute or more. --write runs both, and writes docs/families.md.
+--vllm: nineteen families on a real vLLM with their own parsers, through a gateway (`_families/real.py`). A family takes
+a minute or more. --write runs both, and writes docs/families.md. Families that were not run keep their rows.
 
 --grammars: the same families with strict tools, one call at a time, demanded calls: which answers are sampled under a
 grammar, and are these recorded as constrained (`_families/grammars.py`)? --write writes results/grammars.md.
@@ -147,7 +147,7 @@ def main() -> None:
     served = asyncio.run(run_served(arguments.only, arguments.servers))
     print(json.dumps([asdict(result) for result in served], indent=1) if arguments.json else served_table(served))
     if arguments.write:
-        PAGE.write_text(page(asyncio.run(run_templates("", None)), served))
+        PAGE.write_text(page(asyncio.run(run_templates("", None)), served, PAGE.read_text()))
 
 
 if __name__ == "__main__":

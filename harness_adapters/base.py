@@ -60,7 +60,7 @@ class HarnessInfo:
     summary: str = ""
     """Description of the harness in a few words."""
     intercepted: bool = False
-    """Its endpoint cannot be set, so its calls to the provider's own host must be intercepted."""
+    """True if its endpoint cannot be set, so its calls to the provider's own host must be intercepted."""
     command: str = ""
     """Name of the program that users start after they have installed the harness themselves, such as ``codex``."""
 
@@ -251,7 +251,7 @@ def list_adapters(folder: Path | None = None) -> tuple[str, ...]:
 def get_adapter(name: str, folder: Path | None = None) -> HarnessAdapter:
     """Return an adapter.
 
-    `name`: one of `list_adapters`, ``acp:NAME`` for an agent by the Agent Client Protocol, ``module:Class`` for your
+    `name`: one of `list_adapters`, ``acp:NAME`` for an agent over the Agent Client Protocol, ``module:Class`` for your
     own adapter, or ``shell:`` and a command line. `folder` holds the user's definition files.
     Raises `UnknownHarnessError` if there is no such adapter, or the class is not an adapter; `DefinitionError` for a
     wrong definition file.

@@ -36,9 +36,9 @@ class GatewayLimits(_Section):
     """Limits of the gateway's server that keep one client from stopping it for all others."""
 
     connections: int = Field(4096, ge=1)
-    """Open connections, but at most half of the file descriptors that the system allows this process."""
+    """Number of open connections, but at most half of the file descriptors that the system allows this process."""
     sandbox_connections: int = Field(256, ge=1)
-    """Open connections from inside one sandbox. They count as open connections of the gateway too."""
+    """Number of open connections from inside one sandbox. They count as open connections of the gateway too."""
     head_kb: int = Field(64, ge=1)
     """Size of a request's headers in KiB."""
     headers: int = Field(200, ge=1)
@@ -139,13 +139,13 @@ class GatewaySettings(_Section):
     400. `allow`: they are left to an engine that can pass them on to its provider, and such answers are never trained;
     other engines offer none."""
     hooks: str | None = None
-    """A class of your own, as module:Class, that changes requests or answers (polar_proxy/gateway/hooks.py). Data can
-    never name it."""
+    """A class of your own, as module:Class, that changes requests or answers (polar_proxy/gateway/hooks.py). Tasks and
+    requests cannot name one."""
     hook_seconds: float = Field(10.0, gt=0)
     """How long a hook may take. A call whose hook takes longer fails."""
     normalisers_off: frozenset[str] = frozenset()
-    """Names of the normalisers (rules in polar_proxy/sessions/hashing.py for differences between messages that are
-    ignored) to switch off."""
+    """Names of normalisers to switch off. A normaliser is a rule in polar_proxy/sessions/hashing.py that ignores one
+    kind of difference between messages when a call is compared with earlier ones."""
 
 
 class EngineSettings(_Section):
@@ -195,9 +195,9 @@ class RunSettings(RolloutSpec):
     """Defaults for rollouts, which a command or request may override, and limits on how many run."""
 
     concurrency: int = Field(2, ge=1)
-    """Rollouts at a time."""
+    """Number of rollouts that run at a time."""
     samples: int = Field(1, ge=1)
-    """Rollouts of each task."""
+    """Number of rollouts of each task. Together they are a group."""
     backlog: int | None = Field(None, ge=1)
     """Start no new rollouts while this many finished groups wait for a trainer. Default: no limit."""
     prebuild: bool = False
@@ -221,9 +221,9 @@ class SandboxSettings(_Section):
     files: int = Field(500_000, ge=1000)
     """Number of files and folders in home, workspace and further folders."""
     processes: int = Field(1024, ge=16)
-    """Processes and threads at a time; not enforced in process sandboxes."""
+    """Number of processes and threads at a time; not enforced in process sandboxes."""
     open_files: int = Field(16_384, ge=64)
-    """Open files of each process."""
+    """Number of open files of each process."""
     self_test: Literal["refuse", "warn", "off"] = "refuse"
     """At the start of a service and before its first use, a kind of sandbox is tested for ways out. `refuse`: do not
     use it if one is open. `warn`: use it and log a warning. `off`: do not test."""
@@ -234,7 +234,7 @@ class SandboxSettings(_Section):
     build_memory_mb: int = Field(4096, ge=64)
     """MiB of memory for building a task's image."""
     build_cpus: float = Field(2.0, gt=0)
-    """Processors for building a task's image."""
+    """Number of processors for building a task's image."""
     build_seconds: float = Field(1800.0, gt=0)
     """Time limit of building a task's image."""
 
@@ -261,7 +261,7 @@ class TelemetrySettings(_Section):
     content: bool = False
     """Also send the messages of calls, shortened. They may hold anything that an agent read."""
     queue: int = Field(2048, ge=1)
-    """Calls and rollouts that may wait for the endpoint. Further ones are not traced."""
+    """Number of calls and rollouts that may wait for the endpoint. Further ones are not traced."""
     service_name: str = "polar"
     """The name under which this server appears."""
 
@@ -292,7 +292,7 @@ class AdmissionSettings(_Section):
     """KV-cache usage above which no new agent starts (vLLM reports it). Agents that wait for a tool do not count in it,
     so leave room for their conversations, which should stay cached. 1 disables the check."""
     engine_queue: int = Field(16, ge=0)
-    """Queued requests per engine replica above which no new agent starts (vLLM reports them)."""
+    """Number of queued requests per engine replica above which no new agent starts (vLLM reports them)."""
     memory_mb: int = Field(768, ge=0)
     """MiB of memory to reserve for a rollout whose task does not say how much it needs. 0: start rollouts without
     checking how much memory is free, whatever their tasks say."""
@@ -324,25 +324,25 @@ class Settings(BaseSettings):
     """Python code, each as module:object, that tasks, requests and stored rollouts may refer to: functions that score
     or parse logs, task sources, agents. Such data cannot make Polar import other code."""
     gateway: GatewaySettings = GatewaySettings()
-    """The gateway."""
+    """Section [gateway]: the HTTP server that agents send their model calls to."""
     engine: EngineSettings = EngineSettings()
-    """The inference engine."""
+    """Section [engine]: the inference engine that answers calls without a route of their own."""
     engines: dict[Annotated[str, Field(pattern=r"[a-z0-9][a-z0-9_-]{0,63}")], EngineSettings] = {}
     """Further engines by name, each with the settings of [engine], for the rules in `routes`."""
     routes: tuple[RouteSettings, ...] = ()
     """Rules that send calls to the engines in [engines]."""
     run: RunSettings = RunSettings()
-    """Rollouts."""
+    """Section [run]: defaults for rollouts, and limits on how many run."""
     admission: AdmissionSettings = AdmissionSettings()
-    """Conditions under which a server starts no further agent."""
+    """Section [admission]: conditions under which a server starts no further agent."""
     sandboxes: SandboxSettings = SandboxSettings()
-    """Sandboxes of agents and evaluators."""
+    """Section [sandboxes]: limits and tests of the sandboxes of agents and evaluators."""
     api: ApiSettings = ApiSettings()
-    """The HTTP API."""
+    """Section [api]: the HTTP API, and the callbacks that it sends."""
     log: LogSettings = LogSettings()
-    """The log."""
+    """Section [log]: level and format of the log."""
     telemetry: TelemetrySettings = TelemetrySettings()
-    """OpenTelemetry traces."""
+    """Section [telemetry]: OpenTelemetry traces."""
 
     @classmethod
     def settings_customise_sources(

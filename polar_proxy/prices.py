@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 import tomllib
 from datetime import date
+from functools import cache
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -86,16 +87,7 @@ class PriceTable:
 
     def __init__(self, path: Path | None = None) -> None:
         """Read the file at `path`; by default the one that Polar ships. Raises UsageError if it cannot be used."""
-        path = path or SHIPPED_PRICES
-        try:
-            rows = _PriceFile.model_validate(tomllib.loads(path.expanduser().read_text(encoding="utf-8"))).model
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise UsageError(f"The price file {path} cannot be read: {error}.") from error
-        except ValidationError as error:
-            raise UsageError(f"The price file {path} is not valid: {first_problem(error)}.") from error
-        self._models = {row.name: row for row in rows}
-        if len(self._models) < len(rows):
-            raise UsageError(f"The price file {path} is not valid: it names a model twice.")
+        self._models = _shipped() if path is None else _read(path)
 
     def find(self, model: str) -> ModelPrices | None:
         """Return the prices of a model; None if the file does not have it."""
@@ -110,3 +102,21 @@ class PriceTable:
             return None
         prices = self.find(usage.model)
         return None if prices is None else prices.of(usage)
+
+
+def _read(path: Path) -> dict[str, ModelPrices]:
+    try:
+        rows = _PriceFile.model_validate(tomllib.loads(path.expanduser().read_text(encoding="utf-8"))).model
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UsageError(f"The price file {path} cannot be read: {error}.") from error
+    except ValidationError as error:
+        raise UsageError(f"The price file {path} is not valid: {first_problem(error)}.") from error
+    models = {row.name: row for row in rows}
+    if len(models) < len(rows):
+        raise UsageError(f"The price file {path} is not valid: it names a model twice.")
+    return models
+
+
+@cache
+def _shipped() -> dict[str, ModelPrices]:
+    return _read(SHIPPED_PRICES)

@@ -15,7 +15,7 @@ class ProviderRequest:
     target: str = field(repr=False)
     """Path and query, percent-encoded. The query may hold the agent's key."""
     headers: tuple[tuple[bytes, bytes], ...] = field(repr=False)
-    """Values by lower-case name."""
+    """(name in lower case, value) of each header."""
     body: bytes = field(repr=False)
     dialect: str
     read_items: Callable[[list[dict[str, Any]]], Sequence[Any]]
@@ -30,7 +30,7 @@ class ProviderPiece:
 
     data: bytes
     last: bool = False
-    """The answer ends in this piece, so it is sent after the call is recorded."""
+    """True if the answer ends in this piece, so it is sent after the call is recorded."""
     headers: tuple[tuple[bytes, bytes], ...] = ()
     """Set in the first piece only, like the status."""
     status: int = 200

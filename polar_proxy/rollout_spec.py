@@ -41,9 +41,9 @@ class SessionBudget(DocumentedModel):
     max_calls: int | None = Field(None, ge=1, le=MAX_INTEGER)
     """Budget: number of model calls."""
     max_sampled_tokens: int | None = Field(None, ge=1, le=MAX_INTEGER)
-    """Budget: sampled tokens of all calls. No call starts once this many are sampled."""
+    """Budget: number of sampled tokens of all calls. No call starts once this many are sampled."""
     max_prompt_tokens: int | None = Field(None, ge=1, le=MAX_INTEGER)
-    """Budget: prompt tokens of all calls, cached ones included. No call starts once this many are used."""
+    """Budget: number of prompt tokens of all calls, cached ones included. No call starts once this many are used."""
     max_price_usd: float | None = Field(None, gt=0)
     """Budget: known price of all hosted calls in US dollars. No call starts once this much is spent."""
     max_idle_seconds: float | None = Field(None, gt=0)
@@ -65,7 +65,7 @@ class RolloutSpec(SessionBudget):
     """The options of one rollout. Its task is given separately."""
 
     harness: str = "mini-swe-agent"
-    """The agent: NAME[@VERSION], acp:NAME (by the Agent Client Protocol), module:Class, or shell:COMMAND."""
+    """The agent: NAME[@VERSION], acp:NAME (over the Agent Client Protocol), module:Class, or shell:COMMAND."""
     sandbox: Literal["auto", "docker", "bubblewrap", "process"] = "auto"
     """Kind of sandbox; auto takes the strongest that works here."""
     temperature: float = Field(1.0, ge=0)
@@ -111,7 +111,7 @@ class JobSpec(RolloutSpec):
     """The options of a job, which starts a group of `samples` rollouts for each of its tasks."""
 
     samples: int = Field(1, ge=1, le=4096)
-    """Rollouts to start for each task (a group)."""
+    """Number of rollouts to start for each task. Together they are a group."""
     group_size: int | None = Field(None, ge=1, le=MAX_INTEGER)
     """Number of rollouts that complete a group (see group_policy). Default: all samples."""
     group_policy: str = "wait_for_all"

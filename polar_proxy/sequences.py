@@ -126,7 +126,7 @@ class TracePath:
     token_ids: TokenIds
     loss_mask: LossMask
     logprobs: Logprobs
-    """NaN where the mask is 0."""
+    """float32 [n], NaN where the mask is 0."""
     own: int
     """Index of the first token that belongs to this trace. Earlier tokens are trained with the parents' traces."""
 

@@ -82,7 +82,8 @@ def log_context(**ids: str | None) -> Iterator[None]:
 
 
 class SafeLogFormatter(logging.Formatter):
-    """Formats a record, with its traceback, as one message. Ids of the context that it does not name follow it."""
+    """Formats a record, with its traceback, as one message. Ids of `log_context` that the message does not name are
+    appended."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         line = super().formatMessage(record)

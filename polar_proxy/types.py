@@ -149,7 +149,8 @@ class Sampling:
     repetition_penalty: float | None = None
     logit_bias: Mapping[str, float] | None = None
     logprobs: bool = False
-    """The client asks for log-probabilities, so `SampleEvent.tokens` is set. Recording does not depend on it."""
+    """True if the client asks for log-probabilities, so `SampleEvent.tokens` is set. Recording does not depend on
+    it."""
     top_logprobs: int = 0
     """Number of alternatives per token that the client requests (`SampleEvent.top`)."""
 
@@ -168,7 +169,7 @@ class ClientOptions:
     thinking_tokens: int | None = None
     """Limit of reasoning tokens; 0 turns reasoning off, -1 leaves it to the model."""
     show_reasoning: bool = False
-    """The client wants to read the reasoning."""
+    """True if the client wants to read the reasoning."""
     fields: Json = field(default_factory=dict)
     """The other fields of the body that have no effect on open models, by name (`a.b` for a field of an object)."""
 
@@ -204,7 +205,7 @@ class TextRequest:
     large: bool = field(default=False, compare=False)
     """True if the request is large (see `ChatRequest.large`)."""
     raw: ProviderRequest | None = field(default=None, compare=False, repr=False)
-    """As in `ChatRequest`."""
+    """The request as it came, if it is passed on to its provider."""
 
 
 EngineRequest = ChatRequest | TextRequest
@@ -232,9 +233,9 @@ class Usage:
     """The tokens of one call as the provider counts them. None: the provider does not report this count."""
 
     input_tokens: int
-    """All tokens of the prompt, including those read from the provider's cache or written to it."""
+    """Number of all tokens of the prompt, including those read from the provider's cache or written to it."""
     output_tokens: int
-    """All sampled tokens, including those of the reasoning."""
+    """Number of all sampled tokens, including those of the reasoning."""
     cached_tokens: int | None = None
     """The part of `input_tokens` that was read from the provider's cache."""
     cache_write_tokens: int | None = None
@@ -248,7 +249,7 @@ class Usage:
     service_tier: str | None = None
     """The provider's service tier; None for the standard one. Other tiers have other prices."""
     estimated: bool = False
-    """Polar counted the tokens, because the provider did not report them."""
+    """True if Polar counted the tokens, because the provider did not report them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +272,7 @@ class SampleEvent:
     top: tuple[tuple[TopLogprob, ...], ...] = ()
     finish_reason: str | None = None
     prompt_ids: Sequence[int] | None = None
-    """A tuple or a list; read only."""
+    """The ids of the whole prompt, a tuple or a list, in the first event of a call; otherwise None."""
     cached_tokens: int | None = None
     stop_sequence: str | None = None
     """The stop string that ended the choice, if the engine reports it. It comes with the `finish_reason`."""
@@ -306,7 +307,7 @@ class EngineInfo:
     precision: str | None = None
     """Number format of its computations, such as float32 or "bfloat16, fp8 weights"; None if it does not report it."""
     max_answer: int | None = None
-    """Tokens of its longest answer, if it ends answers before the context is full."""
+    """Number of tokens of its longest answer, if it ends answers before the context is full."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,7 +370,7 @@ class CallRecord:
     """The request's messages in order, each as the JSON bytes that were received. A raw prompt is one message."""
     tools: bytes | None
     params: Json
-    """The rest of the request body."""
+    """The request body without messages and tools."""
     sampling: Json
     """The parameters sent to the engine, after the session's policy was applied."""
     prompt_ids: TokenIds | None
@@ -386,7 +387,7 @@ class CallRecord:
     rule: str | None = None
     """Name of the rule that decided the edge; None for a root to which no rule applies."""
     ambiguous: bool = False
-    """Another edge or parent was possible as well (see `sessions/lineage_reasons.py`)."""
+    """True if another edge or parent was possible as well (see `sessions/lineage_reasons.py`)."""
     thread: str | None = None
     """The thread of the conversation: the harness's own id for it, else the call that began it."""
     fingerprint: Json | None = None
@@ -399,9 +400,9 @@ class CallRecord:
     Set in either prompt mode."""
     base_choice: int | None = None
     deleted_at: float | None = None
-    """When its client deleted the response, in seconds since the epoch. The call stays, and is trained on."""
+    """When the client deleted the response, in seconds since the epoch. The call stays, and is trained on."""
     engine_name: str | None = None
-    """Name of its engine in the settings [engines]; None for the engine of [engine]."""
+    """Name of the engine in the settings [engines]; None for the engine of [engine]."""
     route: str | None = None
     """Name of the rule that chose the engine."""
     hooks: Json | None = None
@@ -443,7 +444,7 @@ class AnswerSampling(NamedTuple):
     """The distribution from which an answer was sampled, and the weights that gave it."""
 
     temperature: float | None
-    """None if the record does not name it."""
+    """Sampling temperature; None if the record does not name it."""
     changes: Json
     """The other settings that changed the model's own distribution, such as top_p or a penalty; empty if none did."""
     logprob_mode: LogprobMode
@@ -479,6 +480,6 @@ class Trace:
     branch_at: int = 0
     """Builder `tree`: number of tokens before the branch, counted from the root trace."""
     rescored: bool = False
-    """`logprobs` come from a later, teacher-forced scoring, not from sampling."""
+    """True if `logprobs` come from a later, teacher-forced scoring, not from sampling."""
     sampling: tuple[AnswerSampling, ...] = ()
     """How the answer of each sampled span was sampled, in order."""

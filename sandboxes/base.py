@@ -191,7 +191,8 @@ class Sandbox(ABC):
 
     kind: ClassVar[SandboxKind]
     exceeded: str | None = None
-    """The reason why programs inside were stopped: their files exceed the quota. Files stay, and new commands run."""
+    """Why the programs inside were stopped, if their files exceeded the disk quota. The files stay, and new commands
+    can run."""
     unenforced: tuple[str, ...] = ()
     """The requested limits that this sandbox cannot enforce, each with the reason."""
     base_env: Mapping[str, str] = {}

@@ -85,7 +85,7 @@ class BubblewrapSandbox(SupervisedSandbox):
         return mounts
 
     def _hosts_file(self) -> list[str]:
-        """Return the mount of a file of hosts in which the specification's names resolve to loopback."""
+        """Return the mount of an /etc/hosts in which the names of `SandboxSpec.hosts` resolve to loopback."""
         system = Path("/etc/hosts")
         if not system.exists():
             raise SandboxError("this machine has no /etc/hosts, which is needed to give the sandbox its own")

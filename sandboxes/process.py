@@ -62,7 +62,8 @@ class SupervisedSandbox(Sandbox):
     _disk_image: tuple[str, str] | None = None
     """File system that limits the sandbox's files: its file, and the folder at which the supervisor mounts it."""
     _disk_folder: int | None = None
-    """Descriptor of that folder. The file system is mounted for the supervisor alone, so no path leads to it."""
+    """File descriptor of the folder at which `_disk_image` is mounted. The file system is mounted for the supervisor
+    alone, so no path leads to it."""
 
     def __init__(self, spec: SandboxSpec, registry: orphans.SandboxRegistry) -> None:
         super().__init__(spec, registry)

@@ -20,7 +20,7 @@ from typing import BinaryIO
 ENTRIES = 300_000
 PATH_BYTES = 3_000
 ALL_PATHS_BYTES = 64 << 20
-"""Limit of the sum of all paths: names take no space of a disk quota."""
+"""Limit of the total length of all paths, in bytes. A disk quota does not count names."""
 ARCHIVE_BYTES = 2 << 30
 FILE, EXECUTABLE, LINK = 0o100644, 0o100755, 0o120000
 """Modes of entries, as git writes them."""

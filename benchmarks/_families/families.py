@@ -25,7 +25,8 @@ CONTROL_TOKEN = re.compile(
     r"|<sep>|<(?:begin|beginning|end)_of_sentence>"
 )
 # Texts around reasoning, tool calls and their arguments that a tokenizer has as one token, but not as a special one.
-_TAG = re.compile(r"</?(?:[a-z]+:)?[a-z_]*(?:think|tool|arg)[a-z_]*>|<｜tool▁[^｜<>{}]{1,40}｜>")
+_TAG = re.compile(r"</?(?:[a-z]+:)?[a-z_]*(?:think|tool|arg)[a-z_]*(?::[a-z]+)?>|<｜tool▁[^｜<>{}]{1,40}｜>")
+_SUFFIX = re.compile(r"set HYTK = '([^']+)'")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +44,22 @@ class Family:
     """Template options without which the template renders nothing."""
 
     @property
+    def token_suffix(self) -> str:
+        """The suffix of each control token and tag, which the template puts in place of `{}` (Hy3)."""
+        found = _SUFFIX.search(self.template)
+        return found[1] if found else ""
+
+    @property
     def control_tokens(self) -> list[str]:
-        found = dict.fromkeys([*self.stops, self.bos, *CONTROL_TOKEN.findall(self.template)])
+        found = dict.fromkeys([*self.stops, self.bos, *CONTROL_TOKEN.findall(self._with_suffixes())])
         return [token for token in found if token]
 
     @property
     def tags(self) -> list[str]:
-        return [tag for tag in dict.fromkeys(_TAG.findall(self.template)) if tag not in self.control_tokens]
+        return [tag for tag in dict.fromkeys(_TAG.findall(self._with_suffixes())) if tag not in self.control_tokens]
+
+    def _with_suffixes(self) -> str:
+        return self.template.replace("{}", self.token_suffix) if self.token_suffix else self.template
 
     @property
     def whole(self) -> re.Pattern[str]:

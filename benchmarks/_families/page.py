@@ -26,7 +26,11 @@ def grade_lines(results: Sequence[FamilyResult]) -> list[str]:
 
 
 def served_table(results: Sequence[ServedResult]) -> str:
-    return "\n".join([_line(_HEAD), _line(["---"] * len(_HEAD)), *map(served_row, results)])
+    return _table(map(served_row, results))
+
+
+def _table(rows: Iterable[str]) -> str:
+    return "\n".join([_line(_HEAD), _line(["---"] * len(_HEAD)), *rows])
 
 
 def _line(cells: Iterable[str]) -> str:
@@ -44,7 +48,7 @@ def served_row(result: ServedResult) -> str:
     if any(session.splits is None for session in result.sessions):
         notes.append("all answers were sampled under a grammar of the server's parser, and are not trained")
     if misread:
-        notes.append(f"{misread} answers that vLLM's chat route itself gives otherwise")
+        notes.append(f"vLLM's chat route itself changes {misread} of the answers")
     cells = (
         result.name,
         result.template,
@@ -63,8 +67,11 @@ def _both(texts: Iterable[str]) -> str:
     return " / ".join(dict.fromkeys(texts)) or "-"
 
 
-def page(templates: Sequence[FamilyResult], served: Sequence[ServedResult]) -> str:
-    """Return docs/families.md."""
+def page(templates: Sequence[FamilyResult], served: Sequence[ServedResult], old: str) -> str:
+    """Return docs/families.md. Families that were not run keep their row of the old page."""
+    rows = {line.split("|")[1].strip(): line for line in old.splitlines() if line.startswith("| ")}
+    rows |= {result.name: served_row(result) for result in served}
+    table = _table(rows[family.name] for family in SERVED if family.name in rows)
     notes = "\n".join(f"* {family.name}: {family.note}" for family in SERVED if family.note)
     grades = "\n".join(f"* {line}" for line in grade_lines(templates))
     return f"""\
@@ -91,9 +98,9 @@ of tool calls back in another form.
 
 "Read right" are answers that the agent received as they were planned; "splits" are training sequences beyond the first;
 "largest" is the largest difference between a recorded log-probability and the one of the same ids in a prompt (nats).
-Two values are those of the streamed and of the whole session.
+A cell with two values has that of the streamed session first, then that of the whole one.
 
-{served_table(served)}
+{table}
 
 {notes}
 """

@@ -90,7 +90,8 @@ class FamilyEngine(ForcedVllmEngine):
 
     def __init__(self, url: str, served: ServedFamily, renderer: TemplateEngine, script: Script) -> None:
         python = str(ENVIRONMENT / "bin" / "python")
-        super().__init__(url, script=script, vllm_python=python)
+        named = f"{served.tool_parser}/{served.reasoning_parser}" if served.names_parsers else None
+        super().__init__(url, script=script, vllm_python=python, vllm_parsers=named)
         writer = HarmonyWriter if served.harmony else AnswerWriter
         self._writer = writer(renderer, left_out=served.left_out, always_reasons=served.always_reasons)
         self.replies: dict[int, ScriptedReply] = {}
@@ -144,7 +145,7 @@ async def run_family(served: ServedFamily, family: Family) -> ServedResult:
     began = time.monotonic()
     renderer = make_renderer(served, family)
     with tempfile.TemporaryDirectory(prefix="polar-family-") as folder:
-        await asyncio.to_thread(save_model, Path(folder), renderer, harmony=served.harmony)
+        await asyncio.to_thread(save_model, Path(folder), renderer, harmony=served.harmony, cohere=served.cohere)
         try:
             async with serve_vllm(Path(folder), served.name, *served.flags) as url:
                 out.start_seconds = round(time.monotonic() - began, 1)
@@ -217,10 +218,12 @@ async def _given_by_chat(direct: httpx.AsyncClient, body: Json) -> ReceivedAnswe
         return str(error)
 
 
-def save_model(folder: Path, renderer: TemplateEngine, context: int = _CONTEXT, *, harmony: bool = False) -> None:
+def save_model(
+    folder: Path, renderer: TemplateEngine, context: int = _CONTEXT, *, harmony: bool = False, cohere: bool = False
+) -> None:
     """Write a small random model with the family's template, control tokens and stop tokens into `folder`.
 
-    `harmony`: it has the architecture of gpt-oss.
+    `harmony`: it has the architecture of gpt-oss. `cohere`: it has that of Command.
     """
     family = renderer.family
     tokenizer = PreTrainedTokenizerFast(
@@ -228,12 +231,39 @@ def save_model(folder: Path, renderer: TemplateEngine, context: int = _CONTEXT, 
         eos_token=family.stops[0],
         pad_token="<|endoftext|>",
         bos_token=family.bos or None,
+        **({"token_suffix": family.token_suffix} if family.token_suffix else {}),
     )
     tokenizer.chat_template = family.template
     if harmony:
         save_gpt_oss(folder, tokenizer, list(renderer.stop_ids), context)
+    elif cohere:
+        save_command(folder, tokenizer, list(renderer.stop_ids), context)
     else:
         save_random_model(folder, tokenizer, family.stops, context_length=context)
+
+
+def save_command(folder: Path, tokenizer: PreTrainedTokenizerFast, stop_ids: list[int], context: int) -> None:
+    """Write a random model of the architecture of Cohere's Command into `folder`, with its tokenizer."""
+    import torch
+    from transformers import Cohere2Config, Cohere2ForCausalLM
+
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = Cohere2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=context,
+        initializer_range=0.3,
+        logit_scale=1.0,
+        eos_token_id=stop_ids[0],
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+    )
+    Cohere2ForCausalLM(config).save_pretrained(folder)
 
 
 class ServerError(Exception):

@@ -23,6 +23,10 @@ class ServedFamily:
     """The server's parser takes text for reasoning until reasoning ends, as this model always reasons."""
     harmony: bool = False
     """The server renders and parses with the library openai-harmony (gpt-oss)."""
+    cohere: bool = False
+    """The server's parsers accept only a model of an architecture of Cohere."""
+    names_parsers: bool = False
+    """Polar is given the names of the server's parsers (`engine.vllm_parsers`)."""
     more_flags: tuple[str, ...] = ()
     """Further flags of `vllm serve`."""
     note: str = ""
@@ -82,6 +86,27 @@ SERVED = (
         note="The template moves the list of tools to the last message of the user, so the history of a turn after a "
         "new user message is another one (`history_changed`). vLLM's parser takes the call id that the template writes "
         "after the name (`[CALL_ID]`) as a part of the tool's name.",
+    ),
+    ServedFamily(
+        "Kimi-K3",
+        "Kimi-K3",
+        "kimi_k3",
+        "kimi_k3",
+        names_parsers=True,
+        note="Its reasoning ends with several tokens, so the server cannot be made to end it, and nothing shows which "
+        'parsers it uses. They are named: `engine.vllm_parsers = "kimi_k3/kimi_k3"`.',
+    ),
+    ServedFamily("Hy3", "tencent-Hy3", "hy_v3", "hy_v3"),
+    ServedFamily(
+        "Cohere",
+        "Cohere2MoE",
+        "cohere_command4",
+        "cohere_command4",
+        cohere=True,
+        names_parsers=True,
+        note="vLLM's parser replaces every grammar of a request with tools by its own, so the server cannot be made to "
+        "give a prescribed answer, and its parsers are named (`engine.vllm_parsers`). It gives a call without "
+        "arguments as empty text. It needs the package `cohere-melody` beside vLLM.",
     ),
     ServedFamily(
         "gpt-oss",

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-_PERIOD_SECONDS = 0.005
+_PERIOD_SECONDS = 0.01
 _LATE_SECONDS = 0.02
 """Shorter stalls are not written."""
 

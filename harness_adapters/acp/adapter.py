@@ -1,4 +1,4 @@
-"""The harness ``acp:NAME``, such as ``acp:gemini-cli``: it runs another harness by the Agent Client Protocol.
+"""The harness ``acp:NAME``, such as ``acp:gemini-cli``: it runs another harness over the Agent Client Protocol.
 
 `client.py`, which the sandbox mounts, is the client. It needs only Python 3.9 or newer in the sandbox. The first start
 leaves the agent running; a start with `resume` sends the user's next message to it, in the same session.
@@ -30,7 +30,7 @@ _PYTHON = "python3"
 
 
 class AcpHarness(ConnectableHarness):
-    """A harness whose agent is driven by the Agent Client Protocol."""
+    """A harness whose agent is driven over the Agent Client Protocol."""
 
     error_prefixes = ("acp:",)
     success = "ended its turn"

@@ -59,13 +59,13 @@ class InstallTable(_Table):
     """npm: the native program or script, relative to the folder of installation; may be a glob pattern. path: the
     program inside of the folder."""
     node: bool = False
-    """npm: the entry is a script, which Node.js runs."""
+    """npm: true if the entry is a script, which Node.js runs."""
     imports: str = ""
     """pypi: modules whose import proves the installation, separated by commas."""
     pythons: Words = ()
     """pypi: minor versions of Python, best first; default: the Python that runs Polar."""
     extra: Words = ()
-    """pypi: further requirements."""
+    """pypi: further pip requirements."""
     version_command: Words | None = None
     """Command that prints the version; an empty list if there is none. Default: the program with --version,
     if there is a version."""
@@ -105,7 +105,7 @@ class ConnectionTable(_Table):
 
 
 class RunTable(_Table):
-    """An unattended run on a task."""
+    """How to start the program on a task, without a person who answers its questions."""
 
     command: Words = Field(min_length=1)
     """The command line: {program} for the program, {arguments} for those of the connection, {instruction} for the task,
@@ -147,7 +147,7 @@ class AcpTable(_Table):
 
 
 class HarnessDefinition(_Table):
-    """One harness."""
+    """The content of a definition file: how to install, connect and start one harness."""
 
     name: str
     summary: str
@@ -156,7 +156,8 @@ class HarnessDefinition(_Table):
     """Name of the program in installations that users made themselves."""
     wire_api: WireApi
     features: frozenset[Feature] = frozenset()
-    """stream, subagents, parallel_tools, reasoning; resume and skills follow from the keys of [run]."""
+    """Which of these the program has: stream, subagents, parallel_tools, reasoning. (The keys of [run] show whether it
+    has resume and skills.)"""
     runtime: str = "native"
     notes: str = ""
     needs: Words = ()
@@ -164,7 +165,7 @@ class HarnessDefinition(_Table):
     install: InstallTable
     connection: ConnectionTable
     run: RunTable | None = None
-    """None if the program is run by the Agent Client Protocol."""
+    """How to start the program; None if it is run over the Agent Client Protocol."""
     acp: AcpTable | None = None
     exit: ExitTable = ExitTable()
     conformance: Mapping[str, Any] = Field(default_factory=dict)

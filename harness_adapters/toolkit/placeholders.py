@@ -1,8 +1,8 @@
 """Placeholders such as `{model}` in the words of a command line and in the texts of a definition file.
 
 `{{` and `}}` stand for braces, and `{mount:/path}` for a path of this machine that the sandbox mounts. Braces that
-hold anything but a name in lower-case letters stay as they are. Values are filled in once: a placeholder inside of a
-value is not.
+hold anything but a name in lower-case letters stay as they are. A placeholder inside a value
+is not filled in.
 """
 
 from __future__ import annotations

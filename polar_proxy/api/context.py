@@ -59,7 +59,7 @@ class ApiContext:
     """The rollout service of this process, if it has one."""
     engine: Engine | None = None
     from_this_process: bool = False
-    """The requests come from a command of this process, which may use all of this machine."""
+    """True if the requests come from a command of this process, which may use all of this machine."""
     closing: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the server stops, so that streams end."""
     exports: ExportProcesses | None = None

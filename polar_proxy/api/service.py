@@ -249,7 +249,7 @@ def _stage_metrics(counts: Json) -> Iterator[Metric]:
 
 
 def _pool_metrics(pool: Json) -> Iterator[Metric]:
-    yield GaugeMetricFamily("polar_pool_on_shelf", "Sandboxes that are ready or opening.", pool["on_shelf"])
+    yield GaugeMetricFamily("polar_pool_waiting", "Sandboxes that are ready or opening.", pool["waiting"])
     taken = CounterMetricFamily(
         "polar_pool_taken",
         "Sandboxes taken: hit (from the pool), miss (opened on request), dead (replaced).",

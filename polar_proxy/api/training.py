@@ -63,7 +63,7 @@ def _add_feed(routers: Routers, context: ApiContext) -> None:
 
     @trainer.post("/feed/leases/{lease_id}/extend", tags=["feed"])
     async def extend(lease_id: LeaseId, body: m.ExtendRequest) -> m.LeaseExtendResponse:
-        """Let the lease expire later. 409 `lease_lost` if it already expired."""
+        """Renew a lease: it expires later. 409 `lease_lost` if it already expired."""
         return m.LeaseExtendResponse(lease_id=lease_id, expires_at=await store.feed.extend(lease_id, body.seconds))
 
     @trainer.get("/feed", tags=["feed"])

@@ -13,15 +13,15 @@ class ActivityRates(ApiResponseModel):
     failed_calls: int
     """Number of calls without a complete answer."""
     prompt_tokens: int
-    """Prompt tokens of the calls."""
+    """Number of prompt tokens of the calls."""
     cached_tokens: int
-    """Prompt tokens that the engine had in its cache."""
+    """Number of prompt tokens that the engine had in its cache."""
     completion_tokens: int
-    """Sampled tokens of the calls."""
+    """Number of sampled tokens of the calls."""
     rollouts: int
     """Number of rollouts."""
     rollouts_not_done: int
-    """Rollouts that failed, timed out or were cancelled."""
+    """Number of rollouts that failed, timed out or were cancelled."""
 
 
 class ActiveSession(ApiResponseModel):
@@ -30,32 +30,32 @@ class ActiveSession(ApiResponseModel):
     session_id: str
     """The id of the session."""
     label: str | None
-    """The name given to it."""
+    """Label of the session."""
     rollout_id: str | None
-    """The rollout that it records."""
+    """Id of the rollout that the session records."""
     calls: int
     """Number of recorded calls."""
     failed_calls: int
     """Number of calls that failed."""
     completion_tokens: int
-    """Sum of sampled tokens."""
+    """Number of sampled tokens of all calls."""
     last_call_at: float | None
-    """When its last call ended."""
+    """When the session's last call ended."""
 
 
 class Failure(ApiResponseModel):
     """A call or a rollout that failed."""
 
     at: float
-    """When it ended."""
+    """When the call or rollout ended."""
     record_id: str
     """The id of the call or of the rollout."""
     session_id: str | None
-    """Its session."""
+    """The session of the call or of the rollout."""
     what: str
     """The status of the call, or status and cause of the rollout."""
     error: str | None
-    """Why it failed, shortened."""
+    """Why the call or rollout failed, shortened."""
 
 
 class Activity(ApiResponseModel):

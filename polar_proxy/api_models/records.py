@@ -15,19 +15,20 @@ class SessionFields(ApiResponseModel):
     session_id: str
     """The id of the session."""
     label: str | None
-    """The name given to it, or the key that opened it if the key is made of plain words, such as `my-agent-2`."""
+    """The name given to the session, or the key that opened it if the key is made of plain words, such as
+    `my-agent-2`."""
     origin: str
-    """How it was created: key (`polar session new`), open (an unknown key on loopback) or rollout."""
+    """How the session was created: key (`polar session new`), open (an unknown key on loopback) or rollout."""
     rollout_id: str | None
-    """The rollout that it records."""
+    """Id of the rollout whose calls the session records."""
     created_at: float
-    """When it was created."""
+    """When the session was created."""
     closed_at: float | None
-    """When it was closed."""
+    """When the session was closed; null while it is open."""
     incomplete: str | None
-    """Why it must not be trained on; null if all calls are recorded."""
+    """Why the session must not be trained on; null if all calls are recorded."""
     spent: str | None
-    """The limit of its budget that was reached, such as max_calls."""
+    """The limit of the session's budget that was reached, such as max_calls."""
     failed_calls: int
     """Number of calls that failed: their status is `client_gone` or `upstream_error`."""
     prompt_tokens: int
@@ -37,7 +38,7 @@ class SessionFields(ApiResponseModel):
     price_usd: float | None
     """Sum of the known prices of its calls in US dollars; null if none is known."""
     last_call_at: float | None
-    """When its last call ended."""
+    """When the last call ended."""
     reward: float | None = None
     """The newest reward of the session as a whole; null if it has a rollout, which then has the reward."""
 
@@ -88,11 +89,11 @@ class CallChoice(ApiResponseModel):
     """One answer of a call."""
 
     index: int
-    """Its number."""
+    """Its position among the answers, from 0."""
     message: dict[str, Any]
     """The answer in OpenAI's form."""
     finish_reason: str | None
-    """Why it ended."""
+    """Why the answer ended, such as stop, length or tool_calls."""
     token_ids: list[int]
     """The sampled token ids, with the end-of-turn token."""
     logprobs: list[float | None]
@@ -119,13 +120,13 @@ class SessionCall(ApiResponseModel):
     error: str | None
     """Why the call failed."""
     edge: str
-    """How it relates to an earlier call: root, continues, retries, rewinds, compacts, subagent or side_call."""
+    """How the call relates to an earlier call: root, continues, retries, rewinds, compacts, subagent or side_call."""
     parent_call_id: str | None
-    """The earlier call."""
+    """Id of the earlier call that `edge` relates this one to."""
     rule: str | None = None
     """Name of the rule that decided the edge."""
     reason: str | None = None
-    """The rule in words."""
+    """Why the rule gives this edge, in words."""
     ambiguous: bool = False
     """True if another edge or parent was possible as well."""
     prompt_mode: str | None = None
@@ -143,11 +144,11 @@ class SessionCall(ApiResponseModel):
     completion_tokens: int
     """Number of sampled tokens."""
     cached_tokens: int | None
-    """Prompt tokens that the engine had in its cache."""
+    """Number of prompt tokens that the engine had in its cache."""
     input_tokens: int | None
-    """Prompt tokens of a hosted call as the provider counts them."""
+    """Number of prompt tokens of a hosted call as the provider counts them."""
     output_tokens: int | None
-    """Sampled tokens of a hosted call as the provider counts them."""
+    """Number of sampled tokens of a hosted call as the provider counts them."""
     price_usd: float | None
     """Price of a hosted call in US dollars; null if it is unknown."""
     weight_version: str | None
@@ -158,8 +159,6 @@ class SessionCall(ApiResponseModel):
     """When the first token arrived."""
     ended_at: float
     """When the answer ended."""
-    said: str
-    """The last command of the first answer, or its text, shortened."""
     new_messages: list[StoryMessage] = Field([])
     """The messages that the earlier call and its answer do not have."""
     answer: StoryMessage | None = None
@@ -184,7 +183,7 @@ class SessionTrace(ApiResponseModel):
     calls: list[str]
     """The calls whose answers it contains."""
     reward: float | None
-    """Its reward."""
+    """The reward of the trace."""
 
 
 class SessionDetail(SessionFields):
@@ -199,7 +198,7 @@ class SessionDetail(SessionFields):
     excluded: dict[str, str]
     """Calls that are in no trace, each with the reason."""
     rewards: list[Reward]
-    """All rewards ever given to it, oldest first."""
+    """All rewards ever given to the session, oldest first."""
     texts_problem: str | None = None
     """Why some tokens have no texts, if they were asked for."""
 
@@ -208,17 +207,17 @@ class CallUsage(ApiResponseModel):
     """The tokens of a hosted call as the provider counts them; null where it does not report a count."""
 
     input_tokens: int
-    """All prompt tokens, including tokens read from the provider's cache or written to it."""
+    """Number of all prompt tokens, including tokens read from the provider's cache or written to it."""
     output_tokens: int
-    """All sampled tokens, including the reasoning."""
+    """Number of all sampled tokens, including those of the reasoning."""
     cached_tokens: int | None
-    """Prompt tokens read from the provider's cache."""
+    """Number of prompt tokens read from the provider's cache."""
     cache_write_tokens: int | None
-    """Prompt tokens written to the provider's cache."""
+    """Number of prompt tokens written to the provider's cache."""
     cache_write_1h_tokens: int | None
-    """Prompt tokens written to the provider's cache for one hour; `cache_write_tokens` includes them."""
+    """Number of prompt tokens written to the provider's cache for one hour; `cache_write_tokens` includes them."""
     reasoning_tokens: int | None
-    """Sampled tokens of the reasoning."""
+    """Number of sampled tokens of the reasoning."""
     model: str | None
     """The model that answered, as the provider names it."""
     service_tier: str | None
@@ -233,7 +232,7 @@ class CallDetail(ApiResponseModel):
     call_id: str
     """The id of the call."""
     session_id: str
-    """The session."""
+    """Id of the session."""
     dialect: str
     """The wire format of the request."""
     path: str
@@ -243,7 +242,7 @@ class CallDetail(ApiResponseModel):
     model: str
     """The model that the agent named."""
     engine: dict[str, Any] | None
-    """The engine that sampled."""
+    """Description of the engine that sampled."""
     weight_version: str | None
     """Policy version of the weights that sampled."""
     logprob_mode: str
@@ -262,13 +261,13 @@ class CallDetail(ApiResponseModel):
     hooks: dict[str, Any] | None
     """Changes by hooks: parts of the request as the model saw them, and answers as they were sampled."""
     edge: str
-    """How it relates to an earlier call."""
+    """How the call relates to an earlier call."""
     parent_call_id: str | None
-    """The earlier call."""
+    """Id of the earlier call that `edge` relates this one to."""
     rule: str | None = None
     """Name of the rule that decided the edge."""
     reason: str | None = None
-    """The rule in words."""
+    """Why the rule gives this edge, in words."""
     ambiguous: bool = False
     """True if another edge or parent was possible as well."""
     params: dict[str, Any]
@@ -282,7 +281,7 @@ class CallDetail(ApiResponseModel):
     ended_at: float
     """When the answer ended."""
     cached_tokens: int | None
-    """Prompt tokens that the engine had in its cache."""
+    """Number of prompt tokens that the engine had in its cache."""
     usage: CallUsage | None
     """The provider's count; null if the engine reports token ids."""
     price_usd: float | None
@@ -296,7 +295,7 @@ class CallDetail(ApiResponseModel):
     prompt_ids: list[int] | None
     """The token ids of the prompt; null if the engine returned none."""
     choices: list[CallChoice]
-    """The answers."""
+    """The answers with their tokens."""
     texts_problem: str | None = None
     """Why the tokens have no texts, if they were asked for."""
 
@@ -305,9 +304,9 @@ class RolloutEvent(ApiResponseModel):
     """An event of a rollout."""
 
     event_id: int
-    """Its number."""
+    """Number of the event; later events have higher numbers."""
     at: float
-    """When it happened."""
+    """When the event happened."""
     kind: str
     """The kind of event, such as `status`."""
     data: dict[str, Any]
@@ -320,13 +319,13 @@ class Artifact(ApiResponseModel):
     artifact_id: str
     """The id of the artifact."""
     name: str
-    """Its name, such as `patch.diff`."""
+    """Name of the file, such as `patch.diff`."""
     sha256: str
-    """SHA-256 of its content."""
+    """SHA-256 of the file's content."""
     bytes: int
-    """Its size."""
+    """Size of the file in bytes."""
     created_at: float
-    """When it was stored."""
+    """When the file was stored."""
     path: str
     """The file on the server's machine."""
 
@@ -339,9 +338,9 @@ class RolloutRecord(RolloutDetail):
     config: dict[str, Any]
     """The options of the rollout."""
     events: list[RolloutEvent]
-    """Its events, oldest first."""
+    """The rollout's events, oldest first."""
     artifacts: list[Artifact]
-    """Its stored files."""
+    """The rollout's stored files."""
     session: SessionDetail | None
     """The session of its last attempt."""
 
@@ -350,11 +349,11 @@ class Record(ApiResponseModel):
     """The record that a name refers to: exactly one of the fields is set."""
 
     rollout: RolloutRecord | None = None
-    """A rollout."""
+    """Set if the name refers to a rollout."""
     session: SessionDetail | None = None
-    """A session."""
+    """Set if the name refers to a session."""
     call: CallDetail | None = None
-    """A call."""
+    """Set if the name refers to a call."""
 
 
 class CreatedKey(ApiKey):
@@ -375,7 +374,7 @@ class ExportSummary(ApiResponseModel):
     """The counts of an export."""
 
     rows: int
-    """Number of rows."""
+    """Number of rows that were written."""
     rollouts: int
     """Number of rollouts that were selected."""
     sessions: int

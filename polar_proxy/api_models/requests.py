@@ -84,9 +84,9 @@ class RewardRequest(ApiRequestModel):
     """A reward of a rollout or a session, or of one call or one trace of it, given from outside."""
 
     rollout_id: str | None = None
-    """The rollout."""
+    """Id of the rollout to reward."""
     session_id: str | None = None
-    """The session, if it has no rollout."""
+    """Id of the session to reward, if it has no rollout."""
     value: float | None = Field(allow_inf_nan=False)
     """The reward; null if the work could not be judged, which is not the same as 0."""
     source: str = Field(min_length=1)
@@ -108,8 +108,7 @@ class RewardRequest(ApiRequestModel):
 
 
 class SessionRequest(ApiRequestModel, SessionBudget):
-    """A session for an agent that you start yourself. These settings override those of the agent's
-    requests."""
+    """A session for an agent that you start yourself. These settings override those of the agent's requests."""
 
     label: str | None = None
     """A name to find the session by."""
@@ -162,7 +161,7 @@ class TrainingLinesRequest(ApiRequestModel):
     first: int = Field(ge=0, le=MAX_INTEGER)
     """Index of the first of these lines among all lines of the run. Lines that the server already has are skipped."""
     lines: list[TrainingLine]
-    """The lines, in order."""
+    """The new lines, in order."""
 
 
 class LeaseRequest(ApiRequestModel):

@@ -44,7 +44,7 @@ class ErrorResponse(ApiResponseModel):
     """The body of every response with status 400 or more."""
 
     error: ErrorBody
-    """The error."""
+    """Description of the error."""
 
 
 class RefusedTask(ApiResponseModel):
@@ -55,7 +55,7 @@ class RefusedTask(ApiResponseModel):
     name: str | None
     """The task's id, if it has one."""
     reason: str
-    """Why it cannot be run."""
+    """Why the task cannot be run."""
 
 
 class Job(ApiResponseModel):
@@ -64,7 +64,7 @@ class Job(ApiResponseModel):
     job_id: str
     """The id of the job."""
     status: Literal["open", "paused", "done", "cancelled"]
-    """The status of the job."""
+    """open, paused, done (all groups have ended) or cancelled."""
     label: str | None
     """The name given at submission."""
     priority: int
@@ -98,15 +98,15 @@ class Group(ApiResponseModel):
     group_id: str
     """The id of the group."""
     job_id: str | None
-    """The job that it belongs to."""
+    """Id of the job that the group belongs to."""
     task_id: str
-    """The task of its rollouts."""
+    """Id of the task that all rollouts of the group run."""
     rollout_count: int
     """Number of rollouts that were queued for the group."""
     group_size: int
     """Number of rollouts that complete the group (see `group_policy`)."""
     status: Literal["open", "finished", "cancelled"]
-    """The status of the group."""
+    """open, finished or cancelled."""
     reason: str | None
     """Why the group was finished early or cancelled."""
     delivery: Literal["open", "waiting", "leased", "delivered", "dropped"] | None
@@ -139,13 +139,13 @@ class Rollout(ApiResponseModel):
     rollout_id: str
     """The id of the rollout."""
     group_id: str
-    """The group that it belongs to."""
+    """Id of the group that the rollout belongs to."""
     job_id: str | None
-    """The job that it belongs to."""
+    """Id of the job that the rollout belongs to."""
     task_id: str
-    """The task."""
+    """Id of the rollout's task."""
     group_index: int
-    """Its position in the group."""
+    """Position of the rollout in its group."""
     seed: int | None
     """The seed of the task instance, if it has one."""
     status: str
@@ -163,11 +163,11 @@ class Rollout(ApiResponseModel):
     exit_code: int | None
     """Exit code of the agent; null if the agent was stopped."""
     error: str | None
-    """Why it failed, for people."""
+    """Why the rollout failed, for people."""
     session_id: str | None
-    """The session of its last attempt."""
+    """Id of the session of the last attempt."""
     harness: str
-    """The agent."""
+    """The agent, as NAME@VERSION."""
     sandbox: str
     """The kind of sandbox."""
     engine: str
@@ -237,21 +237,21 @@ class Reward(ApiResponseModel):
     reward_id: str
     """The id of the reward."""
     rollout_id: str | None
-    """The rollout."""
+    """Id of the rewarded rollout; null if a session without a rollout was rewarded."""
     session_id: str | None = None
-    """The session, if it has no rollout."""
+    """Id of the rewarded session, if it has no rollout."""
     trace_id: str | None
-    """The trace, if the reward is for a single trace."""
+    """Id of the trace, if the reward is for a single trace."""
     call_id: str | None
-    """The call, if the reward is for a single call."""
+    """Id of the call, if the reward is for a single call."""
     source: str
     """Source of the reward, such as `human:anna`."""
     value: float | None
     """The reward; null if the work could not be judged."""
     detail: dict[str, Any]
-    """The JSON object that was stored with it."""
+    """The JSON object that was stored with the reward."""
     created_at: float
-    """When it was given."""
+    """When the reward was given."""
 
 
 class RolloutDetail(Rollout):
@@ -290,11 +290,11 @@ class ApiKey(ApiResponseModel):
     role: str
     """admin or trainer."""
     label: str | None
-    """The name given to it."""
+    """The name given to the key."""
     created_at: float
-    """When it was created."""
+    """When the key was created."""
     revoked_at: float | None
-    """When it was revoked."""
+    """When the key was revoked; null while it is valid."""
 
 
 class Lease(ApiResponseModel):
@@ -303,9 +303,9 @@ class Lease(ApiResponseModel):
     lease_id: str
     """The id of the lease."""
     group_id: str
-    """The group."""
+    """Id of the leased group."""
     consumer: str
-    """The trainer that leased it."""
+    """The trainer that leased the group."""
     expires_at: float
     """When the lease expires."""
     staleness: int | None
@@ -316,7 +316,7 @@ class Lease(ApiResponseModel):
 
 
 class LeaseResponse(ApiResponseModel):
-    """The leased groups."""
+    """The response to a request for groups: those that were leased, and those that were dropped."""
 
     leases: list[Lease]
     """The leases, oldest group first."""
@@ -330,7 +330,7 @@ class LeaseEndResponse(ApiResponseModel):
     lease_id: str
     """The id of the lease."""
     outcome: Literal["acknowledged", "returned"]
-    """How the lease ended."""
+    """acknowledged (trained on) or returned (unused)."""
 
 
 class LeaseExtendResponse(ApiResponseModel):
@@ -352,7 +352,7 @@ class TrainingRun(ApiResponseModel):
     created_at: float
     """When the run was registered."""
     updated_at: float | None
-    """When its trainer wrote the last line."""
+    """When the trainer wrote the last line."""
     step: int
     """Number of completed steps."""
     lines: int
@@ -390,13 +390,13 @@ class StageLimitState(ApiResponseModel):
     """How full a stage is."""
 
     limit: int
-    """Rollouts that may be in the stage at a time."""
+    """Maximum number of rollouts in the stage."""
     inside: int
-    """Rollouts in the stage now."""
+    """Number of rollouts in the stage now."""
     waiting: int
-    """Rollouts that wait to enter the stage."""
+    """Number of rollouts that wait to enter the stage."""
     entered: int
-    """Rollouts that have entered the stage since the server started."""
+    """Number of rollouts that have entered the stage since the server started."""
     waited_seconds: float
     """Seconds that those rollouts waited in total."""
     refusals: dict[str, int]
@@ -406,16 +406,16 @@ class StageLimitState(ApiResponseModel):
 class SandboxPoolState(ApiResponseModel):
     """The pool of sandboxes that are opened before they are needed."""
 
-    on_shelf: int
-    """Sandboxes in the pool that are ready or opening."""
+    waiting: int
+    """Number of sandboxes in the pool, ready or opening."""
     size: int
     """Maximum number of sandboxes in the pool."""
     hits: int
-    """Requests that got a sandbox of the pool."""
+    """Number of requests that got a sandbox from the pool."""
     misses: int
-    """Requests for which a new sandbox was opened."""
+    """Number of requests for which a new sandbox was opened."""
     dead: int
-    """Sandboxes of the pool that had died or failed to open, so that another one was taken."""
+    """Number of sandboxes in the pool that had died or failed to open; another one was taken instead."""
     waited_seconds: float
     """Seconds that all requests waited in total."""
 
@@ -441,7 +441,7 @@ class FleetState(ApiResponseModel):
     """All servers of the database together."""
 
     state: Literal["working", "paused"]
-    """`paused`: no server starts a rollout."""
+    """working; or paused: no server starts a rollout."""
     paused_until: float | None
     """When all servers resume automatically."""
     in_flight: int
@@ -454,7 +454,7 @@ class ServiceState(ApiResponseModel):
     version: str
     """Version of Polar."""
     engine: EngineState | None
-    """The engine."""
+    """State of the engine that this server samples from."""
     policy_version: str | None
     """Version of the weights that the engine samples from."""
     feed: dict[str, int]
@@ -464,7 +464,7 @@ class ServiceState(ApiResponseModel):
     worker: str | None = None
     """Name of this server's rollout service."""
     state: Literal["working", "paused"] | None = None
-    """`paused`: this server starts no rollout, because it or all servers are paused."""
+    """working; or paused: this server starts no rollout, because it or all servers are paused."""
     paused_until: float | None = None
     """When the pause of this server alone ends."""
     problem: str | None = None
@@ -474,7 +474,7 @@ class ServiceState(ApiResponseModel):
     stages: dict[str, StageLimitState] | None = None
     """How full each stage is."""
     pool: SandboxPoolState | None = None
-    """The sandbox pool."""
+    """The sandbox pool of this server's rollout service."""
 
 
 class Event(ApiResponseModel):
@@ -494,6 +494,6 @@ class CallbackPayload(ApiResponseModel):
     type: Literal["group.finished", "group.cancelled", "job.ended"]
     """The event that is reported."""
     timestamp: float
-    """When it happened."""
+    """When the reported event happened."""
     data: dict[str, Any]
     """The group as `GET /groups/{id}` returns it, or the job as `GET /jobs/{id}` returns it."""

@@ -41,7 +41,7 @@ class AgentSession:
     """URL of the Polar server, without /v1."""
     key: str
     session_id: str | None
-    """None if the user gave the key."""
+    """Id of the session; None if the user gave the key, because the id is then unknown."""
     model: ModelCard
 
     def endpoint(self, home: Path) -> Endpoint:

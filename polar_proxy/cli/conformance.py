@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.text import Text
@@ -23,10 +23,14 @@ from polar_proxy.terminal import one_line
 from polar_proxy.types import Json
 
 if TYPE_CHECKING:
+    from polar_proxy.config import EngineSettings
     from polar_proxy.conformance.fidelity import FidelityRow
     from polar_proxy.conformance.report import MeasurementReport
     from polar_proxy.traces.drift import DriftCause
     from polar_proxy.types import EngineInfo
+
+NamedAdapters = list[tuple[HarnessAdapter, str | None]]
+"""Harnesses with their versions; None is the default version."""
 
 _COLOURS = {"ok": "green", "failed": "red", "n/a": "dim", "gives up": "cyan", "not run": "yellow"}
 
@@ -75,36 +79,22 @@ def conformance(
     are counted. With --out-dir, fidelity.md and fidelity.json are written. The exit code is 0 if every run was
     possible, every sampled token was counted, and drift split no sequence in continue mode.
     """
-    from polar_proxy.conformance.checks import CHECKS
-    from polar_proxy.conformance.fidelity import measure_fidelity
-    from polar_proxy.conformance.forced_vllm import TEMPLATES, prescribed_engine
-    from polar_proxy.conformance.measure import measure_conformance
     from polar_proxy.conformance.report import CONFORMANCE, FIDELITY
-    from polar_proxy.engines.factory import make_engine
 
-    for name in check or ():
-        options.require_choice("check", name, CHECKS)
-    for name in template or ():
-        options.require_choice("template", name, TEMPLATES)
     import_named_code(engine)
     settings = load_settings(None, engine={"kind": engine, "url": engine_url, "model": model})
     adapters = _find_adapters(harness or ["all"])
     common: Json = {"cache": settings.harness_cache, "patience": patience, "progress": _print_progress}
     if fidelity:
         report = FIDELITY
-        prescribed_engine(settings.engine)  # raises UsageError if there is none
-        documents = measure_fidelity(
-            adapters, settings.engine, sandbox, template or list(TEMPLATES), concurrency=concurrency, **common
-        )
+        documents = _measure_fidelity(adapters, settings.engine, sandbox, template, concurrency=concurrency, **common)
     else:
         report = CONFORMANCE
+        documents = _measure_conformance(adapters, settings.engine, sandbox, check, slow=slow, **common)
         if check:
             out_dir = None
         elif out_dir is None and engine == "scripted":
             out_dir = Path("benchmarks/results")
-        documents = measure_conformance(
-            adapters, make_engine(settings.engine), sandbox, check or list(CHECKS), slow=slow, **common
-        )
     found = run_async(_collect(documents, report, out_dir))
 
     def show() -> None:
@@ -115,7 +105,31 @@ def conformance(
     print_result(found, show, as_json, good=report.is_good(found))
 
 
-def _find_adapters(names: list[str]) -> list[tuple[HarnessAdapter, str | None]]:
+def _measure_fidelity(
+    adapters: NamedAdapters, engine: EngineSettings, sandbox: str, templates: list[str] | None, **more: Any
+) -> AsyncGenerator[Json, None]:
+    from polar_proxy.conformance.fidelity import measure_fidelity
+    from polar_proxy.conformance.forced_vllm import TEMPLATES, prescribed_engine
+
+    for name in templates or ():
+        options.require_choice("template", name, TEMPLATES)
+    prescribed_engine(engine)  # raises UsageError if there is none
+    return measure_fidelity(adapters, engine, sandbox, templates or list(TEMPLATES), **more)
+
+
+def _measure_conformance(
+    adapters: NamedAdapters, engine: EngineSettings, sandbox: str, checks: list[str] | None, **more: Any
+) -> AsyncGenerator[Json, None]:
+    from polar_proxy.conformance.checks import CHECKS
+    from polar_proxy.conformance.measure import measure_conformance
+    from polar_proxy.engines.factory import make_engine
+
+    for name in checks or ():
+        options.require_choice("check", name, CHECKS)
+    return measure_conformance(adapters, make_engine(engine), sandbox, checks or list(CHECKS), **more)
+
+
+def _find_adapters(names: list[str]) -> NamedAdapters:
     if "all" in names:
         names = [name for name in list_adapters() if name != "shell"]
     return [find_adapter(name) for name in names]

@@ -46,7 +46,10 @@ def doctor(
         Literal["vllm", "llamacpp", "openai", "anthropic", "google"], typer.Option(help="Kind of the engine to check.")
     ] = "vllm",
     engine_url: Annotated[str | None, typer.Option(help="Also check the engine at this URL.")] = None,
-    model: Annotated[str | None, typer.Option(help="The engine's model; with it a provider needs no URL.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Name of the engine's model. For a hosted provider, give this instead of --engine-url."),
+    ] = None,
     db: options.Db = None,
     as_json: options.AsJson = False,
 ) -> None:

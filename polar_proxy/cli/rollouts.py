@@ -75,7 +75,7 @@ def run(
     seed: options.Seed = None,
     instances: options.Instances = None,
     rollout_options: Json,
-    samples: Annotated[int | None, typer.Option(min=1, help="Rollouts of each task (a group).")] = None,
+    samples: Annotated[int | None, typer.Option(min=1, help="Number of rollouts of each task (a group).")] = None,
     concurrency: options.Concurrency = None,
     engine: options.Engine = None,
     engine_url: options.EngineUrl = None,

@@ -30,12 +30,14 @@ from polar_proxy.errors import PolarError, UsageError
 from polar_proxy.terminal import configure_logging
 
 if TYPE_CHECKING:
+    from polar_proxy.api import ApiContext
     from polar_proxy.gateway import Gateway
 
 log = logging.getLogger(__name__)
 
 _RAY_EXIT_SECONDS = 2.0
-"""Seconds after which Ray's workers have ended too. Their sandboxes then count as left over and can be removed."""
+"""Time in which the worker processes end after Ray has ended. Their sandboxes then count as left over, and can be
+removed."""
 
 
 class NodeEndedError(PolarError):
@@ -100,16 +102,13 @@ def serve(
 
 
 async def _serve(settings: Settings, as_json: bool, *, with_workers: bool, ray_address: str | None) -> None:
-    from polar_proxy.api import ApiContext, BackgroundLoops, create_router, local_admin_key
+    from polar_proxy.api import ApiContext, BackgroundLoops, local_admin_key
     from polar_proxy.api.service import ServiceCollector
-    from polar_proxy.engines.bundled import OtherAgentWarning, is_bundled
     from polar_proxy.engines.factory import make_engine, open_engines
     from polar_proxy.export.processes import ExportProcesses
     from polar_proxy.gateway import Gateway
     from polar_proxy.rollouts import RolloutService, ServiceLimits, recover
     from polar_proxy.telemetry import traced
-    from polar_proxy.traces.grades import DistributionNotes
-    from polar_proxy.view import create_view_router
 
     async with open_database(settings, create=True) as store, contextlib.AsyncExitStack() as stack:
         for line in await recover(store):
@@ -122,25 +121,14 @@ async def _serve(settings: Settings, as_json: bool, *, with_workers: bool, ray_a
         service: RolloutService | None = None
         if with_workers:
             limits = ServiceLimits.of(settings, backlog=settings.run.backlog)
-            service = RolloutService(
-                store,
-                gateway,
-                engine,
-                settings.harness_cache,
-                limits=limits,
-                note=log.info,
-                code=settings.code(),
-                on_rollout_end=on_rollout_end,
-                home=settings.home,
+            service = RolloutService.of(
+                settings, store, gateway, engine, limits=limits, note=log.info, on_rollout_end=on_rollout_end
             )
         # The API is added before the gateway listens, so that a client that waits for this server never gets a 404.
         exports = await stack.enter_async_context(ExportProcesses(store.database.url))
         context = ApiContext(store, settings, service, engine, exports=exports)
-        gateway.include(create_router(context))
-        gateway.include(create_view_router(context, open_on_loopback=gateway.sessions.open_to_all))
-        gateway.observe(DistributionNotes(log.warning))
-        if is_bundled(settings.engine):
-            gateway.observe(OtherAgentWarning())
+        _add_api_and_pages(gateway, context)
+        _add_warnings(gateway, settings)
         # The same holds for the key, and for the sandbox's test, which takes seconds.
         key_file = await local_admin_key(store, settings.home)
         if service is not None:
@@ -151,15 +139,7 @@ async def _serve(settings: Settings, as_json: bool, *, with_workers: bool, ray_a
         loops = await stack.enter_async_context(BackgroundLoops(context))
         gateway.metrics.registry.register(ServiceCollector(service, lambda: loops.feed_depth))
         if as_json:
-            print_json(
-                {
-                    "url": gateway.url,
-                    "db": store.display_url,
-                    "model": engine.info.model,
-                    "open": gateway.sessions.open_to_all,
-                    "api_key_file": str(key_file),
-                }
-            )
+            _print_ready(gateway, store.display_url, engine.info.model, key_file)
         else:
             _print_welcome(gateway, settings, store.display_url, engine.info.model, key_file)
         if ray_address is not None:
@@ -168,6 +148,37 @@ async def _serve(settings: Settings, as_json: bool, *, with_workers: bool, ray_a
             await stack.enter_async_context(Cluster(settings, store, ray_address, note=log.info))
         # A signal cancels this wait; rollouts in flight then go back to the queue.
         await gateway.ended()
+
+
+def _add_api_and_pages(gateway: Gateway, context: ApiContext) -> None:
+    from polar_proxy.api import create_router
+    from polar_proxy.view import create_view_router
+
+    gateway.include(create_router(context))
+    gateway.include(create_view_router(context, open_on_loopback=gateway.sessions.open_to_all))
+
+
+def _add_warnings(gateway: Gateway, settings: Settings) -> None:
+    """Warn when sampling parameters make traces approximate, and when an agent other than mini-swe-agent uses the
+    bundled policy."""
+    from polar_proxy.engines.bundled import OtherAgentWarning, is_bundled
+    from polar_proxy.traces.grades import DistributionNotes
+
+    gateway.observe(DistributionNotes(log.warning))
+    if is_bundled(settings.engine):
+        gateway.observe(OtherAgentWarning())
+
+
+def _print_ready(gateway: Gateway, db: str, model: str, key_file: Path) -> None:
+    print_json(
+        {
+            "url": gateway.url,
+            "db": db,
+            "model": model,
+            "open": gateway.sessions.open_to_all,
+            "api_key_file": str(key_file),
+        }
+    )
 
 
 def _print_welcome(gateway: Gateway, settings: Settings, db: str, model: str, key_file: Path) -> None:

@@ -74,8 +74,8 @@ def grpo(
         bool | None, typer.Option("--submit-jobs", help="With --feed: also submit the rollout jobs to the server.")
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Number of steps.")] = None,
-    groups: Annotated[int | None, typer.Option(min=1, help="Groups per step.")] = None,
-    samples: Annotated[int | None, typer.Option(min=2, help="Rollouts per group.")] = None,
+    groups: Annotated[int | None, typer.Option(min=1, help="Number of groups per step.")] = None,
+    samples: Annotated[int | None, typer.Option(min=2, help="Number of rollouts per group.")] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
     loss: Annotated[str | None, typer.Option(help="Name of the loss (docs/reference/algorithms.md).")] = None,
     advantage: Annotated[
@@ -100,14 +100,10 @@ def grpo(
 
     Options override the settings of the file. To resume a run that was stopped, give the same command again.
     """
-    from polar_proxy.training.config import make_config, read_assignments, read_toml
+    from polar_proxy.training.config import make_config, read_assignments
 
     import_named_code(task, rollout_options.get("harness"), engine, *(allow_code or ()))
-    own, tables = read_toml(config) if config is not None else ({}, {})
-    if unknown := tables.keys() - {"engine", "run", "gateway"}:
-        raise UsageError(
-            f"{config} has unknown tables: {', '.join(sorted(unknown))}. Choose from grpo, engine, run and gateway."
-        )
+    own, tables = _read_run_file(config)
     sections: dict[str, dict[str, Any]] = {
         "engine": {"kind": engine, "url": engine_url, "model": model},
         "run": {"concurrency": concurrency, **rollout_options},
@@ -126,6 +122,20 @@ def grpo(
     print_note(f"run: {folder}")
     run_async(_train(settings, grpo_config, folder, quiet=as_json))
     _print_run(folder, as_json=as_json)
+
+
+def _read_run_file(path: Path | None) -> tuple[Json, Json]:
+    """Return the table [grpo] of a run's file, and its other tables by name. Raises UsageError."""
+    from polar_proxy.training.config import read_toml
+
+    if path is None:
+        return {}, {}
+    own, tables = read_toml(path)
+    if unknown := tables.keys() - {"engine", "run", "gateway"}:
+        raise UsageError(
+            f"{path} has unknown tables: {', '.join(sorted(unknown))}. Choose from grpo, engine, run and gateway."
+        )
+    return own, tables
 
 
 @app.command("status")

@@ -141,7 +141,7 @@ def quote_segment(value: str) -> str:
 
 @dataclass(slots=True)
 class RetryBudget:
-    """Decide for each reply to a request: accept it, raise a typed error, or try again after a pause."""
+    """Decides for each reply to a request: accept it, raise a typed error, or try again after a pause."""
 
     tries: int
     idempotent: bool

@@ -215,7 +215,7 @@ class ApiMethods:
 
     @api_method
     def extend(self, lease_id: str, seconds: float) -> ApiCall[m.LeaseExtendResponse]:
-        """Let the lease expire `seconds` from now. Raises LeaseLostError if it already expired."""
+        """Renew a lease: it expires `seconds` from now. Raises LeaseLostError if it already expired."""
         request = m.ExtendRequest(seconds=seconds)
         path = f"/feed/leases/{quote_segment(lease_id)}/extend"
         return _post(path, m.LeaseExtendResponse, request, idempotent=True)

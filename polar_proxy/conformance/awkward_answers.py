@@ -45,7 +45,8 @@ _UNKNOWN_ARGUMENTS: Json = {
 _OPTION_VALUES: Mapping[Any, Any] = {"boolean": False, "integer": 20000, "number": 20000}
 _TAG = re.compile(r"(</?(?:think|tool_call)>)")
 _MAX_REQUESTS_PER_STEP = 3
-"""A step that is requested more often ends the run: some harnesses drop an unusable answer and ask again forever."""
+"""A step that is requested more often than this ends the run: some harnesses drop an unusable answer and ask again
+forever."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,7 @@ class StyledStep:
     json: str = "plain"
     """Name of the JSON style, a key of STYLES."""
     before: str = ""
-    """Text before the tool calls."""
+    """Text to write before the tool calls."""
     thought: str = "Hm."
     """Text to append to the reasoning."""
     silent: bool = False

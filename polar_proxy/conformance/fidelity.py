@@ -47,7 +47,7 @@ DRIFT = Scenario("drift", "some turns", ("finish",), second=("finish",))
 SCORED_TOKENS = 200_000
 """Length in tokens of the longest sequence whose log-probabilities are computed again."""
 _SHOWN_TOKENS = 12
-"""Tokens shown before and after a difference."""
+"""Number of tokens that are shown before, and after, a difference."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +59,13 @@ class ExplainedDrift:
     position: int
     """Index in the prompt of the first token that differs."""
     in_answer: int | None
-    """This position counted from the start of the base's answer; None if it is before the answer."""
+    """`position` counted from the start of the base's answer; None if it is before the answer."""
     before: str
-    """Text of the tokens before this position, which are the same on both sides."""
+    """Text of the tokens before `position`, which are the same on both sides."""
     sampled: tuple[str, ...]
-    """Texts of the tokens from this position on, as they were sampled (or as the base's prompt had them)."""
+    """Texts of the tokens from `position` on, as they were sampled (or as the base's prompt had them)."""
     rendered: tuple[str, ...]
-    """Texts of the tokens from this position on, as the engine rendered them."""
+    """Texts of the tokens from `position` on, as the engine rendered them."""
     causes: tuple[DriftCause, ...]
     """Why the prompt differs. Other causes after `retokenised` explain a difference of texts that follows the first
     difference, which is one of tokens only."""
@@ -91,7 +91,7 @@ class FidelityRow:
     """Number of calls whose messages extend a recorded answer, even if their tokens do not."""
     continued: int = 0
     drifted: int = 0
-    """Calls whose prompt unintentionally differs from the sampled tokens. Each such call splits a trace."""
+    """Number of calls whose prompt unintentionally differs from the sampled tokens. Each such call splits a trace."""
     causes: dict[str, int] = field(default_factory=dict)
     reasons: dict[str, int] = field(default_factory=dict)
     """Number of calls that were not continued, by reason."""
@@ -101,7 +101,7 @@ class FidelityRow:
     """Number of sampled tokens."""
     trained: int = 0
     excluded: dict[str, int] = field(default_factory=dict)
-    """Sampled tokens that are not trained, by reason."""
+    """Number of sampled tokens that are not trained, by reason."""
     scored: int = 0
     """Number of trained tokens of one trace whose log-probabilities were computed again in a teacher-forced pass."""
     largest: float | None = None

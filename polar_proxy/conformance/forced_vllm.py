@@ -105,8 +105,9 @@ class ForcedVllmEngine(VllmEngine):
         template: str | None = None,
         cut_every: int = CUT_EVERY,
         vllm_python: str | None = None,
+        vllm_parsers: str | None = None,
     ) -> None:
-        super().__init__(url, model=model, vllm_python=vllm_python)
+        super().__init__(url, model=model, vllm_python=vllm_python, vllm_parsers=vllm_parsers)
         self.script: Script = script or (lambda request: ScriptedReply("This is vLLM with a scripted answer."))
         self._cut_every = cut_every
         self.client = self._forcing_client = _ForcingClient(url, model=model, template=template)

@@ -48,7 +48,7 @@ class InstallCheck(PreflightCheck):
     """The result of one check of `polar doctor`."""
 
     needed: bool = False
-    """Polar's demo cannot run without this part."""
+    """True if Polar's demo cannot run without this part."""
 
 
 def check_version(adapter: HarnessAdapter, installed: Installation) -> list[PreflightCheck]:

@@ -21,7 +21,10 @@ Arguments = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class HarnessProfile:
-    """One harness. In tool arguments, `{command}` is replaced by the command and `{prompt}` by a sub-agent's task."""
+    """The tools and habits of one harness.
+
+    In tool arguments, `{command}` is replaced by the command and `{prompt}` by a sub-agent's task.
+    """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
@@ -39,7 +42,7 @@ class HarnessProfile:
     command_suffix: str = ""
     """Appended to each command, for a harness that sometimes loses the output of a command that ends at once."""
     one_request_per_turn: bool = False
-    """The harness asks the model once for each message of the user."""
+    """True if the harness asks the model once for each message of the user."""
     max_steps: int = 40
     refusal_status: int = 401
     """The HTTP status at which the harness gives up instead of retrying forever."""
@@ -48,7 +51,7 @@ class HarnessProfile:
     rebuilds_history: str = ""
     """Why the second turn does not extend the first one's messages, so that it is a `root`."""
     context_error: bool = False
-    """The harness summarises after an error that the prompt is too long, and ignores the reported usage."""
+    """True if the harness summarises after an error that the prompt is too long, and ignores the reported usage."""
     context_window: int | None = None
     """The context length that the harness is configured with; None: the length that it assumes by itself."""
     full_prompt_tokens: int = 2_000_000
@@ -59,7 +62,7 @@ class HarnessProfile:
     """The command that is run `compaction_steps` times. If the harness always keeps its newest tokens, the output must
     be longer than those."""
     compacts_after_turn: bool = False
-    """The harness summarises at the end of a turn, so the summary appears in the next turn."""
+    """True if the harness summarises at the end of a turn, so the summary appears in the next turn."""
 
 
 _DESCRIBED = {"command": "{command}", "description": "Runs a command"}

@@ -27,9 +27,9 @@ class MeasurementReport:
     """One kind of report: makes JSON documents of measured rows, merges them, and saves them as JSON and Markdown."""
 
     name: str
-    """Name of its files."""
+    """Name of the report's two files, without .json and .md."""
     rows: str
-    """Key of the rows in the document."""
+    """The field of the JSON document that holds the rows."""
     key: Callable[[Json], Any]
     """Returns what identifies a row; rows are sorted by it."""
     is_good_row: Callable[[Json], bool]

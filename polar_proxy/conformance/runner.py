@@ -45,7 +45,7 @@ class ProgramRun:
     """One start of the program and its end."""
 
     exit_code: int | None
-    """None if it reached its time limit or was killed on purpose."""
+    """Exit status of the program; None if it reached its time limit or was killed on purpose."""
     outcome: ExitOutcome
     detail: str
     seconds: float

@@ -52,9 +52,9 @@ class Scenario:
     """From the second step on, the reported prompt is so long that the context is full, until a summary is requested.
     The number of commands is the harness's own (`HarnessProfile.compaction_steps`)."""
     endless: bool = False
-    """The answer is so slow that the program is killed in the middle of it."""
+    """True if the answer is so slow that the program is killed in the middle of it."""
     refuses: bool = False
-    """Every request gets an error that is not worth a retry."""
+    """True if every request gets an error that is not worth a retry."""
     seconds: float = 120.0
     """Time limit of one start of the program."""
 

@@ -127,7 +127,7 @@ class Answer:
     usage: Usage | None = None
     """The provider's own count; used only if the engine reports no token ids."""
     ended_at: float | None = None
-    """When it ended, in seconds since the epoch."""
+    """When the answer ended, in seconds since the epoch."""
 
     def add(self, event: SampleEvent) -> None:
         if event.prompt_ids is not None:
@@ -189,7 +189,7 @@ class Encoder(ABC):
     created: int
     """Time of creation in seconds since the epoch."""
     sampled: EngineRequest | None = field(default=None, kw_only=True)
-    """The first engine request after the session's policy and all defaults were applied."""
+    """The first engine request, with the session's policy and all defaults applied."""
 
     @abstractmethod
     def feed(self, request_index: int, event: SampleEvent) -> bytes:
@@ -232,7 +232,7 @@ class ParsedRequest:
     generate: bool = True
     """False for a warm-up: nothing is sampled, and a later request may continue it by its id."""
     background: bool = False
-    """The client gets an id at once and retrieves the answer later."""
+    """True if the client gets an id at once and retrieves the answer later."""
     provider_tools: tuple[str, ...] = ()
     """The tools that the request wants the provider itself to run, such as a web search. They are not in `requests`."""
 
@@ -249,7 +249,7 @@ class ReferencedCall:
     messages: tuple[bytes, ...]
     """The call's request messages as stored."""
     answer: Message | None
-    """None for a warm-up, which has none."""
+    """The call's answer; None for a warm-up, which samples none."""
     problem: str | None = None
     """Why the answer is not complete, so that it cannot be referred to."""
 

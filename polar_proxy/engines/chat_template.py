@@ -70,10 +70,10 @@ class MessageForm:
     """How a server prepares messages and tools for the template."""
 
     content_parts: bool = False
-    """Content is a list of parts; otherwise one string."""
+    """True if the content of a message is a list of parts, False if it is one string."""
     tools: ToolForm = "vllm"
     drops_billing_line: bool = False
-    """Claude Code's billing line is left out of system messages, as vLLM 0.32 does."""
+    """True if Claude Code's billing line is left out of system messages, as vLLM 0.32 does."""
 
 
 class ModelTemplate:

@@ -25,7 +25,7 @@ def wants_one_call(request: EngineRequest, info: EngineInfo) -> bool:
 @dataclass(slots=True)
 class _ChoiceState:
     called: bool = False
-    """The first tool call has begun."""
+    """True once the first tool call has begun."""
     ended: bool = False
     held: list[SampleEvent] = field(default_factory=list)
     """Events since the first tool call that have no text, reasoning or piece of a tool call. They are held back,

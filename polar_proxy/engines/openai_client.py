@@ -24,7 +24,7 @@ from polar_proxy.types import EngineInfo, Json, Message, SampleEvent, Sampling
 
 CONNECT_SECONDS = 5.0
 KEEPALIVE_SECONDS = 3.0
-"""Less than the five seconds after which uvicorn, and therefore vLLM, closes an idle connection."""
+"""How long an idle connection is kept: less than the five seconds after which uvicorn, and so vLLM, closes it."""
 ANSWER_SECONDS = 30.0
 """Time-out of a GET request until the headers of the response arrive."""
 RETRY_WITHIN_SECONDS = 1.0

@@ -383,7 +383,7 @@ class SseDecoder:
         self._url = url
         self._rest = b""
         self.done = False
-        """`data: [DONE]` has arrived."""
+        """True once `data: [DONE]` has arrived."""
 
     def feed(self, data: bytes) -> list[Json]:
         """Return the events that `data` completes. Raises EngineError for malformed JSON."""

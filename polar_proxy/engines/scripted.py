@@ -110,11 +110,11 @@ class ScriptedEngine(Engine):
         self.requests: list[EngineRequest] = []
         """All requests to sample, in the order of their arrival."""
         self.finished = 0
-        """Calls that were sampled to their end."""
+        """Number of calls that were sampled to their end."""
         self.aborted = 0
-        """Calls that failed or whose reader stopped reading."""
+        """Number of calls that failed or whose reader stopped reading."""
         self.sampled = 0
-        """Tokens sampled in total."""
+        """Number of tokens sampled so far."""
 
     @property
     def info(self) -> EngineInfo:

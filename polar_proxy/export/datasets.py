@@ -127,7 +127,7 @@ class ConversationReader:
 
     def __init__(self) -> None:
         self._last_parsed: dict[str, ParsedRequest] = {}
-        """dialect -> the last request of that dialect"""
+        """Dialect -> its last parsed request."""
 
     def read(self, call: CallRecord) -> Json:
         """Return the conversation of a call, as the function `conversation` does."""

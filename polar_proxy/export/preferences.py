@@ -17,12 +17,12 @@ from polar_proxy.store import json_codec
 from polar_proxy.types import Json
 
 _IN_MEMORY = 16 << 20
-"""Bytes of rows above which they are kept on disk."""
+"""Size in bytes above which the rows are kept on disk instead of in memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class _StoredRow:
-    """A row by its place in the file of rows."""
+    """The place of a row in the temporary file."""
 
     reward: float
     at: int

@@ -96,7 +96,7 @@ class _ExportProcess:
         await self._process.wait()
 
     async def export(self, options: Json, report: ExportReport, turn: asyncio.Lock) -> AsyncGenerator[bytes]:
-        """Yield the pieces of one export, and give the process the turn whenever it asks for it."""
+        """Yield the pieces of one export. When the process asks to load a session, let it wait for `turn`."""
         self._send(options)
         async with AsyncExitStack() as held:
             while True:

@@ -17,7 +17,7 @@ class TextConversation:
     """One conversation: a chain of calls, each of which continues the one before."""
 
     calls: tuple[CallRecord, ...]
-    """In order; at least one."""
+    """The calls of the conversation in order; at least one."""
 
     @property
     def last(self) -> CallRecord:

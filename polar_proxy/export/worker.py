@@ -29,7 +29,7 @@ from polar_proxy.store.store import Store, open_store
 from polar_proxy.types import Json
 
 _NICENESS = 10
-"""Exports give way to the gateway and to the agents on the same machine."""
+"""Added to the process's nice value, so that exports yield the processors to the gateway and the agents."""
 
 
 def main() -> None:

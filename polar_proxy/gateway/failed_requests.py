@@ -31,6 +31,8 @@ whose answer has begun by then counts as answered."""
 
 @dataclass(frozen=True, slots=True)
 class FailedRequest:
+    """A request that the engine failed to answer."""
+
     session: SessionState
     engine: ServedEngine
     calls: tuple[tuple[EngineRequest, Base | None], ...]
@@ -52,11 +54,12 @@ class FailedRequests:
     def forget(self, session_id: str) -> None:
         self._by_session.pop(session_id, None)
 
-    async def failure_of_its_own(self, session_id: str) -> str | None:
-        """Send the session's kept request to the engine again, and a plain one to compare.
+    async def request_fault(self, session_id: str) -> str | None:
+        """Find out whether the last request of the session that the engine failed to answer is itself at fault.
 
-        Return the error if the kept request fails before and after a plain one that the engine answers: the request is
-        at fault. Return None if the request now succeeds, the engine is at fault, or no request is kept.
+        The request is sent to the engine again, then a plain request, then the first one once more. If only the plain
+        one is answered, return the error of the other. Return None if the request is answered now, if the engine is at
+        fault, or if no request failed.
         """
         failed = self._by_session.get(session_id)
         if failed is None:

@@ -4,8 +4,8 @@ The garbage collector of Python stops the process for about a microsecond per ob
 with many long sessions keeps a million objects. The collector's own thresholds count how many more objects exist, so
 with full caches, whose old entries make room for new ones, it examines nothing for a long time and then everything.
 
-* Once a second, the objects that were made since the last step are examined. Those in use are not examined again
-  until a whole collection.
+* Four times a second, the objects that were made since the last step are examined. Those in use are not examined
+  again until a whole collection. A busy gateway makes so many objects that a step once a second would take 60 ms.
 * A whole collection runs when no request is being answered, and at the latest after an hour. It is needed only for
   reference cycles that were still in use when a step examined them; a call leaves none
   (`tests/gateway/test_cyclic_garbage.py`).
@@ -32,7 +32,7 @@ class GarbageCollection:
     """`async with GarbageCollection(idle):` collects garbage until the block ends."""
 
     def __init__(
-        self, idle: Callable[[], bool], *, step: float = 1.0, pause: float = 60.0, longest: float = 3600.0
+        self, idle: Callable[[], bool], *, step: float = 0.25, pause: float = 60.0, longest: float = 3600.0
     ) -> None:
         """`idle` returns whether no request is being answered.
 

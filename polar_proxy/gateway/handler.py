@@ -185,9 +185,9 @@ class RequestHandler:
             request.session.refusal = self._monitor.problem
             raise self._monitor.refusal()
         with self.background.count(request.session) if request.parsed.background else contextlib.nullcontext():
-            await self._answer_anew(request, receive, send)
+            await self._answer_new(request, receive, send)
 
-    async def _answer_anew(self, request: RequestContext, receive: asgi.Receive, send: asgi.Send) -> None:
+    async def _answer_new(self, request: RequestContext, receive: asgi.Receive, send: asgi.Send) -> None:
         """Answer a request that repeats no earlier one, with a second call if the engine drops the first."""
         buffer = self.retries.open(request)
         answered = False

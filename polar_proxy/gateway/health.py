@@ -29,7 +29,7 @@ T = TypeVar("T")
 MAX_AGE_SECONDS = 1.0
 """The result of a check is used again for this long. A later request for the result repeats the check."""
 _ANSWER_SECONDS = 1.5
-"""A check that takes longer counts as hanging."""
+"""Time after which a check that has not ended counts as hanging."""
 _LOOP_SECONDS = 0.1
 """A wait is counted in steps of this length, so that time in which the event loop was busy counts as one step."""
 _SLOW_SECONDS = 4.0

@@ -65,7 +65,7 @@ class HookError(RequestError):
 
 
 class Hooks:
-    """The hooks of one gateway. Without a name there are none, and nothing is changed."""
+    """The hooks of one gateway. If the settings name none, nothing is changed."""
 
     def __init__(self, name: str | None, seconds: float) -> None:
         """`name`: a class, as module:Class. Raises UsageError if it cannot be used."""

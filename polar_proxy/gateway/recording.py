@@ -173,7 +173,8 @@ class CallRecorder:
     ) -> StoreError | None:
         """Commit the calls with their answers so far. Return why one could not be recorded, or None.
 
-        `reservation`: the places of the calls in the session's budget, where they are counted.
+        `reservation`: the places that were reserved for these calls in the session's budget. Each call is counted there
+        once it is recorded or lost.
 
         A call that cannot be recorded counts as lost, so that its session is not trained on. The only exception is a
         request that can still be refused as if nothing had been sampled: the session's calls must be recorded, the
@@ -275,19 +276,7 @@ def make_record(
     """
     answer, lineage, plan = call.answer, call.lineage, call.plan
     engine = call.engine.served.engine.info
-    choices = tuple(
-        Choice(
-            index=index,
-            message=call.agents_answer.choices[index].message,
-            finish_reason=choice.finish_reason,
-            token_ids=to_token_ids(choice.token_ids),
-            logprobs=np.array(choice.logprobs, dtype=np.float32),
-            versions=_version_runs(choice, weight_version),
-            reasoning_tokens=choice.reasoning_tokens,
-            provider_turn=choice.provider_turn,
-        )
-        for index, choice in answer.in_order
-    )
+    choices = _choices_of(call, weight_version)
     status = outcome.status
     if status == "ok" and (answer.prompt_ids is None or not all(map(_has_tokens, choices))):
         status = "no_tokens" if call.final_answer is None else "budget"
@@ -310,11 +299,7 @@ def make_record(
         messages=call.messages,
         tools=request.parsed.tools,
         params=request.parsed.params,
-        sampling=recorded_sampling(call.request, engine, plan.past_reasoning)
-        | ({"constrained": True} if plan.constrained else {})
-        | ({"hidden_call": True} if call.limit is not None and call.limit.hides_tokens else {})
-        | _provider_tools(request.parsed, engine)
-        | ({"not_carried": list(call.not_carried)} if call.not_carried else {}),
+        sampling=recorded_sampling(call.request, engine, plan.past_reasoning) | _sampling_marks(request, call, engine),
         prompt_ids=None if answer.prompt_ids is None else to_token_ids(answer.prompt_ids),
         choices=choices,
         started_at=request.started_at,
@@ -338,12 +323,35 @@ def make_record(
     )
 
 
-def _provider_tools(parsed: ParsedRequest, engine: EngineInfo) -> Json:
-    """Return the provider-side tools that a request named, and whether its engine passed them on, for the record."""
-    if not parsed.provider_tools:
-        return {}
-    action = "allowed" if "provider_tools" in engine.capabilities else "removed"
-    return {"provider_tools": {"action": action, "names": list(parsed.provider_tools)}}
+def _choices_of(call: PendingCall, weight_version: str | None) -> tuple[Choice, ...]:
+    return tuple(
+        Choice(
+            index=index,
+            message=call.agents_answer.choices[index].message,
+            finish_reason=choice.finish_reason,
+            token_ids=to_token_ids(choice.token_ids),
+            logprobs=np.array(choice.logprobs, dtype=np.float32),
+            versions=_version_runs(choice, weight_version),
+            reasoning_tokens=choice.reasoning_tokens,
+            provider_turn=choice.provider_turn,
+        )
+        for index, choice in call.answer.in_order
+    )
+
+
+def _sampling_marks(request: RequestContext, call: PendingCall, engine: EngineInfo) -> Json:
+    """Return the marks that are recorded with the sampling parameters, such as `constrained` and `not_carried`."""
+    marks: Json = {}
+    if call.plan.constrained:
+        marks["constrained"] = True
+    if call.limit is not None and call.limit.hides_tokens:
+        marks["hidden_call"] = True
+    if names := request.parsed.provider_tools:
+        action = "allowed" if "provider_tools" in engine.capabilities else "removed"
+        marks["provider_tools"] = {"action": action, "names": list(names)}
+    if call.not_carried:
+        marks["not_carried"] = list(call.not_carried)
+    return marks
 
 
 def _conversation_turn(request: RequestContext, call: PendingCall) -> ConversationTurn | None:

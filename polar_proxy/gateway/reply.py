@@ -46,7 +46,7 @@ async def send_wrong_method(
 
 
 async def send_stream(send: asgi.Send, body: bytes, dialect: Dialect, headers: asgi.Headers = ()) -> None:
-    """Send a stream that is complete already."""
+    """Send a stream whose whole body is known already."""
     described = [(b"content-type", dialect.stream_media_type.encode() + b"; charset=utf-8"), *headers]
     await send({"type": "http.response.start", "status": 200, "headers": described})
     await send({"type": "http.response.body", "body": body})

@@ -35,7 +35,7 @@ _TAKES_TURNS = 1 << 16
 """Size in bytes above which a request lets others be served before it is parsed. Smaller requests of its session do
 not wait for it."""
 _BYTES_OF_VALUE = 64
-"""Memory of a parsed JSON value, besides its text."""
+"""Memory in bytes of a parsed JSON value, besides its text."""
 _MESSAGE_LISTS = ("messages", "input", "contents", "prompt")
 """The fields of the dialects that hold messages or prompts. A list of numbers is one prompt of token ids."""
 _TOOL_LISTS = ("tools", "functions")
@@ -47,9 +47,9 @@ class Body:
 
     fields: Json
     size: int
-    """Bytes of memory that it takes, about."""
+    """Approximate memory of the body in bytes."""
     large: bool
-    """The request is large (see `_LARGE_BODY`)."""
+    """True if the request is large (see `_LARGE_BODY`)."""
     conversation: ContinuedConversation | None = None
     raw: bytes = b""
     """The unparsed body, if requests are passed on to their provider."""

@@ -47,12 +47,12 @@ class ResponseBuffer:
         """The client that sent the request disconnected before the last byte."""
         self.failed = False
         self.given_up = False
-        """No retry came within the grace period."""
+        """True if no retry came within the grace period."""
         self.retried = False
-        """This attempt failed, and an equal request came afterwards."""
+        """True if this request failed, and an equal one came afterwards."""
         self.ended_at: float | None = None
         self.size = sum(len(message) for messages in request.parsed.messages for message in messages)
-        """Bytes of the request's messages and of the response so far."""
+        """Size of the request's messages and of the response so far, in bytes."""
         self._grace = grace
         self._deadline = 0.0
         self._messages: list[Any] = []

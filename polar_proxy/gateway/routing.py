@@ -32,7 +32,7 @@ class ServedEngine:
     """An engine, with the objects that a gateway needs to call it."""
 
     name: str | None
-    """Its name in [engines]; None for the engine of [engine]."""
+    """Name of the engine in the settings [engines]; None for the engine of [engine]."""
     engine: Engine
     prompts: PromptBuilder
     health: HealthCheck

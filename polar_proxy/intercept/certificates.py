@@ -58,7 +58,7 @@ class CertificateAuthority:
 
     @property
     def bundle(self) -> Path:
-        """The system's certificates and the CA."""
+        """The file with the system's certificates and that of the CA."""
         return self.folder / "bundle.pem"
 
     @property

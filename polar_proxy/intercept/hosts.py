@@ -24,7 +24,7 @@ class PathRule:
 
     path: str
     to: str | None = None
-    """The gateway's route that serves them, with the groups of `path` as `\\1`; it decides the dialect."""
+    """The gateway's route that serves these requests, with the groups of `path` as `\\1`; it decides the dialect."""
     call: bool = True
     """With `to`: whether the request is a model call, which the passthrough engine sends to the provider and
     records."""

@@ -51,7 +51,7 @@ class ProxySettings:
     key: str
     """Key of the session that records the calls."""
     record: bool = False
-    """The provider answers: the program's own key is passed on, and only model calls go to the gateway."""
+    """True if the provider answers: the program's own key is passed on, and only model calls go to the gateway."""
     others: Others = "pass"
 
     def to_json(self) -> Json:

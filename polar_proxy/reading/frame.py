@@ -52,10 +52,6 @@ class RecordFrame:
         _require("pandas", "pandas")
         return self.to_arrow().to_pandas()
 
-    def to_polars(self) -> Any:
-        """Return a `polars.DataFrame`. Raises UsageError without Polars and pyarrow."""
-        return _require("polars", "arrow").DataFrame(self)
-
     def __arrow_c_stream__(self, requested_schema: object = None) -> object:
         return self.to_arrow().__arrow_c_stream__(requested_schema)
 
@@ -76,5 +72,4 @@ def _require(package: str, extra: str) -> Any:
     try:
         return importlib.import_module(package)
     except ModuleNotFoundError as error:
-        needed = package if package == "polars" else f"'polar-proxy[{extra}]'"
-        raise UsageError(f"This needs the package {package}: pip install {needed}") from error
+        raise UsageError(f"This needs the package {package}: pip install 'polar-proxy[{extra}]'") from error

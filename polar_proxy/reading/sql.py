@@ -40,7 +40,7 @@ _UNPACKING = re.compile(r"function (messages|answer|prompt_ids|token_ids|logprob
 _COMMENTS = re.compile(r"--[^\n]*|/\*.*?\*/", re.DOTALL)
 _ALLOWED = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
 _STEPS = 20_000
-"""Steps of SQLite's virtual machine after which the time is checked: some milliseconds."""
+"""Number of steps of SQLite's virtual machine between two checks of the time: some milliseconds."""
 _VIEWS = {
     "v_messages": """
         SELECT c.call_id, c.session_id, m.key AS position, m.value ->> 'role' AS role,
@@ -167,7 +167,7 @@ class _CallReader:
         return run
 
     def _call(self, call_id: str) -> CallRecord | None:
-        """Return a call. The whole session is read, because the next row is mostly of the same one."""
+        """Return a call. Its whole session is read and kept, because the next row is usually from the same session."""
         session_id = self._session_of.get(call_id)
         if session_id is None or session_id not in self._sessions:
             calls = asyncio.run_coroutine_threadsafe(self._read_session(call_id), self._loop).result()

@@ -16,7 +16,7 @@ from polar_proxy.store.repositories.calls import CallSummary
 from polar_proxy.types import CallRecord, Choice, Message, TextRequest
 
 _HEAD, _TAIL = 3000, 1000
-"""Characters of a longer text that are kept at its beginning and end."""
+"""Number of characters of a longer text that are kept at its beginning, and at its end."""
 COMMAND_LENGTH = 120
 
 
@@ -39,7 +39,6 @@ def session_calls(
             m.SessionCall(
                 **{name: getattr(row, name) for name in m.SessionCall.model_fields if hasattr(row, name)},
                 reason=reason_of(row.rule),
-                said=last_command(choices[0].message) if choices else "",
                 new_messages=new,
                 answer=_story_message(choices[0].message, {}) if choices else None,
                 answers=[] if texts is None else call_choices(choices, texts.get(row.call_id)),

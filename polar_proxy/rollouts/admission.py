@@ -37,7 +37,7 @@ RESERVATION_SECONDS = 60.0
 _RECHECK_SECONDS = 0.2
 _MONITOR_SECONDS = 2.0
 _UNLIMITED = 1 << 60
-"""A control group without a limit reports a number of this order (version 1), or `max` (version 2)."""
+"""A control group without a limit reports a number at least this large (version 1), or `max` (version 2)."""
 _CGROUP_FILES = (
     # (usage, limit, statistics, the statistic of memory that can be reclaimed)
     ("memory.current", "memory.max", "memory.stat", "inactive_file"),
@@ -51,7 +51,7 @@ class ServiceLimits:
     """Limits on the concurrent work of one process."""
 
     in_flight: int = 64
-    """Rollouts claimed at a time, including those that wait to enter a stage."""
+    """Number of rollouts claimed at a time, including those that wait to enter a stage."""
     preparing: int = 4
     running: int = 8
     scoring: int = 4
@@ -72,7 +72,7 @@ class ServiceLimits:
     admission: AdmissionSettings = field(default_factory=AdmissionSettings)
     sandboxes: SandboxSettings = field(default_factory=SandboxSettings)
     prebuild: bool = False
-    """Docker sandboxes get the agent in their image instead of a mount (`harnesses.PrebuiltImageCache`)."""
+    """True if docker sandboxes get the agent in their image instead of a mount (`harnesses.PrebuiltImageCache`)."""
 
     @classmethod
     def of(cls, settings: Settings, agents: int | None = None, **given: Any) -> Self:
@@ -102,7 +102,7 @@ class AdmissionRequest:
     group_id: str
     job_id: str | None = None
     memory_mb: int | None = None
-    """Memory that the rollout's sandbox needs; None if the task does not specify it."""
+    """MiB of memory that the rollout's sandbox needs; None if the task does not specify it."""
 
 
 AdmissionCheck = Callable[[AdmissionRequest], str | None]

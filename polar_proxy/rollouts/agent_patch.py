@@ -29,7 +29,7 @@ _CHANGED_BYTES = 64 << 20
 """Limit of the sizes of all files that the agent added or changed."""
 PATCH_BYTES = 32 << 20
 _IGNORE_FILE_BYTES = 1 << 20
-"""A larger .gitignore file is not obeyed."""
+"""Size in bytes above which a .gitignore file is not obeyed."""
 _ALL_IGNORE_FILES_BYTES = 16 << 20
 """Limit of the sizes of all .gitignore files that are obeyed."""
 _DIFF = (

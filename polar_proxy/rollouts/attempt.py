@@ -95,7 +95,7 @@ class RunningAttempt:
 
     claim: Claim
     session_id: str | None = None
-    """None until the session is open."""
+    """Id of the session that records the agent's calls; None until it is open."""
 
     @property
     def rollout_id(self) -> str:
@@ -450,8 +450,8 @@ class AttemptRunner:
         calls = [call for call in await self.store.calls.summaries(attempt.session_id) if call.status != "client_gone"]
         status = calls[-1].http_status if calls and calls[-1].status == "upstream_error" else 0
         if status >= 500 or status in _PROVIDER_LIMITS:
-            if (own := await self.gateway.failure_of_its_own(attempt.session_id)) is not None:
-                log.warning("rollout %s: the agent's last request fails each time: %s", attempt.rollout_id, own)
+            if (fault := await self.gateway.request_fault(attempt.session_id)) is not None:
+                log.warning("rollout %s: the agent's last request fails each time: %s", attempt.rollout_id, fault)
                 return None
             return f"the engine failed to answer the agent's last call: {calls[-1].error}"
         return None

@@ -5,7 +5,7 @@ resume its conversation; each text of the user is one start of it. Promises:
 
 * the agent's calls are ordinary calls of the rollout's session; a text of the user that was sampled is part of their
   prompts only, so it is never trained as the agent's;
-* the calls of a model that plays the user are recorded in a session of their own, which belongs to no rollout;
+* the calls of a model that plays the user are recorded in a separate session, which belongs to no rollout;
 * a dialogue ends when the user is done, at `RolloutSpec.max_user_turns`, or with a turn in which the agent fails or
   runs out of time. The time that the user takes does not count.
 """
@@ -82,7 +82,7 @@ class PlayedUser:
     key: str
 
     async def answer(self, messages: Sequence[DialogueMessage]) -> str | None:
-        """Raises InfrastructureError if the model cannot answer."""
+        """Return the model's answer as the user. Raises InfrastructureError if the model cannot answer."""
         said = [{"role": "assistant" if one.speaker == "user" else "user", "content": one.text} for one in messages]
         request = {
             "model": "",  # that of the engine which the gateway chooses
@@ -127,11 +127,11 @@ async def open_user(user: DialogueUser, rollout_id: str, store: Store, gateway: 
 
 @dataclass(frozen=True, slots=True)
 class AgentRun:
-    """The runs of the agent on one task: one, or in a dialogue one for each text of the user."""
+    """The agent's work on one task: a single run or, in a dialogue, one run for each message of the user."""
 
     last: ExecResult
     output: bytes
-    """Output of all runs."""
+    """stdout and stderr of all runs."""
     messages: tuple[DialogueMessage, ...] = ()
     """Messages of both sides of a dialogue."""
     end: str = ""
@@ -139,7 +139,7 @@ class AgentRun:
 
 
 RunAgent = Callable[[str, bool, float], Awaitable[ExecResult]]
-"""Runs the agent on a text of the user: (text, whether it resumes its conversation, time limit in seconds)."""
+"""Runs the agent on a message of the user: (message, whether to resume the conversation, time limit in seconds)."""
 
 
 async def play_dialogue(

@@ -51,7 +51,7 @@ class PoolCounts:
     hits: int = 0
     misses: int = 0
     dead: int = 0
-    """Sandboxes in the pool that had died or failed to open; another one was taken instead."""
+    """Number of sandboxes in the pool that had died or failed to open; another one was taken instead."""
     waited_seconds: float = 0.0
     """Seconds that all callers of `take` waited in total."""
 
@@ -64,7 +64,7 @@ class SandboxPool:
         self._size = size
         self._refill = refill
         self._open = opener
-        self._shelf: list[tuple[Hashable, asyncio.Task[Sandbox]]] = []
+        self._waiting: list[tuple[Hashable, asyncio.Task[Sandbox]]] = []
         """(specification, opening task) of each waiting sandbox, oldest first."""
         self._closing: set[asyncio.Task[None]] = set()
         self._demands: LRUCache[Hashable, SpecDemand] = LRUCache(_MAX_TRACKED_SPECS)
@@ -75,18 +75,18 @@ class SandboxPool:
 
     async def __aexit__(self, *exception: object) -> None:
         self._size = 0
-        shelf, self._shelf = self._shelf, []
-        await uncancellable(_close([task for _, task in shelf]))
+        waiting, self._waiting = self._waiting, []
+        await uncancellable(_close([task for _, task in waiting]))
         await asyncio.gather(*self._closing)
 
     @property
     def waiting(self) -> int:
         """Number of sandboxes that wait in the pool, including those that are opening."""
-        return len(self._shelf)
+        return len(self._waiting)
 
     def counts(self) -> dict[str, float]:
-        """Return on_shelf (waiting sandboxes), size, hits, misses, dead and waited_seconds, for the metrics."""
-        return {"on_shelf": self.waiting, "size": self._size, **asdict(self.count)}
+        """Return waiting, size, hits, misses, dead and waited_seconds, for the metrics."""
+        return {"waiting": self.waiting, "size": self._size, **asdict(self.count)}
 
     async def take(self, kind: SandboxKind, spec: SandboxSpec) -> Sandbox:
         """Return a sandbox of this kind and specification. Raises SandboxError.
@@ -116,13 +116,13 @@ class SandboxPool:
         self._fill(_key(kind, spec), kind, spec, asyncio.get_running_loop().time())
 
     def _fill(self, key: Hashable, kind: SandboxKind, spec: SandboxSpec, requested_at: float) -> None:
-        for _ in range(self._target(key, requested_at) - sum(other == key for other, _ in self._shelf)):
-            while len(self._shelf) >= self._size:
-                oldest = next(number for number, (other, _) in enumerate(self._shelf) if other != key)
-                closing = asyncio.create_task(_close([self._shelf.pop(oldest)[1]]))
+        for _ in range(self._target(key, requested_at) - sum(other == key for other, _ in self._waiting)):
+            while len(self._waiting) >= self._size:
+                oldest = next(number for number, (other, _) in enumerate(self._waiting) if other != key)
+                closing = asyncio.create_task(_close([self._waiting.pop(oldest)[1]]))
                 self._closing.add(closing)
                 closing.add_done_callback(self._closing.discard)
-            self._shelf.append((key, asyncio.create_task(self._open_timed(key, kind, spec))))
+            self._waiting.append((key, asyncio.create_task(self._open_timed(key, kind, spec))))
 
     def _target(self, key: Hashable, requested_at: float) -> int:
         """Return how many sandboxes of this specification should wait: as many as are taken while one opens.
@@ -144,9 +144,9 @@ class SandboxPool:
         return sandbox
 
     def _next(self, key: Hashable) -> asyncio.Task[Sandbox] | None:
-        for number, (other, task) in enumerate(self._shelf):
+        for number, (other, task) in enumerate(self._waiting):
             if other == key:
-                del self._shelf[number]
+                del self._waiting[number]
                 return task
         return None
 
@@ -155,7 +155,7 @@ class SandboxPool:
         try:
             sandbox = await asyncio.shield(task)
         except asyncio.CancelledError:
-            self._shelf.append((key, task))
+            self._waiting.append((key, task))
             raise
         except (SandboxError, OSError):
             self.count.dead += 1

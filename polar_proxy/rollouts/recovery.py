@@ -21,7 +21,7 @@ from sandboxes import orphans
 from sandboxes.remove_tree import remove_tree
 
 MAX_ATTEMPTS = 3
-"""Attempts at a rollout whose infrastructure fails."""
+"""Maximum number of attempts at a rollout whose infrastructure fails."""
 
 
 async def recover(store: Store) -> list[str]:

@@ -13,7 +13,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from harness_adapters.base import HarnessError
 from polar_proxy.allowed_code import NO_CODE, AllowedCode
@@ -78,30 +78,48 @@ class RolloutService:
         when scoring here would have to wait. `on_rollout_end` is called after each attempt at a rollout; unless it
         failed and is repeated, the rollout then has its final status."""
         limits = limits or ServiceLimits()
-        admission = limits.admission
-        memory = MemoryAdmission(admission.memory_mb, admission.memory_reserve_mb)
-        self._store = store
-        self._code = code
-        self._engine = engine
+        memory = MemoryAdmission(limits.admission.memory_mb, limits.admission.memory_reserve_mb)
+        self._store, self._engine, self._code = store, engine, code
         self._reporter = reporter or SilentReporter()
         self._settled = asyncio.Event()
         self._checked_version: str | None = None
         self._prebuilt = PrebuiltImageCache() if limits.prebuild else None
+        self._docker_runtime = limits.sandboxes.docker_runtime
         self.harnesses = HarnessInstaller(harnesses, note, code)
         self.pool = SandboxPool(limits.pool_size, refill=limits.refill, opener=opener)
-        self.engine_monitor = EngineMonitor(engine, limits.engine_patience, admission)
+        self.self_tests = SelfTests(limits.sandboxes.self_test, limits.sandboxes.docker_runtime)
+        self.engine_monitor = EngineMonitor(engine, limits.engine_patience, limits.admission)
         self.stages = StageLimits(
             limits,
             may_prepare=memory.refusal,
             may_run=lambda request: self.engine_monitor.busy() or memory.refusal(request),
             engine_ready=lambda request: self.engine_monitor.down(),
         )
-        self._docker_runtime = limits.sandboxes.docker_runtime
-        self.self_tests = SelfTests(limits.sandboxes.self_test, limits.sandboxes.docker_runtime)
-        attempts = AttemptRunner(
+        self.worker = Worker(
             store,
+            self._attempt_runner(gateway, limits, remote_scorer, home).run,
+            limits,
+            policy_version=self._read_policy_version,
+            on_release=memory.release,
+            on_settled=lambda group_id: self._settled.set(),
+            on_end=on_rollout_end,
+            job_id=job_id,
+        )
+
+    @classmethod
+    def of(cls, settings: Settings, store: Store, gateway: Gateway, engine: Engine, **given: Any) -> Self:
+        """Return a service with the limits, folders and allowed code of the settings. `given`: further options of the
+        constructor, which override these."""
+        defaults = {"limits": ServiceLimits.of(settings), "code": settings.code(), "home": settings.home}
+        return cls(store, gateway, engine, settings.harness_cache, **{**defaults, **given})
+
+    def _attempt_runner(
+        self, gateway: Gateway, limits: ServiceLimits, remote_scorer: RemoteScorer | None, home: Path | None
+    ) -> AttemptRunner:
+        return AttemptRunner(
+            self._store,
             gateway,
-            engine,
+            self._engine,
             self.harnesses,
             self.pool,
             self.stages,
@@ -111,17 +129,7 @@ class RolloutService:
             limits.sandboxes,
             self.self_tests,
             SandboxInterception(home),
-            code,
-        )
-        self.worker = Worker(
-            store,
-            attempts.run,
-            limits,
-            policy_version=self._read_policy_version,
-            on_release=memory.release,
-            on_settled=lambda group_id: self._settled.set(),
-            on_end=on_rollout_end,
-            job_id=job_id,
+            self._code,
         )
 
     async def __aenter__(self) -> Self:
@@ -353,19 +361,17 @@ async def run_job(
     choice = await asyncio.to_thread(choose, spec.sandbox)
     note(f"sandbox: {choice.reason}")
     spec = spec.model_copy(update={"sandbox": choice.kind})
-    limits = ServiceLimits.of(settings, refill=False, engine_patience=60.0)
-    async with RolloutService(
+    async with RolloutService.of(
+        settings,
         store,
         gateway,
         engine,
-        settings.harness_cache,
-        limits=limits,
+        limits=ServiceLimits.of(settings, refill=False, engine_patience=60.0),
         reporter=reporter,
         note=note,
         job_id="",
         code=settings.code() if code is None else code,
         on_rollout_end=on_rollout_end,
-        home=settings.home,
     ) as service:
         service.self_tests.start(choice.kind)
         try:

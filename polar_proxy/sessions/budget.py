@@ -152,9 +152,9 @@ class Reservation:
     usage: BudgetUsage
     calls: int
     refusal: BudgetSpentError | None = None
-    """The error for the agent, because the budget is spent."""
+    """The error for the agent if the budget is spent; None if the calls may begin, or get a final answer."""
     final_answer: str | None = None
-    """The text that Polar answers with in place of the model, because the budget is spent."""
+    """The text that Polar answers with in place of the model if the budget is spent; None if the model answers."""
 
     def count(self, prompt_tokens: int, sampled_tokens: int, ended_at: float, price_usd: float | None = None) -> None:
         """Count one call that has ended, in place of its reservation. `price_usd`: None if it is not known."""

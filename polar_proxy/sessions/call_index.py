@@ -23,9 +23,9 @@ _FINGERPRINT_FORM = 2
 _QUOTE = 160
 """Maximum number of characters of a `Quote`."""
 _MIN_AGENT_PROMPT, _MIN_ARGUMENT, _MIN_ANSWER, _MIN_LINE = 12, 80, 400, 40
-"""Shorter texts, in characters, do not identify a conversation."""
+"""Length in characters below which a text of each kind does not identify a conversation."""
 _MIN_TURN = 200
-"""Characters above which an assistant turn without tool calls identifies its conversation."""
+"""Length in characters above which an assistant turn without tool calls identifies its conversation."""
 _QUOTABLE = 32
 """Number of newest calls whose quotes are searched for."""
 
@@ -51,7 +51,7 @@ class CallNode:
     parent_call_id: str | None
     rule: str | None
     asked: bytes
-    """Key of the request's messages."""
+    """Hash key of the request's messages."""
     ids: bytes
     """Key of the ids of the tool calls in the request."""
     spelling: bytes
@@ -62,7 +62,7 @@ class CallNode:
     answers: tuple[AnswerNode, ...] = ()
     quotes: tuple[Quote, ...] = ()
     compaction: bool = False
-    """The call asks for a summary of its conversation."""
+    """True if the call asks for a summary of its conversation."""
     continued: int = 0
     """How many calls have this one as parent and continue, compact or rewind it."""
     retried: bool = False

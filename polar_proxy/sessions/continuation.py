@@ -105,9 +105,9 @@ class PromptPlan:
     past_reasoning: PastReasoning | None = None
     """The setting `past_reasoning` with which the prompt was made; None if it could have no effect."""
     config: PromptConfig | None = None
-    """None for a raw prompt."""
+    """Digests of the request's tools and template options; None for a raw prompt."""
     under_grammar: bool = False
-    """The engine renders the request, and constrains the answer by its own grammar."""
+    """True if the engine renders the request, and constrains the answer by its own grammar."""
 
     @property
     def constrained(self) -> bool:

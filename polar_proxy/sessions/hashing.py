@@ -30,7 +30,8 @@ _MERGED_SO_FAR = 16
 conversation that ends there has the same key as in a separate request. For all messages of a long turn, this would take
 quadratic time."""
 _LONGEST_NORMALISED = 4 << 20
-"""Characters of a text that is searched for patterns. No model reads a longer one, and each search would take long."""
+"""Length in characters above which a text is not searched for patterns. No model reads such a text, and each search
+would take long."""
 _SAFE_INTEGER = 2**53
 _ROLES = {"developer": "system", "function": "tool"}
 _SORTED = orjson.OPT_SORT_KEYS
@@ -155,7 +156,7 @@ class AssistantTurn:
     ids: tuple[str, ...]
     """Ids of the turn's tool calls."""
     length: int
-    """Characters of the turn's text and of its tool calls' arguments."""
+    """Number of characters of the turn's text and of its tool calls' arguments."""
 
 
 @dataclass(frozen=True, slots=True)

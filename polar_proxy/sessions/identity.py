@@ -17,7 +17,7 @@ from typing import Any
 import orjson
 
 _MAX_LENGTH = 200
-"""Characters of an id that are kept. Ids are short, but a client may send anything."""
+"""Maximum number of characters of an id that are kept. Ids are short, but a client may send anything."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,9 +32,9 @@ from polar_proxy.sessions.rules import RequestTexts
 from polar_proxy.types import Edge, Message
 
 _MIN_EVIDENCE = 40
-"""Characters below which an assistant turn alone may occur in two unrelated conversations."""
+"""Length in characters below which the same assistant turn may occur in two unrelated conversations."""
 _OPENING = 20_000
-"""Characters of each of the first messages that are searched for quotes."""
+"""Number of characters of each of the first messages that are searched for quotes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Lineage:
     rule: str | None
     """Name of the rule that decided."""
     ambiguous: bool
-    """Another edge or parent was possible as well."""
+    """True if another edge or parent was possible as well."""
     thread: str
     """The thread of the conversation: the harness's own id for it, else the call that began it."""
     base: Base | None

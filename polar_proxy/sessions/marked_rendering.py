@@ -30,7 +30,7 @@ class RenderingDifference(NamedTuple):
 
     name: str
     pattern: re.Pattern[str]
-    """Text to leave out."""
+    """Finds the text that is left out of the comparison."""
     reason: str
 
 
@@ -54,8 +54,8 @@ IGNORED_DIFFERENCES = (
         "white_space", re.compile(r"\s+"), "Templates trim past answers, and not the opening of the next."
     ),
 )
-"""When two renderings are compared, these are left out, in this order, of the text between an answer and the message
-before it."""
+"""The differences that are ignored when two renderings are compared: each is removed, in this order, from the text
+between an answer and the message before it."""
 
 WRITTEN_STOPS = {
     "<|return|>": ("<|end|>", "gpt-oss ends an answer with <|return|>; its template shows past answers with <|end|>."),
@@ -86,7 +86,7 @@ class Marking(NamedTuple):
     before: bool
     """A mark before the text of messages that are not answers."""
     after: bool
-    """A mark after it."""
+    """A mark after the text of messages that are not answers."""
     before_answers: bool
     """A mark before the text of answers; one after it is always there."""
     empty_answers: bool

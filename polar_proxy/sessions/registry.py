@@ -43,7 +43,7 @@ class SessionClosedError(RequestError):
 
 class SessionRegistry:
     def __init__(self, store: Store, settings: GatewaySettings, *, open_to_all: bool) -> None:
-        """`open_to_all`: an unknown key opens a session."""
+        """`open_to_all`: open a session for an unknown key, instead of refusing it."""
         self._store = store
         self._settings = settings
         self.open_to_all = open_to_all
@@ -51,7 +51,7 @@ class SessionRegistry:
         self._cache = ConversationCache(settings.cache_mb << 20)
         self._by_hash: dict[bytes, SessionState] = {}
         self._by_id: OrderedDict[str, SessionState] = OrderedDict()
-        """The least recently used first."""
+        """The sessions in memory by their ids, the least recently used first."""
         self._calls = 0
         """The sum of `counted_calls` of all sessions."""
         self._pending: dict[str, SessionState] = {}
@@ -119,7 +119,9 @@ class SessionRegistry:
         try:
             self._marks.add(OutageMark(session.session_id, session.unstored_key))
         except StoreError as error:
-            log.error("%s. Only this process knows that the session lost a call", error)
+            log.error(
+                "%s. If this process ends before the database can be written, the session counts as complete", error
+            )
 
     @property
     def pending(self) -> Collection[str]:

@@ -16,7 +16,7 @@ from polar_proxy.sessions.identity import ClientMetadata
 from polar_proxy.types import ChatRequest, Message
 
 _HEAD = 4000
-"""Characters at the beginning, and at the end, of a text that are searched for a rule's pattern."""
+"""Number of characters at the beginning, and at the end, of a text that are searched for a rule's pattern."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,9 +44,10 @@ from polar_proxy.types import (
 )
 
 _REQUEST_BYTES, _MESSAGE_BYTES, _ANSWER_BYTES = 4096, 600, 1024
-"""Memory of a cached request, of each of its messages and of an answer besides texts and tokens, as measured."""
+"""Memory in bytes, besides texts and tokens, of a cached request, of each of its messages, and of an answer.
+Measured."""
 _REASONING_PREFIX = 80
-"""Characters of an answer's reasoning that are searched for in a rendering."""
+"""Number of characters of an answer's reasoning that are searched for in a rendering."""
 _RECENT_TEXTS = 32
 """Number of newest answers whose text is kept, to distinguish a cut answer from a replaced one."""
 
@@ -71,7 +72,7 @@ class LastRequest:
     parsed: ParsedRequest
     conversation: HashedConversation
     text_bytes: int
-    """Bytes of its messages. The parsed messages take about the same amount of memory again."""
+    """Size of the messages in bytes. The parsed messages take about the same amount of memory again."""
 
     @property
     def size(self) -> int:
@@ -83,9 +84,9 @@ class AnsweredCall:
     """The tokens of an answered call, and the facts that decide whether they can be continued."""
 
     ids: TokenIds
-    """Prompt and answer, int32 [n]."""
+    """Token ids of prompt and answer, int32 [n]."""
     prompt_size: int
-    """Number of `ids` that are the prompt."""
+    """Number of ids of the prompt, with which `ids` begins."""
     finish_reason: str | None
     stop: tuple[str, ...]
     """The stop strings of its request."""
@@ -179,11 +180,11 @@ class SessionState:
         self._cache = ConversationCache() if cache is None else cache
         self._with_text: deque[CallNode] = deque()
         self.used_at = time.monotonic()
-        """When a request last asked for this session."""
+        """When a request last used this session, by the monotonic clock."""
         self.key_hashes: set[bytes] = set()
         """The hashes of the keys that find this session in the gateway's memory."""
         self.counted_calls = 0
-        """The `weight` that the registry's sum contains for this session."""
+        """The value of `weight` with which the registry counted this session last."""
         self.requests = 0
         """Requests that are being read or answered; see `in_request`."""
         self.in_flight = 0
@@ -194,7 +195,7 @@ class SessionState:
         self.parsing = asyncio.Lock()
         """Held while a request of the session is parsed."""
         self.parsing_large = asyncio.Lock()
-        """As `parsing`, for larger requests."""
+        """Held while a larger request of the session is parsed (see `request_reader`)."""
         self.lost = 0
         """Calls that were answered but could not be committed. The session is then incomplete and not trained on."""
         self.unstored_key: bytes | None = None
@@ -204,7 +205,7 @@ class SessionState:
         self.ended = False
         """True if the rollout ended while calls were in flight: they are answered with a 409."""
         self.recorded = 0
-        """Number of stored calls that are in this index, from this gateway and from others."""
+        """Number of the session's stored calls that this state knows, from this gateway and from others."""
 
     @contextmanager
     def in_request(self) -> Iterator[None]:
@@ -379,7 +380,7 @@ class SessionState:
         self._cache.put(("marked", self.session_id), marked)
 
     def answered_call(self, base: Base) -> AnsweredCall | None:
-        """Return an answer's tokens; None if they are not in memory."""
+        """Return the tokens of the answered call `base`; None if they are not in memory."""
         found: AnsweredCall | None = self._cache.get((base.call_id, base.choice))
         return found
 

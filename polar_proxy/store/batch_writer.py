@@ -16,7 +16,7 @@ ResultT = TypeVar("ResultT")
 
 
 class BatchWriter(Generic[ItemT, ResultT]):
-    """Collects the items that arrive while a batch is written, and writes them together as the next one.
+    """Collects the items that arrive while a batch is written, and writes them together as the next batch.
 
     `write` gets each item with the future of its caller, and must resolve all futures.
     """

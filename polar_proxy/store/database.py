@@ -54,9 +54,9 @@ patience."""
 _CONNECT_SECONDS = 3.0
 _PROBE_SECONDS = 1.2
 _RECENT_SECONDS = 1.0
-"""A write that ended within this time shows that the database can be written."""
+"""A write that ended at most this long ago shows that the database can be written."""
 _STUCK_SECONDS = 10.0
-"""A SQLite write of this process that takes longer does not count as slow but as stuck."""
+"""Time after which a SQLite write of this process counts as stuck, not as slow."""
 _DISK_FULL = "The disk is full: nothing can be recorded until space is freed"
 _UNAVAILABLE_STATES = {"57P01", "57P02", "57P03"}
 """admin_shutdown, crash_shutdown, cannot_connect_now: https://www.postgresql.org/docs/current/errcodes-appendix.html"""
@@ -78,7 +78,7 @@ class _WriteLock(asyncio.Lock):
     """The lock by which the SQLite writers of this process take turns."""
 
     since: float | None = None
-    """When the running write got the lock."""
+    """When the write that is running got the lock, by the monotonic clock; None if none is running."""
 
     async def acquire(self) -> Literal[True]:
         await super().acquire()

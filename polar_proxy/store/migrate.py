@@ -32,7 +32,7 @@ _migration_lock = threading.Lock()
 
 @asynccontextmanager
 async def open_database(url: str, *, create: bool = True) -> AsyncIterator[Database]:
-    """Open a database, after creating it or upgrading it to the newest revision.
+    """Open a database. Create it first if it is missing or empty, or upgrade it if it has an older revision.
 
     Without `create`, a missing, empty or older database raises StoreError instead. A newer one always does.
     """

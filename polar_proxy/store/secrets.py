@@ -56,7 +56,8 @@ class SecretForm(NamedTuple):
 
     name: str
     signs: tuple[str, ...]
-    """Texts in lower case, one of which every match contains in some case. A text without them is not scanned."""
+    """Texts in lower case. Every match contains at least one of them, in any case, so a text without them is not
+    scanned."""
     pattern: re.Pattern[str]
     replacement: str | Callable[[re.Match[str]], str] = REMOVED
 

@@ -20,7 +20,8 @@ _CHECKPOINT_PAGES = 4_000
 _PROBE_SECONDS = 1.2
 PROBE = f"UPDATE {VERSION_TABLE} SET version_num = version_num"
 _RESERVE_BYTES = 1 << 20
-"""A SQLite file whose disk has less space than this counts as full: a call's rows may need more than a probe's row."""
+"""Free space in bytes below which the disk of a SQLite file counts as full: a call's rows may need more than a probe's
+row."""
 _WRITE_LOCK = 120
 """The byte of the file `-shm` that a writer locks: https://www.sqlite.org/walformat.html#wal_locks"""
 

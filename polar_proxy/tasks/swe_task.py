@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from polar_proxy.rewards import HiddenTestsEvaluator
 from polar_proxy.tasks.task import Task
 
-EVAL_SEEDS = range(100_000)
 TRAIN_SEEDS = range(1_000_000, 1_000_000_000)
 
 SYLLABLES = tuple(consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "aeiou")

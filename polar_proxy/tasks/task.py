@@ -104,7 +104,7 @@ class Task:
     family: str
     """Name of the source that it comes from."""
     seed: int
-    """The seed that reproduces it within its family; in a file or folder of tasks, its position from 0."""
+    """The seed that reproduces the task within its family; in a file or folder of tasks, its position from 0."""
     instruction: str
     """The prompt for the agent."""
     files: Mapping[str, str] = field(default_factory=dict)

@@ -57,7 +57,7 @@ class AuditReference:
     policy_version: str | None
     tolerance: float = TOLERANCE
     same_model: bool = False
-    """The caller guarantees that the engine serves the recorded model, even if its name differs."""
+    """True if the caller guarantees that the engine serves the recorded model, even if its name differs."""
 
     def engine(self) -> Json:
         return {"engine": self.info.engine, "version": self.info.version, "model": self.info.model}
@@ -75,7 +75,7 @@ class LogprobDifference:
     fresh: float
     policy_version: str | None
     before: tuple[int, ...]
-    """The token ids before it."""
+    """Ids of the tokens before the compared one."""
 
     @property
     def size(self) -> float:

@@ -51,9 +51,9 @@ class DriftEvent(BaseModel):
     position: _Position
     """The first token that differs: an index into the prompt, and into the base's prompt followed by its answer."""
     expected: _TokenId | None
-    """The base's token id there."""
+    """The base's token id at this position."""
     actual: _TokenId | None
-    """The prompt's token id there; None if the prompt ends before."""
+    """The prompt's token id at this position; None if the prompt ends before it."""
     prompt_reason: str | None
     """Why the prompt was not continued from the base's tokens."""
     outcome: DriftOutcome = "split"

@@ -45,7 +45,7 @@ SUMMARISING_ENGINES = frozenset({"anthropic", "google"})
 
 
 _NOTES = 20
-"""The most notes that are passed on; clients may send any number of different values."""
+"""Maximum number of notes that are passed on; clients may send any number of different values."""
 
 
 def grade_of(reasons: Iterable[str]) -> Grade:

@@ -64,7 +64,7 @@ class TrainingSequence:
     trace_id: str
     group_id: str
     rollout: int
-    """Index of its rollout within the batch."""
+    """Index of the rollout within the batch."""
     token_ids: npt.NDArray[np.int64]
     """[n]"""
     trained: npt.NDArray[np.bool_]
@@ -80,7 +80,7 @@ class TrainingSequence:
     versions: npt.NDArray[np.object_]
     """[n]: policy version that sampled a trained token; None where it is unknown, and where `trained` is False."""
     group_size: int
-    """All rollouts of its group, trained or not."""
+    """Number of rollouts in its group, trained or not."""
 
 
 @dataclass(slots=True)
@@ -102,9 +102,9 @@ class TrainingBatch:
     rewards: tuple[float, ...]
     """Rewards of all rollouts, without those that have none."""
     rollouts: int
-    """All rollouts, trained or not."""
+    """Number of rollouts, trained or not."""
     sampled_tokens: int
-    """Sampled tokens in all traces, trained or not."""
+    """Number of sampled tokens in all traces, trained or not."""
     staleness: tuple[int, ...] = ()
     skipped: Mapping[str, SkippedCounts] = field(default_factory=dict)
     """Counts by reason."""

@@ -78,9 +78,9 @@ class GrpoConfig(BaseModel):
     instances: int | None = Field(None, ge=1)
     """Train on this many instances, repeatedly and in shuffled order. None: a new instance every time."""
     groups: int = Field(4, ge=1)
-    """Groups per step."""
+    """Number of groups per step."""
     samples: int = Field(8, ge=2)
-    """Rollouts per group."""
+    """Number of rollouts per group."""
     dynamic_sampling: bool = False
     """Replace groups without a signal (rewards all equal) by further groups, in at most three more rounds per step
     (DAPO, arXiv 2503.14476)."""
@@ -107,7 +107,7 @@ class GrpoConfig(BaseModel):
     shuffle_rewards: bool = False
     """Shuffle the rewards of a step among its rollouts: a control run, in which the policy must not learn."""
     max_sequence_length: int = Field(32_768, ge=2)
-    """Longer sequences are skipped and counted."""
+    """Number of tokens above which a sequence is skipped, and counted as skipped."""
 
     # Advantage and loss
     advantage: str = "grpo"
@@ -145,7 +145,7 @@ class GrpoConfig(BaseModel):
 
     # Optimiser
     ppo_epochs: int = Field(1, ge=1)
-    """Passes over the groups of a step."""
+    """Number of passes over the groups of a step."""
     num_minibatches: int = Field(1, ge=1)
     """Divide the groups of a step into this many parts, with one optimiser update for each part. A step makes
     ppo_epochs * num_minibatches updates."""
@@ -156,7 +156,7 @@ class GrpoConfig(BaseModel):
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """After the warm-up: constant, or falling to 0 at the last step."""
     warmup_steps: int = Field(0, ge=0)
-    """Steps in which the learning rate rises from 0."""
+    """Number of steps in which the learning rate rises from 0."""
     adam_betas: tuple[float, float] = (0.9, 0.99)
     weight_decay: float = Field(0.0, ge=0)
     max_grad_norm: float = Field(1.0, gt=0)
@@ -166,8 +166,8 @@ class GrpoConfig(BaseModel):
     """Precision of the forward passes. Weights and optimiser are always float32."""
     device: str = "cpu"
     processes: int = Field(1, ge=1)
-    """Processes over which weights, gradients and optimiser are sharded (FSDP2, training/policy/fsdp.py). With
-    `device = "cuda"`, each process uses its own GPU: the first n GPUs of this machine."""
+    """Number of processes over which weights, gradients and optimiser are sharded (FSDP2, training/policy/fsdp.py).
+    With `device = "cuda"`, each process uses its own GPU: the first n GPUs of this machine."""
 
     # The run
     steps: int = Field(100, ge=1)
@@ -191,7 +191,7 @@ class GrpoConfig(BaseModel):
     """Save a checkpoint every n steps. Groups are acknowledged after the checkpoint that contains them; their leases
     stay open until then."""
     keep_checkpoints: int = Field(2, ge=1)
-    """Newest checkpoints to keep. More are kept if `proximal` needs them."""
+    """Number of the newest checkpoints to keep. More are kept if `proximal` needs them."""
     lease_seconds: float = Field(120.0, gt=0)
     """A killed trainer's groups are offered again after this time. A living trainer extends its leases."""
     wait_seconds: float = Field(3600.0, gt=0)
@@ -317,7 +317,7 @@ def read_assignments(lines: Sequence[str]) -> Json:
                 settings = _merge(settings, tomllib.loads(f"{name} = {toml_value}"))
                 break
         else:
-            raise UsageError(f"--set cannot be parsed: {line!r}.")
+            raise UsageError(f"--set cannot read the name in {line!r}: write NAME=VALUE or TABLE.NAME=VALUE.")
     return settings
 
 

@@ -136,7 +136,6 @@ class GrpoTrainer:
         return {"engine_precision": engine, "trainer_precision": trainer}
 
     async def _step(self, timer: StepTimer) -> None:
-        """One training step."""
         config, started = self._config, time.perf_counter()
         # 1. Lease finished groups of rollouts from the feed.
         groups, stale = await self._lease_groups()

@@ -6,6 +6,6 @@ from typing import Literal
 
 LossAggregation = Literal["token", "sequence", "rollout", "constant"]
 LOSS_NAMES = ("ppo_clip", "dapo", "gspo", "cispo", "minpro", "bapo", "decoupled", "tis", "icepop")
-"""The keys of `losses.LOSSES`."""
+"""The names of the policy losses, which are the keys of `losses.LOSSES`."""
 PROXIMAL_LOSSES = frozenset({"decoupled", "tis", "icepop"})
-"""Losses that use pi_prox."""
+"""The losses that use a proximal policy (setting `proximal`)."""

@@ -144,15 +144,6 @@ def minpro(batch: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.28)
     return _weighted_likelihood(batch, ratio, 1.0 - clip_low, 1.0 + clip_high)
 
 
-@dataclass(frozen=True, slots=True)
-class ClipBounds:
-    """The clip interval that `bapo` chose, and the share of the gradient that positive advantages then carry."""
-
-    low: float
-    high: float
-    positive_share: float
-
-
 def adaptive_bounds(
     ratio: Tensor,
     advantages: Tensor,
@@ -161,8 +152,8 @@ def adaptive_bounds(
     low: tuple[float, float] = (0.6, 0.9),
     high: tuple[float, float] = (1.2, 3.0),
     step: float = 0.05,
-) -> ClipBounds:
-    """Choose clip bounds with which positive advantages carry at least the share `target` of the gradient.
+) -> tuple[float, float]:
+    """Choose clip bounds (low, high) with which positive advantages carry at least the share `target` of the gradient.
 
     P = sum of r A over unclipped A > 0, N = sum of r |A| over unclipped A < 0; the goal is P / (P + N) >= target. The
     search starts at low[0] and high[0] and ends at the first bounds that reach the goal. The lower bound is raised
@@ -181,7 +172,7 @@ def adaptive_bounds(
     while share < target and top < high[1]:
         top = min(round(top + step, 12), high[1])
         share = _positive_share(ratio, advantages, bottom, top)
-    return ClipBounds(bottom, top, share)
+    return bottom, top
 
 
 def bapo(
@@ -199,7 +190,7 @@ def bapo(
     """
     ratio = log_ratio(batch.logprobs, batch.old_logprobs).exp()
     bounds = adaptive_bounds(ratio.detach(), batch.advantages, target=target, low=low, high=high, step=step)
-    objective, clipped = _clipped_objective(ratio, batch.advantages, bounds.low, bounds.high)
+    objective, clipped = _clipped_objective(ratio, batch.advantages, *bounds)
     return _reduce(batch, objective, ratio, clipped=clipped)
 
 

@@ -19,7 +19,7 @@ from polar_proxy.engines.base import Engine
 from polar_proxy.engines.factory import POLAR_TINY, make_engine
 from polar_proxy.errors import UsageError
 from polar_proxy.rollout_spec import JobSpec
-from polar_proxy.rollouts import RolloutService, ServiceLimits, local_gateway
+from polar_proxy.rollouts import RolloutService, local_gateway
 from polar_proxy.rollouts.attempt import ProgressReporter
 from polar_proxy.rollouts.recovery import recover
 from polar_proxy.store import Store
@@ -59,8 +59,7 @@ async def train_locally(
     report: Callable[[str], None],
     observer: TrainingObserver | None = None,
 ) -> TrainerState:
-    """Start or resume the run in the folder `run`. `report` takes progress lines for people, `progress` the rollouts'
-    progress."""
+    """Start or resume the run in the folder `run`. `report` is called with progress lines for people."""
     if settings.routes:
         raise UsageError(
             "The settings have [[routes]], which send calls to other engines than the one that this run trains. "
@@ -73,7 +72,6 @@ async def train_locally(
     report(f"sandbox: {sandbox.reason}")
     own_id = run_id(run)
     spec = _job_spec(settings, config, own_id).model_copy(update={"sandbox": sandbox.kind})
-    limits = ServiceLimits.of(settings)
     async with load_learner(weights, config) as learner:
         for line in await recover(store):
             report(line)
@@ -86,18 +84,15 @@ async def train_locally(
             report(f"engine: {engine.info.engine} {engine.info.version}, model {engine.info.model}")
             if observer is not None:
                 gateway.observe(observer.call)
-            cache = settings.harness_cache
-            async with RolloutService(
+            async with RolloutService.of(
+                settings,
                 store,
                 gateway,
                 engine,
-                cache,
-                limits=limits,
                 reporter=observer,
                 note=report,
                 code=code,
                 on_rollout_end=on_rollout_end,
-                home=settings.home,
             ) as service:
                 return await GrpoTrainer(
                     run,

@@ -16,7 +16,7 @@ class StepStats:
     tokens: int
     """Number of trained tokens."""
     computed_tokens: int
-    """Tokens put through the model, forward and backward, in one epoch; a shared prefix counts once."""
+    """Number of tokens put through the model, forward and backward, in one epoch; a shared prefix counts once."""
     flat_tokens: int
     """Number of tokens if every sequence were computed by itself."""
     microbatches: int

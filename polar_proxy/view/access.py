@@ -70,7 +70,7 @@ class PageAccess:
 
     store: Store
     open_on_loopback: bool
-    """Requests from this machine that change nothing need no login."""
+    """True if requests from this machine that change nothing need no login."""
 
     async def visitor(self, request: Request) -> Visitor:
         """Return the request's sender. Raises LoginRequiredError, and ApiError for a bad API key."""

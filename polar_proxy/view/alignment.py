@@ -14,9 +14,10 @@ from polar_proxy.types import CallRecord, Edge, Json, TokenIds
 from polar_proxy.view.conversation import readable_arguments
 
 _LONGEST = 4000
-"""Characters of a message that are shown, around its first difference. The page of the run has the whole message."""
+"""Maximum number of characters of a message that are shown, around its first difference. The page of the run has the
+whole message."""
 _BEFORE = 400
-"""Characters shown before the first difference of a long message."""
+"""Number of characters that are shown before the first difference of a long message."""
 _BESIDE: frozenset[Edge] = frozenset({"side_call", "subagent"})
 
 
@@ -38,7 +39,7 @@ class Cell:
     different: str
     rest: str
     is_cut: bool
-    """The message is longer than what is shown."""
+    """True if the message is longer than what is shown."""
 
 
 @dataclass(frozen=True, slots=True)

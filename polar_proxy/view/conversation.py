@@ -42,7 +42,7 @@ class ShownCall:
     earlier: Sequence[ShownMessage]
     """Messages that are also in the request or answer of the call that this one continues."""
     left_out: int
-    """Earlier messages that are not shown, because there are too many."""
+    """Number of earlier messages that are not shown, because there are too many."""
     new: Sequence[ShownMessage]
     answers: Sequence[ShownMessage]
     tools: Sequence[tuple[str, str]]

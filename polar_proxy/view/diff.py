@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 MAX_LINES = 4000
-"""Lines of a patch that are shown. The page links to the whole file."""
+"""Maximum number of lines of a patch that are shown. The page links to the whole file."""
 
 _HUNK = re.compile(r"@@ -([0-9]{1,9})(?:,[0-9]+)? \+([0-9]{1,9})(?:,[0-9]+)? @@")
 LineKind = Literal["added", "removed", "same", "hunk", "note"]
@@ -34,7 +34,7 @@ class DiffFile:
 class Diff:
     files: Sequence[DiffFile]
     is_cut: bool
-    """The patch has more lines than are shown."""
+    """True if the patch has more lines than are shown."""
 
 
 def read_diff(text: str) -> Diff:

@@ -26,13 +26,13 @@ from polar_proxy.training.advantages import grpo
 from polar_proxy.types import CallRecord, EngineInfo, Json, Logprobs, Span, TokenIds
 
 CHUNK = 16_384
-"""The most tokens of one chunk."""
+"""Maximum number of tokens in one chunk."""
 HEAT = ((0.9, ""), (0.7, "h1"), (0.5, "h2"), (0.3, "h3"), (0.1, "h4"), (0.01, "h5"), (0.0, "h6"))
 """Classes of polar.css that colour sampled tokens, each with the lowest probability of its tokens."""
 _KEPT = 4
-"""Sequences that are kept in memory."""
+"""Number of sequences that are kept in memory."""
 _TEXTS_KEPT = 400_000
-"""Texts of tokens, of all models, that are kept in memory."""
+"""Number of token texts, of all models together, that are kept in memory."""
 
 
 @dataclass(frozen=True, slots=True)

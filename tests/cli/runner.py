@@ -5,7 +5,13 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
+import logging
+import os
+import signal
 import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -24,12 +30,13 @@ class CommandResult:
     stderr: str
 
 
-def polar(*arguments: str) -> CommandResult:
-    """Run a command. Unexpected errors are raised here."""
-    stdout, stderr = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2))
+def polar(*arguments: str, printed: io.BytesIO | None = None) -> CommandResult:
+    """Run a command, whose standard output `printed` receives while it runs. Unexpected errors are raised here."""
+    stdout, stderr = (io.TextIOWrapper(bytes_, encoding="utf-8") for bytes_ in (printed or io.BytesIO(), io.BytesIO()))
     code = 0
     with (
         patch.object(sys, "argv", ["polar", *arguments]),
+        _restored_process(),
         contextlib.redirect_stdout(stdout),
         contextlib.redirect_stderr(stderr),
     ):
@@ -37,11 +44,54 @@ def polar(*arguments: str) -> CommandResult:
             main()
         except SystemExit as end:
             code = int(end.code or 0)
-        finally:
-            gc.enable()  # a short command ends without it
     for stream in (stdout, stderr):
         stream.seek(0)
     return CommandResult(code, stdout.read(), stderr.read())
+
+
+def polar_serve(use: Callable[[dict[str, Any]], object], *options: str) -> CommandResult:
+    """Run `polar serve --json`, call `use` in a thread with the document of the ready server, and interrupt the server.
+
+    Errors of `use` are raised here.
+    """
+    return polar_serve_text(lambda text: use(orjson.loads(text)), "--json", *options)
+
+
+def polar_serve_text(use: Callable[[str], object], *options: str) -> CommandResult:
+    """Like `polar_serve`; `use` gets the text that is printed for people, or the document with the option --json."""
+    printed, ended = io.BytesIO(), threading.Event()
+
+    def use_and_interrupt() -> None:
+        while not (printed.getvalue().endswith(b"}\n") or b"\nthen: " in printed.getvalue()):
+            if ended.wait(0.01):
+                return
+        try:
+            use(printed.getvalue().decode())
+        finally:
+            if not ended.is_set():
+                os.kill(os.getpid(), signal.SIGINT)
+
+    with ThreadPoolExecutor(1) as thread:
+        used = thread.submit(use_and_interrupt)
+        try:
+            done = polar("serve", "--port", "0", *options, printed=printed)
+        finally:
+            ended.set()
+        used.result()
+    return done
+
+
+@contextlib.contextmanager
+def _restored_process() -> Iterator[None]:
+    """Restore what a command sets for its process: the log, and garbage collection, which a short one ends without."""
+    root = logging.getLogger()
+    level, handlers, hook = root.level, root.handlers, sys.excepthook
+    try:
+        yield
+    finally:
+        root.setLevel(level)
+        root.handlers, sys.excepthook = handlers, hook
+        gc.enable()
 
 
 def polar_ok(*arguments: str) -> str:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
 from pathlib import Path
 
 import httpx
 import pytest
 
 from polar_proxy.engines.bundled import MAX_ANSWER_TOKENS, OtherAgentWarning
-from tests.cli.process import POLAR, environment
+from tests.cli.runner import polar_serve_text
 from tests.factories import call_record
 
 BASH = b'[{"type": "function", "function": {"name": "bash"}}]'
@@ -38,27 +36,18 @@ def test_warns_once_of_an_agent_other_than_mini_swe_agent(
 
 
 @pytest.mark.slow
-def test_serve_says_what_the_policy_can_play(polar_home: Path, tmp_path: Path) -> None:
+def test_serve_says_what_the_policy_can_play(polar_home: Path) -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "Who are you?"}]}
-    command = [POLAR, "serve", "--port", "0"]
-    with subprocess.Popen(
-        command, env=environment(), cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            assert process.stdout is not None
-            printed = [process.stdout.readline()]
-            while not printed[-1].startswith("then:"):
-                printed.append(process.stdout.readline())
-                assert printed[-1], printed
-            url = next(line.split("=")[1].strip() for line in printed if "OPENAI_BASE_URL" in line)
-            for limit in (4000, 1):
-                answer = httpx.post(f"{url}/chat/completions", json=body | {"max_tokens": limit}, timeout=120).json()
-                assert answer["usage"]["completion_tokens"] <= MAX_ANSWER_TOKENS
-            refused = httpx.post(f"{url}/messages", json=body | {"max_tokens": 4000}, timeout=120)
-            assert refused.json()["error"]["message"].startswith("max_tokens: 4000 > 256, which is the maximum")
-            process.send_signal(signal.SIGINT)
-            _, log = process.communicate(timeout=120)
-        finally:
-            process.kill()
-    assert printed[1].startswith("polar-tiny, the bundled policy, can only play `polar run swe-task`")
-    assert log.count("is not mini-swe-agent's") == 1
+
+    def ask(printed: str) -> None:
+        url = next(line.split("=")[1] for line in printed.splitlines() if "OPENAI_BASE_URL" in line)
+        for limit in (4000, 1):
+            answer = httpx.post(f"{url}/chat/completions", json=body | {"max_tokens": limit}, timeout=120).json()
+            assert answer["usage"]["completion_tokens"] <= MAX_ANSWER_TOKENS
+        refused = httpx.post(f"{url}/messages", json=body | {"max_tokens": 4000}, timeout=120)
+        assert refused.json()["error"]["message"].startswith("max_tokens: 4000 > 256, which is the maximum")
+
+    done = polar_serve_text(ask)
+    note = "polar-tiny, the bundled policy, can only play `polar run swe-task`"
+    assert done.stdout.splitlines()[1].startswith(note)
+    assert done.stderr.count("is not mini-swe-agent's") == 1

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 import typer
@@ -39,57 +42,92 @@ TRAINERS = {f"polar_proxy.export.formats.{name}" for name in ("nemo_rl", "slime"
 OTHER_DIALECTS = {f"polar_proxy.dialects.{name}.dialect" for name in ("anthropic", "google", "openai_responses")}
 
 PROGRAM = """
-import sys
+import json, sys
 from polar_proxy.cli import main
-try:
-    main()
-finally:
-    print("\\n" + " ".join(sys.modules))
+
+for command in json.loads(sys.argv.pop()):
+    sys.argv = ["polar", *command]
+    code = 0
+    try:
+        main()
+    except SystemExit as end:
+        code = end.code or 0
+    print("\\nimported", code, *sys.modules)
 """
 
 
-def imported(*arguments: str) -> set[str]:
-    """Run a command in a process of its own, and return the modules that it imported."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *arguments], env=environment(), capture_output=True, text=True
-    )
-    assert done.returncode == (NO_ROWS if arguments[0] == "export" else 0), done.stderr
-    return set(done.stdout.splitlines()[-1].split())
+def run_in_one_process(commands: Sequence[Sequence[str]], setup: str = "", **env: str) -> CompletedProcess[str]:
+    """Run commands one after the other, and print after each its exit code and all modules imported by then."""
+    program = [sys.executable, "-c", setup + PROGRAM, json.dumps(commands)]
+    return subprocess.run(program, env={**environment(), **env}, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "forbidden"),
-    [
-        (["--version"], MODELS | SERVER | AGENTS | STORE | CLIENT | TOKENS | SETTINGS | {"rich", "asyncio"}),
-        (["--help"], MODELS | SERVER | AGENTS | STORE | CLIENT | TOKENS | SETTINGS | {"asyncio"}),
-        (["serve", "--help"], MODELS | SERVER | AGENTS | STORE | CLIENT | TOKENS),
-        (["run", "--help"], MODELS | SERVER | AGENTS | STORE | CLIENT | TOKENS),
-        (["harness", "list"], MODELS | SERVER | STORE | CLIENT | TOKENS),
-        (["sessions"], READING | TOKENS | SERVICE),
-        (["key", "list"], READING | TOKENS | SERVICE),
-        (["db", "path"], READING | TOKENS | SERVICE),
-        (["db", "stats"], READING | {"polar_proxy.store.service"}),
-        (["export"], READING | {"polar_proxy.dialects"}),
-        (["status"], READING),
-        (["status", "JOB"], READING),
-        (["results", "JOB"], READING),
-        (["train", "list"], READING | TOKENS),
-        (["service", "status"], READING | TOKENS),
-        (["sql", "SELECT 1"], READING),
-        (["top"], READING | TOKENS),
-        (
-            ["export", "--format", "tokens-jsonl"],
-            READING | TRAINERS | {"polar_proxy.dialects", "polar_proxy.api_models"},
-        ),
-        (["connect"], MODELS | SERVER | STORE | CLIENT | TOKENS),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "imports",
-)
+def check_imports(expected: Sequence[tuple[Sequence[str], set[str]]]) -> None:
+    """Check the modules that are imported by the end of each command against those that it must not import.
+
+    The commands run in the given order, so that those which may import more come later.
+    """
+    done = run_in_one_process([command for command, _ in expected])
+    found = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("imported ")]
+    assert len(found) == len(expected), done.stderr
+    for (command, forbidden), (code, *modules) in zip(expected, found, strict=True):
+        assert int(code) in (0, NO_ROWS), done.stderr
+        assert set(modules) & forbidden == set(), command
+
+
 @pytest.mark.slow
-def test_a_verb_imports_only_what_it_needs(arguments: list[str], forbidden: set[str]) -> None:
-    job = polar_json("submit", "swe-task")["job_id"] if "JOB" in arguments else polar_ok("db", "upgrade")
-    found = imported(*(job if one == "JOB" else one for one in arguments))
-    assert found & forbidden == set()
+def test_a_verb_imports_only_what_it_needs() -> None:
+    common = MODELS | SERVER | STORE | CLIENT | TOKENS
+    check_imports(
+        [
+            (["--version"], common | AGENTS | SETTINGS | {"rich", "asyncio"}),
+            (["--help"], common | AGENTS | SETTINGS | {"asyncio"}),
+            (["serve", "--help"], common | AGENTS),
+            (["run", "--help"], common | AGENTS),
+            (["harness", "list"], common),
+            (["connect"], common),
+        ]
+    )
+
+
+@pytest.mark.slow
+def test_a_verb_that_reads_the_database_imports_only_what_it_needs() -> None:
+    job, session = polar_json("submit", "swe-task")["job_id"], polar_json("session", "new")["session_id"]
+    check_imports(
+        [
+            (["sessions"], READING | TOKENS | SERVICE),
+            (["key", "list"], READING | TOKENS | SERVICE),
+            (["db", "path"], READING | TOKENS | SERVICE),
+            (["train", "list"], READING | TOKENS),
+            (["db", "stats"], READING | {"polar_proxy.store.service"}),
+            (["export"], READING | {"polar_proxy.dialects"}),
+            (["service", "status"], READING),
+            (["top"], READING),
+            (["status"], READING),
+            (["status", job], READING),
+            (["results", job], READING),
+            (["sql", "SELECT 1"], READING),
+            (["show", session], READING),
+        ]
+    )
+
+
+@pytest.mark.slow
+def test_showing_and_exporting_a_call_import_only_what_it_needs(polar_home: Path) -> None:
+    call = asyncio.run(save(polar_home, recorded("openai_chat")))
+    export = ["export", "--format", "tokens-jsonl"]
+    check_imports([(export, READING | TRAINERS | {"polar_proxy.dialects", "polar_proxy.api_models"})])
+    session = polar_json("show", call)["session_id"]
+    check_imports([(["show", name], READING | OTHER_DIALECTS) for name in (session, call)])
+
+
+@pytest.mark.slow
+def test_a_remote_verb_imports_neither_store_nor_server() -> None:
+    """The server does not answer; the verb's imports are the same as if it did."""
+    impatient = "import polar_proxy.client.requests as r; r.MAX_PAUSE_SECONDS = 0.01\n"
+    done = run_in_one_process([["status"]], impatient, POLAR_URL="http://127.0.0.1:9", POLAR_API_KEY="none")
+    assert "Is `polar serve` running there" in done.stderr
+    assert set(done.stdout.splitlines()[-1].split()) & (MODELS | SERVER | STORE | {"numpy", "alembic"}) == set()
 
 
 COLLECTIONS = """
@@ -111,23 +149,6 @@ def test_a_short_command_collects_no_garbage() -> None:
     command = [sys.executable, "-c", COLLECTIONS, "sessions"]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True)
     assert done.stdout.splitlines()[-1].strip() == "0", done.stderr
-
-
-@pytest.mark.slow
-def test_showing_a_session_starts_no_server_and_imports_the_dialects_of_its_calls_only(polar_home: Path) -> None:
-    call_id = asyncio.run(save(polar_home, recorded("openai_chat")))
-    for name in (call_id, polar_json("show", call_id)["session_id"]):
-        assert imported("show", name) & (READING | OTHER_DIALECTS) == set()
-
-
-@pytest.mark.slow
-def test_a_remote_verb_imports_neither_store_nor_server() -> None:
-    """The server does not answer; the verb's imports are the same as if it did."""
-    program = "import polar_proxy.client.requests as r; r.MAX_PAUSE_SECONDS = 0.01\n" + PROGRAM
-    remote = {**environment(), "POLAR_URL": "http://127.0.0.1:9", "POLAR_API_KEY": "none"}
-    done = subprocess.run([sys.executable, "-c", program, "status"], env=remote, capture_output=True, text=True)
-    assert "Is `polar serve` running there" in done.stderr
-    assert set(done.stdout.splitlines()[-1].split()) & (MODELS | SERVER | STORE | {"numpy", "alembic"}) == set()
 
 
 @pytest.mark.parametrize("name", VERBS)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 import re
-import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import orjson
@@ -19,8 +18,7 @@ from polar_proxy.errors import EngineError
 from polar_proxy.sessions.identity import hash_key
 from polar_proxy.store import Store
 from polar_proxy.terminal import JsonLogFormatter, configure_logging
-from tests.cli.process import POLAR, environment
-from tests.cli.runner import polar_error
+from tests.cli.runner import polar_error, polar_serve
 from tests.cli.test_serve import CHAT
 from tests.conftest import Serve
 from tests.factories import new_rollout
@@ -45,31 +43,23 @@ def restored_logging() -> Iterator[None]:
     root.setLevel(level)
 
 
-def log_of_serve(tmp_path: Path, *options: str) -> tuple[list[str], str]:
+def log_of_serve(*options: str) -> tuple[list[str], str]:
     """Serve an engine that fails, send it one request, and return the lines of the log and the session's id."""
-    engine = "tests.cli.test_logs:QuotingEngine"
-    command = [POLAR, "serve", "--engine", engine, "--port", "0", "--json", *options]
-    with subprocess.Popen(
-        command, env=environment(), cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            assert process.stdout is not None
-            printed = ""
-            while not printed.rstrip().endswith("}"):
-                printed += process.stdout.readline()
-            url = orjson.loads(printed)["url"] + "/v1/chat/completions"
-            answer = httpx.post(url, json=CHAT, headers={"authorization": f"Bearer {KEY}"}, timeout=60)
-            assert answer.status_code == 502
-            process.send_signal(signal.SIGINT)
-            _, errors = process.communicate(timeout=120)
-        finally:
-            process.kill()
-    return errors.splitlines(), answer.headers["x-polar-session-id"]
+    sessions = []
+
+    def ask(ready: dict[str, Any]) -> None:
+        headers = {"authorization": f"Bearer {KEY}"}
+        answer = httpx.post(ready["url"] + "/v1/chat/completions", json=CHAT, headers=headers, timeout=60)
+        assert answer.status_code == 502
+        sessions.append(answer.headers["x-polar-session-id"])
+
+    done = polar_serve(ask, "--engine", "tests.cli.test_logs:QuotingEngine", *options)
+    return done.stderr.splitlines(), sessions[0]
 
 
 @pytest.mark.slow
-def test_a_session_and_a_failed_call_are_one_line_each(polar_home: Path, tmp_path: Path) -> None:
-    lines, session_id = log_of_serve(tmp_path)
+def test_a_session_and_a_failed_call_are_one_line_each(polar_home: Path) -> None:
+    lines, session_id = log_of_serve()
     opened, failed = (line for line in lines if session_id in line)
     assert re.fullmatch(rf"[-\d]+ [:\d]+ INFO session {session_id} opened \(request_id=req_\w+\)", opened)
     assert "WARNING call call_" in failed
@@ -79,8 +69,8 @@ def test_a_session_and_a_failed_call_are_one_line_each(polar_home: Path, tmp_pat
 
 
 @pytest.mark.slow
-def test_the_log_can_be_json_of_a_higher_level(polar_home: Path, tmp_path: Path) -> None:
-    lines, session_id = log_of_serve(tmp_path, "--log-format", "json", "--log-level", "warning")
+def test_the_log_can_be_json_of_a_higher_level(polar_home: Path) -> None:
+    lines, session_id = log_of_serve("--log-format", "json", "--log-level", "warning")
     assert lines.pop().startswith("stopped")
     (failed,) = (found for line in lines if (found := orjson.loads(line)).get("session_id") == session_id)
     assert (failed["level"], failed["status"], failed["http_status"]) == ("warning", "upstream_error", 502)

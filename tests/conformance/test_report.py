@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from polar_proxy.conformance.checks import CheckResult
+from polar_proxy.conformance.checks import CHECKS, CheckResult
 from polar_proxy.conformance.measure import HarnessRow
 from polar_proxy.conformance.report import CONFORMANCE
 from polar_proxy.engines.scripted import INFO
@@ -56,10 +56,14 @@ def own_folders(polar_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("tempfile.tempdir", None)
 
 
-def test_command_writes_both_files(own_folders: None, tmp_path: Path) -> None:
+def test_command_writes_both_files(own_folders: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With two of the checks: `test_measure.py` runs all of them."""
     out = tmp_path / "docs"
+    for name in CHECKS.keys() - {"lost", "exit_ok"}:
+        monkeypatch.delitem(CHECKS, name)
     printed = polar_json("conformance", *AGENT, "--sandbox", "process", "--slow", "0.2", "--out-dir", str(out))
     assert printed == json.loads((out / "conformance.json").read_text())
+    assert printed["harnesses"][0]["checks"].keys() == CHECKS.keys()
     assert printed["harnesses"][0]["lost"] == printed["harnesses"][0]["doubled"] == 0
     assert "small-agent" in (out / "conformance.md").read_text()
 

@@ -30,7 +30,7 @@ class CountedService:
     def counts(self) -> dict[str, Any]:
         names = ("inside", "waiting", "limit", "entered", "waited_seconds")
         stage = {**dict.fromkeys(names, 1), "refusals": {"engine": 1}}
-        pool = dict.fromkeys(("on_shelf", "size", "hits", "misses", "dead", "waited_seconds"), 1)
+        pool = dict.fromkeys(("waiting", "size", "hits", "misses", "dead", "waited_seconds"), 1)
         return {"in_flight": 1, "stages": {"running": stage}, "pool": pool}
 
 

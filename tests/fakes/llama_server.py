@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import count
@@ -136,11 +137,13 @@ class FakeLlama(FakeServer):
         if planned is not None:
             tokens = [*tokenized(planned), END] if isinstance(planned, str) else planned
             self._planned, self._answered = [*body["prompt"], *tokens], len(body["prompt"])
-        chunks, tokens = self.chunks(body)
+        tokens = list(body["prompt"])
+        chunks = self.chunks(body, tokens, self._planned)
         if not body.get("stream"):
+            *chunks, last = chunks
             entries = [entry for chunk in chunks for entry in chunk.get("completion_probabilities", ())]
             probabilities = {"completion_probabilities": entries} if entries else {}
-            return web.json_response({**chunks[-1], "tokens": tokens, **probabilities})
+            return web.json_response({**last, "tokens": tokens[len(body["prompt"]) :], **probabilities})
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(request)
         try:
@@ -159,18 +162,16 @@ class FakeLlama(FakeServer):
         """Return whether a prompt ends within the latest scripted answer."""
         return self._answered < len(prompt) < len(self._planned) and self._planned[: len(prompt)] == prompt
 
-    def chunks(self, body: Json) -> tuple[list[Json], list[int]]:
-        """Return the chunks of an answer, of which the last one ends it, and its tokens.
+    def chunks(self, body: Json, before: list[int], planned: list[int]) -> Iterator[Json]:
+        """Yield the chunks of an answer, of which the last one ends it, and append its tokens to those of the prompt.
 
         Tokens that end within a character have no chunk, and no log-probability.
         """
-        prompt, data, sent = body["prompt"], b"", 0
+        data, sent = b"", 0
         draw = random.Random(body.get("seed", 0))
-        out: list[Json] = []
-        common = {"index": 0, "id_slot": 1, "tokens_evaluated": len(prompt)}
-        before = list(prompt)
+        common = {"index": 0, "id_slot": 1, "tokens_evaluated": len(before)}
         for number in count(1):
-            token = self._next(before, body, draw)
+            token = self._next(before, planned, body, draw)
             entry = self._entry(before, token, body)
             before.append(token)
             data += data_of(token)
@@ -182,19 +183,18 @@ class FakeLlama(FakeServer):
                 entry |= {"token": text, "bytes": list(text.encode())}  # not only the token's own
                 entry |= {"id": token + 1} if "two_ids" in self.limits else {}
                 chunk = {"content": text, "tokens": [], "stop": False, "tokens_predicted": number, **common}
-                out.append(chunk | ids_ | probabilities)
+                yield chunk | ids_ | probabilities
             stop = "eos" if token in STOPS else "limit" if number >= body["n_predict"] else None
             if stop is not None:
                 settings = {name: body.get(name) for name in ("mirostat", "n_probs", "post_sampling_probs")}
                 settings["samplers"] = ["top_k"] if "no_settings" in self.limits else body["samplers"]
                 last = {"content": "", "tokens": [], "stop": True, "tokens_predicted": number, "stop_type": stop}
                 more = {"stopping_word": "", "timings": {"cache_n": 0}, "generation_settings": settings}
-                return [*out, last | more | common], before[len(prompt) :]
-        raise AssertionError("unreachable")
+                yield last | more | common
+                return
 
-    def _next(self, before: list[int], body: Json, draw: random.Random) -> int:
+    def _next(self, before: list[int], planned: list[int], body: Json, draw: random.Random) -> int:
         forced = [token for token, bias in body.get("logit_bias") or () if bias >= 100]
-        planned = self._planned
         if not forced and body.get("stream") and len(planned) > len(before) and planned[: len(before)] == before:
             return planned[len(before)]
         values = sampled_logprobs(before[-1], body)

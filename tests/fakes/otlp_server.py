@@ -6,10 +6,11 @@ import gzip
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from tests.fakes.http_server import serve_http
 
 
 class OtlpServer:
@@ -47,26 +48,14 @@ def attributes_of(span: Any) -> dict[str, Any]:
 def otlp_server() -> Iterator[OtlpServer]:
     server = OtlpServer()
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["content-length"]))
-            server.gate.wait(30)
-            server.take(body, {name.lower(): value for name, value in self.headers.items()})
-            self.send_response(200)
-            self.send_header("content-length", "0")
-            self.end_headers()
+    def answer(headers: dict[str, str], body: bytes) -> tuple[int, bytes]:
+        server.gate.wait(30)
+        server.take(body, headers)
+        return 200, b""
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.url = f"http://127.0.0.1:{http.server_port}/v1/traces"
-    thread = threading.Thread(target=http.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.gate.set()
-        http.shutdown()
-        http.server_close()
-        thread.join()
+    with serve_http(answer) as url:
+        server.url = f"{url}/v1/traces"
+        try:
+            yield server
+        finally:
+            server.gate.set()

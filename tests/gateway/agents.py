@@ -12,10 +12,12 @@ from openai import AsyncOpenAI
 
 from polar_proxy.engines.base import Engine
 from polar_proxy.engines.scripted import ScriptedEngine
+from polar_proxy.gateway import Gateway
 from polar_proxy.sessions.identity import hash_key
 from polar_proxy.store import Store
 from polar_proxy.types import CallRecord, ChatRequest
 from tests.conftest import Serve
+from tests.until import GUARD_SECONDS
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
@@ -46,6 +48,14 @@ async def recorded_calls(store: Store, count: int = 0) -> list[CallRecord]:
             await asyncio.sleep(0.02)
     (session,) = await store.sessions.recent()
     return list(await store.calls.of_session(session.session_id))
+
+
+async def until_ready(http: httpx.AsyncClient, gateway: Gateway, status: int = 200) -> dict[str, Any]:
+    """Return the answer of the gateway's /readyz once it has this status."""
+    async with asyncio.timeout(GUARD_SECONDS):
+        while (answer := await http.get(f"{gateway.url}/readyz")).status_code != status:
+            await asyncio.sleep(0.05)
+    return dict(answer.json())
 
 
 async def only_call(store: Store) -> CallRecord:

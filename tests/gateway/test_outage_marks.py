@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from polar_proxy.store import Store, open_store
 from polar_proxy.store.repositories.outage_marks import OutageMark, OutageMarks
 from tests.conftest import Serve
 from tests.fakes.store_faults import away
-from tests.gateway.agents import CHAT, client, new_session
+from tests.gateway.agents import CHAT, client, new_session, until_ready
 from tests.gateway.shared_gateways import run_killable_gateway
 from tests.gateway.test_real_outages import fill, small_disk
 
@@ -79,8 +78,7 @@ async def test_nothing_is_left_after_an_outage_that_ended(serve: Serve, store: S
     async with serve(ScriptedEngine()) as gateway, client(gateway.url, "own") as http:
         with away(store):
             assert (await http.post("/chat/completions", json=CHAT)).status_code == 200
-        while gateway.recording_problem is not None:
-            await asyncio.sleep(0.02)
+        await until_ready(http, gateway)
     assert list((tmp_path / "unrecorded").iterdir()) == []
 
 

@@ -21,7 +21,7 @@ from polar_proxy.config import GatewaySettings
 from polar_proxy.engines.scripted import ScriptedEngine
 from polar_proxy.gateway import Gateway
 from polar_proxy.store import Store, open_store
-from tests.gateway.agents import client, new_session
+from tests.gateway.agents import client, new_session, until_ready
 from tests.until import GUARD_SECONDS
 
 pytestmark = pytest.mark.full
@@ -76,12 +76,6 @@ async def ask(http: httpx.AsyncClient, text: str) -> tuple[httpx.Response, float
     return answer, time.monotonic() - began
 
 
-async def until_ready(gateway: Gateway, http: httpx.AsyncClient) -> None:
-    async with asyncio.timeout(GUARD_SECONDS):
-        while (await http.get(f"{gateway.url}/readyz")).status_code != 200:
-            await asyncio.sleep(0.1)
-
-
 @pytest.mark.parametrize("record", ["required", "best_effort"])
 async def test_full_disk(small_disk: Path, record: str) -> None:
     """Every acknowledged call is stored, the file stays sound, and recording begins again when space is freed."""
@@ -102,10 +96,7 @@ async def test_full_disk(small_disk: Path, record: str) -> None:
             health = (await http.get(f"{gateway.url}/readyz")).json()
             assert "disk is full" in health["record"]["reason"]
             (small_disk / "ballast").unlink()
-            await until_ready(gateway, http)
-            async with asyncio.timeout(GUARD_SECONDS):
-                while gateway.recording_problem is not None:
-                    await asyncio.sleep(0.05)
+            await until_ready(http, gateway)
             acknowledged.append((await ask(http, "after"))[0].headers["x-polar-call-id"])
         assert [call.call_id for call in await store.calls.of_session(session_id)] == acknowledged
         assert await store.sessions.is_incomplete(session_id) == (record == "best_effort")
@@ -145,7 +136,7 @@ async def test_postgresql_away(postgres_process: Postgres, tmp_path: Path, how: 
                     os.kill(pid, signal.SIGCONT)
                 if how == "killed":
                     await asyncio.to_thread(postgres_process.start)
-            await until_ready(gateway, http)
+            await until_ready(http, gateway)
             async with asyncio.timeout(GUARD_SECONDS):
                 while (await ask(http, "after"))[0].status_code != 200:
                     await asyncio.sleep(0.2)

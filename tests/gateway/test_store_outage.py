@@ -14,7 +14,6 @@ import pytest
 from polar_proxy.engines.scripted import ScriptedEngine
 from polar_proxy.errors import EngineError, StoreError
 from polar_proxy.export import export
-from polar_proxy.gateway import Gateway
 from polar_proxy.gateway.health import StoreMonitor
 from polar_proxy.sessions.identity import hash_key
 from polar_proxy.store import SessionRow, Store
@@ -22,7 +21,7 @@ from polar_proxy.traces.operations import build_traces, find_targets, rebuild
 from polar_proxy.types import CallRecord
 from tests.conftest import Serve
 from tests.fakes.store_faults import FULL, away, failing_writes, hanging
-from tests.gateway.agents import CHAT, client, events_of, new_session
+from tests.gateway.agents import CHAT, client, events_of, new_session, until_ready
 from tests.gateway.random_bodies import ROUTES
 from tests.until import GUARD_SECONDS, until
 
@@ -34,20 +33,6 @@ RECORDED = [name for name, route in ROUTES.items() if route.recorded]
 async def new_rollout_session(store: Store, key: str) -> str:
     row = await store.sessions.create(key_hash=hash_key(key), label=None, rollout_id="rollout_1", origin="rollout")
     return row.session_id
-
-
-async def ready(http: httpx.AsyncClient, gateway: Gateway, status: int) -> dict[str, Any]:
-    """Return the answer of /readyz once it has this status."""
-    async with asyncio.timeout(GUARD_SECONDS):
-        while (answer := await http.get(f"{gateway.url}/readyz")).status_code != status:
-            await asyncio.sleep(0.05)
-    return dict(answer.json())
-
-
-async def recovered(gateway: Gateway) -> None:
-    async with asyncio.timeout(GUARD_SECONDS):
-        while gateway.recording_problem is not None:
-            await asyncio.sleep(0.02)
 
 
 async def until_marked(store: Store, session_id: str) -> None:
@@ -77,7 +62,7 @@ async def test_required_calls_are_refused_in_the_dialects_form(serve: Serve, sto
             if "stream" not in name:
                 assert first.status_code == 503
                 assert route.key not in first.json()
-        await recovered(gateway)
+        await until_ready(http, gateway)
         assert (await http.post(route.path, json=body, headers=headers)).status_code == 200
         assert gateway.refusal(session_id) is None
 
@@ -99,7 +84,7 @@ async def test_a_refused_call_leaves_the_session_complete(serve: Serve, store: S
     async with serve(ScriptedEngine()) as gateway, client(gateway.url, "own") as http:
         with failing_writes(store):
             assert (await http.post("/chat/completions", json=CHAT)).status_code == 503
-        await recovered(gateway)
+        await until_ready(http, gateway)
         assert (await http.post("/chat/completions", json=CHAT)).status_code == 200
         assert gateway.sessions.lost(session_id) == 0
     assert not await store.sessions.is_incomplete(session_id)
@@ -124,7 +109,7 @@ async def test_best_effort_answers_and_marks_the_session(
                 assert answer.status_code == 200
                 assert route.key in answer.text
         await until_marked(store, session_id)
-        await recovered(gateway)
+        await until_ready(http, gateway)
         assert (await http.post(route.path, json=body, headers=headers)).status_code == 200
     outage = [record for record in caplog.records if record.name.startswith("polar_proxy")]
     outage = [record for record in outage if record.levelno >= logging.WARNING]
@@ -159,7 +144,7 @@ async def test_the_next_turn_is_not_joined_to_an_unrecorded_one(serve: Serve, st
         first = await turn()
         with failing_writes(store):
             unrecorded = [await turn(), await turn()]
-        await recovered(gateway)
+        await until_ready(http, gateway)
         third = await turn()
     calls = {call.call_id: call for call in await store.calls.of_session(session_id)}
     assert list(calls) == [first, third]
@@ -173,7 +158,7 @@ async def test_an_unknown_key_is_answered_and_stored_later(serve: Serve, store: 
         with fault(store):
             assert (await http.post("/chat/completions", json=CHAT)).status_code == 200
             assert (await http.post("/chat/completions", json=CHAT)).status_code == 200
-        await recovered(gateway)
+        await until_ready(http, gateway)
         answer = await http.post("/chat/completions", json=CHAT)
         assert answer.status_code == 200
     (session,) = await store.sessions.recent()
@@ -210,7 +195,7 @@ async def test_a_known_key_keeps_its_session_after_an_outage(serve: Serve, store
     async with serve(ScriptedEngine()) as gateway, client(gateway.url, "known") as http:
         with away(store):
             assert (await http.post("/chat/completions", json=CHAT)).status_code == 200
-        await recovered(gateway)
+        await until_ready(http, gateway)
         answer = await http.post("/chat/completions", json=CHAT)
         assert answer.headers["x-polar-session-id"] == session_id
     (session,) = await store.sessions.recent()
@@ -262,7 +247,7 @@ async def test_a_hanging_store_delays_no_health_check(serve: Serve, store: Store
                 assert answer.json()["sample"] == {"ok": True, "reason": None}
                 assert (await http.get(f"{gateway.url}/healthz")).json()["status"] == "ok"
             assert (await http.post("/chat/completions", json=CHAT)).status_code == 503
-        await ready(http, gateway, 200)
+        await until_ready(http, gateway)
         assert (await http.post("/chat/completions", json=CHAT)).status_code == 200
     assert len(await store.calls.of_session(session_id)) == 2
 
@@ -289,13 +274,13 @@ async def test_a_lost_engine_shows_in_readyz_and_comes_back(serve: Serve, store:
 
     engine.health = health  # type: ignore[method-assign]
     async with serve(engine) as gateway, client(gateway.url) as http:
-        await ready(http, gateway, 200)
+        await until_ready(http, gateway)
         down.append("the engine is gone")
-        body = await ready(http, gateway, 503)
+        body = await until_ready(http, gateway, 503)
         assert body["sample"] == {"ok": False, "reason": "the engine is gone"}
         assert body["record"]["ok"]
         down.clear()
-        await ready(http, gateway, 200)
+        await until_ready(http, gateway)
 
 
 @pytest.mark.parametrize("name", RECORDED)

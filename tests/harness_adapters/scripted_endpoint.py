@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from tests.fakes.http_server import serve_http
 
 Reply = tuple[int, Mapping[str, Any]]
 Script = Callable[[Mapping[str, Any]], Reply]
@@ -46,30 +46,12 @@ def serve(script: Script) -> Iterator[ScriptedEndpoint]:
     """Serve on a free port while the block runs."""
     state = ScriptedEndpoint()
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+    def answer(headers: dict[str, str], body: bytes) -> tuple[int, bytes]:
+        request = json.loads(body)
+        state.requests.append((headers, request))
+        status, reply = script(request)
+        return status, json.dumps(reply).encode()
 
-        def log_message(self, format: str, *args: Any) -> None:
-            del format, args
-
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            state.requests.append(({name.lower(): value for name, value in self.headers.items()}, body))
-            status, answer = script(body)
-            data = json.dumps(answer).encode()
-            self.send_response(status)
-            self.send_header("content-type", "application/json")
-            self.send_header("content-length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    state.base_url = f"http://127.0.0.1:{server.server_address[1]}/v1"
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
+    with serve_http(answer) as url:
+        state.base_url = f"{url}/v1"
         yield state
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()

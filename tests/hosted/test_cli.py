@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import signal
-import subprocess
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 import tiktoken
 
-from tests.cli.process import POLAR, environment
-from tests.cli.runner import polar_error, polar_json, polar_ok
+from tests.cli.runner import polar_error, polar_json, polar_ok, polar_serve
 from tests.fakes.providers import KEY, Provider, Scripted
 from tests.hosted.stand_ins import PROVIDERS, providers, running
 
@@ -21,44 +18,30 @@ pytestmark = pytest.mark.slow
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "seed": 3, "n": 1}
 
 
-def serve_one_call(api: Provider, provider: str, folder: Path) -> None:
+@pytest.fixture(autouse=True)
+def key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POLAR_ENGINE__API_KEY", KEY)
+
+
+def serve_one_call(api: Provider, provider: str) -> None:
     """Run `polar serve` as the guide says, send a request, and stop it."""
-    options = ("--engine", provider, "--engine-url", api.url, "--model", api.model)
-    with subprocess.Popen(
-        [POLAR, "serve", *options, "--port", "0", "--json"],
-        env=environment() | {"POLAR_ENGINE__API_KEY": KEY},
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        ready = ""
-        while not ready.rstrip().endswith("}"):
-            line = process.stdout.readline()
-            assert line, process.stderr.read()
-            ready += line
-        try:
-            answer = httpx.post(
-                json.loads(ready)["url"] + "/v1/chat/completions",
-                json=CHAT,
-                headers={"authorization": "Bearer agent"},
-                timeout=60,
-            )
-            assert answer.status_code == 200, answer.text
-        finally:
-            process.send_signal(signal.SIGINT)
-            _, errors = process.communicate(timeout=60)
-    assert KEY not in errors
+
+    def ask(ready: dict[str, Any]) -> None:
+        url, headers = ready["url"] + "/v1/chat/completions", {"authorization": "Bearer agent"}
+        answer = httpx.post(url, json=CHAT, headers=headers, timeout=60)
+        assert answer.status_code == 200, answer.text
+
+    done = polar_serve(ask, "--engine", provider, "--engine-url", api.url, "--model", api.model)
+    assert done.exit_code == 130
+    assert KEY not in done.stderr
 
 
 @providers
-def test_serve_records_and_show_prints_tokens_and_price(polar_home: Path, tmp_path: Path, provider: str) -> None:
+def test_serve_records_and_show_prints_tokens_and_price(polar_home: Path, provider: str) -> None:
     api = PROVIDERS[provider]()
     api.script(Scripted("Hello."))
     with running(api):
-        serve_one_call(api, provider, tmp_path)
+        serve_one_call(api, provider)
     (session,) = polar_json("sessions")["sessions"]
     assert (session["prompt_tokens"], session["completion_tokens"]) == (100, 20)
     assert session["price_usd"] > 0
@@ -81,7 +64,7 @@ def test_archives_keep_tokens_prices_and_signatures(polar_home: Path, tmp_path: 
     api = PROVIDERS["anthropic"]()
     api.script(Scripted("Hello.", reasoning="Hm."))
     with running(api):
-        serve_one_call(api, "anthropic", tmp_path)
+        serve_one_call(api, "anthropic")
     before = polar_json("show", "last")
     archive, copy = str(tmp_path / "runs.polar"), str(tmp_path / "copy.db")
     polar_ok("db", "export", archive)
@@ -95,7 +78,7 @@ def test_archives_keep_tokens_prices_and_signatures(polar_home: Path, tmp_path: 
 
 
 def test_tokens_of_a_hosted_answer_are_shown_with_their_positions(
-    polar_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    polar_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks = {bytes([value]): value for value in range(256)} | {b"He": 256}
     encoding = tiktoken.Encoding("small", pat_str=r"[\s\S]+", mergeable_ranks=ranks, special_tokens={})
@@ -103,15 +86,14 @@ def test_tokens_of_a_hosted_answer_are_shown_with_their_positions(
     api = PROVIDERS["openai"]()
     api.script(Scripted("Hey"))
     with running(api):
-        serve_one_call(api, "openai", tmp_path)
+        serve_one_call(api, "openai")
     call_id = polar_json("show", "last")["calls"][0]["call_id"]
     assert polar_json("show", call_id, "--tokens")["choices"][0]["token_texts"] == ["He", "y"]
     assert polar_ok("show", call_id, "--tokens").rstrip().endswith('0 "He"\n2 "y"')
 
 
 @providers
-def test_doctor_names_the_model_and_its_price(polar_home: Path, provider: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("POLAR_ENGINE__API_KEY", KEY)
+def test_doctor_names_the_model_and_its_price(polar_home: Path, provider: str) -> None:
     api = PROVIDERS[provider]()
     with running(api):
         options = ("--engine", provider, "--engine-url", api.url, "--model", api.model)

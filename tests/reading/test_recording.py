@@ -51,8 +51,9 @@ def test_other_libraries_take_a_frame_by_arrows_interface(recorded: Recorded) ->
     table = pyarrow.table(frame)
     assert table.num_rows == len(frame) == 12
     polars = pytest.importorskip("polars", reason="pip install polars")
-    assert polars.DataFrame(frame)["call_id"].to_list() == frame.columns["call_id"]
-    assert frame.to_polars()["token_ids"].to_list() == frame.columns["token_ids"]
+    taken = polars.DataFrame(frame)
+    assert taken["call_id"].to_list() == frame.columns["call_id"]
+    assert taken["token_ids"].to_list() == frame.columns["token_ids"]
 
 
 async def test_reading_works_while_an_event_loop_runs(recorded: Recorded) -> None:

@@ -40,7 +40,7 @@ async def test_refills_with_the_same_specification() -> None:
 async def test_replaces_a_dead_sandbox() -> None:
     async with SandboxPool(1) as pool:
         pool.expect("process", SPEC)
-        _, task = pool._shelf[0]
+        _, task = pool._waiting[0]
         await (await task).close()
         sandbox = await pool.take("process", SPEC)
         assert (await sandbox.exec(("true",))).exit_code == 0
@@ -62,7 +62,7 @@ async def test_holds_at_most_its_size() -> None:
     async with SandboxPool(1, opener=opener) as pool:
         pool.expect("process", SPEC)
         pool.expect("process", SPEC)
-        await pool._shelf[0][1]
+        await pool._waiting[0][1]
         pool.expect("process", OTHER)  # replaces a waiting sandbox, and cannot be opened
         assert pool.waiting == 1
         with pytest.raises(SandboxError, match="no room"):
@@ -88,7 +88,7 @@ async def test_holds_as_many_as_are_taken_while_one_opens() -> None:
         await asyncio.gather(take(), take(), take())
         assert (pool.count.hits, pool.count.misses) == (6, 3)
         assert pool.counts() | {"waited_seconds": 0} == {
-            "on_shelf": pool.waiting,
+            "waiting": pool.waiting,
             "size": 8,
             "hits": 6,
             "misses": 3,

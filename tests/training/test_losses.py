@@ -105,26 +105,18 @@ def test_adaptive_bounds_by_hand() -> None:
     advantage = torch.tensor([1.0, 1.0, -1.0, -1.0, -1.0], dtype=torch.float64)
     settings = {"low": (0.6, 0.9), "high": (1.2, 3.0), "step": 0.1}
     # [0.6, 1.2]: positive 1.0 (1.35 is clipped); negative 0.65 + 0.85 + 1 = 2.5 -> 1 / 3.5 = 0.2857.
-    assert adaptive_bounds(ratio, advantage, target=0.2, **settings).low == pytest.approx(0.6)
+    assert adaptive_bounds(ratio, advantage, target=0.2, **settings) == pytest.approx((0.6, 1.2))
     # Low 0.7 clips 0.65: 1 / (1 + 1.85) = 0.351 reaches 0.3, and the upper bound stays.
-    bounds = adaptive_bounds(ratio, advantage, target=0.3, **settings)
-    assert (bounds.low, bounds.high) == (pytest.approx(0.7), pytest.approx(1.2))
-    assert bounds.positive_share == pytest.approx(1 / 2.85)
+    assert adaptive_bounds(ratio, advantage, target=0.3, **settings) == pytest.approx((0.7, 1.2))
+    assert adaptive_bounds(ratio, advantage, target=1 / 2.84, **settings) == pytest.approx((0.9, 1.2))
     # 0.5: low 0.8 changes nothing, 0.9 clips 0.85: 1 / 2 = 0.5 is reached.
-    bounds = adaptive_bounds(ratio, advantage, target=0.5, **settings)
-    assert (bounds.low, bounds.high, bounds.positive_share) == (
-        pytest.approx(0.9),
-        pytest.approx(1.2),
-        pytest.approx(0.5),
-    )
+    assert adaptive_bounds(ratio, advantage, target=0.5, **settings) == pytest.approx((0.9, 1.2))
     # 0.6: low is at its limit; high 1.3, then 1.4 includes 1.35: 2.35 / 3.35 = 0.701.
-    bounds = adaptive_bounds(ratio, advantage, target=0.6, **settings)
-    assert (bounds.low, bounds.high) == (pytest.approx(0.9), pytest.approx(1.4))
-    assert bounds.positive_share == pytest.approx(2.35 / 3.35)
+    assert adaptive_bounds(ratio, advantage, target=0.6, **settings) == pytest.approx((0.9, 1.4))
+    assert adaptive_bounds(ratio, advantage, target=2.35 / 3.34, **settings) == pytest.approx((0.9, 3.0))
     # An unreachable target moves both bounds to their limits; without negative tokens they stay.
-    bounds = adaptive_bounds(ratio, advantage, target=0.99, **settings)
-    assert (bounds.low, bounds.high) == (pytest.approx(0.9), pytest.approx(3.0))
-    assert adaptive_bounds(ratio, advantage.abs(), target=0.9, **settings).positive_share == 1.0
+    assert adaptive_bounds(ratio, advantage, target=0.99, **settings) == pytest.approx((0.9, 3.0))
+    assert adaptive_bounds(ratio, advantage.abs(), target=0.9, **settings) == pytest.approx((0.6, 1.2))
 
 
 def test_bapo_by_hand() -> None:

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from polar_proxy.api_models import CallChoice, RolloutRecord, SessionCall, SessionDetail, StoryMessage
 
 _SHOWN_LINES, _SHOWN_END = 10, 3
-"""Lines of a longer text that are shown at its beginning and end."""
+"""Number of lines of a longer text that are shown at its beginning, and at its end."""
 _ARGUMENT_LINES = 6
 _SYSTEM_LINES = 2
 _MARGIN = 4
-"""Columns before text from agents."""
+"""Width of the margin before text from agents, in columns."""
 _EDGE_COLOURS = {
     "root": "bold cyan",
     "continues": "cyan",
@@ -174,7 +174,10 @@ def _print_message(message: StoryMessage) -> None:
 
 
 def _arguments(text: str) -> str:
-    """Return a call's only argument, if it is a string, without its JSON form (a shell command); else `text` itself."""
+    """Return the arguments of a tool call for reading. `text`: the arguments as JSON.
+
+    If the only argument is a string, such as a shell command, return the string; otherwise return `text`.
+    """
     try:
         value = orjson.loads(text)
     except orjson.JSONDecodeError:

@@ -52,7 +52,7 @@ def _service_lines(service: ServiceState) -> Iterator[RenderableType]:
         yield Text(f"feed       {format_counts(service.feed)}")
     if service.pool is not None and service.pool.size:
         pool = service.pool
-        yield Text(f"sandboxes  {pool.on_shelf} of {pool.size} warm, {pool.hits} hits, {pool.misses} misses")
+        yield Text(f"sandboxes  {pool.waiting} of {pool.size} warm, {pool.hits} hits, {pool.misses} misses")
 
 
 def _engine_lines(engine: EngineState, version: str | None) -> Iterator[RenderableType]:

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _WIDTH = 40
-"""Columns of a sparkline; a longer curve shows its last values."""
+"""Width of a sparkline in columns; a longer curve shows its last values."""
 _TIMED_STEPS = 10
-"""Last steps whose mean duration predicts the time left."""
+"""Number of the last steps whose mean duration predicts the time left."""
 CURVES = (
     ("reward", "reward"),
     ("solved_share", "solved"),
@@ -35,7 +35,7 @@ CURVES = (
     ("length_mean", "length"),
     ("step_seconds", "seconds"),
 )
-"""(value of a step's line, name of its curve)"""
+"""(field of a step's line in metrics.jsonl, name of its curve)"""
 
 
 def sparkline(values: Sequence[float | None], width: int = _WIDTH) -> str:

@@ -60,9 +60,9 @@ class AnthropicEncoder(Encoder):
     eager: frozenset[str]
     """Names of the tools with `eager_input_streaming`."""
     send_thinking: bool
-    """The client requested thinking."""
+    """True if the client requested thinking."""
     omit_thinking: bool
-    """Thinking blocks have a signature, but no text."""
+    """True if thinking blocks have a signature, but no text."""
     _started: bool = field(default=False, init=False)
     _block_count: int = field(default=0, init=False)
     """Number of blocks begun so far; the index of the next one."""

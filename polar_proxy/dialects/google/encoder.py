@@ -110,11 +110,11 @@ class _CandidateStream:
 class GoogleEncoder(Encoder):
     model: str
     sse: bool
-    """Stream server-sent events, otherwise a JSON array."""
+    """True: stream server-sent events; False: stream a JSON array."""
     thoughts: bool
     logprobs: bool
     enum: bool
-    """The answer is one value of an enumeration, sampled as a JSON string."""
+    """True if the answer is one value of an enumeration, sampled as a JSON string."""
     _started: bool = field(default=False, init=False)
     _streams: dict[int, _CandidateStream] = field(default_factory=dict, init=False)
 

@@ -25,7 +25,7 @@ class _CustomCall:
     id: str | None
     name: str
     announced: bool = False
-    """The client got its id and name."""
+    """True once the client got the id and the name of the tool call."""
     decoder: CustomInputDecoder = field(default_factory=CustomInputDecoder)
 
 
@@ -40,7 +40,7 @@ class ChatEncoder(OpenAIEncoder):
     custom_tools: frozenset[str]
     """Names of the custom tools."""
     legacy_functions: bool
-    """The client reads a tool call as `function_call`."""
+    """True if the client reads a tool call as `function_call`."""
     _started: set[int] = field(default_factory=set, init=False)
     """Indexes of the choices whose first chunk was written."""
     _custom_calls: dict[tuple[int, int], _CustomCall] = field(default_factory=dict, init=False)

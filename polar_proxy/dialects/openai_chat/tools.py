@@ -30,7 +30,7 @@ class ChatTools:
     custom: frozenset[str] = frozenset()
     """Names of the custom tools."""
     legacy: bool = False
-    """They came in the field `functions`."""
+    """True if the tools came in the deprecated field `functions`."""
     of_provider: tuple[str, ...] = ()
     """Types of the tools that the provider itself runs. They are not offered."""
 

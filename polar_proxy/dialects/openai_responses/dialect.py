@@ -2,7 +2,7 @@
 
 Modules for the request: `tools` (the functions offered for the client's tools), `references` and `input` (items to
 messages). For the response: `items` (answer to items, ids), `encoder` (the response object and the event stream) and
-`stored` (the same two, made of the record).
+`stored` (the same two, made from the record).
 
 References of a body by id (`previous_response_id`, items) are replaced by the items before it is parsed (`references`),
 and the new call is recorded whole. Every call is recorded; with `store: false` it cannot be retrieved or referred to.

@@ -1,6 +1,6 @@
 """Recorded responses as the API shows them: the response object, its event stream and its input items.
 
-They are made of the record alone. The object equals the one that the client got, except that the items of the answer
+They are made from the record alone. The object equals the one that the client got, except that the items of the answer
 are in the order reasoning, text, tool calls, and that there are no log-probabilities, because the record does not have
 the texts of single tokens. The stream has each text in one piece.
 """
@@ -71,7 +71,7 @@ def recorded_answer(call: CallRecord) -> Answer:
 def listed_input(call: CallRecord) -> list[Json]:
     """Return the items that a response was generated from, in order, each with an id and as the API shows it.
 
-    Instructions are left out. An item without an id of the client gets one by which it can be referred to.
+    Instructions are left out. An item to which the client gave no id gets one, by which later requests can refer to it.
     """
     items: list[Json] = [orjson.loads(message) for message in call.messages]
     return [

@@ -94,7 +94,7 @@ class OfferedTool:
     kind: str
     """`function`, `custom`, `tool_search`, or a key of `BUILT_IN_TOOLS`."""
     name: str
-    """Its name in the client."""
+    """Name of the tool in the client's request, without its namespace."""
     namespace: str | None
     function: Json
 

@@ -1,4 +1,4 @@
-"""Engines that ask a provider's API, in the provider's own form: OpenAI (and compatible APIs), Anthropic and Google.
+"""Engines that call a provider's API, in the provider's own form: OpenAI (and compatible APIs), Anthropic and Google.
 
 They return no token ids. Their calls are recorded as text, with the provider's own count of the tokens and its price,
 and have the status `no_tokens`: `polar rescore` turns them into off-policy rows, with the tokens of another engine.

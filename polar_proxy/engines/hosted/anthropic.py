@@ -8,7 +8,7 @@ from urllib.parse import quote
 import orjson
 
 from polar_proxy.engines.hosted.anthropic_request import anthropic_body, anthropic_prompt
-from polar_proxy.engines.hosted.base import CONTEXT_LENGTH, HostedDecoder, HostedEngine
+from polar_proxy.engines.hosted.base import CONTEXT_LENGTH, HostedDecoder, HostedEngine, hosted_info
 from polar_proxy.engines.hosted.errors import stream_error
 from polar_proxy.engines.openai_client import AnswerDecoder
 from polar_proxy.engines.openai_stream import parse_json
@@ -18,7 +18,7 @@ from polar_proxy.types import ChatRequest, EngineInfo, EngineRequest, Json, Prov
 ANTHROPIC_URL = "https://api.anthropic.com"
 _VERSION = "2026-10-21"
 _MAX_TOKENS = 8192
-"""`max_tokens`, which the API requires, if neither the client nor the list of models gives a limit."""
+"""Value of `max_tokens`, which the API requires, if neither the client nor the list of models gives a limit."""
 _FINISH_REASONS = {
     "end_turn": "stop",
     "stop_sequence": "stop",
@@ -53,17 +53,8 @@ class AnthropicEngine(HostedEngine):
         else:
             raise await self._connect_error(response)
         self._max_tokens = card.get("max_tokens") or _MAX_TOKENS
-        return EngineInfo(
-            engine="anthropic",
-            version=_VERSION,
-            model=self._model,
-            context_length=card.get("max_input_tokens") or CONTEXT_LENGTH,
-            template_hash=None,
-            logprob_mode="raw",
-            capabilities=frozenset(
-                {"tools", "json_schema", "tool_choice_required", "images", "hosted", "signed_answers"}
-            ),
-        )
+        length = card.get("max_input_tokens") or CONTEXT_LENGTH
+        return hosted_info("anthropic", _VERSION, self._model, length, signed_answers=True)
 
     def _encode(self, request: EngineRequest, stream: bool) -> tuple[str, Json]:
         if not isinstance(request, ChatRequest):
@@ -76,7 +67,7 @@ class AnthropicEngine(HostedEngine):
         return MessageDecoder(self.client.name, self.info.model)
 
     async def count_tokens(self, request: ChatRequest) -> int:
-        """Return the provider's own count."""
+        """Return the number of prompt tokens as the provider counts them."""
         prompt = await self.client.thread.run(request.large, anthropic_prompt, request, self.info.model)
         answer = await self.client.json("POST", "/v1/messages/count_tokens", prompt)
         return int(answer["input_tokens"])

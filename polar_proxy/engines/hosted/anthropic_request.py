@@ -182,7 +182,7 @@ def _tool_choice(request: ChatRequest) -> Json | None:
 
 
 def _reasoning(options: ClientOptions) -> Json:
-    """Return `thinking` and `output_config`."""
+    """Return the fields `thinking` and `output_config` for the client's reasoning options."""
     thinking: dict[str, Any] = {}
     tokens = 0 if options.effort == "none" else options.thinking_tokens
     if tokens == 0:

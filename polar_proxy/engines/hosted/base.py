@@ -1,4 +1,4 @@
-"""The base of the engines that ask a provider's API: one request out, its answer as events."""
+"""The base of the engines that call a provider's API: one request out, its answer as events."""
 
 from __future__ import annotations
 
@@ -16,14 +16,30 @@ from polar_proxy.engines.hosted.token_counts import TokenCounter, request_text
 from polar_proxy.engines.http_client import HttpResponse
 from polar_proxy.engines.openai_client import AnswerDecoder, OpenAIClient, ServerEngine
 from polar_proxy.errors import EngineDroppedError, EngineError, RequestError
-from polar_proxy.types import ChatRequest, EngineRequest, Json, SampleEvent, Usage
+from polar_proxy.types import ChatRequest, EngineInfo, EngineRequest, Json, SampleEvent, Usage
 
 CONTEXT_LENGTH = 128_000
-"""Reported to harnesses if the API does not say how long its model's context is."""
+"""The context length in tokens that is reported to harnesses if the API does not state that of its model."""
+
+
+def hosted_info(
+    engine: str, version: str, model: str, context_length: int = CONTEXT_LENGTH, *, signed_answers: bool = False
+) -> EngineInfo:
+    """Return the description of a provider's model. `signed_answers`: the provider wants its signatures back."""
+    capabilities = {"tools", "json_schema", "tool_choice_required", "images", "hosted"}
+    return EngineInfo(
+        engine=engine,
+        version=version,
+        model=model,
+        context_length=context_length,
+        template_hash=None,
+        logprob_mode="raw",
+        capabilities=frozenset(capabilities | {"signed_answers"} if signed_answers else capabilities),
+    )
 
 
 class HostedEngine(ServerEngine):
-    """An engine that asks a provider's API."""
+    """An engine that calls a provider's API."""
 
     provider: ClassVar[str]
 

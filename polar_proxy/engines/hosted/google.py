@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 import orjson
 
-from polar_proxy.engines.hosted.base import CONTEXT_LENGTH, HostedDecoder, HostedEngine
+from polar_proxy.engines.hosted.base import CONTEXT_LENGTH, HostedDecoder, HostedEngine, hosted_info
 from polar_proxy.engines.hosted.content import SYSTEM
 from polar_proxy.engines.hosted.errors import stream_error
 from polar_proxy.engines.hosted.google_request import google_body, google_prompt
@@ -56,17 +56,8 @@ class GoogleEngine(HostedEngine):
         if response.status != 200:
             raise await self._connect_error(response)
         card = parse_json(await self.client.read(response), self.client.url)
-        return EngineInfo(
-            engine="google",
-            version=_API,
-            model=self._model,
-            context_length=card.get("inputTokenLimit") or CONTEXT_LENGTH,
-            template_hash=None,
-            logprob_mode="raw",
-            capabilities=frozenset(
-                {"tools", "json_schema", "tool_choice_required", "images", "hosted", "signed_answers"}
-            ),
-        )
+        length = card.get("inputTokenLimit") or CONTEXT_LENGTH
+        return hosted_info("google", _API, self._model, length, signed_answers=True)
 
     def not_carried(self, request: EngineRequest) -> tuple[str, ...]:
         names = set(super().not_carried(request))
@@ -88,7 +79,7 @@ class GoogleEngine(HostedEngine):
         return ContentDecoder(self.client.name, self._model, request.sampling.n)
 
     async def count_tokens(self, request: ChatRequest) -> int:
-        """Return the provider's own count."""
+        """Return the number of prompt tokens as the provider counts them."""
         prompt = await self.client.thread.run(request.large, google_prompt, request)
         body = {"generateContentRequest": {"model": f"models/{self._model}", **prompt}}
         return int((await self.client.json("POST", f"{self._path}:countTokens", body))["totalTokens"])

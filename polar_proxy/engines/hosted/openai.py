@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import ClassVar
 from urllib.parse import urlsplit
 
-from polar_proxy.engines.hosted.base import CONTEXT_LENGTH, HostedEngine
+from polar_proxy.engines.hosted.base import CONTEXT_LENGTH, HostedEngine, hosted_info
 from polar_proxy.engines.hosted.openai_request import chat_fields
 from polar_proxy.engines.http_client import HttpResponse
 from polar_proxy.engines.openai_client import AnswerDecoder, sampling_fields
@@ -68,15 +68,7 @@ class OpenAIEngine(HostedEngine):
         # A model that is not listed may still be served (an alias, a fine-tuned one): the API will report it if not.
         row = (served or {}).get(model, {})
         length = next((row[name] for name in _LENGTH_FIELDS if isinstance(row.get(name), int)), CONTEXT_LENGTH)
-        return EngineInfo(
-            engine="openai",
-            version=urlsplit(self.client.url).hostname or "unknown",
-            model=model,
-            context_length=length,
-            template_hash=None,
-            logprob_mode="raw",
-            capabilities=frozenset({"tools", "json_schema", "tool_choice_required", "images", "hosted"}),
-        )
+        return hosted_info("openai", urlsplit(self.client.url).hostname or "unknown", model, length)
 
     async def _list_models(self) -> dict[str, Json] | None:
         """Return the rows of `/models` by id; None if the API has no such list."""

@@ -194,7 +194,10 @@ def sampling_body(sampling: Sampling, seed: int, context: int, room: int) -> Jso
 
 
 def stream_fields(prompt: Sequence[int]) -> Json:
-    """Return the fields of a streamed answer to exactly these ids. The tags of reasoning and tools are text in it."""
+    """Return the fields of a request for a streamed answer to the prompt ids `prompt`.
+
+    The server writes the tags of reasoning and tool calls into the answer's text, instead of leaving them out.
+    """
     tags = [THINK, END_THINK, CALL, END_CALL]
     fields = {"stream": True, "return_tokens": True, "cache_prompt": True, "preserved_tokens": tags}
     return {"prompt": list(prompt), **fields}

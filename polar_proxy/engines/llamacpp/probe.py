@@ -47,7 +47,7 @@ class LlamaServerModel:
     info: EngineInfo
     template_source: str
     template: ModelTemplate | None
-    """None if this process cannot compile it."""
+    """The model's chat template; None if this process cannot compile it."""
     vocabulary: Vocabulary
     problem: str | None
     """Why conversations with tools cannot be answered, or none can be continued; None if both work."""

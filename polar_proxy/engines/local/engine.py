@@ -35,7 +35,7 @@ _PROMPT_TAIL = 16
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """Everything that exists between entering and leaving the engine."""
+    """The parts of the engine that exist only while it is entered."""
 
     info: EngineInfo
     runner: ModelRunner

@@ -29,7 +29,7 @@ from polar_proxy.sequences import common_prefix_length
 from polar_proxy.types import TokenIds
 
 MIN_REUSE = 16
-"""Tokens. A shorter common prefix is not worth looking up or keeping."""
+"""Length in tokens below which a common prefix is not worth looking up or keeping."""
 _SCORED_CHUNK = 256
 _ATTENTION = "polar_by_sequence"
 

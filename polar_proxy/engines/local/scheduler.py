@@ -37,7 +37,7 @@ CACHE_BYTES = 1 << 29
 SMALL_MODEL = 20_000_000
 """Up to this many parameters one thread is as fast as several, and far faster when the other cores are busy."""
 ANSWER_ROOM = 512
-"""Positions for the answer in a new KV buffer, which doubles when it is full."""
+"""Number of positions for the answer in a new KV buffer. The buffer doubles when it is full."""
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ class Generation:
     """The answer as raw text, one event per token, or an error. Filled and read on the event loop only."""
     cancelled: bool = False
     announced: bool = False
-    """The first event, with the prompt's ids, was delivered."""
+    """True if the first event, with the prompt's ids, was delivered."""
 
 
 @dataclass(slots=True, eq=False)
@@ -102,7 +102,7 @@ class BatchScheduler:
         self._waiting: deque[SequenceState] = deque()
         self._active: list[SequenceState] = []
         self._stepping = False
-        """A step is queued or runs."""
+        """True while a step is queued or runs."""
         self._prefixes = PrefixCache(CACHE_BYTES)
         self._results: list[tuple[Generation, SampleEvent | EngineError]] = []
         self._executor = ThreadPoolExecutor(1, "polar-local-engine")

@@ -100,9 +100,10 @@ class BodyReader:
 
 
 class ResponseDecoder:
-    """Turns an object of the Responses API, or the events of its stream, into events.
+    """Turns a response object of the Responses API, or the events of its stream, into `SampleEvent`s.
 
-    Text comes with its pieces; reasoning and tool calls come at the end, read like the same items in a later request.
+    Text is passed on in the pieces in which it arrives. Reasoning and tool calls are passed on at the end: they are
+    read from the finished output items, as if the items were the input of a later request.
     """
 
     def __init__(self, name: str, read_items: Callable[[list[Json]], Sequence[Message]]) -> None:

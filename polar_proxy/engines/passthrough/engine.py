@@ -18,6 +18,7 @@ from urllib.parse import unquote
 import orjson
 
 from polar_proxy.engines.base import Engine, ExactPrompt
+from polar_proxy.engines.hosted.base import hosted_info
 from polar_proxy.engines.http_client import HttpClient, HttpResponse
 from polar_proxy.engines.openai_client import CONNECT_SECONDS, KEEPALIVE_SECONDS, AnswerDecoder
 from polar_proxy.engines.passthrough.answers import BodyReader, error_in, is_end, make_decoder
@@ -34,7 +35,7 @@ PROVIDER_HOSTS = {
 """The host for requests of a dialect that name no host, because the agent's base URL is that of Polar."""
 OPENAI_HOST = "api.openai.com"
 _CONTEXT_LENGTH = 200_000
-"""Reported to harnesses, because the provider's is not known before a request."""
+"""The context length in tokens that is reported to harnesses, because the model is not known before a request."""
 _NOT_SENT = frozenset(
     {b"host", b"connection", b"content-length", b"transfer-encoding", b"accept-encoding", b"content-encoding"}
     | {b"keep-alive", b"te", b"trailer", b"upgrade", b"proxy-authorization", b"proxy-connection", b"expect"}
@@ -43,17 +44,9 @@ _NOT_SENT = frozenset(
 _KEYS_OF_POLAR = ("sk-polar-", "polar-admin-", "polar-trainer-", "polar_view=")
 """Beginnings of the keys of sessions, of the API, and of the cookie of the pages."""
 _MOST_HOSTS = 64
-"""Hosts whose connections are kept. Agents choose among any number of names, such as those of Azure."""
+"""Maximum number of hosts whose connections are kept, because agents can name any number of hosts."""
 _NOT_RETURNED = frozenset({"connection", "content-length", "transfer-encoding", "keep-alive", "trailer", "upgrade"})
-_INFO = EngineInfo(
-    engine="passthrough",
-    version="1",
-    model="the-provider's",
-    context_length=_CONTEXT_LENGTH,
-    template_hash=None,
-    logprob_mode="raw",
-    capabilities=frozenset({"tools", "json_schema", "tool_choice_required", "images", "hosted"}),
-)
+_INFO = hosted_info("passthrough", "1", "the-provider's", _CONTEXT_LENGTH)
 
 
 class PassthroughEngine(Engine):
@@ -140,7 +133,10 @@ class PassthroughEngine(Engine):
 
 
 class _LenientDecoder:
-    """A decoder that stops at the first object that it cannot read, instead of ending the answer."""
+    """Decodes a provider's answer for the record, up to the first chunk that it cannot read.
+
+    Such a chunk does not end the answer that the agent gets.
+    """
 
     def __init__(self, decoder: AnswerDecoder, raw: ProviderRequest) -> None:
         self._decoder = decoder

@@ -52,13 +52,13 @@ class ParserConfig:
 
     kind: Literal["hermes", "process", "derender", "derender_whole"]
     reasoning: Reasoning
-    """Used by the Hermes parser only."""
+    """How answers mark reasoning. Used by the Hermes parser only."""
     tools: bool
-    """The server parses tool calls."""
+    """True if the server parses tool calls."""
     special_without_tools: bool
+    """True if special tokens appear in the server's chat answers to requests without tools."""
     special_with_tools: bool
-    """Whether special tokens appear in the server's chat answers: the first field is for requests without tools, the
-    second for requests with tools."""
+    """True if special tokens appear in the server's chat answers to requests with tools."""
     tail: PromptTail
     """The tail of the prompts with which this configuration was verified. Used by the Hermes parser only: the others
     see the prompt."""

@@ -62,9 +62,11 @@ class ForcedAnswer:
     differently if they come in other chunks."""
     prompt: tuple[int, ...] = ()
     own: bool = False
-    """It is a tool call in the template's own form, or one that the server's grammar for tool calls gave instead."""
+    """True for a tool call in the template's own form, or in the form that the server's grammar for tool calls forced
+    instead."""
     cut: bool = False
-    """`max_tokens` cut a tool call. The chat route reads it in one way in a stream and in another in a whole answer."""
+    """True if `max_tokens` cut a tool call. The chat route reads it in one way in a stream and in another in a whole
+    answer."""
 
     @property
     def raw_finish(self) -> str:

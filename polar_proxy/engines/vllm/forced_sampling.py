@@ -51,7 +51,7 @@ from polar_proxy.errors import EngineError
 from polar_proxy.types import Json, SampleEvent
 
 _TOGETHER = 8
-"""Answers that the server samples at a time."""
+"""Number of answers that the server is made to sample at a time."""
 _ALTERNATIVES = 5
 
 
@@ -235,28 +235,36 @@ class ForcedSampling:
 async def adds_grammar(client: VllmClient, *, renders: bool) -> bool:
     """Return whether the chat route samples requests with tools under a grammar of the server's own.
 
-    With `--tool-strict-level function`, vLLM's grammar for tool calls is an alternative to one that the request gives.
-    So a grammar is given that allows one token only, and the most likely tokens are requested: if a second one was
-    allowed, the server added its own. False if that cannot be found out. `renders`: the client renders conversations.
+    Such a grammar is an alternative to one that the request gives (`--tool-strict-level function`), or it replaces that
+    one (Cohere's parser). So a grammar is given that allows one text only, and the most likely tokens are requested. If
+    a second token was allowed where the text begins, or if the given grammar has an effect only in a request without
+    tools, the server has its own. False if that cannot be found out. `renders`: the client renders conversations.
     """
-    frame: Json = {"tools": [TOOL]}
-
-    async def render(messages: list[Json], generation: bool) -> list[int]:
-        return await client.render({"messages": messages, "add_generation_prompt": generation, **frame})
-
     plain, unwanted = await asyncio.gather(*(unless_refused(client.encode(text)) for text in (PLAIN, UNWANTED)))
     if plain is None or unwanted is None:
         return False
-    end = await reasoning_end(client, render, USER) if renders else None
-    body = frame | forcing(OwnForm("plain text", tuple(plain), ()), end, unwanted) | {"messages": USER}
-    wanted = {"temperature": 0, "logprobs": True, "top_logprobs": _ALTERNATIVES, "return_token_ids": True}
-    answer = await unless_refused(client.chat(body | wanted))
-    if answer is None:
-        return False
-    choice = answer["choices"][0]
-    ids, rows = tuple(choice["token_ids"]), choice["logprobs"]["content"]
-    at = last_position(ids, tuple(plain))
-    forced = at >= 0
-    first = at if forced else int(ids[0] == end)  # the grammar begins after the reasoning
-    likely = [other["logprob"] > MISSING_BELOW for row in rows[first : first + 1] for other in row["top_logprobs"]]
-    return sum(likely) > 1 and (forced or not all(likely))
+
+    async def sample(frame: Json) -> tuple[bool, list[bool]]:
+        """Return whether the text was sampled, and whether each of the most likely tokens in its place was allowed."""
+
+        async def render(messages: list[Json], generation: bool) -> list[int]:
+            return await client.render({"messages": messages, "add_generation_prompt": generation, **frame})
+
+        end = await reasoning_end(client, render, USER) if renders else None
+        body = frame | forcing(OwnForm("plain text", tuple(plain), ()), end, unwanted) | {"messages": USER}
+        wanted = {"temperature": 0, "logprobs": True, "top_logprobs": _ALTERNATIVES, "return_token_ids": True}
+        answer = await unless_refused(client.chat(body | wanted))
+        if answer is None:
+            return False, []
+        choice = answer["choices"][0]
+        ids, rows = tuple(choice["token_ids"]), choice["logprobs"]["content"]
+        at = last_position(ids, tuple(plain))
+        first = at if at >= 0 else int(ids[0] == end)  # the grammar begins after the reasoning
+        return at >= 0, [
+            other["logprob"] > MISSING_BELOW for row in rows[first : first + 1] for other in row["top_logprobs"]
+        ]
+
+    forced, allowed = await sample({"tools": [TOOL]})
+    if sum(allowed) > 1 and (forced or not all(allowed)):
+        return True
+    return bool(allowed) and not forced and (await sample({}))[0]

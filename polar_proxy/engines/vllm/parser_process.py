@@ -64,7 +64,7 @@ class ParserProcess:
         self._numbers = itertools.count()
         self._open = 0
         self.starts = 0
-        """How often the process was started; an answer belongs to one of these."""
+        """How often the process was started. An answer is parsed by the start in which it began, or fails."""
         self.version = ""
         """vLLM's version."""
         self.stop_ids: list[int] = []
@@ -97,8 +97,8 @@ class ParserProcess:
         """Return the pairs of parsers that parse all samples of a server's answers as the server did.
 
         Only the pairs `parsers` are tried, in their order. If there are none given, every pair that vLLM has is tried:
-        first those without a reasoning parser, then the others; in each part, pairs whose names resemble the model
-        type and each other more come earlier.
+        first those without a reasoning parser, then the others. Within both groups, the pairs are ordered by how much
+        the two names resemble the model type and each other.
         """
         await self.ensure_started()
         line = {"op": "match", "request": request, "samples": list(samples), "parsers": parsers}

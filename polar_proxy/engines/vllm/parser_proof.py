@@ -136,7 +136,7 @@ class ParserProofs:
         return uses_tools(request) and (self.adds_grammar or has_strict_tool(request))
 
     async def enforces_calls(self) -> bool:
-        """Return whether a demanded tool call is enforced by a grammar. True if vLLM's parsers are not known."""
+        """Return whether a demanded tool call is enforced by a grammar. Also True if vLLM's parsers are not known."""
         config = self._proved.get(_key({}))
         if not isinstance(config, ParserConfig) or config.kind != "process":
             return True

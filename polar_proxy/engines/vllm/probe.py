@@ -28,7 +28,7 @@ from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.types import EngineInfo, Json, LogprobMode
 
 REFUSED = "Recording for training is refused."
-_END_CANDIDATES = 4
+_END_CANDIDATES = 12
 """Number of tokens after a message that are tried as the end-of-turn token."""
 _CALL: Json = {"id": "polarcal1", "type": "function", "function": {"name": "look", "arguments": '{"path": "a"}'}}
 _CANONICAL: list[Json] = [
@@ -53,13 +53,13 @@ _NEUTRAL: Json = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "
 class VerifiedServer:
     info: EngineInfo
     renders: bool
-    """`VllmClient.render` returned exactly the prompt ids of the chat route."""
+    """True if `VllmClient.render` returned exactly the prompt ids of the chat route."""
     weight_version: str | None
     """The policy version; None if the server does not report it."""
     parsers: ParserProofs | CannotContinueError
     """How answers that are sampled from exact ids are parsed, or why this is impossible."""
     adds_grammar: bool
-    """The chat route was seen to sample answers with tools under a grammar that the request did not ask for."""
+    """True if the chat route was seen to sample answers with tools under a grammar that the request did not ask for."""
     model_path: str
     """The folder of the model: the one that was given, or the folder or Hub name that the server reports."""
 

@@ -29,9 +29,9 @@ class InterceptedRequest(NamedTuple):
 
     host: str
     path: str
-    """The path on that host, percent-decoded."""
+    """The path on the provider's host, percent-decoded."""
     target: str
-    """Path and query on that host, as they were sent."""
+    """Path and query on the provider's host, as they were sent."""
     key: str | None
     """Key of the session, if the socket names it."""
     found: InterceptedPath | None

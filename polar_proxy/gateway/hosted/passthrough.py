@@ -142,7 +142,7 @@ class _NoEncoder(Encoder):
 
 
 class PassthroughReply(Reply):
-    """A reply with the provider's status and headers, and with nothing between its bytes: no heartbeats."""
+    """A reply with the provider's status and headers. No heartbeats are added to the provider's bytes."""
 
     _head: ProviderPiece | None = None
     """The first piece of the provider's response; None until its headers have arrived."""

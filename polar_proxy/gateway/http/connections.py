@@ -71,7 +71,7 @@ class BodyPace:
     def __init__(self, limits: GatewayLimits, subject: str) -> None:
         """`subject`: the name of the body in errors."""
         self.received = 0
-        """Bytes that came in this time window."""
+        """Number of bytes that came in the current time window."""
         self._limits = limits
         self._subject = subject
         self._windows = 0
@@ -99,11 +99,11 @@ class LimitedConnection(asyncio.Protocol):
     closing = False
     """True once nothing more is parsed. Bytes that arrive afterwards are dropped."""
     pieces_of_turn = 0
-    """Pieces of content that were parsed in this turn of the event loop. Subclasses count them."""
+    """Number of pieces of content that were parsed in this turn of the event loop. Subclasses count them."""
     _held = _NOTHING
     """Received bytes that wait for a later turn of the event loop."""
     _unread_answer = 0
-    """Bytes of the answer that the client had not read at the last check."""
+    """Number of bytes of the answer that the client had not read at the last check."""
     _answer_timer: asyncio.TimerHandle | None = None
     _pace: BodyPace | None = None
     """How fast the current body arrives; None while this is not measured."""

@@ -37,7 +37,7 @@ _LINGER_SECONDS = 1.0
 """How long to read and drop what a refused client still sends."""
 _BODY = "request body"
 _PIPELINED = 8
-"""Requests that a connection may send before the answer to its first one."""
+"""Maximum number of requests that a connection may send before the answer to its first one."""
 _SESSION_SHARE = 4
 """A session may use the budget for bodies divided by this number."""
 
@@ -61,7 +61,7 @@ class BodyReservation:
     task: asyncio.Task[Any] | None = None
     size: int = 0
     reading: bool = True
-    """The request can be refused, because its body is still being read."""
+    """True if the request can be refused, because its body is still being read."""
     refused: bool = False
 
     def take(self, size: int) -> None:
@@ -169,7 +169,8 @@ class LimitedHttpProtocol(LimitedConnection, HttpToolsProtocol):
         self._refusal: RequestError | None = None
         self._reading: Literal["head", "body"] | None = "head"
         self._unread = 0
-        """Bytes received since the last progress: the end of a request or of its head, or a piece of its body."""
+        """Number of bytes received since the last progress: the end of a request or of its head, or a piece of its
+        body."""
         self._content = 0
         self._chunked = False
         self._head_timer: asyncio.TimerHandle | None = None

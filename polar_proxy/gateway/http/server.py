@@ -231,21 +231,17 @@ class Gateway:
         await self._handler.store_spent(session_id, budget)
         return budget.spent
 
-    @property
-    def recording_problem(self) -> str | None:
-        """The reason why calls cannot be recorded, from the last check; None if they can."""
-        return self._monitor.problem
-
     def refusal(self, session_id: str) -> str | None:
         """Return why the last call of a session could not be recorded, so that it was refused or broken off."""
         return self.sessions.refusal(session_id)
 
-    async def failure_of_its_own(self, session_id: str) -> str | None:
-        """Retry the last request that the engine failed to answer, for a session whose calls must be recorded.
+    async def request_fault(self, session_id: str) -> str | None:
+        """Return the error of the session's last failed request if the request is at fault; None if the engine is.
 
-        Return how it fails again although the engine answers others; None if the engine is to blame.
+        The request is sent to the engine again to find this out (see `FailedRequests`). Only for sessions whose calls
+        must be recorded.
         """
-        return await self._handler.failed_requests.failure_of_its_own(session_id)
+        return await self._handler.failed_requests.request_fault(session_id)
 
     async def serve_on(
         self, listener: socket.socket, *, tls: ssl.SSLContext | None = None, key: str | None = None

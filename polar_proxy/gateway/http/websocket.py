@@ -58,9 +58,9 @@ class LimitedWebSocketProtocol(LimitedConnection, WebSocketsSansIOProtocol):
         self.close_timeout = CLOSE_SECONDS
         self._body_bytes = body_bytes
         self._unread = 0
-        """Bytes received since the message began."""
+        """Number of bytes received since the message began."""
         self._unreported = 0
-        """Bytes of the message that were not yet reported to the application by `asgi.WEBSOCKET_PIECE`."""
+        """Number of bytes of the message that were not yet reported to the application by `asgi.WEBSOCKET_PIECE`."""
         self._idle_timer: asyncio.TimerHandle | None = None
         """Runs while the WebSocket has no request."""
 

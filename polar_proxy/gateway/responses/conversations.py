@@ -77,7 +77,7 @@ class NewItems(NamedTuple):
     items: list[Json]
     """The field `items`, in which each reference to a recorded item is replaced by the item."""
     size: int
-    """Bytes of the items as JSON."""
+    """Size of the items as JSON, in bytes."""
 
 
 ReadItems = Callable[[SessionState, asgi.Receive], Awaitable[NewItems]]

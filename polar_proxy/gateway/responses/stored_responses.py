@@ -53,8 +53,8 @@ _METHODS = {None: ("GET", "DELETE"), "input_items": ("GET",), "cancel": ("POST",
 _CANCEL_SECONDS = 10.0
 """How long to wait until a cancelled call is recorded."""
 _ENTRY_BYTES, _MESSAGE_BYTES = 512, 64
-"""Bytes of memory that a kept warm-up (a request with `generate: false`) and each of its messages take besides the
-messages' texts."""
+"""Number of bytes of memory that a kept warm-up (a request with `generate: false`) and each of its messages take
+besides the messages' texts."""
 
 FindSession = Callable[[Mapping[str, str], str | None, asgi.Scope], Awaitable[SessionState]]
 """Returns the session of a request, from its headers, the key in its path and its scope. Raises RequestError."""

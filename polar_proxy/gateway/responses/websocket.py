@@ -37,7 +37,7 @@ from polar_proxy.types import new_id
 
 _DIALECT = ResponsesWebSocketDialect()
 _FINAL_EVENTS = (b"event: response.completed", b"event: response.incomplete")
-"""The last event of a complete answer is one of these."""
+"""The types of the events with which a complete answer may end."""
 
 
 class ResponsesWebSocket:
@@ -55,7 +55,7 @@ class ResponsesWebSocket:
         self._requests: asyncio.Queue[bytes | None] = asyncio.Queue()
         """Bodies of requests, then None when the WebSocket ends."""
         self._close_code: int | None = None
-        """Set if the server closes the WebSocket."""
+        """The close code with which the server closes the WebSocket; None while it does not."""
         self.gone = asyncio.Event()
         """Set once the client has disconnected."""
         self.answering = False

@@ -44,12 +44,13 @@ from sandboxes.base import SandboxKind, uncancellable
 log = logging.getLogger(__name__)
 
 SANDBOX_RESOURCE = "polar_sandbox"
-"""Custom resource of a node: agents at a time. The node's actor reserves all of it."""
+"""Ray resource of a node: the number of agents that it runs at a time. The node's actor reserves all of it."""
 SCORING_RESOURCE = "polar_scoring"
-"""Custom resource of a node: rollouts scored at a time, besides those that the node's own actor scores."""
+"""Ray resource of a node: the number of rollouts that it scores at a time, besides those that the node's own actor
+scores."""
 
 SANDBOX_BYTES = 4 << 30
-"""Memory of a sandbox whose task does not specify it."""
+"""Memory in bytes of a sandbox whose task does not specify it."""
 
 
 # ---------------------------------------------------------------- capacity
@@ -161,17 +162,15 @@ async def run_node(config: NodeConfig, remote_scorer: RemoteScorer | None = None
             Gateway(engine, store, gateways, engines=engines, routes=settings.routes) as gateway,
             traced(settings.telemetry, store, gateway.observe, gateway.sessions.rollout_of) as on_rollout_end,
         ):
-            service = RolloutService(
+            service = RolloutService.of(
+                settings,
                 store,
                 gateway,
                 engine,
-                settings.harness_cache,
                 limits=node_limits(config, settings),
                 note=lambda line: log.info("%s", line),
                 remote_scorer=remote_scorer,
-                code=settings.code(),
                 on_rollout_end=on_rollout_end,
-                home=settings.home,
             )
             await service.test_sandbox(settings.run.sandbox)
             async with service:

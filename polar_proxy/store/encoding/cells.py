@@ -43,13 +43,13 @@ from polar_proxy.types import Logprobs, TokenIds
 
 _IDS, _LOGPROBS = 1, 2
 CONTEXT = 32_768
-"""Bytes of preceding content in the dictionary: the window of deflate. Part of the format."""
+"""Number of bytes of preceding content in the dictionary: the window of deflate. Part of the format."""
 NO_IDS: TokenIds = np.empty(0, dtype=np.int32)
 
 _MIN_LENGTH = 32
-"""Shorter bodies are stored uncompressed: a zstd frame of them is never smaller."""
+"""Length in bytes below which a body is stored uncompressed: a zstd frame of them is never smaller."""
 _MAX_LENGTH = 512 << 20
-"""Longer bodies are refused when they are read, because only a forged cell has them."""
+"""Length in bytes above which a body is refused when it is read, because only a forged cell has one."""
 _MIN_CAPACITY = 1024
 
 
@@ -210,7 +210,7 @@ class _TokenBuffer:
 
     def __init__(self, content: bytes | bytearray = b"", width: int = 1) -> None:
         self.width = width
-        """Bytes per token: those of the widest piece so far."""
+        """Number of bytes per token: that of the widest piece so far."""
         self.size = len(content) // width
         self._bytes = {width: bytearray(content)}
         """Bytes per token -> tokens as bytes. `width` has all tokens, other widths the first ones, as needed."""

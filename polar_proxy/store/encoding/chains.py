@@ -35,7 +35,7 @@ _MAX_SEGMENT = 1024
 _PLAIN_SEGMENT = 256
 """Number of tokens in a segment if the engine's end-of-turn tokens are not known."""
 _NODE_BYTES = 300
-"""Memory of a message's node and of the message itself, besides its bytes."""
+"""Memory in bytes of a message and its node, besides the message's bytes."""
 _ROOT = bytes(16)
 _PERSON: dict[NodeKind, bytes] = {"message": b"polar message", "tools": b"polar tools", "tokens": b"polar tokens"}
 
@@ -88,8 +88,8 @@ def bytes_chain(kind: NodeKind, contents: Sequence[bytes], after: ChainNode | No
 def token_chain(ids: TokenIds, end_of_turn: Sequence[int], after: ChainNode | None = None) -> list[ChainNode]:
     """Return the nodes of a prompt (int32 [n]), root first; none for an empty prompt.
 
-    `after`: the last node of the chain of `ids[: after.chain_length]`, which `cut_segments` has cut. Only the nodes
-    after it are returned.
+    `after`: the last node of a chain that holds the first `after.chain_length` ids, cut as `cut_segments` cuts. Only
+    the nodes after it are returned.
     """
     little = np.ascontiguousarray(ids, dtype="<i4")
     raw = little.data.cast("B")

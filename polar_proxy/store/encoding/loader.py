@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
@@ -26,41 +28,69 @@ _TEXT = ("fingerprint", "message_count", "messages_node", "tools_node", "complet
 _COPIED = tuple(name for name in SAME_COLUMNS if name not in _TEXT)
 
 
-async def fetch(connection: AsyncConnection, where: ColumnElement[bool], *, text: bool = True) -> CallLoader:
+@dataclass(frozen=True)
+class _Statements:
+    """The statements that read the calls of one condition, in this order."""
+
+    calls: Select[Any]
+    answers: Select[Any]
+    settings: Select[Any]
+    engines: Select[Any]
+    nodes: Select[Any]
+
+
+async def fetch(
+    connection: AsyncConnection,
+    where: ColumnElement[bool],
+    values: Mapping[str, object] = MappingProxyType({}),
+    *,
+    text: bool = True,
+) -> CallLoader:
     """Read all rows of the calls that meet `where` (a condition on `calls`) in five statements, each node once.
 
-    Without `text` the records have tokens, but no messages, tools or fingerprint, and their answers are empty.
+    `values`: the values of the bound parameters in `where`. A condition that is made once, with parameters, is faster:
+    its statements are made once, too. Without `text` the records have tokens, but no messages, tools or fingerprint,
+    and their answers are empty.
     """
-    names = (*_COPIED, *_UNPACKED, *_USAGE, *(_TEXT if text else ()))
-    query = select(*(_c[name] for name in names)).where(where).order_by(_c.started_at, _c.call_id)
-    call_rows = (await connection.execute(query)).all()
+    statements = _statements(where, text)
+    call_rows = (await connection.execute(statements.calls, values)).all()
     if not call_rows:
         return CallLoader(())
+    answer_rows = (await connection.execute(statements.answers, values)).all()
+    shared = {bytes(key): value for key, value in await connection.execute(statements.settings, values)}
+    shared |= {bytes(key): info for key, info in await connection.execute(statements.engines, values)}
+    node_rows = (await connection.execute(statements.nodes, values)).all()
+    return CallLoader(node_rows, call_rows, answer_rows, shared, text=text)
+
+
+@lru_cache(maxsize=64)
+def _statements(where: ColumnElement[bool], text: bool) -> _Statements:
+    names = (*_COPIED, *_UNPACKED, *_USAGE, *(_TEXT if text else ()))
     answer_columns = [column for column in completions.c if text or column.name not in ("message", "provider_turn")]
-    answer_query = (
-        select(*answer_columns)
-        .join(calls, _c.call_id == completions.c.call_id)
-        .where(where)
-        .order_by(completions.c.call_id, completions.c.choice_index)
-    )
-    answer_rows = (await connection.execute(answer_query)).all()
+    answers = select(*answer_columns).join(calls, _c.call_id == completions.c.call_id).where(where)
     used = union(*(select(column).where(where) for column in (_c.params_hash, _c.sampling_hash))).subquery()
-    settings_query = select(settings).join(used, used.c[0] == settings.c.settings_hash)
-    engines_query = select(engines.c.engine_hash, engines.c.info).where(
-        engines.c.engine_hash.in_(select(_c.engine_hash).where(where))
-    )
-    shared = {bytes(key): value for key, value in await connection.execute(settings_query)}
-    shared |= {bytes(key): info for key, info in await connection.execute(engines_query)}
+    sampled_by = engines.c.engine_hash.in_(select(_c.engine_hash).where(where))
     node_columns = (_c.prompt_node, *((_c.messages_node, _c.tools_node) if text else ()))
     heads = union(*(select(column.label("node_id")).where(where, column.is_not(None)) for column in node_columns))
-    return CallLoader(await fetch_nodes(connection, heads), call_rows, answer_rows, shared, text=text)
+    return _Statements(
+        calls=select(*(_c[name] for name in names)).where(where).order_by(_c.started_at, _c.call_id),
+        answers=answers.order_by(completions.c.call_id, completions.c.choice_index),
+        settings=select(settings).join(used, used.c[0] == settings.c.settings_hash),
+        engines=select(engines.c.engine_hash, engines.c.info).where(sampled_by),
+        nodes=_nodes_of_chains(heads),
+    )
 
 
 async def fetch_nodes(connection: AsyncConnection, heads: Select[Any] | CompoundSelect[Any]) -> Sequence[Any]:
     """Read all nodes of the chains that end at `heads` (a query for `node_id`), each once."""
+    nodes: Sequence[Any] = (await connection.execute(_nodes_of_chains(heads))).all()
+    return nodes
+
+
+def _nodes_of_chains(heads: Select[Any] | CompoundSelect[Any]) -> Select[Any]:
     chain = chain_ids(heads)
     query = select(nodes.c.node_id, nodes.c.parent_id, nodes.c.chain_length, nodes.c.length, nodes.c.data)
-    return (await connection.execute(query.join(chain, chain.c.node_id == nodes.c.node_id))).all()
+    return query.join(chain, chain.c.node_id == nodes.c.node_id)
 
 
 def chain_ids(heads: Select[Any] | CompoundSelect[Any]) -> CTE:

@@ -15,12 +15,14 @@ BYTES = 0
 DEFLATE = 0x40
 ZSTD = 0x80
 MAX_DEFLATE_LENGTH = 16_384
-"""Longer bodies gain little from the dictionary, and zstd is five times faster."""
+"""Length in bytes above which zstd is used: longer bodies gain little from the dictionary, and zstd is five times
+faster."""
 _DEFLATE_LEVEL = 5
 _MIN_DICTIONARY, _DICTIONARY_PER_BYTE = 8192, 64
-"""Bytes of a preset dictionary that are used: at least, and for each byte to compress."""
+"""Number of bytes of a preset dictionary that are used: at least the first, and the second for each byte to
+compress."""
 _LOOKAHEAD = 262
-"""Bytes of a deflate window that cannot be referred to (zlib's MIN_LOOKAHEAD)."""
+"""Number of bytes of a deflate window that cannot be referred to (zlib's MIN_LOOKAHEAD)."""
 _MAX_SMALL_JSON = 64 << 20
 
 _JSON_DICTIONARY = (

@@ -151,6 +151,7 @@ class CallSerializer:
         engine = None if record.engine is None else self._engine_row(record.engine)
         turn = record.conversation
         items = [] if turn is None else [item_row(turn.conversation_id, item) for item in turn.items]
+        columns = _own_columns(record)
 
         for key, row in (params, sampling):
             if key not in self._stored:
@@ -167,19 +168,10 @@ class CallSerializer:
             assert record.prompt_ids is not None
             self._add_node(batch, node, record.prompt_ids[: node.chain_length - node.length])
 
-        call: TableRow = dict(zip(SAME_COLUMNS, _same_columns(record), strict=True))
-        if record.fingerprint and isinstance(thread := record.fingerprint.get("thread"), str):
-            call["fingerprint"] = {**record.fingerprint, "thread": without_secrets(thread)}  # an id from a header
-        if record.hooks:
-            call["hooks"] = _clean_hooks(record.hooks)
         batch.calls.append(
-            call
+            columns
             | {
-                "path": json_codec.clean_text(without_secrets(record.path)),
-                "model": json_codec.clean_text(without_secrets(record.model)),
                 "engine_hash": None if engine is None else engine[0],
-                "error": None if record.error is None else json_codec.clean_text(without_secrets(record.error)),
-                "thread": None if record.thread is None else json_codec.clean_text(without_secrets(record.thread)),
                 "message_count": len(messages),
                 "messages_node": messages[-1].id if messages else None,
                 "tools_node": tools[-1].id if tools else None,
@@ -187,9 +179,6 @@ class CallSerializer:
                 "sampling_hash": sampling[0],
                 "prompt_node": prompt_head.id if prompt_head else None,
                 "prompt_tail": tail,
-                "prompt_tokens": None if record.prompt_ids is None else int(record.prompt_ids.size),
-                "completion_tokens": sum(int(choice.token_ids.size) for choice in record.choices),
-                **_usage_columns(record.usage),
             }
         )
         batch.completions += completions
@@ -257,6 +246,23 @@ class CallSerializer:
         if info not in self._engines:
             self._engines[info] = engine_row(info)
         return self._engines[info]
+
+
+def _own_columns(record: CallRecord) -> TableRow:
+    """Return the columns of a call that depend on its record alone, without secrets."""
+    columns: TableRow = dict(zip(SAME_COLUMNS, _same_columns(record), strict=True))
+    for name in ("path", "model", "error", "thread"):
+        text: str | None = getattr(record, name)
+        columns[name] = None if text is None else json_codec.clean_text(without_secrets(text))
+    if record.fingerprint and isinstance(thread := record.fingerprint.get("thread"), str):
+        columns["fingerprint"] = {**record.fingerprint, "thread": without_secrets(thread)}  # an id from a header
+    if record.hooks:
+        columns["hooks"] = _clean_hooks(record.hooks)
+    return columns | {
+        "prompt_tokens": None if record.prompt_ids is None else int(record.prompt_ids.size),
+        "completion_tokens": sum(int(choice.token_ids.size) for choice in record.choices),
+        **_usage_columns(record.usage),
+    }
 
 
 def _usage_columns(usage: Usage | None) -> TableRow:

@@ -30,7 +30,7 @@ class UnpackedArchive:
     artifacts: frozenset[str]
     """The hashes of the artifacts, which are below the same folder as in a store."""
     unpacked_limit: int
-    """Bytes to which all values of the database may unpack."""
+    """Number of bytes to which all values of the database may unpack."""
 
 
 def artifact_member(sha256: str) -> str:

@@ -30,7 +30,7 @@ from polar_proxy.store.repositories.remarks import REMARK_KINDS
 from polar_proxy.types import CallStatus, Edge, LogprobMode, PromptMode, SpanKind
 
 _MAX_VALUE = 512 << 20
-"""Bytes of one value; larger than any request body that the gateway accepts by default."""
+"""Maximum size of one value in bytes. Any request body that the gateway accepts by default is smaller."""
 _MAX_ROWS = 100_000_000
 _LATEST = 1e11
 """Largest time in seconds since the epoch (the year 5138)."""

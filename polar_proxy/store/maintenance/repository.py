@@ -33,7 +33,7 @@ from polar_proxy.types import Json
 _BATCH = 500
 _ROLLOUTS_AT_ONCE = 20
 _JUDGEMENTS = (schema.rewards, schema.remarks)
-"""Tables whose rows belong to rollouts and sessions, and are removed with them."""
+"""Tables whose rows belong to a rollout or session, and are removed with it."""
 _YOUNG_FILE_SECONDS = 3600.0
 """A younger file may belong to an artifact whose row is about to be stored."""
 _ATTEMPTS = 5
@@ -66,7 +66,7 @@ class VacuumResult:
     bytes_before: int = 0
     bytes_after: int = 0
     free_bytes: int = 0
-    """Unused bytes within the SQLite file. `full` returns them to the file system."""
+    """Number of unused bytes within the SQLite file. `full` returns them to the file system."""
 
 
 class MaintenanceRepository(Repository):

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sqlalchemy import Text, case, cast, func, or_, select, text
+from sqlalchemy import Text, bindparam, case, cast, func, or_, select, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from polar_proxy.errors import StoreError
@@ -70,8 +70,9 @@ async def _check_calls(connection: AsyncConnection, seen: set[bytes], progress: 
     query = select(c.session_id, func.count()).group_by(c.session_id).order_by(c.session_id)
     counts = (await connection.execute(query)).all()
     total, done = sum(count for _, count in counts), 0
+    of_session = c.session_id == bindparam("session")
     for session_id, count in counts:
-        verifier = _CallVerifier(await fetch(connection, c.session_id == session_id))
+        verifier = _CallVerifier(await fetch(connection, of_session, {"session": session_id}))
         for fault in await asyncio.to_thread(lambda: list(verifier.check_calls(seen))):  # noqa: B023 (awaited here)
             yield fault
         done += count

@@ -19,7 +19,7 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 
-from sqlalchemy import Connection, and_, delete, exists, func, insert, or_, select, update
+from sqlalchemy import Connection, and_, bindparam, delete, exists, func, insert, or_, select, update
 
 from polar_proxy.errors import StoreError
 from polar_proxy.store import schema
@@ -30,7 +30,7 @@ from polar_proxy.store.group_commit import PATIENCE_SECONDS, GroupCommit
 from polar_proxy.types import CallRecord, CallStatus, Edge, Json, PromptMode
 
 _MAX_BOUND_VALUES = 10_000
-"""The most values bound to one statement. Both databases accept three times as many."""
+"""Maximum number of values bound to one statement. Both databases accept three times as many."""
 
 _c = schema.calls.c
 _n = schema.nodes.c
@@ -69,8 +69,9 @@ class CallSummary:
     completion_tokens: int
     cached_tokens: int | None
     input_tokens: int | None
+    """Number of prompt tokens of a hosted call, as the provider counts them (`Usage`)."""
     output_tokens: int | None
-    """The provider's counts of a hosted call (`Usage`)."""
+    """Number of sampled tokens of a hosted call, as the provider counts them (`Usage`)."""
     price_usd: float | None
     weight_version: str | None
     started_at: float
@@ -103,6 +104,13 @@ class StoredLineage:
 
 
 _lineage = row_columns(StoredLineage, schema.calls)
+_one_call = _c.call_id == bindparam("wanted")
+_all_calls = _c.session_id == bindparam("session")
+_some_calls = and_(_all_calls, _c.call_id.in_(bindparam("wanted", expanding=True)))
+_their_messages = chain_ids(select(_c.messages_node.label("node_id")).where(_some_calls, _c.messages_node.is_not(None)))
+_length_of_messages = select(func.coalesce(func.sum(_n.length), 0)).join(
+    _their_messages, _their_messages.c.node_id == _n.node_id
+)
 
 
 class CallRepository(Repository):
@@ -127,14 +135,14 @@ class CallRepository(Repository):
 
     async def get(self, call_id: str) -> CallRecord | None:
         async with self._database.reading() as connection:
-            loader = await fetch(connection, _c.call_id == call_id)
+            loader = await fetch(connection, _one_call, {"wanted": call_id})
         records = await asyncio.to_thread(loader.records)
         return records[0] if records else None
 
     async def get_many(self, session_id: str, call_ids: Collection[str]) -> list[CallRecord]:
         """Return the calls with these ids that the session has, ordered by start. Shared messages are read once."""
         async with self._database.reading() as connection:
-            loader = await fetch(connection, and_(_c.session_id == session_id, _c.call_id.in_(list(call_ids))))
+            loader = await fetch(connection, _some_calls, {"session": session_id, "wanted": list(call_ids)})
         return await asyncio.to_thread(loader.records)
 
     async def with_provider_turns(self, session_id: str) -> list[CallRecord]:
@@ -147,10 +155,9 @@ class CallRepository(Repository):
 
     async def message_bytes(self, session_id: str, call_ids: Collection[str]) -> int:
         """Return the size in bytes of the messages that `get_many` reads. A shared message counts once."""
-        own = and_(_c.session_id == session_id, _c.call_id.in_(list(call_ids)), _c.messages_node.is_not(None))
-        chain = chain_ids(select(_c.messages_node.label("node_id")).where(own))
-        query = select(func.coalesce(func.sum(_n.length), 0)).join(chain, chain.c.node_id == _n.node_id)
-        return int((await self._scalars(query))[0])
+        async with self._database.reading() as connection:
+            values = {"session": session_id, "wanted": list(call_ids)}
+            return int(await connection.scalar(_length_of_messages, values) or 0)
 
     async def mark_deleted(self, call_id: str) -> None:
         """Store that the client deleted the response of this call. Idempotent."""
@@ -164,7 +171,7 @@ class CallRepository(Repository):
         That is enough to build traces and takes two thirds of the time.
         """
         async with self._database.reading() as connection:
-            loader = await fetch(connection, _c.session_id == session_id, text=text)
+            loader = await fetch(connection, _all_calls, {"session": session_id}, text=text)
         return await asyncio.to_thread(loader.records)
 
     async def summaries(self, session_id: str) -> list[CallSummary]:

@@ -17,7 +17,7 @@ LAST = "last"
 """A name that means the session that was used last."""
 
 _LISTED = 5
-"""Candidates that the error for an ambiguous name lists."""
+"""Number of candidates that the error for an ambiguous name lists."""
 _s = schema.sessions.c
 _KINDS: tuple[tuple[RecordKind, str, ColumnElement[str]], ...] = (
     ("rollout", "roll_", schema.rollouts.c.rollout_id),

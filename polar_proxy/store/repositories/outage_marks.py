@@ -23,7 +23,7 @@ from polar_proxy.errors import StoreError
 from polar_proxy.types import new_id
 
 _RESERVED_BYTES = 1 << 18
-"""Room for about 3,000 sessions. Further ones need free space."""
+"""Size of the reserved file, which is enough for about 3,000 sessions. Further ones need free space on the disk."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,7 +82,7 @@ class RolloutRow:
     cause: str | None
     """Machine-readable cause of the failure or of the last retry."""
     masked: bool
-    """The rollout counts in its group's baseline but is not trained on."""
+    """True if the rollout counts in its group's baseline but is not trained on."""
     calls: int
     prompt_tokens: int
     completion_tokens: int

@@ -43,7 +43,7 @@ class SessionRow:
     closed_at: float | None
     incomplete: IncompleteReason | None
     spent: str | None = None
-    """The limit of its budget that was reached."""
+    """The limit of the session's budget that was reached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +58,10 @@ class SessionSummary:
     closed_at: float | None
     incomplete: IncompleteReason | None
     spent: str | None
-    """The limit of its budget that was reached."""
+    """The limit of the session's budget that was reached."""
     calls: int
     failed_calls: int
-    """Calls without a complete answer (`FAILED`)."""
+    """Number of calls without a complete answer (`FAILED`)."""
     prompt_tokens: int
     completion_tokens: int
     price_usd: float | None

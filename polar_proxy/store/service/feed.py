@@ -47,7 +47,8 @@ class GroupLease:
     consumer: str
     expires_at: float
     staleness: int | None
-    """Policy versions between the group's oldest rollout and the trainer; None if versions are not numbers."""
+    """Number of policy versions between the group's oldest rollout and the trainer; None if versions are not
+    numbers."""
     policy_version: str | None = None
     """The policy version with which the group's oldest rollout started; None if versions are not numbers."""
 

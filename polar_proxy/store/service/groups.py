@@ -43,9 +43,9 @@ class GroupRow:
     job_id: str | None
     task_id: str
     rollout_count: int
-    """Rollouts that were queued for the group."""
+    """Number of rollouts that were queued for the group."""
     group_size: int
-    """Rollouts that complete the group."""
+    """Number of rollouts that complete the group."""
     config: Json
     status: str
     reason: str | None

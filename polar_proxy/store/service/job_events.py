@@ -82,7 +82,7 @@ class CallbackRow:
     """Number of attempts that were started."""
     created_at: float
     next_attempt_at: float | None
-    """None: delivered or given up."""
+    """When the next attempt is due; None once the callback is delivered or given up."""
     delivered_at: float | None
     error: str | None
     url: str

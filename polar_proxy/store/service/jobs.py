@@ -58,7 +58,7 @@ class NewGroup:
     config: Json
     rollouts: tuple[NewRollout, ...]
     for_training: bool = False
-    """The finished group goes to the trainer feed."""
+    """True if the finished group goes to the trainer feed."""
     max_staleness: int | None = None
     """Drop the group when it is more than this many policy versions old. For groups for training."""
 

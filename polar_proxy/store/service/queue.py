@@ -156,9 +156,9 @@ class FleetRow:
     """The pause state of the fleet (all servers). Times in seconds since the epoch."""
 
     paused_at: float | None
-    """None: not paused. A pause that has ended may still be recorded here."""
+    """When the pause began, even if it has ended since; None if there was no pause or it was ended by a resume."""
     paused_until: float | None
-    """None: until it is resumed."""
+    """When the pause ends by itself; None if it lasts until it is resumed."""
 
     @property
     def paused(self) -> bool:

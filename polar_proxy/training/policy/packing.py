@@ -97,11 +97,11 @@ class Microbatch:
     old_logprobs: Tensor
     """float32 [s], nats, as the engine recorded them."""
     advantages: Tensor
-    """float32 [s]"""
+    """float32 [s]: advantage of each sampled token."""
     sequences: Tensor
     """int64 [s]: index of the sequence within the update."""
     weights: Tensor
-    """float64 [s]"""
+    """float64 [s]: weight of each sampled token in the loss."""
     temperatures: Tensor
     """float64 [m]: temperature at which the target was sampled; 1 for observations. On the CPU."""
     versions: npt.NDArray[np.object_]

@@ -1,5 +1,5 @@
-"""The page of a group: its rollouts with rewards and advantages, their conversations side by side, and the tokens of
-them that a trainer uses."""
+"""The page of a group: its rollouts with rewards and advantages, their conversations side by side, and the tokens that
+a trainer uses."""
 
 from __future__ import annotations
 
@@ -36,12 +36,13 @@ class GroupTraining:
     batch: TrainingBatch
     config: GrpoConfig
     is_default: bool
-    """`config` is the default, because no trainer of Polar has leased the group."""
+    """True if `config` is the default, because no trainer of Polar has leased the group."""
     trained: Mapping[str, int]
     """Rollout id -> number of its trained tokens."""
     run_id: str | None
+    """The training run that leased the group last; None if no run has leased it."""
     step: int | None
-    """The training run that leased the group last, and the step that trained it; None if there is none yet."""
+    """The step of this run that trained the group; None if it was not trained yet."""
 
 
 def add_routes(pages: APIRouter, view: ViewContext) -> None:

@@ -22,7 +22,7 @@ from polar_proxy.view.context import ViewContext
 
 PAGE = 50
 _SHORT = 12
-"""Rows of each table on the overview."""
+"""Number of rows of each table on the overview."""
 _RUNNING = 40
 """Maximum number of running rollouts on the overview."""
 Before = Annotated[str | None, Query(description="Only rows before the one with this id.")]

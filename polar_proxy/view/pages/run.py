@@ -25,7 +25,7 @@ from polar_proxy.view.diff import read_diff
 from polar_proxy.view.timeline import draw_timeline
 
 _SHOWN_BYTES = 256 * 1024
-"""The most bytes of a file that a page shows. The page links to the whole file."""
+"""Maximum number of bytes of a file that a page shows. The page links to the whole file."""
 _MOST_MESSAGES = 100
 """Maximum number of earlier messages that are shown with a call. The call's own page has all of them."""
 _MOST_CALLS = 300

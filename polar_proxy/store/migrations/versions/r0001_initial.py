@@ -8,6 +8,9 @@ revision must not change: before you add revision 0002, copy the table definitio
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from alembic import op
 from sqlalchemy import insert
 
@@ -42,9 +45,12 @@ def _iso(column: str, dialect: str) -> str:
 
 
 def _views(dialect: str) -> dict[str, str]:
-    def iso(column: str) -> str:
-        return _iso(column, dialect)
+    """Return the query of each view by its name."""
+    iso = partial(_iso, dialect=dialect)
+    return _call_views(iso) | _training_views(iso)
 
+
+def _call_views(iso: Callable[[str], str]) -> dict[str, str]:
     return {
         "v_rollouts": f"""
             SELECT r.rollout_id, r.task_id, t.family, r.seed, r.group_id, r.group_index, r.job_id, r.status, r.cause,
@@ -88,6 +94,11 @@ def _views(dialect: str) -> dict[str, str]:
                 {iso("c.started_at")} AS started
             FROM calls c LEFT JOIN completions x ON x.call_id = c.call_id
             LEFT JOIN rollouts r ON r.session_id = c.session_id""",
+    }
+
+
+def _training_views(iso: Callable[[str], str]) -> dict[str, str]:
+    return {
         "v_traces": f"""
             SELECT t.trace_id, t.rollout_id, t.session_id, r.task_id, r.group_id, t.builder, t.trace_index, t.grade,
                 t.parent_trace_id, t.branch_at, f.edge, f.parent_call_id, f.thread,
