@@ -15,12 +15,11 @@ from dataclasses import asdict
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from polar_proxy import __version__
 from polar_proxy import api_models as m
 from polar_proxy.api.context import ApiContext, Routers, pause_timed_out, wait_or_undo, wait_until
 from polar_proxy.engines.base import Engine, EngineLoad
 from polar_proxy.errors import ApiError, EngineError
-from polar_proxy.records import recent_activity
+from polar_proxy.records import database_service_state, recent_activity
 from polar_proxy.rollouts import RolloutService
 from polar_proxy.rollouts.worker import Worker
 from polar_proxy.store import Store
@@ -173,24 +172,19 @@ async def read_service_state(context: ApiContext) -> m.ServiceState:
     """Return the state of the server, its engine and its rollout service."""
     engine = None if context.engine is None else await _engine_state(context.engine, context.service)
     named = await asyncio.gather(*(_engine_state(one) for one in context.engines.values()))
-    fleet = await context.store.fleet.get()
+    database = await database_service_state(context.store)
     state: Json = {
-        "version": __version__,
+        **database.model_dump(),
         "engine": engine,
         "engines": dict(zip(context.engines, named, strict=True)),
         "policy_version": None if engine is None else engine["policy_version"],
-        "feed": await context.store.feed.depth(),
-        "fleet": {
-            "state": "paused" if fleet.paused else "working",
-            "paused_until": fleet.paused_until if fleet.paused else None,
-            "in_flight": len(await context.store.fleet.in_flight()),
-        },
     }
     if context.service is not None:
         counts, worker = context.service.counts(), context.service.worker
+        working = worker.accepting and database.fleet.state == "working"
         state |= {
             "worker": worker.name,
-            "state": "working" if worker.accepting and not fleet.paused else "paused",
+            "state": "working" if working else "paused",
             "paused_until": None if worker.accepting or math.isinf(worker.paused_until) else worker.paused_until,
             "problem": worker.problem,
             "in_flight": counts["in_flight"],

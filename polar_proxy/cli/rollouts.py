@@ -159,7 +159,7 @@ async def _run(
                     async with tracing as on_rollout_end:
                         with view.show():
                             rows = await run_job(
-                                tasks, spec, settings, engine, store, gateway, view, print_note, code, on_rollout_end
+                                tasks, spec, settings, engine, store, gateway, view, view.note, code, on_rollout_end
                             )
                 except asyncio.CancelledError:
                     known = [await store.rollouts.get(rollout_id) for rollout_id in view.rollout_ids]

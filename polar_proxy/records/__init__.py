@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 import orjson
 from pydantic import BaseModel
 
+from polar_proxy import __version__
 from polar_proxy import api_models as m
 from polar_proxy.errors import UsageError
 from polar_proxy.store import RolloutRow, Store
@@ -102,6 +103,22 @@ async def recent_activity(store: Store) -> m.Activity:
         rollouts=await store.activity.unfinished(),
         sessions=convert_all(m.ActiveSession, await store.activity.sessions(_ACTIVE_SECONDS)),
         failures=convert_all(m.Failure, await store.activity.failures()),
+    )
+
+
+async def database_service_state(store: Store) -> m.ServiceState:
+    """Return the state of all servers of a database; the fields of one server are null."""
+    fleet = await store.fleet.get()
+    return m.ServiceState(
+        version=__version__,
+        engine=None,
+        policy_version=None,
+        feed=await store.feed.depth(),
+        fleet=m.FleetState(
+            state="paused" if fleet.paused else "working",
+            paused_until=fleet.paused_until if fleet.paused else None,
+            in_flight=len(await store.fleet.in_flight()),
+        ),
     )
 
 
