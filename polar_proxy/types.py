@@ -32,6 +32,7 @@ FAILED: frozenset[CallStatus] = frozenset({"client_gone", "upstream_error"})
 """Statuses of a call without a complete answer."""
 LogprobMode = Literal["raw", "processed"]
 PromptMode = Literal["render", "continue"]
+RemarkKind = Literal["label", "note", "rating"]
 """render: the engine rendered the messages. continue: the prompt is the exact tokens of the base (the call that this
 one extends), followed by the tokens of the new messages."""
 

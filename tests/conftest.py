@@ -44,13 +44,18 @@ LONG_FILES = (
     "engines/test_vllm_real.py",
     "training/test_nccl.py",
     "rollouts/test_chaos.py",
-    "rewards/test_pytest_guard.py",
-    "rollouts/test_run.py",
-    "conformance/test_measure.py",
-    "training/test_learning.py",
     "rollouts/test_agent_patch.py",
-    "cli/test_imports.py",
+    "rollouts/test_run.py",
     "rollouts/test_service.py",
+    "rewards/test_pytest_guard.py",
+    "training/test_learning.py",
+    "training/test_resume.py",
+    "cli/test_serve.py",
+    "rewards/test_isolated_tests.py",
+    "engines/test_local.py",
+    "client/test_docs.py",
+    "conformance/test_measure.py",
+    "rollouts/test_fleet.py",
 )
 """Files that take longest, the longest first; those with real services before the others."""
 

@@ -18,7 +18,7 @@ SOURCES = sorted(path for name in PACKAGES for path in (ROOT / name).rglob("*.py
 LAYERS = [
     {"provider_calls"},
     {"types", "errors", "terminal", "temporary", "offload", "memory", "documented"},
-    {"rollout_spec", "sequences", "message_text", "allowed_code", "clean_git", "prices"},
+    {"rollout_spec", "sequences", "message_text", "token_scale", "allowed_code", "clean_git", "prices"},
     {"config", "api_models"},
     {"webhooks", "intercept"},
     {"dialects", "engines", "store", "rewards", "client"},
@@ -39,12 +39,13 @@ USERS_OF_AGENTS_AND_SANDBOXES = ("temporary", "intercept", "rollouts", "conforma
 
 
 @cache
-def parse(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+def imports_and_classes(path: Path) -> list[ast.Import | ast.ImportFrom | ast.ClassDef]:
+    nodes = ast.walk(ast.parse(path.read_text()))
+    return [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom | ast.ClassDef)]
 
 
 def imported_modules(path: Path) -> Iterator[str]:
-    for node in ast.walk(parse(path)):
+    for node in imports_and_classes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
@@ -52,7 +53,7 @@ def imported_modules(path: Path) -> Iterator[str]:
 
 
 def imported_names(path: Path) -> Iterator[tuple[str, str]]:
-    for node in ast.walk(parse(path)):
+    for node in imports_and_classes(path):
         if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
             yield from ((node.module, alias.name) for alias in node.names)
 
@@ -112,7 +113,7 @@ def test_private_names_stay_in_their_module() -> None:
 def test_class_names_are_unique() -> None:
     places = defaultdict(list)
     for path in SOURCES:
-        for node in ast.walk(parse(path)):
+        for node in imports_and_classes(path):
             if isinstance(node, ast.ClassDef):
                 places[node.name.lstrip("_")].append(f"{relative(path)}:{node.lineno}")
     assert {name: found for name, found in places.items() if len(found) > 1} == {}

@@ -70,5 +70,6 @@ def create_api(
     """Return an ASGI application with the API only. Run `BackgroundLoops` as well if callbacks must be sent."""
     app = FastAPI(title="Polar", version=__version__, docs_url=None, redoc_url=None)
     serve_docs(app)
-    app.include_router(create_router(ApiContext(store, settings, service, engine, from_this_process), auth))
+    context = ApiContext(store, settings, service, engine, from_this_process=from_this_process)
+    app.include_router(create_router(context, auth))
     return app

@@ -6,7 +6,7 @@ import asyncio
 import os
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -58,6 +58,8 @@ class ApiContext:
     service: RolloutService | None = None
     """The rollout service of this process, if it has one."""
     engine: Engine | None = None
+    engines: Mapping[str, Engine] = field(default_factory=dict)
+    """The engines of the settings [engines], by name."""
     from_this_process: bool = False
     """True if the requests come from a command of this process, which may use all of this machine."""
     closing: asyncio.Event = field(default_factory=asyncio.Event)
@@ -198,7 +200,7 @@ def by_api_key(store: Store) -> Authenticate:
     """Authenticate requests by the API keys in the store."""
 
     async def authenticate(request: Request) -> Role:
-        """Return the role of the request's API key.
+        """Return the role of the request's API key, and set `request.state.author` to its label and name.
 
         Raises ApiError: 401 without a valid key, 403 for the key of an agent's session.
         """
@@ -214,6 +216,7 @@ def by_api_key(store: Store) -> Authenticate:
             raise _unauthorised(f"This key is unknown in {store.location}. {_NEW_KEY}")
         if row.revoked_at is not None:
             raise _unauthorised(f"This key was revoked in {store.location}. {_NEW_KEY}")
+        request.state.author = row.title
         return row.role
 
     return authenticate
@@ -221,6 +224,7 @@ def by_api_key(store: Store) -> Authenticate:
 
 async def allow_all(request: Request) -> Role:
     """Give every request the role admin: for clients in this process, which can open the database themselves anyway."""
+    request.state.author = "this machine"
     return "admin"
 
 

@@ -1,11 +1,11 @@
-"""Routes of groups and rollouts, their trajectories and rewards, and of sessions without a rollout."""
+"""Routes of groups and rollouts, their trajectories, rewards and remarks, and of sessions without a rollout."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from typing import Annotated
 
-from fastapi import Path, Query
+from fastapi import Path, Query, Request
 from fastapi.responses import StreamingResponse
 
 from polar_proxy import api_models as m
@@ -37,6 +37,7 @@ def add_routes(routers: Routers, context: ApiContext) -> None:
     _add_groups(routers, context.store)
     _add_rollouts(routers, context.store)
     _add_rewards(routers, context.store)
+    _add_remarks(routers, context.store)
     _add_sessions(routers, context.store)
 
 
@@ -76,11 +77,12 @@ def _add_rollouts(routers: Routers, store: Store) -> None:
 
     @trainer.get("/rollouts/{rollout_id}", tags=["rollouts"])
     async def get_rollout(rollout_id: RolloutId) -> m.RolloutDetail:
-        """Return a rollout with the stages of its attempts and its rewards."""
+        """Return a rollout with the stages of its attempts, its rewards and its remarks."""
         row = await require("rollout", rollout_id, store.rollouts.get(rollout_id))
         stages = convert_all(m.Stage, await store.rollouts.stages(rollout_id))
         rewards = convert_all(m.Reward, await store.rewards.of_rollout(rollout_id))
-        return convert(m.RolloutDetail, row, stages=stages, rewards=rewards)
+        remarks = convert_all(m.Remark, await store.remarks.of_rollout(rollout_id))
+        return convert(m.RolloutDetail, row, stages=stages, rewards=rewards, remarks=remarks)
 
     @trainer.get(
         "/rollouts/{rollout_id}/trajectory", tags=["rollouts"], response_class=StreamingResponse, responses=_ROWS
@@ -102,7 +104,8 @@ def _add_rewards(routers: Routers, store: Store) -> None:
         Earlier rewards are kept. The reward of a rollout or session is the newest one that was given to it as a whole.
         The session of a rollout is refused: reward the rollout instead.
         """
-        await _check_target(store, body)
+        sessions = await _sessions_of(store, body)
+        await _check_parts(store, body, sessions)
         reward_id = await store.rewards.add(
             body.rollout_id,
             body.value,
@@ -113,6 +116,26 @@ def _add_rewards(routers: Routers, store: Store) -> None:
             session_id=body.session_id,
         )
         return convert(m.Reward, await require("reward", reward_id, store.rewards.get(reward_id)))
+
+
+def _add_remarks(routers: Routers, store: Store) -> None:
+    @routers.trainer.post("/remarks", status_code=201, tags=["rewards"])
+    async def add_remark(body: m.RemarkRequest, request: Request) -> m.Remark:
+        """Give a label, a note or a rating to a rollout or a session. Earlier ones are kept.
+
+        The author is the key of the request. The newest label and rating are fields of the rollout, so that conditions
+        such as `label=odd, rating>=4` select by them. The session of a rollout is refused: name the rollout instead.
+        """
+        await _sessions_of(store, body)
+        remark_id = await store.remarks.add(
+            body.kind,
+            request.state.author,
+            rollout_id=body.rollout_id,
+            session_id=body.session_id,
+            text=body.text,
+            rating=body.value,
+        )
+        return convert(m.Remark, await require("remark", remark_id, store.remarks.get(remark_id)))
 
 
 def _add_sessions(routers: Routers, store: Store) -> None:
@@ -141,16 +164,22 @@ async def _lines(store: Store, rows: Sequence[RolloutRow], builder: str, all_gra
             yield line
 
 
-async def _check_target(store: Store, body: m.RewardRequest) -> None:
-    """Raise ApiError 404 if the rollout, session, call or trace does not exist, 400 for the session of a rollout."""
+async def _sessions_of(store: Store, body: m.RewardRequest | m.RemarkRequest) -> list[str]:
+    """Return the sessions of the rollout or session that a request names. Raises ApiError 404 if it does not exist, and
+    UsageError for the session of a rollout."""
     if body.rollout_id is not None:
-        kind, sessions = "rollout", await store.sessions.ids_of_rollout(body.rollout_id)
-        await require(kind, body.rollout_id, store.rollouts.get(body.rollout_id))
-    else:
-        kind, sessions = "session", [str(body.session_id)]
-        row = await require(kind, sessions[0], store.sessions.get(sessions[0]))
-        if row.rollout_id is not None:
-            raise UsageError(f"The session {row.session_id} belongs to a rollout: give the reward to {row.rollout_id}.")
+        await require("rollout", body.rollout_id, store.rollouts.get(body.rollout_id))
+        return await store.sessions.ids_of_rollout(body.rollout_id)
+    session_id = str(body.session_id)
+    row = await require("session", session_id, store.sessions.get(session_id))
+    if row.rollout_id is not None:
+        raise UsageError(f"The session {session_id} belongs to a rollout: name {row.rollout_id} instead.")
+    return [session_id]
+
+
+async def _check_parts(store: Store, body: m.RewardRequest, sessions: Sequence[str]) -> None:
+    """Raise ApiError 404 if the call or trace of a reward is not one of these sessions."""
+    kind = "rollout" if body.rollout_id is not None else "session"
     if body.call_id is not None:
         call = await store.calls.get(body.call_id)
         if call is None or call.session_id not in sessions:

@@ -6,6 +6,7 @@ the state of the rollout service and the feed to the gateway's `/metrics`.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -14,12 +15,11 @@ from dataclasses import asdict
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from polar_proxy import __version__
 from polar_proxy import api_models as m
 from polar_proxy.api.context import ApiContext, Routers, pause_timed_out, wait_or_undo, wait_until
-from polar_proxy.engines.base import EngineLoad
+from polar_proxy.engines.base import Engine, EngineLoad
 from polar_proxy.errors import ApiError, EngineError
-from polar_proxy.records import recent_activity
+from polar_proxy.records import database_service_state, recent_activity
 from polar_proxy.rollouts import RolloutService
 from polar_proxy.rollouts.worker import Worker
 from polar_proxy.store import Store
@@ -170,24 +170,21 @@ async def _pause_until_idle(store: Store, seconds: float | None) -> list[str]:
 
 async def read_service_state(context: ApiContext) -> m.ServiceState:
     """Return the state of the server, its engine and its rollout service."""
-    version, engine = await _engine_state(context)
-    fleet = await context.store.fleet.get()
+    engine = None if context.engine is None else await _engine_state(context.engine, context.service)
+    named = await asyncio.gather(*(_engine_state(one) for one in context.engines.values()))
+    database = await database_service_state(context.store)
     state: Json = {
-        "version": __version__,
+        **database.model_dump(),
         "engine": engine,
-        "policy_version": version,
-        "feed": await context.store.feed.depth(),
-        "fleet": {
-            "state": "paused" if fleet.paused else "working",
-            "paused_until": fleet.paused_until if fleet.paused else None,
-            "in_flight": len(await context.store.fleet.in_flight()),
-        },
+        "engines": dict(zip(context.engines, named, strict=True)),
+        "policy_version": None if engine is None else engine["policy_version"],
     }
     if context.service is not None:
         counts, worker = context.service.counts(), context.service.worker
+        working = worker.accepting and database.fleet.state == "working"
         state |= {
             "worker": worker.name,
-            "state": "working" if worker.accepting and not fleet.paused else "paused",
+            "state": "working" if working else "paused",
             "paused_until": None if worker.accepting or math.isinf(worker.paused_until) else worker.paused_until,
             "problem": worker.problem,
             "in_flight": counts["in_flight"],
@@ -197,23 +194,20 @@ async def read_service_state(context: ApiContext) -> m.ServiceState:
     return m.ServiceState.model_validate(state)
 
 
-async def _engine_state(context: ApiContext) -> tuple[str | None, Json | None]:
-    """Return the engine's policy version and state. An engine that does not answer is reported as unhealthy."""
-    if context.engine is None:
-        return None, None
-    info = context.engine.info
+async def _engine_state(engine: Engine, service: RolloutService | None = None) -> Json:
+    """Return the state of an engine. One that does not answer is reported as unhealthy. `service`: the rollout service,
+    which asks its engine for the load every few seconds anyway."""
     version: str | None = None
     load: EngineLoad | None = None
     try:
-        reason = await context.engine.health()
-        version = await context.engine.weight_version()
-        # A rollout service asks for the load every few seconds anyway.
-        load = await context.engine.load() if context.service is None else context.service.engine_monitor.load
+        reason = await engine.health()
+        version = await engine.weight_version()
+        load = await engine.load() if service is None else service.engine_monitor.load
     except EngineError as error:
         reason = str(error)
-    state: Json = {"kind": info.engine, "version": info.version, "model": info.model}
+    state: Json = {"kind": engine.info.engine, "version": engine.info.version, "model": engine.info.model}
     loaded = None if load is None else asdict(load)
-    return version, {**state, "healthy": reason is None, "reason": reason, "load": loaded}
+    return state | {"policy_version": version, "healthy": reason is None, "reason": reason, "load": loaded}
 
 
 class ServiceCollector(Collector):

@@ -5,6 +5,7 @@ the OpenAPI document.
 """
 
 from polar_proxy.api_models.activity import *  # noqa: F403
+from polar_proxy.api_models.feedback import *  # noqa: F403
 from polar_proxy.api_models.records import *  # noqa: F403
 from polar_proxy.api_models.requests import *  # noqa: F403
 from polar_proxy.api_models.responses import *  # noqa: F403

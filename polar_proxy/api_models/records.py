@@ -6,7 +6,8 @@ from typing import Any
 
 from pydantic import Field
 
-from polar_proxy.api_models.responses import ApiKey, ApiResponseModel, Reward, RolloutDetail
+from polar_proxy.api_models.feedback import Remark, Reward, RolloutDetail
+from polar_proxy.api_models.responses import ApiKey, ApiResponseModel
 
 
 class SessionFields(ApiResponseModel):
@@ -199,6 +200,8 @@ class SessionDetail(SessionFields):
     """Calls that are in no trace, each with the reason."""
     rewards: list[Reward]
     """All rewards ever given to the session, oldest first."""
+    remarks: list[Remark] = Field([])
+    """All labels, notes and ratings, oldest first."""
     texts_problem: str | None = None
     """Why some tokens have no texts, if they were asked for."""
 

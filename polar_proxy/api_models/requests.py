@@ -8,6 +8,7 @@ from pydantic import ConfigDict, Field, model_validator
 
 from polar_proxy.documented import DocumentedModel
 from polar_proxy.rollout_spec import MAX_INTEGER, JobSpec, SessionBudget
+from polar_proxy.types import RemarkKind
 
 Role = Literal["admin", "trainer"]
 Scope = Literal["server", "all"]
@@ -104,6 +105,27 @@ class RewardRequest(ApiRequestModel):
             raise ValueError("give either rollout_id or session_id")
         if self.call_id is not None and self.trace_id is not None:
             raise ValueError("give call_id or trace_id, not both")
+        return self
+
+
+class RemarkRequest(ApiRequestModel):
+    """A label, a note or a rating of a rollout or a session. Its author is the API key of the request."""
+
+    rollout_id: str | None = None
+    """The rollout."""
+    session_id: str | None = None
+    """The session, if it has no rollout."""
+    kind: RemarkKind
+    """label, note or rating."""
+    text: str = ""
+    """The text of a label or note."""
+    value: float | None = Field(None, allow_inf_nan=False)
+    """The rating, from 1 to 5."""
+
+    @model_validator(mode="after")
+    def _check_target(self) -> RemarkRequest:
+        if (self.rollout_id is None) == (self.session_id is None):
+            raise ValueError("give either rollout_id or session_id")
         return self
 
 

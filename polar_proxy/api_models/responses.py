@@ -160,6 +160,10 @@ class Rollout(ApiResponseModel):
     """True if the rollout's reward counts in the group's baseline but the rollout is not trained on."""
     reward: float | None
     """The newest reward of the rollout as a whole."""
+    label: str | None = None
+    """The newest label that a person gave."""
+    rating: float | None = None
+    """The newest rating that a person gave, from 1 to 5."""
     exit_code: int | None
     """Exit code of the agent; null if the agent was stopped."""
     error: str | None
@@ -167,7 +171,7 @@ class Rollout(ApiResponseModel):
     session_id: str | None
     """Id of the session of the last attempt."""
     harness: str
-    """The agent, as NAME@VERSION."""
+    """Name and version of the agent, separated by a space."""
     sandbox: str
     """The kind of sandbox."""
     engine: str
@@ -229,38 +233,6 @@ class Stage(ApiResponseModel):
     """Machine-readable: why the stage did not end with `ok`."""
     worker: str | None
     """The worker that ran the stage."""
-
-
-class Reward(ApiResponseModel):
-    """A stored reward."""
-
-    reward_id: str
-    """The id of the reward."""
-    rollout_id: str | None
-    """Id of the rewarded rollout; null if a session without a rollout was rewarded."""
-    session_id: str | None = None
-    """Id of the rewarded session, if it has no rollout."""
-    trace_id: str | None
-    """Id of the trace, if the reward is for a single trace."""
-    call_id: str | None
-    """Id of the call, if the reward is for a single call."""
-    source: str
-    """Source of the reward, such as `human:anna`."""
-    value: float | None
-    """The reward; null if the work could not be judged."""
-    detail: dict[str, Any]
-    """The JSON object that was stored with the reward."""
-    created_at: float
-    """When the reward was given."""
-
-
-class RolloutDetail(Rollout):
-    """A rollout with its stages and rewards."""
-
-    stages: list[Stage]
-    """The stages of all attempts, in order."""
-    rewards: list[Reward]
-    """All rewards ever given, oldest first; `reward` is the newest one that was given to the rollout as a whole."""
 
 
 class CancelResponse(ApiResponseModel):
@@ -429,6 +401,8 @@ class EngineState(ApiResponseModel):
     """Version of the engine."""
     model: str
     """The served model."""
+    policy_version: str | None = None
+    """Version of the weights that it samples from, if it knows it."""
     healthy: bool
     """True if the engine can answer requests."""
     reason: str | None
@@ -455,6 +429,8 @@ class ServiceState(ApiResponseModel):
     """Version of Polar."""
     engine: EngineState | None
     """State of the engine that this server samples from."""
+    engines: dict[str, EngineState] = Field({})
+    """State of the engines of the settings [engines], by name."""
     policy_version: str | None
     """Version of the weights that the engine samples from."""
     feed: dict[str, int]

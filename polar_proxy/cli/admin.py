@@ -139,7 +139,13 @@ def _print_key(title: str, key: str) -> None:
 @service_app.command("status")
 def service_status(url: options.Url = None, db: options.Db = None, as_json: options.AsJson = False) -> None:
     """Show the state of the server, and of all servers of its database."""
-    _print_state(with_client(url, db, lambda client: client.service()), as_json)
+
+    async def from_store(store: Store, settings: Settings) -> ServiceState:
+        from polar_proxy.records import database_service_state
+
+        return await database_service_state(store)
+
+    _print_state(read_store_or_server(url, db, from_store, lambda client: client.service()), as_json)
 
 
 @service_app.command("pause")

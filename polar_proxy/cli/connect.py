@@ -188,8 +188,9 @@ def _notes(session: AgentSession, connection: Connection) -> list[str]:
     if session.model.max_answer is not None:
         notes.append(
             f"The server's model ends each answer after {session.model.max_answer} tokens. Most agents need longer "
-            "ones: Claude Code stops with an error about max_tokens, others get cut answers. Serve another model: "
-            "polar serve --engine llamacpp --engine-url URL, or --engine vllm."
+            "ones: Claude Code stops with an error about max_tokens, Codex with one about an incomplete response; "
+            "others get cut answers. Serve another model: polar serve --engine llamacpp --engine-url URL, or --engine "
+            "vllm."
         )
     return notes
 

@@ -1,6 +1,6 @@
 """`polar run` runs an agent on tasks here; `polar submit`, `status`, `results`, `watch`, `events`, `cancel`, `pause`,
-`resume` and `reward` use the API of a server (--url). Without a URL, `status` and `results` read the database, and the
-others use the same API in this process.
+`resume`, `reward` and `remark` use the API of a server (--url). Without a URL, `status` and `results` read the
+database, and the others use the same API in this process.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from polar_proxy.terminal import configure_logging, escape_json_controls, one_li
 from polar_proxy.types import Json
 
 if TYPE_CHECKING:
-    from polar_proxy.api_models import Job, JobDetail, JobList, RefusedTask, RolloutList
+    from polar_proxy.api_models import Job, JobDetail, JobList, RefusedTask, Remark, RolloutList
     from polar_proxy.client import AsyncClient
     from polar_proxy.store import RolloutRow, Store
     from polar_proxy.tasks import Task
@@ -159,7 +159,7 @@ async def _run(
                     async with tracing as on_rollout_end:
                         with view.show():
                             rows = await run_job(
-                                tasks, spec, settings, engine, store, gateway, view, print_note, code, on_rollout_end
+                                tasks, spec, settings, engine, store, gateway, view, view.note, code, on_rollout_end
                             )
                 except asyncio.CancelledError:
                     known = [await store.rollouts.get(rollout_id) for rollout_id in view.rollout_ids]
@@ -171,6 +171,7 @@ async def _run(
 # Jobs of a server
 
 JobId = Annotated[str, typer.Argument(help="A job's id, as `polar submit` prints it.")]
+Target = Annotated[str, typer.Argument(metavar="ROLLOUT|SESSION", help="Id of a rollout, or of a session without one.")]
 
 
 @options.model_options(JobSpec)
@@ -361,9 +362,7 @@ def resume(job: JobId, url: options.Url = None, db: options.Db = None, as_json: 
 
 
 def reward(
-    target: Annotated[
-        str, typer.Argument(metavar="ROLLOUT|SESSION", help="Id of a rollout, or of a session without one.")
-    ],
+    target: Target,
     value: Annotated[str, typer.Argument(help="A number, or `none` if the work could not be judged.")],
     source: Annotated[str, typer.Option(help="Source of the reward, such as human:anna or ci.")],
     call: Annotated[str | None, typer.Option(help="Reward only this call.")] = None,
@@ -387,7 +386,7 @@ def reward(
         raise UsageError(f"A reward is a number or `none`, and its detail a JSON object: {error}.") from error
     request = make_request(
         RewardRequest,
-        **{"session_id" if target.startswith("sess_") else "rollout_id": target},
+        **_target(target),
         value=number,
         source=source,
         call_id=call,
@@ -396,6 +395,38 @@ def reward(
     )
     stored = with_client(url, db, lambda client: client.reward(request))
     print_result(stored, stored.reward_id, as_json)
+
+
+def remark(
+    target: Target,
+    label: Annotated[str | None, typer.Option(help="A word to find it by: `--where label=WORD`.")] = None,
+    note: Annotated[str | None, typer.Option(help="A text of any length.")] = None,
+    rating: Annotated[float | None, typer.Option(help="A number from 1 to 5.")] = None,
+    url: options.Url = None,
+    db: options.Db = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Give a label, a note or a rating to a rollout or a session. Earlier ones are kept.
+
+    The author is the API key, or this machine if the command opens the database itself.
+    """
+    from polar_proxy.api_models import RemarkRequest
+
+    texts: dict[str, Json] = {"label": {"text": label}, "note": {"text": note}, "rating": {"value": rating}}
+    remarks = {kind: value for kind, value in texts.items() if None not in value.values()}
+    if not remarks:
+        raise UsageError("Give --label, --note or --rating.")
+    requests = [make_request(RemarkRequest, **_target(target), kind=kind, **value) for kind, value in remarks.items()]
+
+    async def give(client: AsyncClient) -> list[Remark]:
+        return [await client.remark(request) for request in requests]
+
+    stored = with_client(url, db, give)
+    print_result(stored, "\n".join(one.remark_id for one in stored), as_json)
+
+
+def _target(name: str) -> Json:
+    return {"session_id" if name.startswith("sess_") else "rollout_id": name}
 
 
 def _absolute_task(task: str, url: str | None) -> str:

@@ -126,7 +126,7 @@ async def _serve(settings: Settings, as_json: bool, *, with_workers: bool, ray_a
             )
         # The API is added before the gateway listens, so that a client that waits for this server never gets a 404.
         exports = await stack.enter_async_context(ExportProcesses(store.database.url))
-        context = ApiContext(store, settings, service, engine, exports=exports)
+        context = ApiContext(store, settings, service, engine, engines, exports=exports)
         _add_api_and_pages(gateway, context)
         _add_warnings(gateway, settings)
         # The same holds for the key, and for the sandbox's test, which takes seconds.

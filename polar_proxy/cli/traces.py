@@ -32,9 +32,7 @@ from polar_proxy.terminal import JsonOutput, one_line
 from polar_proxy.types import Json
 
 if TYPE_CHECKING:
-    from polar_proxy.api_models import ExportSummary
     from polar_proxy.client import AsyncClient
-    from polar_proxy.export import ExportReport
     from polar_proxy.store import Store
     from polar_proxy.traces.audit import AuditReport
     from polar_proxy.traces.operations import RebuildReport, SessionTarget
@@ -330,34 +328,34 @@ def export(
         lambda store, settings: _export_store(store, form, file, session_ids=session or (), **chosen),
         lambda client: _export_server(client, form, file, sessions=session or (), **chosen),
     )
-    print_result({"out": file, "format": form, **report.model_dump()}, partial(_print_export, report), as_json)
-    if not report.rows:
+    print_result({"out": file, "format": form, **report}, partial(_print_export, report), as_json)
+    if not report["rows"]:
         raise typer.Exit(NO_ROWS)
 
 
-async def _export_store(store: Store, form: str, file: str, **options: Any) -> ExportSummary:
-    from polar_proxy.api_models import ExportSummary
+async def _export_store(store: Store, form: str, file: str, **options: Any) -> Json:
+    """Write the rows, and return the fields of their ExportSummary."""
     from polar_proxy.export import ExportReport
     from polar_proxy.export import export as export_rows
-    from polar_proxy.records import convert
 
     report = ExportReport()
     try:
         with open_output(file) as target:
             await export_rows(store, form, target.write, report, **options)
     except asyncio.CancelledError:
-        _note_stopped(_export_counts(report), file)
+        _note_stopped(_export_counts(report.to_json()), file)
         raise
-    return convert(ExportSummary, report)
+    return report.to_json()
 
 
-async def _export_server(client: AsyncClient, form: str, file: str, **options: Any) -> ExportSummary:
+async def _export_server(client: AsyncClient, form: str, file: str, **options: Any) -> Json:
+    """Write the rows of a server, and return the fields of their ExportSummary."""
     rows = 0
     try:
         with open_output(file) as target:
             async for item in client.export(form, **options):
                 if not isinstance(item, bytes):
-                    return item
+                    return item.model_dump()
                 target.write(item)
                 rows += item.count(b"\n")
     except asyncio.CancelledError:
@@ -371,15 +369,15 @@ def _note_stopped(counts: str, file: str) -> None:
     print_note(f"{counts}; {fate}")
 
 
-def _print_export(report: ExportSummary) -> None:
-    left_out = format_counts(report.left_out) if report.left_out else "nothing"
+def _print_export(report: Json) -> None:
+    left_out = format_counts(report["left_out"]) if report["left_out"] else "nothing"
     err.print(one_line(f"{_export_counts(report)}; left out: {left_out}"))
-    for reason in report.reasons:
+    for reason in report["reasons"]:
         print_note(f"  {reason}")
 
 
-def _export_counts(report: ExportReport | ExportSummary) -> str:
-    return f"{report.rows} rows from {report.rollouts} rollouts and {report.sessions} other sessions"
+def _export_counts(report: Json) -> str:
+    return f"{report['rows']} rows from {report['rollouts']} rollouts and {report['sessions']} other sessions"
 
 
 @contextlib.contextmanager

@@ -138,6 +138,11 @@ class ApiMethods:
         return _post("/rewards", m.Reward, request)
 
     @api_method
+    def remark(self, request: m.RemarkRequest) -> ApiCall[m.Remark]:
+        """Give a label, a note or a rating. Its author is the client's key."""
+        return _post("/remarks", m.Remark, request)
+
+    @api_method
     def new_session(self, request: m.SessionRequest) -> ApiCall[m.CreatedSession]:
         """Create a session and its key, for an agent that you start yourself. The key is shown once."""
         return _post("/sessions", m.CreatedSession, request)

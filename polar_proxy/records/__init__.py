@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 import orjson
 from pydantic import BaseModel
 
+from polar_proxy import __version__
 from polar_proxy import api_models as m
 from polar_proxy.errors import UsageError
 from polar_proxy.store import RolloutRow, Store
@@ -105,6 +106,22 @@ async def recent_activity(store: Store) -> m.Activity:
     )
 
 
+async def database_service_state(store: Store) -> m.ServiceState:
+    """Return the state of all servers of a database; the fields of one server are null."""
+    fleet = await store.fleet.get()
+    return m.ServiceState(
+        version=__version__,
+        engine=None,
+        policy_version=None,
+        feed=await store.feed.depth(),
+        fleet=m.FleetState(
+            state="paused" if fleet.paused else "working",
+            paused_until=fleet.paused_until if fleet.paused else None,
+            in_flight=len(await store.fleet.in_flight()),
+        ),
+    )
+
+
 async def find_record(
     store: Store, name: str, *, tokens_from: EngineSettings | None = None, engine: Engine | None = None
 ) -> m.Record:
@@ -136,6 +153,7 @@ async def _rollout(
         instruction=task.instruction if task else None,
         stages=convert_all(m.Stage, await store.rollouts.stages(rollout_id)),
         rewards=convert_all(m.Reward, await store.rewards.of_rollout(rollout_id)),
+        remarks=convert_all(m.Remark, await store.remarks.of_rollout(rollout_id)),
         events=convert_all(m.RolloutEvent, await store.rollouts.events(rollout_id)),
         artifacts=[
             convert(m.Artifact, item, path=str(item.path)) for item in await store.artifacts.of_rollout(rollout_id)
@@ -176,6 +194,7 @@ async def _session(
         ],
         excluded=dict(await store.traces.exclusions(session_id)),
         rewards=convert_all(m.Reward, await store.rewards.of_session(session_id)),
+        remarks=convert_all(m.Remark, await store.remarks.of_session(session_id)),
     )
 
 

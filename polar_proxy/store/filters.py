@@ -1,6 +1,7 @@
 """Conditions on rollouts as users type them: `reward>=1, harness=mini-swe-agent, status=done`.
 
-The name of a harness matches all its versions: `harness=codex` also matches codex@1.2.3.
+The name of a harness matches all its versions: `harness=codex` also matches version 1.2.3, which
+`harness=codex@1.2.3` names.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ _OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
     "<": operator.lt,
     "<=": operator.le,
 }
-_VERSION_MARKS = {"harness": "@", "engine": " "}
-"""The sign between name and version in a column. A condition without a version matches all versions."""
+_VERSIONED = ("harness", "engine")
+"""Columns with a name and, after a space, a version. A condition without a version matches all versions."""
 _CONDITION = re.compile(r"(\w+)\s*(>=|<=|!=|==|=|>|<)\s*(.+)")
 _LONGEST = 4096
 
@@ -108,9 +109,10 @@ def _clause(name: str, sign: str, value: str) -> ColumnElement[bool]:
         known = ", ".join(sorted([*_NUMBERS, *_TEXTS, *_FLAGS, "family"]))
         raise UsageError(f"Rollouts have no field {name!r}. Fields: {known}")
     column = _TEXTS[name]
-    mark = _VERSION_MARKS.get(name)
-    if mark is not None and sign in ("=", "==", "!=") and mark not in value:
-        same = or_(column == value, column.startswith(f"{value}{mark}", autoescape=True))
+    if name == "harness":  # in options its version follows an @
+        value = value.replace("@", " ", 1)
+    if name in _VERSIONED and sign in ("=", "==", "!=") and " " not in value:
+        same = or_(column == value, column.startswith(f"{value} ", autoescape=True))
         return not_(same) if sign == "!=" else same
     if sign == "!=":
         return or_(column != value, column.is_(None))

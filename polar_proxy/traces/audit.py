@@ -203,7 +203,7 @@ async def audit(
     except ValueError as error:
         raise StoreError(str(error)) from error
     fresh: list[dict[float, _Values]] = [{1.0: values} for values in await scorer.score_all(paths)]
-    temperatures = [{scored_temperature(trace, sampling) for sampling in trace.sampling} for trace in traces]
+    temperatures = [{scored_temperature(sampling, trace.rescored) for sampling in trace.sampling} for trace in traces]
     for temperature in sorted(set().union(*temperatures) - {1.0}):
         needed = [index for index, own in enumerate(temperatures) if temperature in own]
         scored = await scorer.score_all([paths[index] for index in needed], temperature)
@@ -225,9 +225,10 @@ async def audit(
     return await asyncio.to_thread(compare)
 
 
-def scored_temperature(trace: Trace, sampling: AnswerSampling) -> float:
-    """Return the temperature at which the recorded log-probabilities of an answer can be compared with fresh ones."""
-    if trace.rescored or sampling.logprob_mode == "raw" or sampling.changes:
+def scored_temperature(sampling: AnswerSampling, rescored: bool) -> float:
+    """Return the temperature at which the recorded log-probabilities of an answer can be compared with fresh ones.
+    `rescored`: they are of a trace whose answers were recorded as text."""
+    if rescored or sampling.logprob_mode == "raw" or sampling.changes:
         return 1.0
     return sampling.temperature or 1.0
 
@@ -321,7 +322,7 @@ class TraceAudit:
         begin = self._trace.branch_at + run.start
         recorded = self._trace.logprobs[run.start : run.end].astype(np.float64)
         here = slice(begin, begin + len(recorded))
-        raw, fresh = self._fresh[1.0][here], self._fresh[scored_temperature(self._trace, run.sampling)][here]
+        raw, fresh = self._fresh[1.0][here], self._fresh[scored_temperature(run.sampling, self._trace.rescored)][here]
         mode: LogprobMode = "raw" if self._trace.rescored else run.sampling.logprob_mode
         temperature = run.sampling.temperature
         own_distribution = self._trace.rescored or (temperature == 1.0 and not run.sampling.changes)

@@ -76,10 +76,10 @@ class PageAccess:
         """Return the request's sender. Raises LoginRequiredError, and ApiError for a bad API key."""
         if "authorization" in request.headers:
             role = await by_api_key(self.store)(request)
-            return Visitor(role, f"key {hash_key(request.headers['authorization'].split()[-1]).hex()[:12]}")
+            return Visitor(role, request.state.author)
         row = await self._key_of_cookie(request.cookies.get(COOKIE, ""))
         if row is not None:
-            return Visitor(row.role, f"{row.label or 'key'} {row.name}")
+            return Visitor(row.role, row.title)
         if self.open_on_loopback and request.method in _READING and _is_local(request):
             return Visitor("trainer", None)
         raise LoginRequiredError("This page needs a login with an API key.")

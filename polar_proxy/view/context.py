@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from fastapi import Request
@@ -11,6 +12,7 @@ from fastapi.responses import HTMLResponse
 from polar_proxy.api import ApiContext
 from polar_proxy.store import Store
 from polar_proxy.view.access import COOKIE, PageAccess
+from polar_proxy.view.engine_values import EngineValues
 from polar_proxy.view.templates import render
 from polar_proxy.view.token_source import TokenSources
 
@@ -34,6 +36,11 @@ class ViewContext:
     writable: bool = True
     """Whether visitors can give remarks and rewards in the pages."""
     tokens: TokenSources = field(default_factory=TokenSources)
+
+    @cached_property
+    def values(self) -> EngineValues:
+        main = () if self.api.engine is None else (self.api.engine,)
+        return EngineValues((*main, *self.api.engines.values()))
 
     @property
     def store(self) -> Store:

@@ -128,7 +128,7 @@ def _draw(
             label=name if len(quantities) == 1 else f"{name}: {quantities[number].name}",
             run=run,
             quantity=number,
-            path="M" + "L".join(place(*point) for point in line),
+            path="M" + "L".join(place(*point) for point in line) + ("h0" if len(line) == 1 else ""),  # a dot
             steps=[step for step, _ in line],
             values=[value for _, value in line],
         )

@@ -6,7 +6,6 @@ The file has no scripts and no links, loads nothing, and the secrets that `store
 from __future__ import annotations
 
 import asyncio
-import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -19,12 +18,13 @@ from polar_proxy.config import Settings
 from polar_proxy.errors import UsageError
 from polar_proxy.store import Store
 from polar_proxy.store.secrets import without_secrets
+from polar_proxy.token_scale import scale_step
 from polar_proxy.types import Json
 from polar_proxy.view.access import PageAccess
 from polar_proxy.view.context import ViewContext
 from polar_proxy.view.pages.run import call_values, rollout_values, session_values
 from polar_proxy.view.templates import ASSETS, render_text
-from polar_proxy.view.token_source import CHUNK, HEAT, TokenSequence
+from polar_proxy.view.token_source import CHUNK, TokenSequence
 
 _MOST_TOKENS = 100_000
 """Maximum number of tokens in a file. Browsers open files with more of them slowly."""
@@ -108,8 +108,6 @@ def _runs(chunk: Json) -> Iterator[TokenRun]:
         if context:
             yield TokenRun("".join(context), "c")
             context = []
-        probability = math.exp(logprob)
-        heat = next(name for least, name in HEAT if probability >= least)
-        yield TokenRun(text, f"s {heat}", f"{token_id}, log-probability {logprob}")
+        yield TokenRun(text, f"s p{scale_step(logprob)}", f"{token_id}, log-probability {logprob}")
     if context:
         yield TokenRun("".join(context), "c")

@@ -18,17 +18,17 @@ from cachetools import LRUCache
 from polar_proxy.api import ApiContext
 from polar_proxy.api.context import not_found
 from polar_proxy.engines.token_texts import NoTextsError, token_texts
-from polar_proxy.sequences import assemble, find_choice, policy_versions
+from polar_proxy.sequences import answer_sampling, assemble, find_choice
 from polar_proxy.store import RolloutRow, Store
 from polar_proxy.store.repositories.traces import TraceSummary
 from polar_proxy.terminal import escape_controls
+from polar_proxy.token_scale import PROBABILITIES, scale_legend
+from polar_proxy.traces.audit import scored_temperature
 from polar_proxy.training.advantages import grpo
-from polar_proxy.types import CallRecord, EngineInfo, Json, Logprobs, Span, TokenIds
+from polar_proxy.types import AnswerSampling, CallRecord, EngineInfo, Json, Logprobs, Span, TokenIds
 
 CHUNK = 16_384
 """Maximum number of tokens in one chunk."""
-HEAT = ((0.9, ""), (0.7, "h1"), (0.5, "h2"), (0.3, "h3"), (0.1, "h4"), (0.01, "h5"), (0.0, "h6"))
-"""Classes of polar.css that colour sampled tokens, each with the lowest probability of its tokens."""
 _KEPT = 4
 """Number of sequences that are kept in memory."""
 _TEXTS_KEPT = 400_000
@@ -54,7 +54,7 @@ class TokenSequence:
         return {
             "title": self.title,
             "length": len(self.token_ids),
-            "heat": HEAT,
+            "scale": list(zip(PROBABILITIES, scale_legend(), strict=True)),
             "spans": self.spans,
             "findings": self.findings,
             "facts": self.facts,
@@ -151,7 +151,7 @@ async def _read_trace(store: Store, summary: TraceSummary) -> TokenSequence:
         f"Trace {trace.trace_id}",
         trace.token_ids,
         trace.logprobs,
-        _describe_spans(trace.spans, calls),
+        _describe_spans(trace.spans, calls, trace.rescored),
         _findings(trace.spans, summary.certificate or {}),
         facts,
         infos[0] if infos else None,
@@ -174,13 +174,14 @@ def group_advantages(rows: Iterable[RolloutRow]) -> dict[str, float | None]:
     return {row.rollout_id: None if math.isnan(value) else value for row, value in zip(counted, values, strict=True)}
 
 
-def _describe_spans(spans: Sequence[Span], calls: Mapping[str, CallRecord]) -> list[Json]:
+def _describe_spans(spans: Sequence[Span], calls: Mapping[str, CallRecord], rescored: bool = False) -> list[Json]:
     """Return each span as JSON: its first position in the sequence, its origin, and the data of its call."""
     found = []
     position = 0
     for span in spans:
         call = calls[span.call_id]
         choice = find_choice(call, span.choice) if span.kind == "sampled" else None
+        sampling = None if choice is None else answer_sampling(call, choice)
         found.append(
             {
                 **asdict(span),
@@ -188,13 +189,22 @@ def _describe_spans(spans: Sequence[Span], calls: Mapping[str, CallRecord]) -> l
                 "edge": call.edge,
                 "prompt_mode": call.prompt_mode,
                 "prompt_reason": call.prompt_reason,
-                "versions": [] if choice is None else list(policy_versions(call, choice)),
+                "versions": [] if sampling is None else list(sampling.versions),
                 "reasoning_tokens": None if choice is None else choice.reasoning_tokens,
                 "temperature": call.sampling.get("temperature"),
+                "scored_at": None if sampling is None else _scored_at(sampling, rescored),
             }
         )
         position += span.end - span.start
     return found
+
+
+def _scored_at(sampling: AnswerSampling, rescored: bool) -> float | None:
+    """Return the temperature at which an answer's log-probabilities compare with those of an engine; None if they are
+    of a distribution that an engine does not score, such as that of top_p."""
+    if sampling.logprob_mode == "processed" and not rescored and (sampling.changes or not sampling.temperature):
+        return None
+    return scored_temperature(sampling, rescored)
 
 
 def _findings(spans: Sequence[Span], certificate: Mapping[str, Any]) -> list[Json]:

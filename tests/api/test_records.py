@@ -11,7 +11,7 @@ import pytest_asyncio
 from pydantic import ValidationError
 
 from polar_proxy.api import allow_all, create_api
-from polar_proxy.api_models import ExportSummary, KeyRequest, RewardRequest, RolloutList
+from polar_proxy.api_models import ExportSummary, KeyRequest, RemarkRequest, RewardRequest, RolloutList
 from polar_proxy.client import AsyncClient, BadRequestError, NotFoundError, UnreachableError
 from polar_proxy.client.inprocess import InProcessTransport
 from polar_proxy.config import Settings
@@ -165,3 +165,38 @@ async def test_the_location_of_a_database_has_no_credentials() -> None:
     assert database_location(url) == "postgresql://db.example.com:5433/runs"
     async with open_store("here.db") as store:
         assert store.location.endswith("/here.db")
+
+
+async def test_remarks_are_kept_with_their_author_and_select_rollouts(client: AsyncClient, store: Store) -> None:
+    rollout_id, calls = await rollout(store, reward=1.0)
+    for kind, value in (("label", {"text": "odd"}), ("note", {"text": "why?"}), ("rating", {"value": 4})):
+        given = await client.remark(RemarkRequest(rollout_id=rollout_id, kind=kind, **value))
+        assert (given.rollout_id, given.kind, given.author) == (rollout_id, kind, "this machine")
+    found = await client.rollout(rollout_id)
+    assert (found.label, found.rating) == ("odd", 4.0)
+    assert [(one.kind, one.text, one.value) for one in found.remarks] == [
+        ("label", "odd", None),
+        ("note", "why?", None),
+        ("rating", None, 4.0),
+    ]
+    assert len((await client.rollouts(where="label=odd, rating>=4")).rollouts) == 1
+    record = (await client.record(rollout_id)).rollout
+    assert record is not None
+    assert record.remarks == found.remarks
+    for body, problem in (
+        (RemarkRequest(rollout_id=rollout_id, kind="rating", value=6), "from 1 to 5"),
+        (RemarkRequest(rollout_id=rollout_id, kind="note"), "is empty"),
+        (RemarkRequest(session_id=calls[0].session_id, kind="label", text="x"), rollout_id),
+    ):
+        with pytest.raises(BadRequestError, match=problem):
+            await client.remark(body)
+    with pytest.raises(NotFoundError, match="no rollout roll_0"):
+        await client.remark(RemarkRequest(rollout_id="roll_0", kind="label", text="x"))
+
+
+async def test_remarks_of_a_session_without_a_rollout_are_in_its_record(client: AsyncClient, store: Store) -> None:
+    session_id, _ = await session_without_rollout(store)
+    await client.remark(RemarkRequest(session_id=session_id, kind="note", text="kept"))
+    found = (await client.record(session_id)).session
+    assert found is not None
+    assert [one.text for one in found.remarks] == ["kept"]

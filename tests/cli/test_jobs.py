@@ -61,6 +61,8 @@ def test_reports_invalid_options() -> None:
         (("results", "job_none"), "no job job_none"),
         (("status", "--state", "tired"), "no job state 'tired'"),
         (("reward", "roll_none", "much", "--source", "me"), "A reward is a number or `none`"),
+        (("remark", "roll_none"), "Give --label, --note or --rating"),
+        (("remark", "roll_none", "--label", "odd"), "no rollout roll_none"),
     ):
         assert message in polar_error(*arguments), arguments
 

@@ -65,6 +65,15 @@ def test_a_job_from_submission_to_its_rewards(at_server: PolarServer, monkeypatc
     given = polar_json(*reward)
     assert (given["value"], given["source"], given["detail"]) == (0.25, "human:anna", {"why": "slow"})
 
+    remarked = polar_json("remark", rollouts[0]["rollout_id"], "--label", "odd", "--rating", "4", "--note", "Why?")
+    assert [(one["kind"], one["text"], one["value"]) for one in remarked] == [
+        ("label", "odd", None),
+        ("note", "Why?", None),
+        ("rating", None, 4.0),
+    ]
+    assert all(one["author"].startswith("made by polar serve") for one in remarked)
+    assert "Why?" in polar_ok("show", rollouts[0]["rollout_id"])
+
     far, status = polar_json("results", job_id), polar_json("status", job_id)
     assert [row["reward"] for row in far["rollouts"]] == [0.25, 1.0]
     monkeypatch.delenv("POLAR_URL")  # the same commands on the database itself

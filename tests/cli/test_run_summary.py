@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 import shlex
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
+from rich.console import Console
 from rich.live import Live
 
 from polar_proxy.cli import output
+from polar_proxy.cli.views import progress
 from polar_proxy.cli.views.progress import RolloutProgressView
 from polar_proxy.cli.views.run_summary import next_steps, print_run
 from polar_proxy.store import RolloutRow
@@ -113,6 +116,22 @@ def test_the_live_table_has_each_sample(monkeypatch: pytest.MonkeyPatch, capsys:
     assert lines[-2][:6] == ["1", "swe-task-0", "done", "1", "5", "0.5"]
     assert lines[-1][:6] == ["2", "swe-task-0", "queued", "0", "0", "-"]
     assert "1 finished, 0 active, 1 queued" in table
+
+
+def test_the_live_view_shows_how_long_an_installation_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress.time, "monotonic", clock := Mock(return_value=100.0))
+    view = RolloutProgressView(quiet=False)
+    view.note("installing mini-swe-agent 2.4.6 (once; a minute or two)")
+    clock.return_value = 137.0
+    console = Console(width=200)
+    with console.capture() as captured:
+        console.print(view.table())
+    assert "installing mini-swe-agent 2.4.6 (once; a minute or two): 37 s" in captured.get()
+    view.stage("roll_0", "queued", "swe-task-0")
+    with console.capture() as captured:
+        console.print(view.table())
+    assert "swe-task-0" in captured.get()
+    assert "installing" not in captured.get()
 
 
 def test_a_rollout_that_runs_before_it_is_announced_keeps_its_stage(capsys: pytest.CaptureFixture[str]) -> None:

@@ -158,12 +158,14 @@ def test_top_counts_what_ended_in_the_last_minute(polar_home: Path) -> None:
 
 def test_top_of_a_server_shows_engine_and_stages() -> None:
     engine = {"kind": "vllm", "version": "0.32", "model": "m", "healthy": True, "reason": None}
-    engine["load"] = {"running": 12, "waiting": 3, "kv_usage": 0.5, "replicas": 1}
+    engine |= {"load": {"running": 12, "waiting": 3, "kv_usage": 0.5, "replicas": 1}, "policy_version": "17"}
+    judge = {"kind": "openai", "version": "1", "model": "judge-model", "healthy": False, "reason": "401"}
     stage = {"limit": 4, "inside": 2, "waiting": 7, "entered": 10, "waited_seconds": 25.0, "refusals": {}}
     service = m.ServiceState.model_validate(
         {
             "version": "1",
             "engine": engine,
+            "engines": {"judge": judge},
             "policy_version": "17",
             "feed": {"waiting": 2},
             "fleet": {"state": "working", "paused_until": None, "in_flight": 3},
@@ -182,7 +184,8 @@ def test_top_of_a_server_shows_engine_and_stages() -> None:
     shown = console.export_text()
     assert max(cell_len(line) for line in shown.splitlines()) <= 80
     assert "12 running, 3 in the queue, KV ██████████░░░░░░░░░░ 50%" in shown
-    assert "policy 17" in shown
+    assert "engine     vllm 0.32  m  healthy  policy 17" in shown
+    assert "judge      openai 1  judge-model  401" in shown
     (line,) = [one for one in shown.splitlines() if one.strip().startswith("running")]
     assert line.split()[1:] == ["██████░░░░░░", "2", "4", "7", "2.5", "s"]
 

@@ -66,6 +66,7 @@ assert [rollout.status for rollout in rollouts] == ["done"] * 2
 assert {rollout.rollout_id for rollout in rollouts} <= {rollout.rollout_id for rollout in best}
 assert [stage.stage for stage in stages] == ["preparing", "ready", "running", "scoring"]
 assert polar.rollout(rollouts[0].rollout_id).reward == 0.5
+assert polar.rollout(rollouts[0].rollout_id).rating == 4.0
 assert len(rows) == rollouts[0].calls > 1
 assert polar.feed().depth == {"delivered": 1}
 assert polar.job(other.job_id).status == "cancelled"

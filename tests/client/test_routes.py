@@ -18,6 +18,7 @@ from tests.client.test_docs import PAGE
 BODIES: dict[str, Any] = {
     "submit": m.JobRequest(task="swe-task"),
     "reward": m.RewardRequest(rollout_id="roll_1", value=1.0, source="me"),
+    "remark": m.RemarkRequest(rollout_id="roll_1", kind="label", text="odd"),
     "new_session": m.SessionRequest(),
     "new_key": m.KeyRequest(role="trainer"),
     "lease": m.LeaseRequest(consumer="me"),

@@ -8,7 +8,7 @@ import anthropic.types as types
 import anthropic.types.beta as beta
 import pytest
 
-from polar_proxy.dialects import AnthropicMessages
+from polar_proxy.dialects.anthropic.dialect import AnthropicMessages
 from polar_proxy.types import ChatRequest, Json, SampleEvent, ToolDelta
 from tests.dialects.encoding import encode
 

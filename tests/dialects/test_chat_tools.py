@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from polar_proxy.dialects import OpenAIChat
+from polar_proxy.dialects.openai_chat.dialect import OpenAIChat
 from polar_proxy.errors import RequestError
 from polar_proxy.types import ChatRequest, Json, Message, SampleEvent, ToolCall, ToolDelta
 from tests.dialects.encoding import encode

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from polar_proxy.dialects import OpenAICompletions
 from polar_proxy.dialects.base import ParsedRequest
+from polar_proxy.dialects.openai_completions import OpenAICompletions
 from polar_proxy.errors import RequestError
 from polar_proxy.types import Json, TextRequest
 

@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 
-from polar_proxy.dialects import AnthropicMessages, OpenAIChat, OpenAICompletions, OpenAIResponses
+from polar_proxy.dialects.anthropic.dialect import AnthropicMessages
 from polar_proxy.dialects.base import Dialect
 from polar_proxy.dialects.google.dialect import GoogleGenerateContent
+from polar_proxy.dialects.openai_chat.dialect import OpenAIChat
+from polar_proxy.dialects.openai_completions import OpenAICompletions
+from polar_proxy.dialects.openai_responses.dialect import OpenAIResponses
 from polar_proxy.errors import RequestError
 from polar_proxy.types import Json
 

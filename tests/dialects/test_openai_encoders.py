@@ -10,8 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from polar_proxy.dialects import OpenAIChat, OpenAICompletions
 from polar_proxy.dialects.base import Answer, Dialect
+from polar_proxy.dialects.openai_chat.dialect import OpenAIChat
+from polar_proxy.dialects.openai_completions import OpenAICompletions
 from polar_proxy.types import Json, SampleEvent, ToolDelta, TopLogprob
 from tests.dialects.encoding import encode, gather
 

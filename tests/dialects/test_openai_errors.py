@@ -6,8 +6,10 @@ import json
 
 import pytest
 
-from polar_proxy.dialects import OpenAIChat, OpenAICompletions, get_dialect
+from polar_proxy.dialects import get_dialect
 from polar_proxy.dialects.base import Dialect
+from polar_proxy.dialects.openai_chat.dialect import OpenAIChat
+from polar_proxy.dialects.openai_completions import OpenAICompletions
 from polar_proxy.errors import RequestError
 from polar_proxy.types import Json
 

@@ -8,8 +8,9 @@ import orjson
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from polar_proxy.dialects import OpenAIChat, OpenAICompletions
 from polar_proxy.dialects.base import Dialect
+from polar_proxy.dialects.openai_chat.dialect import OpenAIChat
+from polar_proxy.dialects.openai_completions import OpenAICompletions
 from polar_proxy.errors import RequestError
 from polar_proxy.sessions.state import SessionState
 from polar_proxy.types import ChatRequest, Json

@@ -17,8 +17,11 @@ from openai.types.responses.input_token_count_response import InputTokenCountRes
 from openai.types.shared import ErrorObject
 from pydantic import TypeAdapter
 
-from polar_proxy.dialects import AnthropicMessages, GoogleGenerateContent, OpenAIChat, OpenAICompletions
+from polar_proxy.dialects.anthropic.dialect import AnthropicMessages
 from polar_proxy.dialects.base import Dialect
+from polar_proxy.dialects.google.dialect import GoogleGenerateContent
+from polar_proxy.dialects.openai_chat.dialect import OpenAIChat
+from polar_proxy.dialects.openai_completions import OpenAICompletions
 from polar_proxy.dialects.openai_responses.dialect import OpenAIResponses
 from polar_proxy.errors import RequestError
 from polar_proxy.types import Json, SampleEvent, ToolDelta, TopLogprob

@@ -10,16 +10,13 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from polar_proxy.dialects import (
-    AnthropicMessages,
-    OpenAIChat,
-    OpenAICompletions,
-    OpenAIResponses,
-    get_dialect,
-    recorded_request,
-)
+from polar_proxy.dialects import get_dialect, recorded_request
+from polar_proxy.dialects.anthropic.dialect import AnthropicMessages
 from polar_proxy.dialects.base import Dialect, ParsedRequest, ReferencedCall
 from polar_proxy.dialects.google.dialect import GoogleGenerateContent
+from polar_proxy.dialects.openai_chat.dialect import OpenAIChat
+from polar_proxy.dialects.openai_completions import OpenAICompletions
+from polar_proxy.dialects.openai_responses.dialect import OpenAIResponses
 from polar_proxy.errors import RequestError
 from polar_proxy.types import CallRecord, ChatRequest, EngineRequest, Json, Message
 from tests.dialects import hostile_json, test_anthropic_fuzz, test_google_fuzz, test_responses_fuzz

@@ -12,9 +12,12 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
-from polar_proxy.dialects import AnthropicMessages, OpenAIChat, OpenAICompletions, OpenAIResponses
+from polar_proxy.dialects.anthropic.dialect import AnthropicMessages
 from polar_proxy.dialects.base import Dialect
 from polar_proxy.dialects.google.dialect import GoogleGenerateContent
+from polar_proxy.dialects.openai_chat.dialect import OpenAIChat
+from polar_proxy.dialects.openai_completions import OpenAICompletions
+from polar_proxy.dialects.openai_responses.dialect import OpenAIResponses
 from polar_proxy.errors import RequestError
 from polar_proxy.types import Json
 from scripts.request_fields import FIELDS, REFUSED, WITHOUT_EFFECT, used_fields

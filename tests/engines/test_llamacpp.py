@@ -75,6 +75,7 @@ async def test_probe_finds_capabilities(engine: LlamaCppEngine) -> None:
         ("no_ids", "returns no token ids.*Update llama.cpp"),
         ("no_probs", "without their log-probabilities.*draft model"),
         ("no_settings", "ignores the settings samplers"),
+        ("two_ids", "sent two ids for one token"),
         ("raw_only", "returns raw log-probabilities for `post_sampling_probs: true`"),
         ("chat_differs", "gives the chat route a prompt of"),
     ],
@@ -210,6 +211,13 @@ async def test_errors_of_the_server_are_typed(fault: Fault, kind: type[Exception
     async with FakeLlama() as fake, LlamaCppEngine(fake.url) as engine:
         fake.script(fault)
         with pytest.raises(kind, match=fault.message):
+            await run(engine, chat())
+
+
+async def test_an_id_that_differs_from_the_one_beside_the_logprob_is_an_error() -> None:
+    async with FakeLlama() as fake, LlamaCppEngine(fake.url) as engine:
+        fake.limits = frozenset({"two_ids"})
+        with pytest.raises(EngineError, match="sent two ids for one token"):
             await run(engine, chat())
 
 

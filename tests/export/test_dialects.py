@@ -5,7 +5,8 @@ from __future__ import annotations
 import orjson
 import pytest
 
-from polar_proxy.dialects import OpenAIChat, recorded_request
+from polar_proxy.dialects import recorded_request
+from polar_proxy.dialects.openai_chat.dialect import OpenAIChat
 from polar_proxy.export import DATASET_FORMATS, SessionExport, conversation
 from polar_proxy.export.datasets import ConversationReader
 from polar_proxy.store import json_codec

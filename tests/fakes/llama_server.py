@@ -80,7 +80,8 @@ def is_cut(data: bytes) -> bool:
 @dataclass
 class FakeLlama(FakeServer):
     """`limits`: any of no_ids, no_probs, no_settings (a request's samplers are ignored), raw_only
-    (`post_sampling_probs` is ignored), other_form, ollama, loading, chat_differs (the chat route adds a token)."""
+    (`post_sampling_probs` is ignored), other_form, ollama, loading, chat_differs (the chat route adds a token), two_ids
+    (beside its log-probability a token has another id)."""
 
     limits: frozenset[str] = frozenset()
     context_length: int = 4096
@@ -180,6 +181,7 @@ class FakeLlama(FakeServer):
                 ids_ = {} if "no_ids" in self.limits else {"tokens": [token]}
                 probabilities = {} if "no_probs" in self.limits else {"completion_probabilities": [entry]}
                 entry |= {"token": text, "bytes": list(text.encode())}  # not only the token's own
+                entry |= {"id": token + 1} if "two_ids" in self.limits else {}
                 chunk = {"content": text, "tokens": [], "stop": False, "tokens_predicted": number, **common}
                 yield chunk | ids_ | probabilities
             stop = "eos" if token in STOPS else "limit" if number >= body["n_predict"] else None

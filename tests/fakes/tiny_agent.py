@@ -26,7 +26,7 @@ TOOL = {
 
 _AGENTS = (
     *("TinyAgent", "SleepyAgent", "HeldAgent", "CrashingAgent", "BriefAgent", "VandalAgent", "CheatingAgent"),
-    *("SuspiciousAgent", "FillingAgent", "HoardingAgent"),
+    *("SuspiciousAgent", "FillingAgent", "HoardingAgent", "HostileAgent"),
 )
 TINY_AGENTS = frozenset(f"{__name__}:{name}" for name in _AGENTS)
 """The names of these agents, for the setting `allowed_code`."""
@@ -122,12 +122,27 @@ class HoardingAgent(TinyAgent):
     manner = "hoarding"
 
 
+class HostileAgent(TinyAgent):
+    """Solves the task, and writes `HOSTILE` to its output, its conversation, and the name and text of a file."""
+
+    manner = "hostile"
+
+
+HOSTILE = (
+    "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
+    "'\"></pre></code>{{7*7}}{% raw %}\x1b[31mred\x1b[0m\u202egnihton\u202c"
+)
+"""A text that would run, leave its element, be a template, or reorder what is shown."""
+
+
 def main() -> int:
     env = os.environ
     messages = [
         {"role": "system", "content": "You are a helpful assistant."},
         {"role": "user", "content": f"Please solve this issue: {env['TASK']}\n\nYou can execute bash commands."},
     ]
+    if env["MANNER"] == "hostile":
+        messages[0]["content"] += HOSTILE
     if env["MANNER"] == "filling":
         fill(Path(env["HOME"]))
     for _ in range(15):
@@ -176,6 +191,9 @@ def misbehave(manner: str) -> int:
         Path("sitecustomize.py").write_text("print('always ok')\n")
     if manner == "suspicious":
         Path("conftest.py").write_text("# nothing\n")
+    if manner == "hostile":
+        print(HOSTILE, flush=True)
+        Path(HOSTILE.replace("/", "")).write_text(HOSTILE)
     if manner == "hoarding":
         fill(Path())
     return 0

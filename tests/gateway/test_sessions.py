@@ -107,6 +107,7 @@ async def test_rejects_unknown_keys_if_known_keys_are_required(serve: Serve, sto
         answer = await ask(gateway.url, authorization="Bearer sk-unknown")
         assert answer.status_code == 401
         assert answer.json()["error"]["code"] == "invalid_api_key"
+        assert f" in {store.location}" in answer.json()["error"]["message"], "which database has no such key"
         by_path = await ask(gateway.url, "/s/unknown/v1")
         assert by_path.status_code == 401
     assert await store.sessions.recent() == []

@@ -15,8 +15,8 @@ from tests.conftest import Serve
 from tests.harness_adapters import launch_plans, real_runs
 
 ADAPTER = OpenHands()
-# Two starts of a half-gigabyte program on a busy machine.
-pytestmark = pytest.mark.timeout(600)
+# An installation, and two starts of a half-gigabyte program, on a busy machine.
+pytestmark = pytest.mark.timeout(1200)
 
 
 def test_launch_plan() -> None:

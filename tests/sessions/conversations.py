@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from polar_proxy.dialects import OpenAIChat
+from polar_proxy.dialects.openai_chat.dialect import OpenAIChat
 from polar_proxy.sessions.hashing import MessageHasher
 from polar_proxy.sessions.identity import NO_METADATA, ClientMetadata
 from polar_proxy.sessions.lineage import Lineage

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from polar_proxy.dialects import OpenAIChat
 from polar_proxy.dialects.base import ParsedRequest
+from polar_proxy.dialects.openai_chat.dialect import OpenAIChat
 from polar_proxy.sessions.hashing import HashedConversation, MessageHasher
 from polar_proxy.types import ChatRequest, Json, Message
 from tests.sessions.conversations import calls, result, says, system, user

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from polar_proxy.dialects import OpenAIChat
+from polar_proxy.dialects.openai_chat.dialect import OpenAIChat
 from polar_proxy.sessions.hashing import HashChain, HashedConversation
 from polar_proxy.sessions.lineage import Base
 from polar_proxy.sessions.state import ConversationCache, PromptConfig, SessionState

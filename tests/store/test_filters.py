@@ -38,21 +38,22 @@ async def matching(store: Store, where: str) -> list[str]:
 
 
 async def test_the_name_of_a_harness_matches_all_its_versions(store: Store) -> None:
-    for harness in ("codex", "codex@1.2.3", "codex-next", "codex_@1", "pi"):
+    for harness in ("codex", "codex 1.2.3", "codex-next", "codex_ 1", "pi"):
         await new_rollout(store, harness=harness)
-    assert await matching(store, "harness=codex") == ["codex", "codex@1.2.3"]
-    assert await matching(store, "harness=codex@1.2.3") == ["codex@1.2.3"]
-    assert await matching(store, "harness!=codex") == ["codex-next", "codex_@1", "pi"]
+    assert await matching(store, "harness=codex") == ["codex", "codex 1.2.3"]
+    assert await matching(store, "harness=codex@1.2.3") == ["codex 1.2.3"]
+    assert await matching(store, "harness=codex 1.2.3") == ["codex 1.2.3"]
+    assert await matching(store, "harness!=codex") == ["codex-next", "codex_ 1", "pi"]
     assert await matching(store, "harness=code%") == []
 
 
 async def test_conditions_without_a_match_list_existing_values(store: Store) -> None:
     assert await store.rollouts.explain_no_match("reward>=1") == "The database has no rollouts."
     session_id = await new_session(store)
-    first = await new_rollout(store, session_id, harness="codex@1")
+    first = await new_rollout(store, session_id, harness="codex 1")
     await new_rollout(store, harness="pi")
     explain = store.rollouts.explain_no_match
-    assert "Values of harness: codex@1 (1), pi (1)." in await explain("harness=cody")
+    assert "Values of harness: codex 1 (1), pi (1)." in await explain("harness=cody")
     assert "Values of status: preparing (1), queued (1)." in await explain("status=done")
     assert "No rollout has a reward." in await explain("reward>=1")
     await store.rewards.add(first, 0.5, "tests", {})

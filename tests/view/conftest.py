@@ -1,4 +1,4 @@
-"""A client of the pages over the test's store, without a server."""
+"""A client of the pages over the test's store, which is SQLite and in `full` runs also PostgreSQL, without a server."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from polar_proxy.config import Settings
 from polar_proxy.store import Store
 from polar_proxy.view.router import create_view_router
 from polar_proxy.view.server import create_pages
+from tests.store.conftest import postgres, postgres_template, store, url
 from tests.view.visitors import HOST, Connect
+
+__all__ = ["postgres", "postgres_template", "store", "url"]  # fixtures
 
 
 @pytest.fixture

@@ -15,12 +15,8 @@ from polar_proxy.store import Store
 from polar_proxy.traces.operations import build_traces
 from polar_proxy.types import CallRecord, Choice, Message, ToolCall
 from tests.factories import call_record, engine_info, new_rollout, new_session
+from tests.fakes.tiny_agent import HOSTILE
 
-HOSTILE = (
-    "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
-    "'\"></pre></code>{{7*7}}{% raw %}\x1b[31mred\x1b[0m\u202egnihton\u202c"
-)
-"""A text that would run, leave its element, be a template, or reorder what is shown."""
 TINY = engine_info(engine="local", model=POLAR_TINY_NAME)
 _START = 1_700_000_000.0
 

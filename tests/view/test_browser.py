@@ -15,11 +15,13 @@ from polar_proxy.api import ApiContext, new_api_key
 from polar_proxy.config import Settings
 from polar_proxy.sessions.identity import hash_key
 from polar_proxy.store import Store
+from polar_proxy.view.report import make_report
 from polar_proxy.view.router import create_view_router
 from polar_proxy.view.server import serve_pages
 from tests.api.conftest import ServeApi, job_request, serve_api
-from tests.view import recorded
+from tests.view import recorded, recorded_groups
 from tests.view.browser import DARK, NARROW, Tab, open_browser, open_tab
+from tests.view.visitors import add_key
 
 pytestmark = pytest.mark.full
 __all__ = ["serve_api"]  # a fixture
@@ -40,6 +42,12 @@ class RecordedPages:
 
 
 @pytest.fixture
+def url(tmp_path: Path) -> str:
+    """Chromium sees SQLite only; the tests of the pages themselves run on PostgreSQL too."""
+    return str(tmp_path / "polar.db")
+
+
+@pytest.fixture
 async def pages(store: Store, tmp_path: Path) -> AsyncIterator[RecordedPages]:
     long = await recorded.long_session(store, turns=6, tokens=200)
     branching = await recorded.branching_session(store)
@@ -47,13 +55,20 @@ async def pages(store: Store, tmp_path: Path) -> AsyncIterator[RecordedPages]:
     (trace,) = await store.traces.summaries(long)
     row = await store.rollouts.get(rollout_id)
     assert row is not None
+    group = await recorded_groups.short_group(store)
+    first, second = await recorded_groups.train_group(store, group.group_id)
     paths = {name: f"/view/{name}" for name in ("rollouts", "sessions", "groups", "jobs", "training")}
     paths |= {
         "overview": "/",
         "rollout": f"/view/rollouts/{trace.rollout_id}",
         "session": f"/view/sessions/{branching}",
         "trace": f"/view/traces/{trace.trace_id}",
-        "group": f"/view/groups/{row.group_id}",
+        "group": f"/view/groups/{group.group_id}",
+        "comparison": group.comparison,
+        "empty comparison": "/view/compare",
+        "training run": f"/view/training/{first}?with={second}",
+        "hostile group": f"/view/groups/{row.group_id}",
+        "hostile comparison": f"/view/compare?run={rollout_id}&run={group.rollout_ids[0]}",
         "hostile rollout": f"/view/rollouts/{rollout_id}",
         "hostile call": f"/view/calls/{call_id}",
         "hostile tokens": f"/view/calls/{call_id}/sequence",
@@ -111,6 +126,96 @@ async def test_keys_move_through_lists_and_calls(pages: RecordedPages) -> None:
         await page.go_back()
         await page.keyboard.press("t")
         await page.wait_for_url("**/sequence")
+
+
+async def test_a_group_shows_its_rollouts_side_by_side_and_what_was_trained(pages: RecordedPages) -> None:
+    async with pages.tab() as tab:
+        page = await tab.open(pages.paths["group"])
+        await page.wait_for_selector(".parting mark")
+        assert await page.locator(".parting mark").all_inner_texts() == ["read", "read", "give"]
+        training = page.locator("section[aria-label=Training]")
+        await training.get_by_text("in step 1").wait_for()
+        advantages = await page.locator("#rows .good, #rows .bad").all_inner_texts()
+        assert advantages == ["1", "+1.000", "0", "-1.000"]
+        await page.keyboard.press("j")
+        await page.keyboard.press("Enter")
+        await page.wait_for_url("**/view/rollouts/**")
+        page = await tab.open(pages.paths["group"])
+        await page.uncheck("[name=run] >> nth=2")
+        await page.click("text=Compare in full")
+        await page.wait_for_url("**/view/compare?**")
+        assert await page.locator("th a.id").count() == 4  # two columns of facts and of conversations
+
+
+async def test_a_comparison_leads_to_the_first_different_token(pages: RecordedPages) -> None:
+    async with pages.tab() as tab:
+        page = await tab.open(pages.paths["comparison"])
+        assert await page.locator("mark").all_inner_texts() == ["mean.py", "the"]
+        await page.click("text=/^#0 /")
+        await page.wait_for_selector(".t.here")
+        here = int(str(await page.locator(".t.here").first.get_attribute("data-index")))
+        assert page.url.endswith(f"#{here}")
+        assert "sampled" in str(await page.locator(".line:has(.t.here)").first.get_attribute("class"))
+
+
+async def test_curves_show_the_values_of_two_runs_at_the_pointer(pages: RecordedPages) -> None:
+    async with pages.tab() as tab:
+        page = await tab.open(pages.paths["training run"])
+        panel = page.locator(".panel", has_text="Reward")
+        await panel.locator("svg").hover()
+        shown = await panel.locator("output").inner_text()
+        assert shown.startswith("step ")
+        assert "first: training" in shown
+        assert "second: training" in shown
+        assert await page.locator(".panel").count() == 9
+        await page.click("#steps a.id")
+        await page.wait_for_url("**/view/groups/**")
+
+
+async def test_a_person_labels_rates_and_rewards_by_keyboard(store: Store, serve_api: ServeApi, tmp_path: Path) -> None:
+    key = await add_key(store)
+    group = await recorded_groups.short_group(store)
+    async with serve_api() as running, open_browser() as browser:
+        context = ApiContext(store, Settings(home=tmp_path))
+        running.gateway.include(create_view_router(context, open_on_loopback=True))
+        async with open_tab(browser, running.gateway.url) as tab:
+            page = await tab.open(f"/view/rollouts/{group.rollout_ids[0]}")
+            assert await page.locator("#remarks form").count() == 0
+            await page.click("text=Log in with an API key")
+            await page.fill("#key", key)
+            await page.press("#key", "Enter")
+            await page.wait_for_url(f"**/view/rollouts/{group.rollout_ids[0]}")
+            for name, value in (("label", "odd"), ("rating", "4"), ("reward", "0.25"), ("note", recorded.HOSTILE)):
+                field = page.get_by_label(name, exact=True)
+                await field.fill(value)
+                await field.press("Tab")
+                await page.keyboard.press("Enter")
+                await page.wait_for_url("**#remarks")
+                await page.wait_for_load_state()
+            shown = await page.locator("#remarks .lines").inner_text()
+            assert "<script>document.title='owned'</script>" in shown
+            assert shown.count("key ") == 3  # the author of label, rating and note
+            assert "person: key" in await page.locator("#rewards").inner_text()
+            assert await tab.axe() == []
+    row = await store.rollouts.get(group.rollout_ids[0])
+    assert row is not None
+    assert (row.label, row.rating, row.reward) == ("odd", 4.0, 0.25)
+
+
+async def test_output_of_a_hostile_agent_is_text(store: Store, serve_api: ServeApi, tmp_path: Path) -> None:
+    async with serve_api(work=True) as running, open_browser() as browser:
+        context = ApiContext(store, Settings(home=tmp_path), running.service, None)
+        running.gateway.include(create_view_router(context, open_on_loopback=True))
+        job = await running.post("/jobs", job_request("HostileAgent"), status=201)
+        async with open_tab(browser, running.gateway.url) as tab:
+            page = await tab.open("/")
+            await page.locator("#rollouts .status.done").wait_for(timeout=120_000)
+            (row,) = await store.rollouts.find(job_id=job["job_id"])
+            page = await tab.open(f"/view/rollouts/{row.rollout_id}")
+            for part in ("#patch", "#calls", "section:has(> h2:text('agent.log'))"):
+                assert "<script>document.title='owned'" in await page.locator(part).inner_text(), part
+            assert "owned" not in await page.title()
+            assert await page.locator("img, iframe").count() == 0
 
 
 async def test_a_run_is_shown_live(store: Store, serve_api: ServeApi, tmp_path: Path) -> None:
@@ -199,6 +304,19 @@ async def test_10_000_rollouts_are_listed_page_by_page(store: Store, tmp_path: P
         await page.fill("#where", "status=done")
         await page.press("#where", "Enter")
         await page.wait_for_selector("text=matches no rollout")
+
+
+async def test_a_shared_file_runs_nothing_and_is_accessible(store: Store, tmp_path: Path) -> None:
+    rollout_id, _ = await recorded.hostile_rollout(store)
+    long = await recorded.long_session(store, turns=3, tokens=40)
+    async with open_browser() as browser, open_tab(browser, "file://") as tab:
+        for name in (rollout_id, long):
+            file = tmp_path / f"{name}.html"
+            file.write_text(await make_report(store, Settings(home=tmp_path), name))
+            page = await tab.open(str(file))
+            assert "owned" not in await page.title()
+            assert await page.locator("h1").count() == 1
+            assert await tab.axe() == []
 
 
 async def test_a_login_opens_the_pages(store: Store, serve_api: ServeApi, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,15 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from fastapi import FastAPI
 
+from polar_proxy.api import ApiContext
 from polar_proxy.config import Settings
+from polar_proxy.engines.scripted import INFO, ScriptedEngine
 from polar_proxy.store import Store
 from polar_proxy.view.access import HEADERS
 from polar_proxy.view.pages.lists import PAGE
+from polar_proxy.view.router import create_view_router
 from polar_proxy.view.server import create_pages
 from tests.factories import call_record, new_rollout, new_session
 from tests.view import recorded
@@ -226,6 +231,10 @@ async def test_search_goes_to_the_record(pages: httpx.AsyncClient, store: Store)
     for name, path in (("my-agent", f"sessions/{session_id}"), (call.call_id[:-2], f"calls/{call.call_id}")):
         answer = await pages.get("/view/find", params={"name": name})
         assert (answer.status_code, answer.headers["location"]) == (303, f"/view/{path}")
+    await store.training.put_run("run_1", "first", {}, [])
+    for name, path in (("group_1", "groups/group_1"), ("run_1", "training/run_1"), ("trc_1", "traces/trc_1")):
+        answer = await pages.get("/view/find", params={"name": name})
+        assert answer.headers["location"] == f"/view/{path}"
     assert (await pages.get("/view/find", params={"name": "nothing"})).status_code == 404
 
 
@@ -262,6 +271,26 @@ async def test_drift_is_found_at_its_place(pages: httpx.AsyncClient, store: Stor
     (finding,) = [finding for head in heads for finding in head["findings"]]
     assert finding["at"] == 3
     assert finding["text"].startswith("Drift (split): the prompt of call_")
+
+
+class VersionedEngine(ScriptedEngine):
+    """An engine that knows its policy version, but not its load."""
+
+    async def weight_version(self) -> str | None:
+        return "17"
+
+
+async def test_the_overview_shows_every_engine(store: Store, tmp_path: Path) -> None:
+    engines = {"judge": ScriptedEngine(info=replace(INFO, model="judge-model"))}
+    context = ApiContext(store, Settings(home=tmp_path), engine=VersionedEngine(), engines=engines)
+    app = FastAPI()
+    app.include_router(create_view_router(context, open_on_loopback=True))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as http:
+        part = (await http.get("/view/parts/service")).text
+    assert part.count("healthy") == 2
+    assert re.search(r"<b>judge</b>\s+judge-model", part)
+    assert "scripted-model" in part
+    assert "version 17" in part
 
 
 def test_the_pages_load_no_pytorch() -> None:

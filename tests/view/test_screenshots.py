@@ -1,6 +1,7 @@
-"""The pictures of the documentation: pages of a real run of the bundled policy, as `make demo` makes it.
+"""The pictures of the documentation: pages of a real run of three harnesses on the bundled policy.
 
-POLAR_SCREENSHOTS=1 writes them into docs/images.
+POLAR_SCREENSHOTS=1 writes them into docs/images. Polar-tiny can only play with mini-swe-agent, so the other harnesses
+fail their tasks.
 """
 
 from __future__ import annotations
@@ -14,34 +15,82 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from polar_proxy.config import Settings
-from polar_proxy.store import open_store
-from polar_proxy.view.server import serve_pages
+from polar_proxy.api import ApiContext
+from polar_proxy.config import EngineSettings, Settings
+from polar_proxy.engines.factory import make_engine
+from polar_proxy.gateway import Gateway
+from polar_proxy.store import Store, open_store
+from polar_proxy.view.router import create_view_router
 from tests.cli.process import POLAR, environment
 from tests.view.browser import open_browser, open_tab
+from tests.view.visitors import add_key
 
 pytestmark = pytest.mark.full
 
 IMAGES = Path(__file__).resolve().parents[2] / "docs" / "images"
-PAGES_OF = {"overview": 560, "rollout": 900, "tokens": 560}
+HARNESSES = ("mini-swe-agent", "pi", "codex")
+HEIGHTS = {
+    "overview": 620,
+    "rollout": 900,
+    "tokens": 800,
+    "group": 820,
+    "comparison": 820,
+    "training": 760,
+    "lists": 420,
+    "call": 620,
+    "remarks": 420,
+    "login": 420,
+}
 """Height of each picture in pixels."""
-_MOST_BYTES = 300_000
+_MOST_BYTES = 800_000
 
 
-async def run_demo(home: Path) -> Path:
-    """Let the agent play one task four times. Return the database."""
+async def run(home: Path, *arguments: str) -> None:
     settings = {**environment(), "POLAR_HOME": str(home), "OMP_NUM_THREADS": "1"}
-    if "POLAR_CACHE_DIR" in os.environ:
-        settings["POLAR_HARNESSES"] = os.environ["POLAR_CACHE_DIR"]
-    command = [POLAR, "run", "swe-task", "--samples", "4", "--json"]
-    await asyncio.to_thread(subprocess.run, command, env=settings, check=True, capture_output=True, timeout=800)
+    settings["POLAR_HARNESSES"] = os.environ.get("POLAR_CACHE_DIR") or str(Path("~/.polar/harnesses").expanduser())
+    await asyncio.to_thread(
+        subprocess.run, [POLAR, *arguments], env=settings, check=True, capture_output=True, timeout=800
+    )
+
+
+async def record(home: Path) -> Path:
+    """Let three harnesses play, and train the policy for two steps. Return the database."""
+    for harness in HARNESSES:
+        samples = "4" if harness == "mini-swe-agent" else "2"
+        await run(home, "run", "swe-task", "--harness", harness, "--samples", samples, "--json")
+    steps = ("--steps", "2", "--samples", "4", "--groups", "1")
+    await run(home, "train", "grpo", "--task", "swe-task", "--engine", "local", *steps, "--run", str(home / "first"))
     return home / "polar.db"
 
 
-async def take(browser: Any, url: str, path: str, file: Path, height: int, **options: Any) -> None:
-    async with open_tab(browser, url, viewport={"width": 1280, "height": height}, **options) as tab:
+async def paths_of(store: Store) -> dict[str, str]:
+    solved = (await store.rollouts.find(where="reward>=1, harness=mini-swe-agent"))[-1]
+    session_id = str(solved.session_id)
+    trace = max(await store.traces.summaries(session_id), key=lambda one: one.length)
+    calls = await store.calls.summaries(session_id)
+    (training,) = await store.training.runs()
+    others = [row.rollout_id for row in await store.rollouts.find(group_id=solved.group_id)]
+    other = next(one for one in others if one != solved.rollout_id)
+    return {
+        "overview": "/",
+        "lists": "/view/rollouts",
+        "rollout": f"/view/rollouts/{solved.rollout_id}?call={calls[2].call_id}",
+        "remarks": f"/view/rollouts/{solved.rollout_id}#remarks",
+        "call": f"/view/calls/{calls[2].call_id}",
+        "tokens": f"/view/traces/{trace.trace_id}#{trace.prompt_length}",
+        "group": f"/view/groups/{solved.group_id}",
+        "comparison": f"/view/compare?run={solved.rollout_id}&run={other}",
+        "training": f"/view/training/{training.run_id}",
+        "login": "/view/login",
+    }
+
+
+async def take(browser: Any, url: str, key: str, path: str, file: Path, height: int, **options: Any) -> None:
+    view = {"viewport": {"width": 1280, "height": height}, "extra_http_headers": {"authorization": f"Bearer {key}"}}
+    async with open_tab(browser, url, **view | options) as tab:
         page = await tab.open(path)
-        await page.wait_for_timeout(1000)  # until the parts that are loaded later are there
+        await page.wait_for_timeout(2000)  # until the parts that are loaded later are there
+        await page.evaluate("document.querySelector('.foot span').textContent = '~/.polar/polar.db'")
         await page.screenshot(path=str(file))
     await asyncio.to_thread(
         lambda: Image.open(file).convert("RGB").quantize(256, Image.Quantize.FASTOCTREE).save(file, optimize=True)
@@ -49,29 +98,32 @@ async def take(browser: Any, url: str, path: str, file: Path, height: int, **opt
 
 
 async def take_all(database: Path, folder: Path) -> None:
-    """Write the pictures of a run of which a rollout solved its task."""
-    async with open_store(str(database), create=False) as store:
-        solved = (await store.rollouts.find(where="reward>=1"))[-1]
-        session_id = str(solved.session_id)
-        trace = max(await store.traces.summaries(session_id), key=lambda one: one.length)
-        calls = await store.calls.summaries(session_id)
-        paths = {
-            "overview": "/",
-            "rollout": f"/view/rollouts/{solved.rollout_id}?call={calls[2].call_id}",
-            "tokens": f"/view/traces/{trace.trace_id}#{trace.prompt_length}",
-        }
-        settings = Settings(home=database.parent)
-        async with serve_pages(store, settings, 0) as url, open_browser() as browser:
+    """Write the pictures, from a server that has the engine of the run."""
+    settings = Settings(home=database.parent, gateway={"port": 0})
+    async with open_store(str(database), create=False) as store, make_engine(EngineSettings(kind="local")) as engine:
+        paths = await paths_of(store)
+        key = await add_key(store)
+        solved = paths["remarks"].removeprefix("/view/rollouts/").partition("#")[0]
+        await store.remarks.add("label", "anna", rollout_id=solved, text="clean")
+        await store.remarks.add("rating", "anna", rollout_id=solved, rating=4)
+        await store.remarks.add("note", "ben", rollout_id=solved, text="It ran no test after its change.")
+        context = ApiContext(store, settings, engine=engine)
+        async with Gateway(engine, store, settings.gateway) as gateway, open_browser() as browser:
+            gateway.include(create_view_router(context, open_on_loopback=True))
+            url = gateway.url
             for name, path in paths.items():
-                await take(browser, url, path, folder / f"{name}.png", PAGES_OF[name])
-            await take(browser, url, paths["tokens"], folder / "dark.png", 420, color_scheme="dark")
+                await take(browser, url, key, path, folder / f"{name}.png", HEIGHTS[name])
+            await take(browser, url, key, paths["tokens"], folder / "dark.png", 420, color_scheme="dark")
+            narrow = {"viewport": {"width": 400, "height": 760}}
+            await take(browser, url, key, paths["rollout"], folder / "narrow.png", 760, **narrow)
 
 
 @pytest.mark.timeout(900)
-async def test_pages_of_the_demo_are_pictured(tmp_path: Path) -> None:
+async def test_pages_of_a_run_of_three_harnesses_are_pictured(tmp_path: Path) -> None:
     folder = IMAGES if os.environ.get("POLAR_SCREENSHOTS") else tmp_path
     folder.mkdir(exist_ok=True)
-    await take_all(await run_demo(tmp_path / "home"), folder)
-    sizes = {file.name: file.stat().st_size for file in folder.glob("*.png")}
+    await take_all(await record(tmp_path / "home"), folder)
+    sizes = {file.stem: file.stat().st_size for file in folder.glob("*.png")}
+    assert set(sizes) >= {*HEIGHTS, "dark", "narrow"}
     assert all(size > 5000 for size in sizes.values())
     assert sum(sizes.values()) < _MOST_BYTES, sizes

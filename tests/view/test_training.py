@@ -27,6 +27,11 @@ def test_a_curve_spans_its_panel() -> None:
     assert (panel.low, panel.high, panel.first, panel.last) == (0.0, 1.0, 1, 3)
 
 
+def test_a_single_value_is_a_dot() -> None:
+    (panel, *_) = draw_panels([("a", [step(1, reward=0.5)])])
+    assert panel.curves[0].path == f"M0.0 {HEIGHT / 2:.1f}h0"
+
+
 def test_runs_share_the_axes_of_a_panel() -> None:
     (panel, *_) = draw_panels([("a", [step(1, reward=0.0)]), ("b", [step(1, reward=1.0), step(4, reward=2.0)])])
     assert [(curve.run, curve.values) for curve in panel.curves] == [(0, [0.0]), (1, [1.0, 2.0])]

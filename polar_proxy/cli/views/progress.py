@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
-from polar_proxy.cli.output import err, format_number, format_seconds, make_table, styled
+from polar_proxy.cli.output import err, format_number, format_seconds, make_table, print_note, styled
 from polar_proxy.terminal import one_line
 
 if TYPE_CHECKING:
@@ -78,6 +77,8 @@ class RolloutProgressView:
         self._lines: dict[str, RolloutProgressLine] = {}
         self._rollout_of: dict[str, str] = {}
         """Rollout id by session id."""
+        self._preparing = ""
+        self._preparing_since = time.monotonic()
 
     def show(self) -> contextlib.AbstractContextManager[object]:
         return live_view(self.table, self.is_live)
@@ -91,6 +92,11 @@ class RolloutProgressView:
         ended = [name for name, line in self._lines.items() if line.until is not None]
         for name in ended:
             del self._lines[name]
+
+    def note(self, text: str) -> None:
+        """Print a line. Until the first rollout exists, the live view shows for how long it has been the newest one."""
+        print_note(text)
+        self._preparing, self._preparing_since = text, time.monotonic()
 
     def stage(self, rollout_id: str, status: str, detail: str = "", reward: float | None = None) -> None:
         line = self._lines.get(rollout_id)
@@ -124,7 +130,9 @@ class RolloutProgressView:
 
             line.command = last_command(record.choices[0].message) or line.command
 
-    def table(self) -> Table:
+    def table(self) -> RenderableType:
+        if not self._lines and self._preparing:
+            return Text(one_line(f"{self._preparing}: {time.monotonic() - self._preparing_since:.0f} s"), "dim")
         lines = list(self._lines.values())
         active = [line for line in lines if line.status not in _NOT_ACTIVE]
         rows = (

@@ -16,9 +16,10 @@ from rich.text import Text
 
 from polar_proxy.cli.output import format_number, format_price, out, styled
 from polar_proxy.terminal import message_lines, one_line
+from polar_proxy.token_scale import scale_legend, scale_step
 
 if TYPE_CHECKING:
-    from polar_proxy.api_models import CallChoice, RolloutRecord, SessionCall, SessionDetail, StoryMessage
+    from polar_proxy.api_models import CallChoice, Remark, RolloutRecord, SessionCall, SessionDetail, StoryMessage
 
 _SHOWN_LINES, _SHOWN_END = 10, 3
 """Number of lines of a longer text that are shown at its beginning, and at its end."""
@@ -36,14 +37,8 @@ _EDGE_COLOURS = {
     "side_call": "dim",
 }
 _ROLE_COLOURS = {"assistant": "green", "user": "cyan", "system": "dim", "developer": "dim", "tool": "magenta"}
-_SCALE: tuple[tuple[float, str, str], ...] = (
-    (-0.105, "default", "p > 0.9"),
-    (-0.693, "green", "> 0.5"),
-    (-2.303, "yellow", "> 0.1"),
-    (-4.605, "magenta", "> 0.01"),
-    (-math.inf, "bold red", "less"),
-)
-"""(lowest log-probability, colour, its legend) of tokens, likely ones first."""
+_TOKEN_COLOURS = ("default", "green", "yellow", "magenta", "bold red")
+"""The colour of each step of `token_scale`."""
 
 
 def print_rollout(rollout: RolloutRecord) -> None:
@@ -58,6 +53,7 @@ def print_rollout(rollout: RolloutRecord) -> None:
     for reward in rollout.rewards:
         target = f" for {reward.call_id or reward.trace_id}" if reward.call_id or reward.trace_id else ""
         out.print(styled("reward {} by {}{}", format_number(reward.value), reward.source, target))
+    _print_remarks(rollout.remarks)
     listed = [found for given in rollout.rewards if isinstance(found := given.detail.get("signs"), list)]
     if signs := sorted({str(sign) for found in listed for sign in found}):
         out.print(styled("[yellow]signs of reward hacking: {}[/]", ", ".join(signs)))
@@ -76,6 +72,7 @@ def print_session(session: SessionDetail) -> None:
     price = "" if session.price_usd is None else f"  {format_price(session.price_usd)} USD"
     label = f"  {session.label}" if session.label else ""
     out.print(styled("session {}{}{}{}", session.session_id, label, reward, price))
+    _print_remarks(session.remarks)
     if session.spent is not None:
         out.print(styled("[yellow]its budget is spent ({}): further calls are refused[/]", session.spent))
     if any(call.answers for call in session.calls):
@@ -104,6 +101,13 @@ def print_choice_tokens(choice: CallChoice) -> None:
         text.append(token, _colour(logprob))
     out.print(Padding(text, (0, 0, 0, _MARGIN)))
     out.print(Padding(styled("[dim]{}[/]", _token_summary(choice)), (0, 0, 0, _MARGIN)))
+
+
+def _print_remarks(remarks: Sequence[Remark]) -> None:
+    for remark in remarks:
+        text = remark.text if remark.value is None else f"{remark.value:g} of 5"
+        out.print(styled("{} by {}:", remark.kind, remark.author))
+        _print_text(text or "")
 
 
 def _stage_lines(rollout: RolloutRecord) -> Iterator[Text]:
@@ -202,11 +206,12 @@ def _print_text(text: str, *, style: str = "", limit: int = _SHOWN_LINES) -> Non
 
 def _print_legend() -> None:
     if out.is_terminal and not out.no_color:
-        out.print(Text.assemble("tokens: ", *((f"{legend}  ", colour) for _, colour, legend in _SCALE)))
+        steps = zip(scale_legend(), _TOKEN_COLOURS, strict=True)
+        out.print(Text.assemble("tokens: ", *((f"{legend}  ", colour) for legend, colour in steps)))
 
 
 def _colour(logprob: float | None) -> str:
-    return "dim" if logprob is None else next(colour for lowest, colour, _ in _SCALE if logprob >= lowest)
+    return "dim" if logprob is None else _TOKEN_COLOURS[scale_step(logprob)]
 
 
 def _token_summary(choice: CallChoice) -> str:

@@ -43,7 +43,9 @@ def bar(share: float, width: int = _BAR_WIDTH) -> str:
 
 def _service_lines(service: ServiceState) -> Iterator[RenderableType]:
     if service.engine is not None:
-        yield from _engine_lines(service.engine, service.policy_version)
+        yield from _engine_lines("engine", service.engine)
+    for name, engine in service.engines.items():
+        yield from _engine_lines(one_line(name, 10), engine)
     if service.worker is not None:
         state = service.problem or service.state
         yield styled("worker     {}  {}  {} in flight", service.worker, state, service.in_flight)
@@ -55,22 +57,21 @@ def _service_lines(service: ServiceState) -> Iterator[RenderableType]:
         yield Text(f"sandboxes  {pool.waiting} of {pool.size} warm, {pool.hits} hits, {pool.misses} misses")
 
 
-def _engine_lines(engine: EngineState, version: str | None) -> Iterator[RenderableType]:
+def _engine_lines(name: str, engine: EngineState) -> Iterator[RenderableType]:
     colour, state = ("green", "healthy") if engine.healthy else ("red", engine.reason or "does not answer")
-    policy = "" if version is None else f"  policy {version}"
-    yield styled(
-        f"engine     {{}} {{}}  {{}}  [{colour}]{{}}[/]{{}}", engine.kind, engine.version, engine.model, state, policy
-    )
+    policy = "" if engine.policy_version is None else f"  policy {engine.policy_version}"
+    words = (f"{name:<10}", engine.kind, engine.version, engine.model, state, policy)
+    yield styled(f"{{}} {{}} {{}}  {{}}  [{colour}]{{}}[/]{{}}", *words)
     load = engine.load or {}
-    words = [
+    figures = [
         f"{load[name]} {what}"
         for name, what in (("running", "running"), ("waiting", "in the queue"), ("replicas", "replicas"))
         if load.get(name) is not None and (name != "replicas" or load[name] > 1)
     ]
     if (usage := load.get("kv_usage")) is not None:
-        words.append(f"KV {bar(usage)} {usage:.0%}")
-    if words:
-        yield Text(one_line(f"           {', '.join(words)}"))
+        figures.append(f"KV {bar(usage)} {usage:.0%}")
+    if figures:
+        yield Text(one_line(f"           {', '.join(figures)}"))
 
 
 def _rates(activity: Activity) -> Text:

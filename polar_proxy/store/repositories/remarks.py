@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass
-from typing import Literal, get_args
+from typing import get_args
 
 from sqlalchemy import insert, select, update
 
@@ -12,9 +12,8 @@ from polar_proxy.errors import UsageError
 from polar_proxy.store import schema
 from polar_proxy.store.database import Repository, row_columns
 from polar_proxy.store.secrets import clean_label, without_secrets
-from polar_proxy.types import new_id
+from polar_proxy.types import RemarkKind, new_id
 
-RemarkKind = Literal["label", "note", "rating"]
 REMARK_KINDS: dict[str, RemarkKind] = {kind: kind for kind in get_args(RemarkKind)}
 LOWEST_RATING, HIGHEST_RATING = 1, 5
 _LONGEST_NOTE = 20_000
@@ -81,6 +80,9 @@ class RemarkRepository(Repository):
                 (identity,) = table.primary_key.columns
                 await connection.execute(update(table).where(identity == key).values({kind: shown[kind]}))
         return row.remark_id
+
+    async def get(self, remark_id: str) -> RemarkRow | None:
+        return next(iter(await self._rows(RemarkRow, _select.where(_a.remark_id == remark_id))), None)
 
     async def of_rollout(self, rollout_id: str) -> list[RemarkRow]:
         """Return the remarks of a rollout, oldest first."""

@@ -221,6 +221,11 @@ class ApiKeyRow:
     created_at: float
     revoked_at: float | None
 
+    @property
+    def title(self) -> str:
+        """Label and name of the key, as the author of what is given with it."""
+        return f"{self.label or 'key'} {self.name}"
+
 
 _select_keys = select(*row_columns(ApiKeyRow, schema.api_keys, name=_k.key_hash))
 

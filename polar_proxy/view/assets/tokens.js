@@ -12,12 +12,18 @@ const ids = new Int32Array(head.length);
 const logprobs = new Float32Array(head.length).fill(NaN);
 const texts = new Map(); // token id -> text
 const findings = new Map(head.findings.map((one) => [one.at, one.text]));
+const hasEngine = "engine" in box.dataset; // it computes importance ratios and alternatives on request
+const REST_MS = 250; // the reader stays this long at a token before its alternatives are computed
+const alternatives = new Map(); // token -> what the server answered
+let ratios = null; // importance ratio of each token, once it was asked for
 let loaded = 0; // tokens that have arrived
 let lines = []; // index of the first token of each line
 let columns = 80;
 let columnAt = 0; // of the last line, while it is laid out
 let fresh = false; // the last line has no token yet
 let here = -1; // the chosen token
+let described = -1; // the token whose facts are shown
+let resting = null; // timer until the alternatives of that token are asked for
 let hits = []; // tokens at which the search begins to match
 let hitEnds = [];
 let shown = new Map(); // line number -> element
@@ -29,7 +35,7 @@ async function load() {
     ids.set(chunk.ids, chunk.start);
     chunk.logprobs.forEach((value, index) => { if (value !== null) logprobs[chunk.start + index] = value; });
     for (const [id, text] of Object.entries(chunk.texts)) texts.set(Number(id), text);
-    if (chunk.problem && chunk.start === 0) showProblem(chunk.problem);
+    if (chunk.problem && chunk.start === 0) showProblem(`The tokens are shown without their texts. ${chunk.problem}`);
     loaded += chunk.ids.length;
     layOut(chunk.start);
     if (chunk.start === 0) openHash();
@@ -39,14 +45,23 @@ async function load() {
 
 async function getJson(url) {
   const answer = await fetch(url, { credentials: "same-origin" });
-  if (!answer.ok) throw new Error(`${url}: ${answer.status}`);
+  if (!answer.ok) throw new Error(`The server answers ${answer.status} to ${url}.`);
   return answer.json();
+}
+
+/** Return the server's answer, or its problem: an engine may be busy or gone. */
+async function ask(url) {
+  try {
+    return await getJson(url);
+  } catch (error) {
+    return { problem: error.message };
+  }
 }
 
 function showProblem(text) {
   const note = document.createElement("p");
   note.className = "problem";
-  note.textContent = `The tokens are shown without their texts. ${text}`;
+  note.textContent = text;
   box.parentElement.before(note);
 }
 
@@ -174,9 +189,18 @@ function colourOf(index, span) {
     const value = head.facts.advantage;
     return value === 0 ? "" : `${value > 0 ? "plus" : "minus"}${Math.abs(value) >= 0.8 ? 2 : 1}`;
   }
+  if (colour === "ratio") return RATIOS.find(([, , holds]) => holds(ratios?.[index] ?? 1))?.[0] ?? "";
   const probability = Math.exp(logprobs[index]);
-  return head.heat.find(([least]) => probability >= least)?.[1] ?? "";
+  const step = head.scale.findIndex(([least]) => probability >= least);
+  return step < 0 ? "" : `p${step}`;
 }
+
+const RATIOS = [
+  ["minus2", "below 0.8", (ratio) => ratio < 0.8],
+  ["minus1", "below 0.95", (ratio) => ratio < 0.95],
+  ["plus2", "above 1.25", (ratio) => ratio > 1.25],
+  ["plus1", "above 1.05", (ratio) => ratio > 1.05],
+];
 
 function marks(index, span) {
   const hit = hits.length > 0 ? hitAt(index) : -1;
@@ -186,16 +210,23 @@ function marks(index, span) {
 
 const spanOf = (index) => head.spans[lastWhere(head.spans.length, (span) => head.spans[span].at <= index)];
 
-document.querySelector("#colour").addEventListener("change", (event) => {
+document.querySelector("#colour").addEventListener("change", async (event) => {
   colour = event.target.value;
   drawLegend();
+  if (colour === "ratio" && ratios === null) {
+    document.querySelector("#legend").textContent = "computing…";
+    const answer = await ask(`${source}/ratios`);
+    if (answer.problem) showProblem(answer.problem); else ratios = answer.ratios;
+    drawLegend();
+  }
   redraw();
 });
 drawLegend();
 
 function drawLegend() {
   const entries = {
-    logprob: head.heat.map(([least, name], place) => [name, place === 0 ? `p ≥ ${least}` : least > 0 ? least : "less"]),
+    logprob: head.scale.map(([, text], step) => [`p${step}`, text]),
+    ratio: RATIOS,
     advantage: [["plus2", "made likelier"], ["minus2", "made less likely"]],
     origin: [],
     none: [],
@@ -259,6 +290,9 @@ function describe(index) {
   }
   rows.push(["trained", sampled ? (head.facts.grade === undefined ? "sampled" : "yes: loss mask 1") : "no: context"]);
   if (sampled && head.facts.advantage != null) rows.push(["advantage", head.facts.advantage]);
+  if (ratios?.[index] != null) rows.push(["importance ratio", ratios[index]]);
+  const other = alternatives.get(index);
+  if (other?.least_entropy !== undefined) rows.push(["entropy", `at least ${other.least_entropy} nats`]);
   rows.push([sampled ? "of answer" : "of prompt", `${inside} of call`, `/view/calls/${encodeURIComponent(span.call_id)}`, span.call_id]);
   rows.push(["edge", span.edge], ["prompt", span.prompt_mode + (span.prompt_reason ? `: ${span.prompt_reason}` : "")]);
   if (sampled) {
@@ -286,7 +320,37 @@ function describe(index) {
     }
     list.append(term, description);
   }
-  facts.replaceChildren(text, list);
+  facts.replaceChildren(text, list, ...describeAlternatives(index, other));
+  described = index;
+  clearTimeout(resting);
+  if (hasEngine && index > 0 && other === undefined) resting = setTimeout(() => findAlternatives(index), REST_MS);
+}
+
+async function findAlternatives(index) {
+  alternatives.set(index, await ask(`${source}/alternatives?at=${index}`));
+  if (described === index) describe(index);
+}
+
+/** Return the elements that show what the engine samples here with its present weights. */
+function describeAlternatives(index, answer) {
+  if (answer === undefined) return [];
+  const title = document.createElement("h2");
+  if (answer.problem) {
+    title.textContent = answer.problem;
+    return [title];
+  }
+  title.textContent = answer.policy_version === null ? "Alternatives now" : `Alternatives, policy version ${answer.policy_version}`;
+  const list = document.createElement("ol");
+  list.className = "alternatives";
+  for (const [id, text, logprob] of answer.alternatives) {
+    const item = document.createElement("li"), token = document.createElement("code"), share = document.createElement("span");
+    token.textContent = JSON.stringify(text);
+    if (id === ids[index]) token.className = "here";
+    share.textContent = percent(Math.exp(logprob));
+    item.append(token, share);
+    list.append(item);
+  }
+  return [title, list];
 }
 
 const percent = (share) => (share >= 0.001 ? `${(share * 100).toPrecision(3)} %` : share.toExponential(2));

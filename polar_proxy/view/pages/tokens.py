@@ -1,4 +1,5 @@
-"""The token view: every token of a trace or of a call, with its log-probability and its origin."""
+"""The token view: every token of a trace or of a call, with its log-probability and its origin; on request, its
+importance ratio and alternatives."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from polar_proxy.store import Store
 from polar_proxy.view.context import ViewContext
 from polar_proxy.view.token_source import TokenSequence
 
+Position = Annotated[int, Query(alias="at", description="Position of the token.")]
 Start = Annotated[int, Query(ge=0, description="Position of the first token.")]
 
 
@@ -25,7 +27,9 @@ def _add_sequence(
 ) -> None:
     @pages.get(path)
     async def page(request: Request, record_id: str) -> Response:
-        return await view.page(request, "tokens.html", sequence=await read(view.store, record_id))
+        sequence = await read(view.store, record_id)
+        problem = view.values.problem(sequence)
+        return await view.page(request, "tokens.html", sequence=sequence, values_problem=problem)
 
     @pages.get(f"{path}/head")
     async def head(record_id: str) -> Response:
@@ -34,6 +38,14 @@ def _add_sequence(
     @pages.get(f"{path}/tokens")
     async def tokens(record_id: str, start: Start = 0) -> Response:
         return _json(await view.tokens.chunk(view.api, await read(view.store, record_id), start))
+
+    @pages.get(f"{path}/ratios")
+    async def ratios(record_id: str) -> Response:
+        return _json(await view.values.ratios(await read(view.store, record_id)))
+
+    @pages.get(f"{path}/alternatives")
+    async def alternatives(record_id: str, position: Position) -> Response:
+        return _json(await view.values.alternatives(await read(view.store, record_id), position))
 
 
 def _json(value: Any) -> Response:

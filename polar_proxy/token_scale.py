@@ -1,0 +1,20 @@
+"""The scale that colours sampled tokens by their probability, in the terminal and in the pages."""
+
+from __future__ import annotations
+
+import math
+
+PROBABILITIES = (0.9, 0.5, 0.1, 0.01, 0.0)
+"""The lowest probability of each step, the likeliest tokens first."""
+
+
+def scale_step(logprob: float) -> int:
+    """Return the step of a token with this log-probability, from 0."""
+    probability = math.exp(logprob)
+    return next(step for step, lowest in enumerate(PROBABILITIES) if probability >= lowest)
+
+
+def scale_legend() -> list[str]:
+    """Return the name of each step."""
+    first, *rest, _ = PROBABILITIES
+    return [f"p ≥ {first}", *(f"≥ {lowest}" for lowest in rest), "less"]
