@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from benchmarks._attacks.outcome import Outcome
@@ -58,10 +58,15 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def write(outcomes: Sequence[Outcome]) -> None:
-    """Replace the families that were run in the kept results, and make both pages from all kept results."""
+    """Replace the families that were run in the kept results, and make both pages from all kept results.
+
+    Paths of this checkout are written relative to it.
+    """
     kept = [Outcome(**one) for one in json.loads(RESULTS.read_text())] if RESULTS.exists() else []
     new = {one.family for one in outcomes}
-    every = sorted([one for one in kept if one.family not in new] + list(outcomes), key=lambda one: one.family)
+    every = [one for one in kept if one.family not in new]
+    every += [replace(one, got=one.got.replace(f"{ROOT}/", "")) for one in outcomes]
+    every.sort(key=lambda one: one.family)
     RESULTS.write_text(json.dumps([asdict(one) for one in every], indent=0) + "\n")
     sections = [f"## {name}\n\n{family(every, name)}\n" for name in dict.fromkeys(one.family for one in every)]
     head = "# Attacks\n\nMade by `python benchmarks/attacks.py --write`; do not edit.\n\n"
