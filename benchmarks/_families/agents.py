@@ -14,7 +14,8 @@ from pathlib import Path
 
 from benchmarks._families.families import Family
 from benchmarks._families.own_answers import CUT_EVERY
-from benchmarks._families.real import FamilyEngine, planned, save_model, serve_vllm
+from benchmarks._families.random_models import save_model
+from benchmarks._families.real import FamilyEngine, planned, serve_vllm
 from benchmarks._families.served_families import ServedFamily
 from benchmarks._families.template_engine import TemplateEngine
 from harness_adapters.base import HarnessAdapter
@@ -44,7 +45,7 @@ async def run_agents(
     renderer = TemplateEngine(family)
     jobs = [FidelityJob(adapter, adapter.install(cache), served.name, mode) for adapter in adapters for mode in modes]
     with tempfile.TemporaryDirectory(prefix="polar-family-") as folder:
-        await asyncio.to_thread(save_model, Path(folder), renderer, CONTEXT)
+        await asyncio.to_thread(save_model, Path(folder), renderer, served.architecture, CONTEXT)
         async with serve_vllm(Path(folder), served.name, *served.flags, context=CONTEXT) as url:
             played = play(
                 jobs,

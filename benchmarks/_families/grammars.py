@@ -21,7 +21,8 @@ import httpx
 
 from benchmarks._families.families import Family, load_families
 from benchmarks._families.planned_session import TOOLS, Agent, ask
-from benchmarks._families.real import FamilyEngine, ServerError, make_renderer, save_model, serve_vllm
+from benchmarks._families.random_models import save_model
+from benchmarks._families.real import FamilyEngine, ServerError, make_renderer, serve_vllm
 from benchmarks._families.served_families import ServedFamily
 from polar_proxy.config import GatewaySettings
 from polar_proxy.conformance.runner import temporary_store
@@ -97,7 +98,7 @@ async def run_family(served: ServedFamily, family: Family) -> GrammarResult:
     out = GrammarResult(served.name)
     renderer = make_renderer(served, family)
     with tempfile.TemporaryDirectory(prefix="polar-family-") as folder:
-        save_model(Path(folder), renderer, harmony=served.harmony)
+        save_model(Path(folder), renderer, served.architecture)
         try:
             async with (
                 serve_vllm(Path(folder), served.name, *served.flags) as url,

@@ -97,30 +97,3 @@ def harmony_tokenizer() -> Tokenizer:
     tokenizer = _Converter(vocab_file=vocabulary, pattern=_WORD, extra_special_tokens=control).converted()
     assert all(tokenizer.token_to_id(text) == token for token, text in _CONTROL.items())
     return tokenizer
-
-
-def save_gpt_oss(folder: Path, tokenizer: object, stop_ids: list[int], context_length: int) -> None:
-    """Write a random model of the architecture of gpt-oss into `folder`, beside its tokenizer."""
-    import torch
-    from transformers import GptOssConfig, GptOssForCausalLM
-
-    tokenizer.save_pretrained(folder)  # type: ignore[attr-defined]
-    torch.manual_seed(0)
-    config = GptOssConfig(
-        vocab_size=_SIZE,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=64,
-        num_local_experts=2,
-        num_experts_per_tok=1,
-        max_position_embeddings=context_length,
-        initializer_range=0.3,
-        eos_token_id=stop_ids[0],
-        pad_token_id=199_999,
-    )
-    model = GptOssForCausalLM(config)
-    model.generation_config.eos_token_id = stop_ids
-    model.save_pretrained(folder)

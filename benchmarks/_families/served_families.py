@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from benchmarks._families.random_models import Architecture
 from polar_proxy.types import Json
 
 
@@ -21,16 +22,19 @@ class ServedFamily:
     """Pattern of text that the template writes in an answer and that the grammar of the server's parser forbids."""
     always_reasons: bool = False
     """The server's parser takes text for reasoning until reasoning ends, as this model always reasons."""
-    harmony: bool = False
-    """The server renders and parses with the library openai-harmony (gpt-oss)."""
-    cohere: bool = False
-    """The server's parsers accept only a model of an architecture of Cohere."""
+    architecture: Architecture = "qwen3"
+    """Another one is needed where vLLM renders or parses only for a model of its family."""
     names_parsers: bool = False
     """Polar is given the names of the server's parsers (`engine.vllm_parsers`)."""
     more_flags: tuple[str, ...] = ()
     """Further flags of `vllm serve`."""
     note: str = ""
     """What differs from other families in its sessions, and why."""
+
+    @property
+    def harmony(self) -> bool:
+        """Return whether the server renders and parses with the library openai-harmony."""
+        return self.architecture == "gpt_oss"
 
     @property
     def flags(self) -> list[str]:
@@ -102,7 +106,7 @@ SERVED = (
         "Cohere2MoE",
         "cohere_command4",
         "cohere_command4",
-        cohere=True,
+        architecture="cohere2",
         names_parsers=True,
         note="vLLM's parser replaces every grammar of a request with tools by its own, so the server cannot be made to "
         "give a prescribed answer, and its parsers are named (`engine.vllm_parsers`). It gives a call without "
@@ -113,7 +117,7 @@ SERVED = (
         "openai-gpt-oss-120b",
         "openai",
         "openai_gptoss",
-        harmony=True,
+        architecture="gpt_oss",
         note="vLLM renders chats with the library openai-harmony, but `/tokenize` with the template. Polar lets vLLM's "
         "own renderer in a side process render.",
     ),
