@@ -243,28 +243,34 @@ async def adds_grammar(client: VllmClient, *, renders: bool) -> bool:
     plain, unwanted = await asyncio.gather(*(unless_refused(client.encode(text)) for text in (PLAIN, UNWANTED)))
     if plain is None or unwanted is None:
         return False
-
-    async def sample(frame: Json) -> tuple[bool, list[bool]]:
-        """Return whether the text was sampled, and whether each of the most likely tokens in its place was allowed."""
-
-        async def render(messages: list[Json], generation: bool) -> list[int]:
-            return await client.render({"messages": messages, "add_generation_prompt": generation, **frame})
-
-        end = await reasoning_end(client, render, USER) if renders else None
-        body = frame | forcing(OwnForm("plain text", tuple(plain), ()), end, unwanted) | {"messages": USER}
-        wanted = {"temperature": 0, "logprobs": True, "top_logprobs": _ALTERNATIVES, "return_token_ids": True}
-        answer = await unless_refused(client.chat(body | wanted))
-        if answer is None:
-            return False, []
-        choice = answer["choices"][0]
-        ids, rows = tuple(choice["token_ids"]), choice["logprobs"]["content"]
-        at = last_position(ids, tuple(plain))
-        first = at if at >= 0 else int(ids[0] == end)  # the grammar begins after the reasoning
-        return at >= 0, [
-            other["logprob"] > MISSING_BELOW for row in rows[first : first + 1] for other in row["top_logprobs"]
-        ]
-
-    forced, allowed = await sample({"tools": [TOOL]})
+    form = OwnForm("plain text", tuple(plain), ())
+    forced, allowed = await _forced_and_allowed(client, form, unwanted, {"tools": [TOOL]}, renders=renders)
     if sum(allowed) > 1 and (forced or not all(allowed)):
         return True
-    return bool(allowed) and not forced and (await sample({}))[0]
+    if forced or not allowed:
+        return False
+    forced_without_tools, _ = await _forced_and_allowed(client, form, unwanted, {}, renders=renders)
+    return forced_without_tools
+
+
+async def _forced_and_allowed(
+    client: VllmClient, form: OwnForm, unwanted: Sequence[int], frame: Json, *, renders: bool
+) -> tuple[bool, list[bool]]:
+    """Make the server sample `form`. Return whether it did, and whether it allowed each of the likeliest tokens where
+    the grammar begins. The list is empty if the server refuses the request."""
+
+    async def render(messages: list[Json], generation: bool) -> list[int]:
+        return await client.render({"messages": messages, "add_generation_prompt": generation, **frame})
+
+    end = await reasoning_end(client, render, USER) if renders else None
+    body = frame | forcing(form, end, unwanted) | {"messages": USER}
+    wanted = {"temperature": 0, "logprobs": True, "top_logprobs": _ALTERNATIVES, "return_token_ids": True}
+    answer = await unless_refused(client.chat(body | wanted))
+    if answer is None:
+        return False, []
+    choice = answer["choices"][0]
+    ids, rows = tuple(choice["token_ids"]), choice["logprobs"]["content"]
+    place = last_position(ids, form.ids)
+    first = place if place >= 0 else int(ids[0] == end)  # the grammar begins after the reasoning
+    likeliest = [other for row in rows[first : first + 1] for other in row["top_logprobs"]]
+    return place >= 0, [other["logprob"] > MISSING_BELOW for other in likeliest]
