@@ -1,4 +1,4 @@
-"""The names of losses and aggregations. The settings know them without PyTorch, which a server must not load."""
+"""Names and constants of losses that settings and pages need without PyTorch, which a server must not load."""
 
 from __future__ import annotations
 
@@ -9,3 +9,5 @@ LOSS_NAMES = ("ppo_clip", "dapo", "gspo", "cispo", "minpro", "bapo", "decoupled"
 """The names of the policy losses, which are the keys of `losses.LOSSES`."""
 PROXIMAL_LOSSES = frozenset({"decoupled", "tis", "icepop"})
 """The losses that use a proximal policy (setting `proximal`)."""
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are clamped to +-20, so that exp never overflows. Clamped values pass no gradient."""

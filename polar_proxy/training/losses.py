@@ -23,10 +23,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from polar_proxy.training.loss_names import LossAggregation
-
-MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to +-20, so that exp never overflows. Clamped values pass no gradient."""
+from polar_proxy.training.loss_names import MAX_LOG_RATIO, LossAggregation
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,13 +21,13 @@ from polar_proxy.errors import EngineError, UsageError
 from polar_proxy.rollout_spec import whole_distribution
 from polar_proxy.terminal import escape_controls
 from polar_proxy.traces.scoring import score_sequence
+from polar_proxy.training.loss_names import MAX_LOG_RATIO
 from polar_proxy.types import Json, Sampling, TextRequest, TopLogprob
 from polar_proxy.view.token_source import TokenSequence
 
 ALTERNATIVES = 10
 """Number of alternatives of a token."""
 _AT_ONCE = 2
-_MOST_LOG_RATIO = 20.0
 _NEEDED = frozenset({"score", "token_prompt"})
 
 
@@ -97,7 +97,7 @@ def _ratios(sequence: TokenSequence, present: Mapping[float, npt.NDArray[np.floa
         if span["scored_at"] is not None:
             here = slice(span["at"], span["at"] + span["end"] - span["start"])
             change = present[span["scored_at"]][here] - sequence.logprobs[here]
-            ratios[here] = np.exp(np.clip(change, -_MOST_LOG_RATIO, _MOST_LOG_RATIO))
+            ratios[here] = np.exp(np.clip(change, -MAX_LOG_RATIO, MAX_LOG_RATIO))
     return [None if math.isnan(ratio) else round(ratio, 4) for ratio in ratios.tolist()]
 
 
