@@ -268,7 +268,7 @@ class Dialect(ABC):
     """Bytes that clients of this dialect skip while they wait; None if no bytes are safe."""
 
     def requested_model(self, body: Json) -> str:
-        """Return the model that an unparsed body, or the URL, names; "" if there is none."""
+        """Return the requested model, from the unparsed body or the URL; an empty string if neither names one."""
         model = body.get("model")
         return model if isinstance(model, str) else ""
 

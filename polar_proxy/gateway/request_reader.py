@@ -161,7 +161,7 @@ class RequestReader:
         return Body(body, reservation.size, large, raw)
 
     async def _find_previous(self, dialect: Dialect, body: Body, session: SessionState) -> CallRecord | None:
-        """Return the recorded call whose response a request that is passed on continues; None if there is none."""
+        """Return the recorded call that a passed-on request continues; None if this session recorded no such call."""
         response_id = previous_response(dialect, body.fields)
         if response_id is None:
             return None

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-from sqlalchemy import CTE, ColumnElement, CompoundSelect, Select, select, union
+from sqlalchemy import CTE, ColumnElement, CompoundSelect, Select, bindparam, select, union
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from polar_proxy.errors import StoreError
@@ -26,6 +26,11 @@ _UNPACKED = ("engine_hash", "params_hash", "sampling_hash", "prompt_node", "prom
 _USAGE = tuple(USAGE_COLUMNS.values())
 _TEXT = ("fingerprint", "message_count", "messages_node", "tools_node", "completion_tokens")
 _COPIED = tuple(name for name in SAME_COLUMNS if name not in _TEXT)
+
+
+OF_SESSION = _c.session_id == bindparam("session")
+OF_SESSIONS = _c.session_id.in_(bindparam("sessions", expanding=True))
+"""Conditions of `fetch`. They are made once, so that `fetch` makes their statements once, too."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +53,8 @@ async def fetch(
 ) -> CallLoader:
     """Read all rows of the calls that meet `where` (a condition on `calls`) in five statements, each node once.
 
-    `values`: the values of the bound parameters in `where`. A condition that is made once, with parameters, is faster:
-    its statements are made once, too. Without `text` the records have tokens, but no messages, tools or fingerprint,
-    and their answers are empty.
+    `values`: the values of the bound parameters in `where`. Without `text` the records have tokens, but no messages,
+    tools or fingerprint, and their answers are empty.
     """
     statements = _statements(where, text)
     call_rows = (await connection.execute(statements.calls, values)).all()
@@ -81,9 +85,13 @@ def _statements(where: ColumnElement[bool], text: bool) -> _Statements:
     )
 
 
-async def fetch_nodes(connection: AsyncConnection, heads: Select[Any] | CompoundSelect[Any]) -> Sequence[Any]:
+async def fetch_nodes(
+    connection: AsyncConnection,
+    heads: Select[Any] | CompoundSelect[Any],
+    values: Mapping[str, object] = MappingProxyType({}),
+) -> Sequence[Any]:
     """Read all nodes of the chains that end at `heads` (a query for `node_id`), each once."""
-    nodes: Sequence[Any] = (await connection.execute(_nodes_of_chains(heads))).all()
+    nodes: Sequence[Any] = (await connection.execute(_nodes_of_chains(heads), values)).all()
     return nodes
 
 

@@ -8,14 +8,14 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sqlalchemy import Text, bindparam, case, cast, func, or_, select, text
+from sqlalchemy import Text, case, cast, func, or_, select, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from polar_proxy.errors import StoreError
 from polar_proxy.store import schema
 from polar_proxy.store.database import Database
 from polar_proxy.store.encoding.chains import NodeKind, content_hash, node_id
-from polar_proxy.store.encoding.loader import CallLoader, fetch, fetch_nodes
+from polar_proxy.store.encoding.loader import OF_SESSION, CallLoader, fetch, fetch_nodes
 from polar_proxy.store.repositories.artifacts import artifact_path
 from polar_proxy.types import FAILED
 
@@ -70,9 +70,8 @@ async def _check_calls(connection: AsyncConnection, seen: set[bytes], progress: 
     query = select(c.session_id, func.count()).group_by(c.session_id).order_by(c.session_id)
     counts = (await connection.execute(query)).all()
     total, done = sum(count for _, count in counts), 0
-    of_session = c.session_id == bindparam("session")
     for session_id, count in counts:
-        verifier = _CallVerifier(await fetch(connection, of_session, {"session": session_id}))
+        verifier = _CallVerifier(await fetch(connection, OF_SESSION, {"session": session_id}))
         for fault in await asyncio.to_thread(lambda: list(verifier.check_calls(seen))):  # noqa: B023 (awaited here)
             yield fault
         done += count

@@ -28,7 +28,7 @@ from polar_proxy.errors import StoreError
 from polar_proxy.store import schema
 from polar_proxy.store.batch_writer import BatchWriter
 from polar_proxy.store.database import Database, Repository, row_columns
-from polar_proxy.store.encoding.loader import chain_ids, fetch
+from polar_proxy.store.encoding.loader import OF_SESSION, chain_ids, fetch
 from polar_proxy.store.group_commit import PATIENCE_SECONDS, GroupCommit
 from polar_proxy.types import CallRecord, CallStatus, Edge, Json, PromptMode
 
@@ -108,8 +108,11 @@ class StoredLineage:
 
 _lineage = row_columns(StoredLineage, schema.calls)
 _one_call = _c.call_id == bindparam("wanted")
-_all_calls = _c.session_id == bindparam("session")
-_some_calls = and_(_all_calls, _c.call_id.in_(bindparam("wanted", expanding=True)))
+_some_calls = and_(OF_SESSION, _c.call_id.in_(bindparam("wanted", expanding=True)))
+_signed = schema.completions.alias("signed")  # its own name, because `fetch` reads the same table
+_calls_with_turns = and_(
+    OF_SESSION, exists().where(_signed.c.call_id == _c.call_id, _signed.c.provider_turn.is_not(None))
+)
 _their_messages = chain_ids(select(_c.messages_node.label("node_id")).where(_some_calls, _c.messages_node.is_not(None)))
 _length_of_messages = select(func.coalesce(func.sum(_n.length), 0)).join(
     _their_messages, _their_messages.c.node_id == _n.node_id
@@ -150,14 +153,12 @@ class CallRepository(Repository):
 
     async def with_provider_turns(self, session_id: str) -> list[CallRecord]:
         """Return the calls of a session that have an answer with signatures of its provider, ordered by start."""
-        signed = schema.completions.alias("signed")  # its own name, because `fetch` reads the same table
-        has_turn = exists().where(signed.c.call_id == _c.call_id, signed.c.provider_turn.is_not(None))
         async with self._database.reading() as connection:
-            loader = await fetch(connection, and_(_c.session_id == session_id, has_turn))
+            loader = await fetch(connection, _calls_with_turns, {"session": session_id})
         return await asyncio.to_thread(loader.records)
 
     async def find_response(self, session_id: str, response_id: str) -> str | None:
-        """Return the id of the session's call whose response has this id at its provider; None if there is none."""
+        """Return the id of the call whose response got this id from its provider; None if the session has none."""
         query = select(_c.call_id).where(_c.session_id == session_id, _c.response_id == response_id)
         found = await self._scalars(query.order_by(_c.started_at.desc()).limit(1))
         return found[0] if found else None
@@ -180,7 +181,7 @@ class CallRepository(Repository):
         That is enough to build traces and takes two thirds of the time.
         """
         async with self._database.reading() as connection:
-            loader = await fetch(connection, _all_calls, {"session": session_id}, text=text)
+            loader = await fetch(connection, OF_SESSION, {"session": session_id}, text=text)
         return await asyncio.to_thread(loader.records)
 
     async def summaries(self, session_id: str) -> list[CallSummary]:

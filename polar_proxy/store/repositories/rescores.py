@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from polar_proxy.store import schema
 from polar_proxy.store.database import Repository
 from polar_proxy.store.encoding.cells import CellCodec
 from polar_proxy.store.encoding.chains import token_chain
-from polar_proxy.store.encoding.loader import CallLoader, engine_info, fetch, fetch_nodes
+from polar_proxy.store.encoding.loader import OF_SESSION, CallLoader, engine_info, fetch, fetch_nodes
 from polar_proxy.store.encoding.serializer import RowBatch, TableRow, engine_row, node_row
 from polar_proxy.types import CallRecord, EngineInfo, Logprobs, TokenIds
 
@@ -87,7 +87,7 @@ class RescoreRepository(Repository):
     async def of_session(self, session_id: str) -> list[Rescore]:
         """Return the rescores of a session, ordered by call and choice."""
         async with self._database.reading() as connection:
-            load = await _fetch_rescores(connection, _c.session_id == session_id)
+            load = await _fetch_rescores(connection, OF_SESSION, {"session": session_id})
         return await asyncio.to_thread(load)
 
 
@@ -115,11 +115,16 @@ def _apply(call: CallRecord, rescores: dict[int, Rescore]) -> CallRecord:
 
 
 async def fetch_for(
-    connection: AsyncConnection, where: ColumnElement[bool], builder: str, *, text: bool = False
+    connection: AsyncConnection,
+    where: ColumnElement[bool],
+    values: Mapping[str, object],
+    builder: str,
+    *,
+    text: bool = False,
 ) -> Callable[[], BuilderCalls]:
-    """Read the calls that meet `where` (a condition on `calls`). Return a function that unpacks them."""
-    loader = await fetch(connection, where, text=text)
-    load_rescores = await _fetch_rescores(connection, where) if builder == RESCORED_BUILDER else None
+    """Read the calls that meet `where` with these values, as `fetch` does. Return a function that unpacks them."""
+    loader = await fetch(connection, where, values, text=text)
+    load_rescores = await _fetch_rescores(connection, where, values) if builder == RESCORED_BUILDER else None
 
     def load() -> BuilderCalls:
         calls = loader.records()
@@ -128,15 +133,17 @@ async def fetch_for(
     return load
 
 
-async def _fetch_rescores(connection: AsyncConnection, where: ColumnElement[bool]) -> Callable[[], list[Rescore]]:
+async def _fetch_rescores(
+    connection: AsyncConnection, where: ColumnElement[bool], values: Mapping[str, object]
+) -> Callable[[], list[Rescore]]:
     """Read the rescores of the calls that meet `where`, and return a function that unpacks them."""
     joined = schema.rescores.join(schema.calls, _c.call_id == _rs.call_id).join(
         schema.engines, schema.engines.c.engine_hash == _rs.engine_hash
     )
     query = select(schema.rescores, schema.engines.c.info).select_from(joined).where(where)
-    rows = (await connection.execute(query.order_by(_rs.call_id, _rs.choice_index))).all()
+    rows = (await connection.execute(query.order_by(_rs.call_id, _rs.choice_index), values)).all()
     heads = select(_rs.prompt_node.label("node_id")).join(schema.calls, _c.call_id == _rs.call_id).where(where)
-    nodes = await fetch_nodes(connection, heads.where(_rs.prompt_node.is_not(None))) if rows else ()
+    nodes = await fetch_nodes(connection, heads.where(_rs.prompt_node.is_not(None)), values) if rows else ()
     return lambda: _load(rows, CallLoader(nodes))
 
 

@@ -21,6 +21,7 @@ from polar_proxy.sequences import SpanError, assemble, find_problem, samplings_o
 from polar_proxy.store import schema
 from polar_proxy.store.database import Repository, row_columns
 from polar_proxy.store.encoding.cells import CellCodec
+from polar_proxy.store.encoding.loader import OF_SESSION, OF_SESSIONS
 from polar_proxy.store.repositories.rescores import fetch_for
 from polar_proxy.types import CallRecord, Json, Logprobs, Span, Trace
 
@@ -99,7 +100,7 @@ class TraceRepository(Repository):
                 raise StoreError(f"The trace {trace.trace_id} branches from a trace that is not stored with it")
         if traces and not validated:
             async with self._database.reading() as connection:
-                load_calls = await fetch_for(connection, schema.calls.c.session_id == session_id, builder)
+                load_calls = await fetch_for(connection, OF_SESSION, {"session": session_id}, builder)
             await asyncio.to_thread(lambda: _require_valid(traces, load_calls().of_traces))
         now = time.time()
         codec = CellCodec()
@@ -132,7 +133,7 @@ class TraceRepository(Repository):
             if not rows:
                 return []
             sessions = sorted({row.session_id for row in rows})
-            load_calls = await fetch_for(connection, schema.calls.c.session_id.in_(sessions), builder)
+            load_calls = await fetch_for(connection, OF_SESSIONS, {"sessions": sessions}, builder)
         return await asyncio.to_thread(lambda: _rebuild(rows, spans, load_calls().of_traces))
 
     async def of_session(self, session_id: str, *, builder: str = "merged", text: bool = True) -> SessionTraces:
@@ -145,7 +146,7 @@ class TraceRepository(Repository):
             rows, spans = await _trace_rows(connection, where)
             excluded = await _read_exclusions(connection, session_id, builder)
             # The calls come last, so that a call committed meanwhile cannot be missing.
-            load_calls = await fetch_for(connection, schema.calls.c.session_id == session_id, builder, text=text)
+            load_calls = await fetch_for(connection, OF_SESSION, {"session": session_id}, builder, text=text)
 
         def load() -> SessionTraces:
             calls = load_calls()
