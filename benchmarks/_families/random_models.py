@@ -14,10 +14,10 @@ from polar_proxy.conformance.forced_vllm import save_random_model
 Architecture = Literal["qwen3", "gpt_oss", "cohere2"]
 CONTEXT = 16_384
 _FIELDS: Mapping[str, Mapping[str, Any]] = {
-    "gpt_oss": {"head_dim": 64, "num_local_experts": 2, "num_experts_per_tok": 1},
+    "gpt_oss": {"vocab_size": 201_088, "head_dim": 64, "num_local_experts": 2, "num_experts_per_tok": 1},
     "cohere2": {"logit_scale": 1.0, "bos_token_id": None},
 }
-"""Architecture, as Transformers names it -> the fields of its configuration beside those of all."""
+"""Architecture, as Transformers names it -> the fields of its configuration beside, or in place of, those of all."""
 
 
 def save_model(folder: Path, renderer: TemplateEngine, architecture: Architecture, context: int = CONTEXT) -> None:
@@ -40,20 +40,19 @@ def save_model(folder: Path, renderer: TemplateEngine, architecture: Architectur
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
     stop_ids = list(renderer.stop_ids)
-    config = AutoConfig.for_model(
-        architecture,
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=context,
-        initializer_range=0.3,
-        eos_token_id=stop_ids[0],
-        pad_token_id=tokenizer.pad_token_id,
-        **_FIELDS[architecture],
-    )
+    fields = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": context,
+        "initializer_range": 0.3,
+        "eos_token_id": stop_ids[0],
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    config = AutoConfig.for_model(architecture, **{**fields, **_FIELDS[architecture]})
     model = AutoModelForCausalLM.from_config(config)
     model.generation_config.eos_token_id = stop_ids
     model.save_pretrained(folder)

@@ -236,21 +236,21 @@ async def adds_grammar(client: VllmClient, *, renders: bool) -> bool:
     """Return whether the chat route samples requests with tools under a grammar of the server's own.
 
     Such a grammar is an alternative to one that the request gives (`--tool-strict-level function`), or it replaces that
-    one (Cohere's parser). So a grammar is given that allows one text only, and the most likely tokens are requested. If
-    a second token was allowed where the text begins, or if the given grammar has an effect only in a request without
-    tools, the server has its own. False if that cannot be found out. `renders`: the client renders conversations.
+    one (GLM's and Cohere's parsers). So a grammar is given that allows one text only, and the most likely tokens are
+    requested. The server has its own grammar if a second token was allowed where the text begins, or if the text was
+    not sampled and this, or that tokens were forbidden, is due to the tools: it is otherwise without them. (gpt-oss
+    reasons before the text, under a grammar of vLLM's that has nothing to do with tools.) False if that cannot be found
+    out. `renders`: the client renders conversations.
     """
     plain, unwanted = await asyncio.gather(*(unless_refused(client.encode(text)) for text in (PLAIN, UNWANTED)))
     if plain is None or unwanted is None:
         return False
     form = OwnForm("plain text", tuple(plain), ())
     forced, allowed = await _forced_and_allowed(client, form, unwanted, {"tools": [TOOL]}, renders=renders)
-    if sum(allowed) > 1 and (forced or not all(allowed)):
-        return True
     if forced or not allowed:
-        return False
-    forced_without_tools, _ = await _forced_and_allowed(client, form, unwanted, {}, renders=renders)
-    return forced_without_tools
+        return sum(allowed) > 1
+    forced_without, allowed_without = await _forced_and_allowed(client, form, unwanted, {}, renders=renders)
+    return forced_without or (not all(allowed) and bool(allowed_without) and all(allowed_without))
 
 
 async def _forced_and_allowed(
