@@ -119,8 +119,8 @@ SERVED = (
         "openai_gptoss",
         architecture="gpt_oss",
         note="vLLM renders chats with the library openai-harmony, but `/tokenize` with the template. Polar lets vLLM's "
-        "own renderer in a side process render. With other random weights this model reasoned before the prescribed text, and "
-        "Polar could not find out the parsers.",
+        "own renderer in a side process render. With other random weights this model reasoned before the prescribed "
+        "text, and Polar could not find out the parsers.",
     ),
 )
 
