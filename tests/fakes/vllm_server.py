@@ -106,7 +106,8 @@ class FakeVllm(FakeServer):
     instead), other_form (calls are `name(arguments)` between the tags, for template
     and chat), chat_library (chats are rendered otherwise than by `/tokenize`, as vLLM renders gpt-oss),
     one_call (its template refuses an answer with two calls), strict_level (with tools, a grammar also allows a call, as
-    with --tool-strict-level).
+    with --tool-strict-level), free_with_tools (with tools, it replaces a given grammar by one that allows any text, as
+    with Cohere's parser), reasons_first (it reasons before a given text, under a grammar, as gpt-oss does).
 
     `thinks`: it has a reasoning parser. `derenders`: as with --enable-scale-out. `reports_versions`: as vLLM 0.33.
     """
@@ -259,11 +260,17 @@ class FakeVllm(FakeServer):
         """Return the answer to a request that no script covers."""
         return self.default
 
+    def has_grammar(self, body: Json) -> bool:
+        """Return whether an answer is sampled under the grammar of its request."""
+        return bool(body.get("structured_outputs")) and not ("free_with_tools" in self.limits and body.get("tools"))
+
     def held(self, body: Json, answer: Answer) -> Answer:
         """Return the answer under `structured_outputs`, which is exactly the requested text or sequence of tokens."""
         form = body.get("structured_outputs")
-        if not form or "no_choice" in self.limits:
+        if not self.has_grammar(body) or "no_choice" in self.limits:
             return answer
+        if "reasons_first" in self.limits:
+            return Answer("Hm.", token_ids=[*tokenized("Hm."), END])
         if "own_grammar" in self.limits and body.get("tools"):
             tokens = [CALL, *ids('look({"path": "a"})'), CALLED, END]
         elif "choice" in form:
@@ -427,8 +434,8 @@ class FakeVllm(FakeServer):
             if top:
                 previous = [*before, *tokens][len(before) + position - 1]
                 every = [(other, logprob(previous, other, temperature)) for other in range(VOCABULARY)]
-                if body.get("structured_outputs") and "no_choice" not in self.limits:
-                    allowed = {token, *([CALL] if "strict_level" in self.limits else [])}
+                if self.has_grammar(body) and "no_choice" not in self.limits:
+                    allowed = {token, *([CALL] if self.limits & {"strict_level", "reasons_first"} else [])}
                     every = [(other, p if other in allowed else -9999.0) for other, p in every]
                 every.sort(key=lambda entry: -entry[1])
                 likely = [entry for entry in every[:top] if entry[0] != token]
