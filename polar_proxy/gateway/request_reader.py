@@ -51,8 +51,6 @@ class Body:
     """Approximate memory of the body in bytes."""
     large: bool
     """True if the request is large (see `_LARGE_BODY`)."""
-    raw: bytes
-    """The unparsed body."""
     conversation: ContinuedConversation | None = None
 
 
@@ -98,13 +96,15 @@ class RequestReader:
         """Read and parse the body of a model request, and choose its engine."""
         parts = await asgi.read_body(receive, reservation.take)
         async with _turn(session, reservation.size):
-            body = await self._read_json(parts, reservation)
+            raw = await self._join(parts, reservation)
+            body = await self._read_json(raw, reservation)
             engine = self._router.choose(session, dialect.requested_model(body.fields))
             previous = session.last_parsed(dialect.name)
             if engine.passthrough is not None:
                 earlier = await self._find_previous(dialect, body, session)
                 parsed = await self._thread.run(body.large, parse_for_record, dialect, body.fields, previous, earlier)
-                return ReadRequest(parsed, engine, body.large, raw=body.raw)
+                return ReadRequest(parsed, engine, body.large, raw=raw)
+            del parts, raw  # the text of a large body takes no memory while the body is parsed
             body = await self._write_out_references(dialect, body, session, resumable)
             parsed = await self._thread.run(body.large, dialect.parse, body.fields, previous)
             return ReadRequest(parsed, engine, body.large, body.conversation)
@@ -115,7 +115,7 @@ class RequestReader:
         """Read and parse the body of a request for the number of tokens of a prompt."""
         parts = await asgi.read_body(receive, reservation.take)
         async with _turn(session, reservation.size):
-            body = await self._read_json(parts, reservation)
+            body = await self._read_json(await self._join(parts, reservation), reservation)
             body = await self._write_out_references(dialect, body, session)
         return await self._thread.run(body.large, dialect.parse_count, body.fields)
 
@@ -124,7 +124,7 @@ class RequestReader:
         dialect = get_dialect("openai_responses")
         parts = await asgi.read_body(receive, reservation.take)
         async with _turn(session, reservation.size):
-            body = await self._read_json(parts, reservation)
+            body = await self._read_json(await self._join(parts, reservation), reservation)
             given = body.fields.get("items")
             if not isinstance(given, list | None):
                 raise invalid_type("items", "an array of items")
@@ -136,15 +136,17 @@ class RequestReader:
             size = await self._thread.run(added.large, lambda: len(json_codec.dumps(items)))
             return NewItems(body.fields, items, size)
 
-    async def _read_json(self, parts: list[bytes], reservation: BodyReservation) -> Body:
+    async def _join(self, parts: list[bytes], reservation: BodyReservation) -> bytes:
+        reservation.reading = False
+        return await self._thread.run(reservation.size > _LARGE_BODY, b"".join, parts)
+
+    async def _read_json(self, raw: bytes, reservation: BodyReservation) -> Body:
         """Return the JSON object in a body.
 
         Raises RequestError for a body with too many JSON values, messages or tools.
         """
         limits = self._limits
-        reservation.reading = False
         large = reservation.size > _LARGE_BODY
-        raw = await self._thread.run(large, b"".join, parts)
         values = await self._thread.run(large, asgi.count_values, raw, limits.body_values)
         if values > limits.body_values:
             raise RequestError(f"The request body has more than {limits.body_values} JSON values.", status=413)
@@ -158,7 +160,7 @@ class RequestReader:
                 message = f"'{name}' has {len(items)} items; at most {most} are served."
                 raise RequestError(message, status=413, param=name)
             large = large or (isinstance(items, list) and len(items) > _MANY_MESSAGES)
-        return Body(body, reservation.size, large, raw)
+        return Body(body, reservation.size, large)
 
     async def _find_previous(self, dialect: Dialect, body: Body, session: SessionState) -> CallRecord | None:
         """Return the recorded call that a passed-on request continues; None if this session recorded no such call."""
