@@ -41,10 +41,12 @@ def leveldb_records(log: bytes) -> Iterator[bytes]:
 
 def test_wandb_has_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb", reason="pip install 'polar-proxy[wandb]'")
+    import wandb
     from wandb.proto import wandb_internal_pb2
 
     monkeypatch.setenv("WANDB_MODE", "offline")
     write_run(tmp_path / "first", "wandb")
+    wandb.teardown()  # its service writes the file after the run's `finish` has returned; this waits for its end
     (file,) = (tmp_path / "first" / "wandb").glob("offline-run-*/*.wandb")
     rewards = []
     for data in leveldb_records(file.read_bytes()[7:]):  # after W&B's own header
