@@ -5,8 +5,7 @@ It is one router below `/api/v1`, for the gateway to include, or a separate appl
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Depends, FastAPI, Request
-from fastapi.security import HTTPBearer
+from fastapi import APIRouter, FastAPI, Request
 
 from polar_proxy import __version__
 from polar_proxy.api import jobs, keys, records, rollouts, service, training
@@ -20,11 +19,11 @@ from polar_proxy.api.context import (
     make_routers,
     new_api_key,
 )
-from polar_proxy.api_models import API_PREFIX
 from polar_proxy.config import Settings
 from polar_proxy.engines.base import Engine
 from polar_proxy.errors import ApiError
 from polar_proxy.gateway.http.docs_page import serve_docs
+from polar_proxy.gateway.http.routes import add_router
 from polar_proxy.rollouts import RolloutService
 from polar_proxy.store import Store
 
@@ -51,10 +50,9 @@ def create_router(context: ApiContext, auth: Authenticate | None = None) -> APIR
     async def unknown_route(path: str, request: Request) -> None:
         raise ApiError(f"There is no {request.method} {request.url.path}.", status=404, code="not_found")
 
-    # The HTTPBearer dependency is for the OpenAPI document only: guarded routes check the key themselves.
-    router = APIRouter(prefix=API_PREFIX, dependencies=[Depends(HTTPBearer(auto_error=False))])
-    router.include_router(routers.admin)
-    router.include_router(routers.trainer)
+    router = APIRouter()
+    add_router(router, routers.admin)
+    add_router(router, routers.trainer)
     return router
 
 
@@ -71,5 +69,5 @@ def create_api(
     app = FastAPI(title="Polar", version=__version__, docs_url=None, redoc_url=None)
     serve_docs(app)
     context = ApiContext(store, settings, service, engine, from_this_process=from_this_process)
-    app.include_router(create_router(context, auth))
+    add_router(app, create_router(context, auth))
     return app

@@ -11,14 +11,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Depends, Request, Response
 from fastapi.encoders import jsonable_encoder
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
+from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 
-from polar_proxy.api_models import ErrorResponse, Role
+from polar_proxy.api_models import API_PREFIX, ErrorResponse, Role
 from polar_proxy.config import Settings
 from polar_proxy.engines.base import Engine
 from polar_proxy.errors import ApiError, PolarError, UsageError
@@ -132,7 +133,13 @@ def _router(authenticate: Authenticate, roles: frozenset[Role]) -> APIRouter:
     responses: dict[int | str, dict[str, Any]] = {
         status: {"model": ErrorResponse, "description": texts[status]} for status in sorted(texts)
     }
-    return APIRouter(route_class=_guarded_route(authenticate, roles), responses=responses)
+    return APIRouter(
+        prefix=API_PREFIX,
+        # For the OpenAPI document only: guarded routes check the key themselves.
+        dependencies=[Depends(HTTPBearer(auto_error=False))],
+        route_class=_guarded_route(authenticate, roles),
+        responses=responses,
+    )
 
 
 def _guarded_route(authenticate: Authenticate, roles: frozenset[Role]) -> type[APIRoute]:

@@ -35,6 +35,7 @@ from polar_proxy.gateway.handler import RequestHandler
 from polar_proxy.gateway.hosted.intercepted import InterceptedRequest
 from polar_proxy.gateway.http import asgi
 from polar_proxy.gateway.http.docs_page import serve_docs
+from polar_proxy.gateway.http.routes import add_router
 from polar_proxy.gateway.metrics import GatewayMetrics
 from polar_proxy.gateway.reply import send_error, send_wrong_method
 from polar_proxy.gateway.responses.conversations import ConversationRoute, ConversationRoutes
@@ -87,7 +88,7 @@ class GatewayApp:
         self._hosts = hosts
 
     def include(self, router: APIRouter) -> None:
-        self._rest.include_router(router)
+        add_router(self._rest, router)
         self._rest.openapi_schema = None  # generated again when it is next requested
 
     async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:

@@ -18,6 +18,7 @@ from polar_proxy.api import ApiContext
 from polar_proxy.api.context import not_found
 from polar_proxy.api.jobs import stream_events
 from polar_proxy.errors import ApiError
+from polar_proxy.gateway.http.routes import add_router
 from polar_proxy.view.access import COOKIE, LOGIN, PageAccess, page_route, require_same_origin, safe_next, with_headers
 from polar_proxy.view.context import ViewContext
 from polar_proxy.view.forms import read_form
@@ -36,7 +37,7 @@ def create_view_router(api: ApiContext, *, open_on_loopback: bool, writable: boo
     async def show_error(request: Request, error: ApiError) -> Response:
         return await view.page(request, "error.html", status=error.status, error=error)
 
-    pages = APIRouter(route_class=page_route(access, show_error))
+    pages = APIRouter(route_class=page_route(access, show_error), include_in_schema=False)
     for kind in (lists, comparison, groups, run, tokens, training, remarks, export):
         kind.add_routes(pages, view)
     _add_search(pages, view)
@@ -48,7 +49,7 @@ def create_view_router(api: ApiContext, *, open_on_loopback: bool, writable: boo
 
     router = APIRouter(include_in_schema=False)
     _add_public(router, view)
-    router.include_router(pages)
+    add_router(router, pages)
     return router
 
 

@@ -18,6 +18,7 @@ from polar_proxy.api import ApiContext
 from polar_proxy.config import Settings, local_url
 from polar_proxy.errors import UsageError
 from polar_proxy.gateway.app import foreign_host
+from polar_proxy.gateway.http.routes import add_router
 from polar_proxy.store import Store
 from polar_proxy.view.router import create_view_router
 
@@ -52,7 +53,7 @@ class OwnHostOnly:
 def create_pages(store: Store, settings: Settings) -> OwnHostOnly:
     """Return an application with the pages only."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    app.include_router(create_view_router(ApiContext(store, settings), open_on_loopback=True, writable=False))
+    add_router(app, create_view_router(ApiContext(store, settings), open_on_loopback=True, writable=False))
     return OwnHostOnly(app, settings.gateway.allowed_hosts)
 
 
