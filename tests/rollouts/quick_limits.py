@@ -9,7 +9,7 @@ QUICK_LIMITS = ServiceLimits(
     in_flight=8,
     running=4,
     retry_seconds=0.01,
-    poll_seconds=0.05,
+    poll_seconds=0.2,
     pool_size=2,
     refill=False,
     admission=AdmissionSettings(memory_mb=0),
