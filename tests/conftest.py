@@ -13,6 +13,7 @@ import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -26,7 +27,7 @@ from benchmarks._stacks.stacks import StackError
 from polar_proxy.config import GatewaySettings
 from polar_proxy.engines.base import Engine
 from polar_proxy.gateway import Gateway
-from polar_proxy.store import Store, migrate, open_store
+from polar_proxy.store import Store, database, migrate, open_store
 from polar_proxy.store.database import Database, create_file
 
 # The time that an example takes, or its generation, depends on how busy the machine is.
@@ -138,6 +139,27 @@ def quick_databases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         create_file(database)
 
     with patch.object(migrate, "create_file", copy_file):
+        yield
+
+
+class _SharedStatements(dict[Any, Any]):
+    """SQLAlchemy's cache of compiled statements, whose keys name the engine's dialect, for engines of equal dialects."""
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return super().get((type(key[0]), *key[1:]), default)
+
+    def __setitem__(self, key: Any, compiled: Any) -> None:
+        super().__setitem__((type(key[0]), *key[1:]), compiled)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_statements() -> Iterator[None]:
+    """Compile each SQL statement once, not once for each database: thousands of tests open a new database."""
+    options = {"execution_options": {"compiled_cache": _SharedStatements()}}
+    with (
+        patch.object(database, "create_engine", partial(database.create_engine, **options)),
+        patch.object(database, "create_async_engine", partial(database.create_async_engine, **options)),
+    ):
         yield
 
 
