@@ -14,10 +14,10 @@ from polar_proxy.api.context import (
     ApiContext,
     Authenticate,
     allow_all,
-    by_api_key,
     local_admin_key,
     make_routers,
     new_api_key,
+    server_state,
 )
 from polar_proxy.config import Settings
 from polar_proxy.engines.base import Engine
@@ -28,32 +28,36 @@ from polar_proxy.rollouts import RolloutService
 from polar_proxy.store import Store
 
 __all__ = [
+    "API_ROUTES",
     "ApiContext",
     "BackgroundLoops",
     "allow_all",
     "create_api",
-    "create_router",
     "local_admin_key",
     "new_api_key",
+    "server_state",
 ]
 
-_METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
+_others = make_routers().trainer
 
 
-def create_router(context: ApiContext, auth: Authenticate | None = None) -> APIRouter:
-    """Return all routes. `auth` defaults to the API keys in the store."""
-    routers = make_routers(auth or by_api_key(context.store))
-    for resource in (jobs, rollouts, records, keys, training, service):
-        resource.add_routes(routers, context)
+@_others.api_route("/{path:path}", methods=["GET", "POST", "PUT", "PATCH", "DELETE"], include_in_schema=False)
+async def unknown_route(path: str, request: Request) -> None:
+    raise ApiError(f"There is no {request.method} {request.url.path}.", status=404, code="not_found")
 
-    @routers.trainer.api_route("/{path:path}", methods=_METHODS, include_in_schema=False)
-    async def unknown_route(path: str, request: Request) -> None:
-        raise ApiError(f"There is no {request.method} {request.url.path}.", status=404, code="not_found")
 
+def _all_routes() -> APIRouter:
+    resources = (jobs, rollouts, records, keys, training, service)
+    admin = [resource.routers.admin for resource in resources]
+    trainer = [resource.routers.trainer for resource in resources]
     router = APIRouter()
-    add_router(router, routers.admin)
-    add_router(router, routers.trainer)
+    for one in (*admin, *trainer, _others):
+        router.routes.extend(one.routes)
     return router
+
+
+API_ROUTES = _all_routes()
+"""All routes. They read their server's context and keys from the application (`server_state`)."""
 
 
 def create_api(
@@ -69,5 +73,5 @@ def create_api(
     app = FastAPI(title="Polar", version=__version__, docs_url=None, redoc_url=None)
     serve_docs(app)
     context = ApiContext(store, settings, service, engine, from_this_process=from_this_process)
-    add_router(app, create_router(context, auth))
+    add_router(app, API_ROUTES, **server_state(context, auth))
     return app

@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.encoders import jsonable_encoder
@@ -83,8 +83,30 @@ class Routers:
     """Routes that trainers and admins may use."""
 
 
-def make_routers(authenticate: Authenticate) -> Routers:
-    return Routers(_router(authenticate, frozenset({"admin"})), _router(authenticate, frozenset({"admin", "trainer"})))
+def make_routers() -> Routers:
+    return Routers(_router(frozenset({"admin"})), _router(frozenset({"admin", "trainer"})))
+
+
+def server_state(context: ApiContext, authenticate: Authenticate | None = None) -> dict[str, Any]:
+    """Return the values that the routes read from their application. `authenticate` defaults to the API keys in the
+    store."""
+    return {"api_context": context, "api_authenticate": authenticate or by_api_key(context.store)}
+
+
+async def _context_of(request: Request) -> ApiContext:
+    context: ApiContext = request.app.state.api_context
+    return context
+
+
+async def _store_of(request: Request) -> Store:
+    context: ApiContext = request.app.state.api_context
+    return context.store
+
+
+Context = Annotated[ApiContext, Depends(_context_of)]
+"""A route's parameter: the context of the server that serves the request."""
+ApiStore = Annotated[Store, Depends(_store_of)]
+"""A route's parameter: the store of that server."""
 
 
 def not_found(kind: str, name: str) -> ApiError:
@@ -128,7 +150,7 @@ def pause_timed_out(seconds: float, in_flight: int, of_job: str = "") -> ApiErro
     return ApiError(message, status=409, code="pause_timed_out", detail={"in_flight": in_flight})
 
 
-def _router(authenticate: Authenticate, roles: frozenset[Role]) -> APIRouter:
+def _router(roles: frozenset[Role]) -> APIRouter:
     texts = {**_ERROR_TEXTS, 403: f"The route needs a key with the role {' or '.join(sorted(roles))}."}
     responses: dict[int | str, dict[str, Any]] = {
         status: {"model": ErrorResponse, "description": texts[status]} for status in sorted(texts)
@@ -137,12 +159,12 @@ def _router(authenticate: Authenticate, roles: frozenset[Role]) -> APIRouter:
         prefix=API_PREFIX,
         # For the OpenAPI document only: guarded routes check the key themselves.
         dependencies=[Depends(HTTPBearer(auto_error=False))],
-        route_class=_guarded_route(authenticate, roles),
+        route_class=_guarded_route(roles),
         responses=responses,
     )
 
 
-def _guarded_route(authenticate: Authenticate, roles: frozenset[Role]) -> type[APIRoute]:
+def _guarded_route(roles: frozenset[Role]) -> type[APIRoute]:
     """Return a route class that checks the key before it reads the request, and returns every error in one form."""
 
     class GuardedRoute(APIRoute):
@@ -151,7 +173,7 @@ def _guarded_route(authenticate: Authenticate, roles: frozenset[Role]) -> type[A
 
             async def guarded(request: Request) -> Response:
                 try:
-                    role = await authenticate(request)
+                    role: Role = await request.app.state.api_authenticate(request)
                     if role not in roles:
                         message = f"A {role} key may not {request.method} {request.url.path}: use an admin key."
                         raise ApiError(message, status=403, code="forbidden")

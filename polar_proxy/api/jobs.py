@@ -20,7 +20,7 @@ from polar_proxy import api_models as m
 from polar_proxy import records
 from polar_proxy.allowed_code import AllowedCode
 from polar_proxy.api.callback_transport import check_public_host
-from polar_proxy.api.context import ApiContext, Routers, pause_timed_out, require, wait_or_undo
+from polar_proxy.api.context import ApiContext, ApiStore, Context, make_routers, pause_timed_out, require, wait_or_undo
 from polar_proxy.api.host_access import check_job, check_source, code_of_request
 from polar_proxy.errors import ApiError, UsageError
 from polar_proxy.records import convert
@@ -42,119 +42,118 @@ _STREAM: dict[int | str, Json] = {200: {"content": {"text/event-stream": {}}, "d
 
 JobId = Annotated[str, Path(description="The id of a job.")]
 
-
-def add_routes(routers: Routers, context: ApiContext) -> None:
-    _add_jobs(routers, context)
-    _add_cancelling(routers, context)
-    _add_pausing(routers, context)
-    _add_events(routers, context)
+routers = make_routers()
+admin, trainer = routers.admin, routers.trainer
 
 
-def _add_jobs(routers: Routers, context: ApiContext) -> None:
-    admin, trainer, store = routers.admin, routers.trainer, context.store
+@admin.post("/jobs", status_code=201, tags=["jobs"])
+async def submit_job(
+    context: Context,
+    body: m.JobRequest,
+    response: Response,
+    idempotency_key: Annotated[
+        str | None, Header(max_length=255, description="Submitting again under the same key returns the same job.")
+    ] = None,
+) -> m.SubmittedJob:
+    """Queue a job: rollouts of each task.
 
-    @admin.post("/jobs", status_code=201, tags=["jobs"])
-    async def submit_job(
-        body: m.JobRequest,
-        response: Response,
-        idempotency_key: Annotated[
-            str | None, Header(max_length=255, description="Submitting again under the same key returns the same job.")
-        ] = None,
-    ) -> m.SubmittedJob:
-        """Queue a job: rollouts of each task.
-
-        The status is 201 for a new job, and 200 if the idempotency key is known and the job exists already.
-        """
-        submitted = await _submit(context, body, idempotency_key)
-        response.status_code = 201 if submitted.new else 200
-        return submitted
-
-    @trainer.get("/jobs", tags=["jobs"])
-    async def list_jobs(
-        state: Annotated[
-            str | None,
-            Query(description="Only jobs in this state: open, paused, done or cancelled; several separated by commas."),
-        ] = None,
-        limit: Annotated[int, Query(ge=1, le=1000, description="Maximum number of jobs to return.")] = 20,
-        before: Annotated[str | None, Query(description="Only jobs submitted before the one with this id.")] = None,
-    ) -> m.JobList:
-        """List jobs, newest first."""
-        states = None if state is None else _read_states(state)
-        return await records.list_jobs(store, states=states, limit=limit, before=before)
-
-    @trainer.get("/jobs/{job_id}", tags=["jobs"])
-    async def get_job(job_id: JobId) -> m.JobDetail:
-        """Return a job with its groups."""
-        return await require("job", job_id, records.find_job(store, job_id))
-
-    @trainer.get("/jobs/{job_id}/rollouts", tags=["jobs"])
-    async def job_rollouts(job_id: JobId) -> m.RolloutList:
-        """Return the rollouts of a job, in the order of submission."""
-        return await require("job", job_id, records.rollouts_of_job(store, job_id))
+    The status is 201 for a new job, and 200 if the idempotency key is known and the job exists already.
+    """
+    submitted = await _submit(context, body, idempotency_key)
+    response.status_code = 201 if submitted.new else 200
+    return submitted
 
 
-def _add_cancelling(routers: Routers, context: ApiContext) -> None:
-    admin, store = routers.admin, context.store
-
-    @admin.post("/jobs/{job_id}/cancel", tags=["jobs"])
-    async def cancel_job(job_id: JobId) -> m.CancelResponse:
-        """Cancel a job, whatever stage its rollouts are in. Once this responds, none of them runs on this server."""
-        await _require_job(context, job_id)
-        return await _cancel(context, job_id)
-
-    @admin.post("/groups/{group_id}/cancel", tags=["groups"])
-    async def cancel_group(group_id: Annotated[str, Path(description="The id of a group.")]) -> m.CancelResponse:
-        """Cancel the rollouts of a group that have not ended."""
-        await require("group", group_id, store.groups.get(group_id))
-        return await _cancel(context, group_id)
-
-    @admin.post("/rollouts/{rollout_id}/cancel", tags=["rollouts"])
-    async def cancel_rollout(rollout_id: Annotated[str, Path(description="The id of a rollout.")]) -> m.CancelResponse:
-        """Cancel one rollout."""
-        await require("rollout", rollout_id, store.rollouts.get(rollout_id))
-        return await _cancel(context, rollout_id)
+@trainer.get("/jobs", tags=["jobs"])
+async def list_jobs(
+    store: ApiStore,
+    state: Annotated[
+        str | None,
+        Query(description="Only jobs in this state: open, paused, done or cancelled; several separated by commas."),
+    ] = None,
+    limit: Annotated[int, Query(ge=1, le=1000, description="Maximum number of jobs to return.")] = 20,
+    before: Annotated[str | None, Query(description="Only jobs submitted before the one with this id.")] = None,
+) -> m.JobList:
+    """List jobs, newest first."""
+    states = None if state is None else _read_states(state)
+    return await records.list_jobs(store, states=states, limit=limit, before=before)
 
 
-def _add_pausing(routers: Routers, context: ApiContext) -> None:
-    trainer, store = routers.trainer, context.store
-
-    @trainer.post("/jobs/{job_id}/pause", tags=["jobs"])
-    async def pause_job(job_id: JobId, body: m.PauseRequest = m.PauseRequest()) -> m.Job:
-        """Start no more rollouts of a job; running rollouts continue.
-
-        With `wait_idle`, the response comes when none of the job's rollouts runs any more. If some still run after
-        that many seconds, the status is 409 `pause_timed_out` and the job is as it was before.
-        """
-        await _pause(context, await _require_job(context, job_id), body)
-        return convert(m.Job, await _require_job(context, job_id))
-
-    @trainer.post("/jobs/{job_id}/resume", tags=["jobs"])
-    async def resume_job(job_id: JobId) -> m.Job:
-        """Resume a paused job. A job that has ended does not change."""
-        await _require_job(context, job_id)
-        await store.jobs.set_status(job_id, "open")
-        context.wake()
-        return convert(m.Job, await _require_job(context, job_id))
+@trainer.get("/jobs/{job_id}", tags=["jobs"])
+async def get_job(store: ApiStore, job_id: JobId) -> m.JobDetail:
+    """Return a job with its groups."""
+    return await require("job", job_id, records.find_job(store, job_id))
 
 
-def _add_events(routers: Routers, context: ApiContext) -> None:
-    @routers.trainer.get("/events", tags=["events"], response_class=StreamingResponse, responses=_STREAM)
-    async def events(
-        job: Annotated[
-            str | None, Query(description="Send only events of this job, and end the stream when the job has ended.")
-        ] = None,
-        after: Annotated[str | None, Query(description="Continue after the event with this id.")] = None,
-        last_event_id: Annotated[
-            str | None, Header(description="Like `after`; browsers send it when they reconnect.")
-        ] = None,
-    ) -> StreamingResponse:
-        """Stream events of the kinds `stage`, `group`, `job` and `feed`.
+@trainer.get("/jobs/{job_id}/rollouts", tags=["jobs"])
+async def job_rollouts(store: ApiStore, job_id: JobId) -> m.RolloutList:
+    """Return the rollouts of a job, in the order of submission."""
+    return await require("job", job_id, records.rollouts_of_job(store, job_id))
 
-        With `job`, the stream has the events of this job from its start and ends with the event `end` once the job has
-        ended. Without `job`, it has the events of all jobs from now on. A stream can be continued after any event, on
-        any server of the same database.
-        """
-        return await stream_events(context, job, last_event_id or after)
+
+@admin.post("/jobs/{job_id}/cancel", tags=["jobs"])
+async def cancel_job(context: Context, job_id: JobId) -> m.CancelResponse:
+    """Cancel a job, whatever stage its rollouts are in. Once this responds, none of them runs on this server."""
+    await _require_job(context, job_id)
+    return await _cancel(context, job_id)
+
+
+@admin.post("/groups/{group_id}/cancel", tags=["groups"])
+async def cancel_group(
+    context: Context, store: ApiStore, group_id: Annotated[str, Path(description="The id of a group.")]
+) -> m.CancelResponse:
+    """Cancel the rollouts of a group that have not ended."""
+    await require("group", group_id, store.groups.get(group_id))
+    return await _cancel(context, group_id)
+
+
+@admin.post("/rollouts/{rollout_id}/cancel", tags=["rollouts"])
+async def cancel_rollout(
+    context: Context, store: ApiStore, rollout_id: Annotated[str, Path(description="The id of a rollout.")]
+) -> m.CancelResponse:
+    """Cancel one rollout."""
+    await require("rollout", rollout_id, store.rollouts.get(rollout_id))
+    return await _cancel(context, rollout_id)
+
+
+@trainer.post("/jobs/{job_id}/pause", tags=["jobs"])
+async def pause_job(context: Context, job_id: JobId, body: m.PauseRequest = m.PauseRequest()) -> m.Job:
+    """Start no more rollouts of a job; running rollouts continue.
+
+    With `wait_idle`, the response comes when none of the job's rollouts runs any more. If some still run after
+    that many seconds, the status is 409 `pause_timed_out` and the job is as it was before.
+    """
+    await _pause(context, await _require_job(context, job_id), body)
+    return convert(m.Job, await _require_job(context, job_id))
+
+
+@trainer.post("/jobs/{job_id}/resume", tags=["jobs"])
+async def resume_job(context: Context, store: ApiStore, job_id: JobId) -> m.Job:
+    """Resume a paused job. A job that has ended does not change."""
+    await _require_job(context, job_id)
+    await store.jobs.set_status(job_id, "open")
+    context.wake()
+    return convert(m.Job, await _require_job(context, job_id))
+
+
+@trainer.get("/events", tags=["events"], response_class=StreamingResponse, responses=_STREAM)
+async def events(
+    context: Context,
+    job: Annotated[
+        str | None, Query(description="Send only events of this job, and end the stream when the job has ended.")
+    ] = None,
+    after: Annotated[str | None, Query(description="Continue after the event with this id.")] = None,
+    last_event_id: Annotated[
+        str | None, Header(description="Like `after`; browsers send it when they reconnect.")
+    ] = None,
+) -> StreamingResponse:
+    """Stream events of the kinds `stage`, `group`, `job` and `feed`.
+
+    With `job`, the stream has the events of this job from its start and ends with the event `end` once the job has
+    ended. Without `job`, it has the events of all jobs from now on. A stream can be continued after any event, on
+    any server of the same database.
+    """
+    return await stream_events(context, job, last_event_id or after)
 
 
 async def _submit(context: ApiContext, body: m.JobRequest, idempotency_key: str | None) -> m.SubmittedJob:

@@ -12,7 +12,7 @@ from fastapi import Query, Response
 from fastapi.responses import StreamingResponse
 
 from polar_proxy import api_models as m
-from polar_proxy.api.context import ApiContext, Routers
+from polar_proxy.api.context import ApiContext, ApiStore, Context, make_routers
 from polar_proxy.export.exporter import ExportReport, export_lines
 from polar_proxy.records import convert, find_record, list_sessions
 from polar_proxy.types import Json
@@ -25,51 +25,57 @@ _EXPORT: dict[int | str, Json] = {
     }
 }
 
+routers = make_routers()
+trainer = routers.trainer
 
-def add_routes(routers: Routers, context: ApiContext) -> None:
-    trainer, store = routers.trainer, context.store
 
-    @trainer.get("/sessions", tags=["sessions"])
-    async def get_sessions(
-        limit: Annotated[int, Query(ge=1, le=1000, description="Maximum number of sessions to return.")] = 20,
-        before: Annotated[str | None, Query(description="Only sessions created before the one with this id.")] = None,
-    ) -> m.SessionList:
-        """List sessions, newest first."""
-        return await list_sessions(store, limit=limit, before=before)
+@trainer.get("/sessions", tags=["sessions"])
+async def get_sessions(
+    store: ApiStore,
+    limit: Annotated[int, Query(ge=1, le=1000, description="Maximum number of sessions to return.")] = 20,
+    before: Annotated[str | None, Query(description="Only sessions created before the one with this id.")] = None,
+) -> m.SessionList:
+    """List sessions, newest first."""
+    return await list_sessions(store, limit=limit, before=before)
 
-    @trainer.get("/records", tags=["sessions"], response_model=m.Record)
-    async def get_record(
-        name: Annotated[
-            str,
-            Query(description="An id, the beginning of an id, a session's label, or `last` (the last used session)."),
-        ],
-        tokens: Annotated[bool, Query(description="Return the sampled tokens with their texts.")] = False,
-    ) -> Response:
-        """Return a rollout, a session or a call in full."""
-        settings = context.settings.engine if tokens else None
-        record = await find_record(store, name, tokens_from=settings, engine=context.engine)
-        document = await asyncio.to_thread(record.model_dump_json)  # a long session has many megabytes
-        return Response(document, media_type="application/json")
 
-    @trainer.get("/export", tags=["export"], response_class=StreamingResponse, responses=_EXPORT)
-    async def export_rows(
-        form: Annotated[str, Query(alias="format", description="A format of `polar export`.")] = "jsonl",
-        where: Annotated[str | None, Query(description="Conditions such as `reward>=1, harness=codex`.")] = None,
-        session: Annotated[list[str] | None, Query(description="Only this session. Repeatable.")] = None,
-        builder: Annotated[str, Query(description="The builder: merged, per_call, tree or rescored.")] = "merged",
-        all_grades: Annotated[bool, Query(description="Also traces of the grades approximate and rejected.")] = False,
-        advantage: Annotated[str, Query(description="For trl and tinker: the advantage.")] = "grpo",
-    ) -> StreamingResponse:
-        """Return the rows that `polar export` writes."""
-        return await stream_export(
-            context,
-            form,
-            where=where,
-            session_ids=session or (),
-            builder=builder,
-            all_grades=all_grades,
-            advantage=advantage,
-        )
+@trainer.get("/records", tags=["sessions"], response_model=m.Record)
+async def get_record(
+    context: Context,
+    store: ApiStore,
+    name: Annotated[
+        str,
+        Query(description="An id, the beginning of an id, a session's label, or `last` (the last used session)."),
+    ],
+    tokens: Annotated[bool, Query(description="Return the sampled tokens with their texts.")] = False,
+) -> Response:
+    """Return a rollout, a session or a call in full."""
+    settings = context.settings.engine if tokens else None
+    record = await find_record(store, name, tokens_from=settings, engine=context.engine)
+    document = await asyncio.to_thread(record.model_dump_json)  # a long session has many megabytes
+    return Response(document, media_type="application/json")
+
+
+@trainer.get("/export", tags=["export"], response_class=StreamingResponse, responses=_EXPORT)
+async def export_rows(
+    context: Context,
+    form: Annotated[str, Query(alias="format", description="A format of `polar export`.")] = "jsonl",
+    where: Annotated[str | None, Query(description="Conditions such as `reward>=1, harness=codex`.")] = None,
+    session: Annotated[list[str] | None, Query(description="Only this session. Repeatable.")] = None,
+    builder: Annotated[str, Query(description="The builder: merged, per_call, tree or rescored.")] = "merged",
+    all_grades: Annotated[bool, Query(description="Also traces of the grades approximate and rejected.")] = False,
+    advantage: Annotated[str, Query(description="For trl and tinker: the advantage.")] = "grpo",
+) -> StreamingResponse:
+    """Return the rows that `polar export` writes."""
+    return await stream_export(
+        context,
+        form,
+        where=where,
+        session_ids=session or (),
+        builder=builder,
+        all_grades=all_grades,
+        advantage=advantage,
+    )
 
 
 async def stream_export(context: ApiContext, form: str, **options: Any) -> StreamingResponse:

@@ -9,7 +9,7 @@ from fastapi import Path, Query, Request
 from fastapi.responses import StreamingResponse
 
 from polar_proxy import api_models as m
-from polar_proxy.api.context import ApiContext, Routers, not_found, require
+from polar_proxy.api.context import ApiStore, make_routers, not_found, require
 from polar_proxy.errors import UsageError
 from polar_proxy.export.exporter import rollout_lines
 from polar_proxy.records import convert, convert_all, find_group, rollouts_of_group
@@ -32,124 +32,110 @@ RolloutId = Annotated[str, Path(description="The id of a rollout.")]
 BuilderName = Annotated[str, Query(description="The builder of the traces: merged, per_call, tree or rescored.")]
 AllGrades = Annotated[bool, Query(description="Also return traces of the grades `approximate` and `rejected`.")]
 
-
-def add_routes(routers: Routers, context: ApiContext) -> None:
-    _add_groups(routers, context.store)
-    _add_rollouts(routers, context.store)
-    _add_rewards(routers, context.store)
-    _add_remarks(routers, context.store)
-    _add_sessions(routers, context.store)
+routers = make_routers()
+admin, trainer = routers.admin, routers.trainer
 
 
-def _add_groups(routers: Routers, store: Store) -> None:
-    trainer = routers.trainer
-
-    @trainer.get("/groups/{group_id}", tags=["groups"])
-    async def get_group(group_id: GroupId) -> m.GroupDetail:
-        """Return a group with all its rollouts, including those without traces, whose rewards count in the baseline."""
-        return await require("group", group_id, find_group(store, group_id))
-
-    @trainer.get("/groups/{group_id}/trajectories", tags=["groups"], response_class=StreamingResponse, responses=_ROWS)
-    async def group_trajectories(
-        group_id: GroupId, builder: BuilderName = "merged", all_grades: AllGrades = False
-    ) -> StreamingResponse:
-        """Return one row for each trace of the group's ended rollouts, rollout by rollout."""
-        _check_builder(builder)
-        await require("group", group_id, store.groups.get(group_id))
-        rows = await rollouts_of_group(store, group_id)
-        return StreamingResponse(_lines(store, rows, builder, all_grades), media_type=m.NDJSON)
+@trainer.get("/groups/{group_id}", tags=["groups"])
+async def get_group(store: ApiStore, group_id: GroupId) -> m.GroupDetail:
+    """Return a group with all its rollouts, including those without traces, whose rewards count in the baseline."""
+    return await require("group", group_id, find_group(store, group_id))
 
 
-def _add_rollouts(routers: Routers, store: Store) -> None:
-    trainer = routers.trainer
+@trainer.get("/groups/{group_id}/trajectories", tags=["groups"], response_class=StreamingResponse, responses=_ROWS)
+async def group_trajectories(
+    store: ApiStore, group_id: GroupId, builder: BuilderName = "merged", all_grades: AllGrades = False
+) -> StreamingResponse:
+    """Return one row for each trace of the group's ended rollouts, rollout by rollout."""
+    _check_builder(builder)
+    await require("group", group_id, store.groups.get(group_id))
+    rows = await rollouts_of_group(store, group_id)
+    return StreamingResponse(_lines(store, rows, builder, all_grades), media_type=m.NDJSON)
 
-    @trainer.get("/rollouts", tags=["rollouts"])
-    async def list_rollouts(
-        where: Annotated[str | None, Query(description="Conditions such as `reward>=1, harness=codex`.")] = None,
-        limit: Annotated[int, Query(ge=1, le=1000, description="Maximum number of rollouts to return.")] = 100,
-        before: Annotated[str | None, Query(description="Only rollouts submitted before the one with this id.")] = None,
-    ) -> m.RolloutList:
-        """Return the newest `limit` rollouts that match the conditions, sorted from old to new."""
-        rows = await store.rollouts.find(where=where, limit=limit, before=before)
-        matched = rows or where is None or (before and await store.rollouts.find(where=where, limit=1))
-        note = None if matched else await store.rollouts.explain_no_match(str(where))
-        return m.RolloutList(rollouts=convert_all(m.Rollout, rows), note=note)
 
-    @trainer.get("/rollouts/{rollout_id}", tags=["rollouts"])
-    async def get_rollout(rollout_id: RolloutId) -> m.RolloutDetail:
-        """Return a rollout with the stages of its attempts, its rewards and its remarks."""
-        row = await require("rollout", rollout_id, store.rollouts.get(rollout_id))
-        stages = convert_all(m.Stage, await store.rollouts.stages(rollout_id))
-        rewards = convert_all(m.Reward, await store.rewards.of_rollout(rollout_id))
-        remarks = convert_all(m.Remark, await store.remarks.of_rollout(rollout_id))
-        return convert(m.RolloutDetail, row, stages=stages, rewards=rewards, remarks=remarks)
+@trainer.get("/rollouts", tags=["rollouts"])
+async def list_rollouts(
+    store: ApiStore,
+    where: Annotated[str | None, Query(description="Conditions such as `reward>=1, harness=codex`.")] = None,
+    limit: Annotated[int, Query(ge=1, le=1000, description="Maximum number of rollouts to return.")] = 100,
+    before: Annotated[str | None, Query(description="Only rollouts submitted before the one with this id.")] = None,
+) -> m.RolloutList:
+    """Return the newest `limit` rollouts that match the conditions, sorted from old to new."""
+    rows = await store.rollouts.find(where=where, limit=limit, before=before)
+    matched = rows or where is None or (before and await store.rollouts.find(where=where, limit=1))
+    note = None if matched else await store.rollouts.explain_no_match(str(where))
+    return m.RolloutList(rollouts=convert_all(m.Rollout, rows), note=note)
 
-    @trainer.get(
-        "/rollouts/{rollout_id}/trajectory", tags=["rollouts"], response_class=StreamingResponse, responses=_ROWS
+
+@trainer.get("/rollouts/{rollout_id}", tags=["rollouts"])
+async def get_rollout(store: ApiStore, rollout_id: RolloutId) -> m.RolloutDetail:
+    """Return a rollout with the stages of its attempts, its rewards and its remarks."""
+    row = await require("rollout", rollout_id, store.rollouts.get(rollout_id))
+    stages = convert_all(m.Stage, await store.rollouts.stages(rollout_id))
+    rewards = convert_all(m.Reward, await store.rewards.of_rollout(rollout_id))
+    remarks = convert_all(m.Remark, await store.remarks.of_rollout(rollout_id))
+    return convert(m.RolloutDetail, row, stages=stages, rewards=rewards, remarks=remarks)
+
+
+@trainer.get("/rollouts/{rollout_id}/trajectory", tags=["rollouts"], response_class=StreamingResponse, responses=_ROWS)
+async def rollout_trajectory(
+    store: ApiStore, rollout_id: RolloutId, builder: BuilderName = "merged", all_grades: AllGrades = False
+) -> StreamingResponse:
+    """Return one row for each trace of an ended rollout."""
+    _check_builder(builder)
+    row = await require("rollout", rollout_id, store.rollouts.get(rollout_id))
+    return StreamingResponse(_lines(store, [row], builder, all_grades), media_type=m.NDJSON)
+
+
+@trainer.post("/rewards", status_code=201, tags=["rewards"])
+async def add_reward(store: ApiStore, body: m.RewardRequest) -> m.Reward:
+    """Add a reward to a rollout or a session, or to one call or trace of it.
+
+    Earlier rewards are kept. The reward of a rollout or session is the newest one that was given to it as a whole.
+    The session of a rollout is refused: reward the rollout instead.
+    """
+    sessions = await _sessions_of(store, body)
+    await _check_parts(store, body, sessions)
+    reward_id = await store.rewards.add(
+        body.rollout_id,
+        body.value,
+        body.source,
+        body.detail,
+        trace_id=body.trace_id,
+        call_id=body.call_id,
+        session_id=body.session_id,
     )
-    async def rollout_trajectory(
-        rollout_id: RolloutId, builder: BuilderName = "merged", all_grades: AllGrades = False
-    ) -> StreamingResponse:
-        """Return one row for each trace of an ended rollout."""
-        _check_builder(builder)
-        row = await require("rollout", rollout_id, store.rollouts.get(rollout_id))
-        return StreamingResponse(_lines(store, [row], builder, all_grades), media_type=m.NDJSON)
+    return convert(m.Reward, await require("reward", reward_id, store.rewards.get(reward_id)))
 
 
-def _add_rewards(routers: Routers, store: Store) -> None:
-    @routers.trainer.post("/rewards", status_code=201, tags=["rewards"])
-    async def add_reward(body: m.RewardRequest) -> m.Reward:
-        """Add a reward to a rollout or a session, or to one call or trace of it.
+@trainer.post("/remarks", status_code=201, tags=["rewards"])
+async def add_remark(store: ApiStore, body: m.RemarkRequest, request: Request) -> m.Remark:
+    """Give a label, a note or a rating to a rollout or a session. Earlier ones are kept.
 
-        Earlier rewards are kept. The reward of a rollout or session is the newest one that was given to it as a whole.
-        The session of a rollout is refused: reward the rollout instead.
-        """
-        sessions = await _sessions_of(store, body)
-        await _check_parts(store, body, sessions)
-        reward_id = await store.rewards.add(
-            body.rollout_id,
-            body.value,
-            body.source,
-            body.detail,
-            trace_id=body.trace_id,
-            call_id=body.call_id,
-            session_id=body.session_id,
-        )
-        return convert(m.Reward, await require("reward", reward_id, store.rewards.get(reward_id)))
+    The author is the key of the request. The newest label and rating are fields of the rollout, so that conditions
+    such as `label=odd, rating>=4` select by them. The session of a rollout is refused: name the rollout instead.
+    """
+    await _sessions_of(store, body)
+    remark_id = await store.remarks.add(
+        body.kind,
+        request.state.author,
+        rollout_id=body.rollout_id,
+        session_id=body.session_id,
+        text=body.text,
+        rating=body.value,
+    )
+    return convert(m.Remark, await require("remark", remark_id, store.remarks.get(remark_id)))
 
 
-def _add_remarks(routers: Routers, store: Store) -> None:
-    @routers.trainer.post("/remarks", status_code=201, tags=["rewards"])
-    async def add_remark(body: m.RemarkRequest, request: Request) -> m.Remark:
-        """Give a label, a note or a rating to a rollout or a session. Earlier ones are kept.
-
-        The author is the key of the request. The newest label and rating are fields of the rollout, so that conditions
-        such as `label=odd, rating>=4` select by them. The session of a rollout is refused: name the rollout instead.
-        """
-        await _sessions_of(store, body)
-        remark_id = await store.remarks.add(
-            body.kind,
-            request.state.author,
-            rollout_id=body.rollout_id,
-            session_id=body.session_id,
-            text=body.text,
-            rating=body.value,
-        )
-        return convert(m.Remark, await require("remark", remark_id, store.remarks.get(remark_id)))
-
-
-def _add_sessions(routers: Routers, store: Store) -> None:
-    @routers.admin.post("/sessions", status_code=201, tags=["sessions"])
-    async def new_session(body: m.SessionRequest) -> m.CreatedSession:
-        """Create a session and its key, for an agent that you start yourself. The key is shown once."""
-        key = new_key()
-        policy = body.model_dump(exclude={"label", *SessionBudget.model_fields}, exclude_none=True) | body.as_policy()
-        if body.temperature is not None:
-            policy |= whole_distribution(body.temperature)
-        session = await store.sessions.create(
-            key_hash=hash_key(key), label=body.label, policy=policy or None, origin="key"
-        )
-        return m.CreatedSession(session_id=session.session_id, key=key)
+@admin.post("/sessions", status_code=201, tags=["sessions"])
+async def new_session(store: ApiStore, body: m.SessionRequest) -> m.CreatedSession:
+    """Create a session and its key, for an agent that you start yourself. The key is shown once."""
+    key = new_key()
+    policy = body.model_dump(exclude={"label", *SessionBudget.model_fields}, exclude_none=True) | body.as_policy()
+    if body.temperature is not None:
+        policy |= whole_distribution(body.temperature)
+    session = await store.sessions.create(key_hash=hash_key(key), label=body.label, policy=policy or None, origin="key")
+    return m.CreatedSession(session_id=session.session_id, key=key)
 
 
 def _check_builder(builder: str) -> None:

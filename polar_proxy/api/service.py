@@ -16,7 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from polar_proxy import api_models as m
-from polar_proxy.api.context import ApiContext, Routers, pause_timed_out, wait_or_undo, wait_until
+from polar_proxy.api.context import ApiContext, Context, make_routers, pause_timed_out, wait_or_undo, wait_until
 from polar_proxy.engines.base import Engine, EngineLoad
 from polar_proxy.errors import ApiError, EngineError
 from polar_proxy.records import database_service_state, recent_activity
@@ -33,61 +33,65 @@ seconds after its next renewal is due, so that it also ends if the process is ki
 _RENEW_SECONDS = 30.0
 """Seconds after which a waiting request renews its provisional pause."""
 
+routers = make_routers()
+admin, trainer = routers.admin, routers.trainer
 
-def add_routes(routers: Routers, context: ApiContext) -> None:
-    admin, trainer = routers.admin, routers.trainer
 
-    @trainer.get("/service", tags=["service"])
-    async def service_state() -> m.ServiceState:
-        """Return the state of the server and, if it has rollout workers, of its rollout service."""
-        return await read_service_state(context)
+@trainer.get("/service", tags=["service"])
+async def service_state(context: Context) -> m.ServiceState:
+    """Return the state of the server and, if it has rollout workers, of its rollout service."""
+    return await read_service_state(context)
 
-    @trainer.get("/activity", tags=["service"])
-    async def activity() -> m.Activity:
-        """Return the rates of the last minute, active sessions and the newest failures, of all servers."""
-        return await recent_activity(context.store)
 
-    @trainer.post("/service/pause", tags=["service"])
-    async def pause_service(body: m.ServicePauseRequest = m.ServicePauseRequest()) -> m.ServiceState:
-        """Start no more rollouts of any job; running rollouts continue.
+@trainer.get("/activity", tags=["service"])
+async def activity(context: Context) -> m.Activity:
+    """Return the rates of the last minute, active sessions and the newest failures, of all servers."""
+    return await recent_activity(context.store)
 
-        With `wait_idle`, the response comes when no rollout runs any more. If some still run after that many seconds,
-        the response is 409 `pause_timed_out` and this pause is undone.
-        """
-        if body.scope == "all":
-            await _pause_all(context.store, body.seconds, body.wait_idle)
-        else:
-            await _pause_one(_worker(context), body.seconds, body.wait_idle)
-        return await read_service_state(context)
 
-    @trainer.post("/service/resume", tags=["service"])
-    async def resume_service(body: m.ServiceResumeRequest = m.ServiceResumeRequest()) -> m.ServiceState:
-        """End a pause or a drain of the same `scope`. A server that was paused on its own stays paused when all servers
-        are resumed."""
-        if body.scope == "all":
-            await context.store.fleet.update(_WORKING)
-            context.wake()
-        else:
-            _worker(context).resume()
-        return await read_service_state(context)
+@trainer.post("/service/pause", tags=["service"])
+async def pause_service(context: Context, body: m.ServicePauseRequest = m.ServicePauseRequest()) -> m.ServiceState:
+    """Start no more rollouts of any job; running rollouts continue.
 
-    @admin.post("/service/drain", tags=["service"])
-    async def drain_service(body: m.DrainRequest = m.DrainRequest()) -> m.ServiceState:
-        """Start no more rollouts, and respond when none runs any more.
+    With `wait_idle`, the response comes when no rollout runs any more. If some still run after that many seconds,
+    the response is 409 `pause_timed_out` and this pause is undone.
+    """
+    if body.scope == "all":
+        await _pause_all(context.store, body.seconds, body.wait_idle)
+    else:
+        await _pause_one(_worker(context), body.seconds, body.wait_idle)
+    return await read_service_state(context)
 
-        If that takes longer than `timeout`, the response is 409 `drain_timed_out` with the rollouts that still run,
-        and the servers start rollouts again.
-        """
-        if body.scope == "all":
-            left = await _pause_until_idle(context.store, body.timeout)
-            if not left:
-                await context.store.fleet.update(FleetRow(time.time(), None))
-        else:
-            left = await _worker(context).drain(body.timeout)
-        if left:
-            message = f"After {body.timeout:g} s, {len(left)} rollouts still run, so the drain was undone."
-            raise ApiError(message, status=409, code="drain_timed_out", detail={"left": left})
-        return await read_service_state(context)
+
+@trainer.post("/service/resume", tags=["service"])
+async def resume_service(context: Context, body: m.ServiceResumeRequest = m.ServiceResumeRequest()) -> m.ServiceState:
+    """End a pause or a drain of the same `scope`. A server that was paused on its own stays paused when all servers
+    are resumed."""
+    if body.scope == "all":
+        await context.store.fleet.update(_WORKING)
+        context.wake()
+    else:
+        _worker(context).resume()
+    return await read_service_state(context)
+
+
+@admin.post("/service/drain", tags=["service"])
+async def drain_service(context: Context, body: m.DrainRequest = m.DrainRequest()) -> m.ServiceState:
+    """Start no more rollouts, and respond when none runs any more.
+
+    If that takes longer than `timeout`, the response is 409 `drain_timed_out` with the rollouts that still run,
+    and the servers start rollouts again.
+    """
+    if body.scope == "all":
+        left = await _pause_until_idle(context.store, body.timeout)
+        if not left:
+            await context.store.fleet.update(FleetRow(time.time(), None))
+    else:
+        left = await _worker(context).drain(body.timeout)
+    if left:
+        message = f"After {body.timeout:g} s, {len(left)} rollouts still run, so the drain was undone."
+        raise ApiError(message, status=409, code="drain_timed_out", detail={"left": left})
+    return await read_service_state(context)
 
 
 def _worker(context: ApiContext) -> Worker:

@@ -151,10 +151,10 @@ async def _serve(settings: Settings, as_json: bool, *, with_workers: bool, ray_a
 
 
 def _add_api_and_pages(gateway: Gateway, context: ApiContext) -> None:
-    from polar_proxy.api import create_router
+    from polar_proxy.api import API_ROUTES, server_state
     from polar_proxy.view import create_view_router
 
-    gateway.include(create_router(context))
+    gateway.include(API_ROUTES, **server_state(context))
     gateway.include(create_view_router(context, open_on_loopback=gateway.sessions.open_to_all))
 
 

@@ -87,9 +87,8 @@ class GatewayApp:
         self._rest = rest
         self._hosts = hosts
 
-    def include(self, router: APIRouter) -> None:
-        add_router(self._rest, router)
-        self._rest.openapi_schema = None  # generated again when it is next requested
+    def include(self, router: APIRouter, **state: object) -> None:
+        add_router(self._rest, router, **state)
 
     async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
         request_id = new_id("req")

@@ -18,7 +18,6 @@ from polar_proxy.api import ApiContext
 from polar_proxy.api.context import not_found
 from polar_proxy.api.jobs import stream_events
 from polar_proxy.errors import ApiError
-from polar_proxy.gateway.http.routes import add_router
 from polar_proxy.view.access import COOKIE, LOGIN, PageAccess, page_route, require_same_origin, safe_next, with_headers
 from polar_proxy.view.context import ViewContext
 from polar_proxy.view.forms import read_form
@@ -49,7 +48,7 @@ def create_view_router(api: ApiContext, *, open_on_loopback: bool, writable: boo
 
     router = APIRouter(include_in_schema=False)
     _add_public(router, view)
-    add_router(router, pages)
+    router.routes.extend(pages.routes)
     return router
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from polar_proxy.api import ApiContext, BackgroundLoops, create_router, new_api_key
+from polar_proxy.api import API_ROUTES, ApiContext, BackgroundLoops, new_api_key, server_state
 from polar_proxy.api.service import ServiceCollector
 from polar_proxy.api_models import API_PREFIX, Role
 from polar_proxy.config import Settings
@@ -101,7 +101,7 @@ def serve_api(store: Store, tmp_path: Path) -> ServeApi:
             exports = await stack.enter_async_context(ExportProcesses(store.database.url))
             parts = ApiContext(store, settings, service, opened, exports=exports)
             keeping = await stack.enter_async_context(BackgroundLoops(parts))
-            gateway.include(create_router(parts))
+            gateway.include(API_ROUTES, **server_state(parts))
             gateway.metrics.registry.register(ServiceCollector(service, lambda: keeping.feed_depth))
 
             async def client(role: Role) -> httpx.AsyncClient:

@@ -1,15 +1,17 @@
-"""Routes that are built once and then served by an application."""
+"""Routes that are built once and then served by applications."""
 
 from __future__ import annotations
 
 from fastapi import APIRouter, FastAPI
 
 
-def add_router(app: FastAPI | APIRouter, router: APIRouter) -> None:
-    """Serve the routes of `router` as they are.
+def add_router(app: FastAPI, router: APIRouter, **state: object) -> None:
+    """Serve the routes of `router` as they are. `state`: values that they read from `request.app.state`.
 
-    `include_router` would build each of them again at the first request, with its prefix and dependencies, which takes
-    longer than the rest of a server's start. So a router gets these when it is made.
+    `include_router` would build each route again at the first request, which takes longer than the rest of a server's
+    start.
     """
-    target = app.router if isinstance(app, FastAPI) else app
-    target.routes.extend(router.routes)
+    app.router.routes.extend(router.routes)
+    for name, value in state.items():
+        setattr(app.state, name, value)
+    app.openapi_schema = None  # generated again when it is next requested

@@ -101,9 +101,9 @@ class Gateway:
     async def _read_call(self, call_id: str) -> CallRecord | None:
         return await self._monitor.run(partial(self._store.calls.get, call_id))
 
-    def include(self, router: APIRouter) -> None:
-        """Serve the routes of `router` from now on, except on sockets inside sandboxes."""
-        self.app.include(router)
+    def include(self, router: APIRouter, **state: object) -> None:
+        """Serve the routes of `router` from now on, except on sockets inside sandboxes. `state`: see `add_router`."""
+        self.app.include(router, **state)
 
     def observe(self, observer: CallObserver) -> None:
         """Call `observer` with every call once it is committed."""
