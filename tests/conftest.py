@@ -143,7 +143,7 @@ def quick_databases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 class _SharedStatements(dict[Any, Any]):
-    """SQLAlchemy's cache of compiled statements, whose keys name the engine's dialect, for engines of equal dialects."""
+    """SQLAlchemy's cache of compiled statements, shared by all databases: its keys name a dialect by type."""
 
     def get(self, key: Any, default: Any = None) -> Any:
         return super().get((type(key[0]), *key[1:]), default)

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any
@@ -225,115 +225,131 @@ def error_format(path: str) -> asgi.ErrorFormat:
     return _MODEL_ROUTES["/chat/completions"]
 
 
+@dataclass(frozen=True)
+class ServerParts:
+    """The parts of a server that the routes below use."""
+
+    router: EngineRouter
+    metrics: GatewayMetrics
+    record_problem: Callable[[], Awaitable[str | None]]
+    """Return within two seconds why calls cannot be recorded, or None."""
+    started_at: int
+
+    @property
+    def infos(self) -> dict[str, EngineInfo]:
+        """The engines by the names of their models, that of the settings [engine] first."""
+        engines = [served.engine.info for served in reversed(self.router.all)]
+        return dict(reversed({info.model: info for info in engines}.items()))
+
+    def info(self, model: str) -> EngineInfo:
+        """Return the engine of a model; for any other name, that of the settings [engine]."""
+        return self.infos.get(model, self.router.default.served.engine.info)
+
+
 def create_app(
-    router: EngineRouter,
-    handler: RequestHandler,
-    metrics: GatewayMetrics,
-    hosts: frozenset[str] | None,
-    sandbox_hosts: frozenset[str],
-    record_problem: Callable[[], Awaitable[str | None]],
+    handler: RequestHandler, parts: ServerParts, hosts: frozenset[str] | None, sandbox_hosts: frozenset[str]
 ) -> GatewayApp:
     """Build the application. The caller owns the lifetime of the engines and the store. `hosts` and `sandbox_hosts`:
-    see `GatewayApp`.
-
-    `record_problem` returns within two seconds why calls cannot be recorded, or None.
-    """
+    see `GatewayApp`."""
     app = FastAPI(title="Polar", version=__version__, docs_url=None, redoc_url=None)
     serve_docs(app)
-    _add_models(app, router)
-    _add_state(app, router, metrics, record_problem)
-
-    @app.exception_handler(HTTPException)
-    async def http_error(request: Request, error: HTTPException) -> Response:
-        path = request.url.path
-        described = RequestError(f"{request.method} {path}: {error.detail}", status=error.status_code)
-        headers, body = asgi.error_response(described, error_format(path))
-        return Response(body, error.status_code, {name.decode(): value.decode() for name, value in headers})
-
+    add_router(app, _OTHER_ROUTES, parts=parts)
+    app.add_exception_handler(HTTPException, _http_error)
     return GatewayApp(handler, app, hosts, sandbox_hosts)
 
 
-def _add_models(app: FastAPI, router: EngineRouter) -> None:
-    started_at = int(time.time())
-
-    def infos() -> dict[str, EngineInfo]:
-        """Return the engines by the names of their models, that of the settings [engine] first."""
-        engines = [served.engine.info for served in reversed(router.all)]
-        return dict(reversed({info.model: info for info in engines}.items()))
-
-    def model_card(name: str) -> dict[str, Any]:
-        info = infos().get(name, router.default.served.engine.info)
-        return {
-            "id": name,
-            "object": "model",
-            "created": started_at,
-            "owned_by": "polar",
-            "max_model_len": info.context_length,
-            "engine": info.engine,
-            # Anthropic's clients read the same list by these names.
-            "type": "model",
-            "display_name": name,
-            "created_at": datetime.fromtimestamp(started_at, UTC).isoformat(),
-            "lifecycle": "active",
-            "max_input_tokens": info.context_length,
-            "max_tokens": info.max_answer or info.context_length,
-        }
-
-    @app.get("/models")
-    @app.get("/v1/models")
-    @app.get("/v1alpha/models")
-    @app.get("/v1beta/models")
-    async def models(request: Request) -> Response:
-        if _is_google_client(request):
-            return JSONResponse({"models": [google_model_card(name, info) for name, info in infos().items()]})
-        cards = [model_card(name) for name in infos()]
-        page = {"has_more": False, "first_id": cards[0]["id"], "last_id": cards[-1]["id"]}
-        return JSONResponse({"object": "list", "data": cards, **page})
-
-    @app.get("/models/{model:path}")
-    @app.get("/v1/models/{model:path}")
-    @app.get("/v1alpha/models/{model:path}")
-    @app.get("/v1beta/models/{model:path}")
-    async def one_model(model: str, request: Request) -> Response:
-        if _is_google_client(request):
-            return JSONResponse(google_model_card(model, infos().get(model, router.default.served.engine.info)))
-        # An engine answers under any model name, so every name exists.
-        return JSONResponse(model_card(model))
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    path = request.url.path
+    described = RequestError(f"{request.method} {path}: {error.detail}", status=error.status_code)
+    headers, body = asgi.error_response(described, error_format(path))
+    return Response(body, error.status_code, {name.decode(): value.decode() for name, value in headers})
 
 
-def _add_state(
-    app: FastAPI,
-    router: EngineRouter,
-    metrics: GatewayMetrics,
-    record_problem: Callable[[], Awaitable[str | None]],
-) -> None:
-    @app.api_route("/api/hello", methods=["GET", "HEAD"], include_in_schema=False)
-    async def hello() -> Response:
-        """Answer the request (HEAD) with which Claude Code checks that the server is up."""
-        return JSONResponse({"message": "hello"})
+_OTHER_ROUTES = APIRouter()
+"""Lists of models, health checks and metrics: built once per process, for all servers."""
 
-    @app.get("/healthz")
-    async def healthz() -> Response:
-        """Return 200: the process is alive."""
-        return JSONResponse({"status": "ok", "version": __version__})
 
-    @app.get("/readyz")
-    async def readyz() -> Response:
-        """Return 200 if calls can be recorded and sampled, else 503. The body says why either is impossible."""
-        record, sample = await asyncio.gather(record_problem(), router.problem())
-        info = router.default.served.engine.info
-        body = {
-            "status": "ok" if record is None and sample is None else "unavailable",
-            "version": __version__,
-            "record": {"ok": record is None, "reason": record},
-            "sample": {"ok": sample is None, "reason": sample},
-            "engine": {"kind": info.engine, "version": info.version, "model": info.model},
-        }
-        return JSONResponse(body, status_code=200 if body["status"] == "ok" else 503)
+@_OTHER_ROUTES.get("/models")
+@_OTHER_ROUTES.get("/v1/models")
+@_OTHER_ROUTES.get("/v1alpha/models")
+@_OTHER_ROUTES.get("/v1beta/models")
+async def models(request: Request) -> Response:
+    parts = _parts(request)
+    if _is_google_client(request):
+        return JSONResponse({"models": [google_model_card(name, info) for name, info in parts.infos.items()]})
+    cards = [_model_card(parts, name) for name in parts.infos]
+    page = {"has_more": False, "first_id": cards[0]["id"], "last_id": cards[-1]["id"]}
+    return JSONResponse({"object": "list", "data": cards, **page})
 
-    @app.get("/metrics")
-    async def prometheus() -> Response:
-        return Response(metrics.render(), media_type="text/plain; version=0.0.4")
+
+@_OTHER_ROUTES.get("/models/{model:path}")
+@_OTHER_ROUTES.get("/v1/models/{model:path}")
+@_OTHER_ROUTES.get("/v1alpha/models/{model:path}")
+@_OTHER_ROUTES.get("/v1beta/models/{model:path}")
+async def one_model(model: str, request: Request) -> Response:
+    parts = _parts(request)
+    if _is_google_client(request):
+        return JSONResponse(google_model_card(model, parts.info(model)))
+    # An engine answers under any model name, so every name exists.
+    return JSONResponse(_model_card(parts, model))
+
+
+@_OTHER_ROUTES.api_route("/api/hello", methods=["GET", "HEAD"], include_in_schema=False)
+async def hello() -> Response:
+    """Answer the request (HEAD) with which Claude Code checks that the server is up."""
+    return JSONResponse({"message": "hello"})
+
+
+@_OTHER_ROUTES.get("/healthz")
+async def healthz() -> Response:
+    """Return 200: the process is alive."""
+    return JSONResponse({"status": "ok", "version": __version__})
+
+
+@_OTHER_ROUTES.get("/readyz")
+async def readyz(request: Request) -> Response:
+    """Return 200 if calls can be recorded and sampled, else 503. The body says why either is impossible."""
+    parts = _parts(request)
+    record, sample = await asyncio.gather(parts.record_problem(), parts.router.problem())
+    info = parts.router.default.served.engine.info
+    body = {
+        "status": "ok" if record is None and sample is None else "unavailable",
+        "version": __version__,
+        "record": {"ok": record is None, "reason": record},
+        "sample": {"ok": sample is None, "reason": sample},
+        "engine": {"kind": info.engine, "version": info.version, "model": info.model},
+    }
+    return JSONResponse(body, status_code=200 if body["status"] == "ok" else 503)
+
+
+@_OTHER_ROUTES.get("/metrics")
+async def prometheus(request: Request) -> Response:
+    return Response(_parts(request).metrics.render(), media_type="text/plain; version=0.0.4")
+
+
+def _parts(request: Request) -> ServerParts:
+    parts: ServerParts = request.app.state.parts
+    return parts
+
+
+def _model_card(parts: ServerParts, name: str) -> dict[str, Any]:
+    info = parts.info(name)
+    return {
+        "id": name,
+        "object": "model",
+        "created": parts.started_at,
+        "owned_by": "polar",
+        "max_model_len": info.context_length,
+        "engine": info.engine,
+        # Anthropic's clients read the same list by these names.
+        "type": "model",
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(parts.started_at, UTC).isoformat(),
+        "lifecycle": "active",
+        "max_input_tokens": info.context_length,
+        "max_tokens": info.max_answer or info.context_length,
+    }
 
 
 def _is_google_client(request: Request) -> bool:

@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -323,6 +324,11 @@ def _build(kind: type[_T], data: Mapping[str, Any], where: str = "") -> _T:
         name = f"{where}.{unknown[0]}" if where else unknown[0]
         raise BadTaskError(f"{name}: there is no such field; choose from {', '.join(sorted(known))}")
     try:
-        return TypeAdapter(kind).validate_python(dict(data))
+        return _reader(kind).validate_python(dict(data))
     except ValidationError as error:
         raise BadTaskError(first_problem(error, where)) from None
+
+
+@cache
+def _reader(kind: type[_T]) -> TypeAdapter[_T]:
+    return TypeAdapter(kind)

@@ -12,6 +12,7 @@ import posixpath
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 from urllib.parse import unquote, urlsplit
@@ -171,9 +172,14 @@ def task_to_json(task: Task) -> Json:
 def task_from_json(value: Json) -> Task:
     """Read what `task_to_json` wrote. Raises `BadTaskError` for a task that this version cannot read."""
     try:
-        return TypeAdapter(Task).validate_python(value)
+        return _task_reader().validate_python(value)
     except ValidationError as error:
         raise BadTaskError(first_problem(error)) from None
+
+
+@cache
+def _task_reader() -> TypeAdapter[Task]:
+    return TypeAdapter(Task)  # making it takes longer than the start of an attempt
 
 
 def check_task(task: Task, code: AllowedCode = NO_CODE) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import cache
 from typing import Any
 
 import openai
@@ -31,7 +32,12 @@ both = pytest.mark.parametrize("stream", [False, True])
 
 def assert_published(model: Any, answer: Any) -> None:
     """Assert that an answer of the SDK, which validates nothing, is valid by the SDK's type of it."""
-    TypeAdapter(model).validate_python(answer.to_dict(), strict=True)
+    _adapter(model).validate_python(answer.to_dict(), strict=True)
+
+
+@cache
+def _adapter(model: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(model)
 
 
 async def listed(sdk: AsyncOpenAI, identity: str) -> list[Any]:

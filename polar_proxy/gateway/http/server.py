@@ -21,7 +21,7 @@ from fastapi import APIRouter
 from polar_proxy.config import GatewaySettings, RouteSettings, is_loopback, local_url
 from polar_proxy.engines.base import Engine
 from polar_proxy.errors import PolarError, UsageError
-from polar_proxy.gateway.app import create_app, error_format
+from polar_proxy.gateway.app import ServerParts, create_app, error_format
 from polar_proxy.gateway.garbage import GarbageCollection
 from polar_proxy.gateway.handler import RequestHandler
 from polar_proxy.gateway.health import StoreMonitor
@@ -91,7 +91,8 @@ class Gateway:
         )
         hosts = settings.allowed_hosts | {settings.host} if is_loopback(settings.host) else None
         sandbox_hosts = frozenset(host_names(settings.model_hosts))
-        self.app = create_app(self._router, self._handler, self.metrics, hosts, sandbox_hosts, self._monitor.check)
+        parts = ServerParts(self._router, self.metrics, self._monitor.check, started_at=int(time.time()))
+        self.app = create_app(self._handler, parts, hosts, sandbox_hosts)
         self._grace = grace
         self._sandbox_servers: dict[socket.socket, asyncio.Server] = {}
         descriptors = raise_descriptor_limit()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, get_args, get_type_hints
 
 from aiohttp import web
@@ -65,13 +66,19 @@ def _exhaust(value: Any) -> None:
 
 def check(kind: Any, value: Json) -> None:
     """Raise Malformed unless the TypedDict `kind` describes the value and has all of its fields."""
-    known = {name for one in get_args(kind) or (kind,) for name in get_type_hints(one)}
+    known, adapter = _fields_and_adapter(kind)
     if unknown := value.keys() - known:
         raise Malformed(f"unknown field {min(unknown)!r}")
     try:
-        _exhaust(TypeAdapter(kind).validate_python(value))
+        _exhaust(adapter.validate_python(value))
     except ValidationError as error:
         raise Malformed(str(error)) from error
+
+
+@cache
+def _fields_and_adapter(kind: Any) -> tuple[frozenset[str], TypeAdapter[Any]]:
+    known = {name for one in get_args(kind) or (kind,) for name in get_type_hints(one)}
+    return frozenset(known), TypeAdapter(kind)
 
 
 class Provider(FakeServer):
