@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import ssl
+import sys
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
@@ -63,9 +64,17 @@ LONG_FILES = (
 
 def pytest_configure(config: pytest.Config) -> None:
     """Restore Ctrl-C: a shell's background job ignores it, and so would every program that a test starts and
-    interrupts."""
+    interrupts. Also see `_skip_version_manager`."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    _skip_version_manager()
+
+
+def _skip_version_manager() -> None:
+    """Make `python3` an interpreter: that of pyenv is a script, which starts thirty programs for each call."""
+    found = shutil.which("python3")
+    if found is not None and Path(found).read_bytes().startswith(b"#!"):
+        os.environ["PATH"] = f"{sys.base_prefix}/bin{os.pathsep}{os.environ['PATH']}"
 
 
 @pytest.hookimpl(trylast=True)
