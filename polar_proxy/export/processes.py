@@ -23,17 +23,17 @@ from polar_proxy.types import Json
 
 _PIECE = 1 << 20
 """Maximum size of a yielded piece in bytes. The event loop is blocked while a piece is written."""
-_MAX_PROCESSES = 8
 
 
 class ExportProcesses:
     """`async with ExportProcesses(url) as exports:` runs exports of a database until the block ends."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, at_once: int = 8) -> None:
+        """`at_once`: the maximum number of processes; further exports wait for their turn."""
         self._url = url
         self._idle: list[_ExportProcess] = []
         self._running: set[_ExportProcess] = set()
-        self._places = asyncio.Semaphore(_MAX_PROCESSES)
+        self._places = asyncio.Semaphore(at_once)
         self._turn = asyncio.Lock()
         """Held by the export that has a whole session in memory."""
 

@@ -22,10 +22,6 @@ from tests.cli.runner import polar_json, polar_ok
 pytestmark = pytest.mark.slow
 
 SIGN = "changes_test_runner"
-POLICIES = pytest.mark.parametrize(
-    ("policy", "reward", "masked"),
-    [(None, 1.0, False), ("note", 1.0, False), ("zero", 0.0, False), ("exclude", 1.0, True)],
-)
 
 
 def batch_of(group: TrainingGroup) -> TrainingBatch:
@@ -50,7 +46,7 @@ def check_detail(detail: dict[str, Any], policy: str | None) -> None:
     assert detail.get("reward_without_signs") == (1.0 if policy == "zero" else None)
 
 
-@POLICIES
+@pytest.mark.parametrize(("policy", "reward", "masked"), [(None, 1.0, False), ("exclude", 1.0, True)])
 def test_signs_through_polar_run(
     polar_home: Path, tmp_path: Path, policy: str | None, reward: float, masked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -76,13 +72,15 @@ async def check_stored(home: Path, policy: str | None, reward: float, masked: bo
         return await StoreGroupReader(store).read_group(rollouts[0].group_id, "merged", 0)
 
 
-@POLICIES
+@pytest.mark.parametrize(
+    ("policy", "reward", "masked"), [("note", 1.0, False), ("zero", 0.0, False), ("exclude", 1.0, True)]
+)
 async def test_signs_through_the_api(
-    serve_api: ServeApi, store: Store, policy: str | None, reward: float, masked: bool
+    serve_api: ServeApi, store: Store, policy: str, reward: float, masked: bool
 ) -> None:
-    signs = {} if policy is None else {"signs": policy}
     async with serve_api(work=True) as running:
-        job = await running.post("/jobs", job_request("SuspiciousAgent", 2, for_training=True, **signs), status=201)
+        request = job_request("SuspiciousAgent", 2, for_training=True, signs=policy)
+        job = await running.post("/jobs", request, status=201)
         await until_ended(running, job["job_id"])
         rollouts = (await running.get(f"/jobs/{job['job_id']}/rollouts"))["rollouts"]
         assert [(row["reward"], row["masked"]) for row in rollouts] == [(reward, masked)] * 2

@@ -18,7 +18,7 @@ import orjson
 import pytest
 
 from polar_proxy.errors import StoreError
-from polar_proxy.store import RewardRow, Store, open_store
+from polar_proxy.store import RewardRow, RolloutRow, Store, open_store
 from polar_proxy.traces.builders import build
 from sandboxes import self_test
 from sandboxes.choice import available
@@ -163,9 +163,13 @@ def test_a_sandbox_that_leaks_ends_the_run(polar_home: Path, kind: str, monkeypa
     assert asyncio.run(read_statuses(polar_home)) == [("cancelled", 1, 0)]
 
 
-async def read_statuses(home: Path) -> list[tuple[str, int, int]]:
+async def read_rollouts(home: Path) -> Sequence[RolloutRow]:
     async with await open_recorded(home) as store:
-        return [(row.status, row.attempt, row.calls) for row in await store.rollouts.find()]
+        return await store.rollouts.find()
+
+
+async def read_statuses(home: Path) -> list[tuple[str, int, int]]:
+    return [(row.status, row.attempt, row.calls) for row in await read_rollouts(home)]
 
 
 def test_a_run_that_times_out_keeps_its_calls(polar_home: Path) -> None:
@@ -177,7 +181,7 @@ def test_a_run_that_times_out_keeps_its_calls(polar_home: Path) -> None:
 
 @pytest.mark.parametrize("kind", [sandbox("process"), sandbox("bubblewrap"), sandbox("docker")])
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
-async def test_a_stopped_run_leaves_nothing_behind(polar_home: Path, kind: str, how: signal.Signals) -> None:
+def test_a_stopped_run_leaves_nothing_behind(polar_home: Path, kind: str, how: signal.Signals) -> None:
     """Ctrl-C cleans up at once, and after kill -9 the next start does. Every answered call is in the store."""
     command = [
         *POLAR,
@@ -190,7 +194,7 @@ async def test_a_stopped_run_leaves_nothing_behind(polar_home: Path, kind: str, 
         kind,
     ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    await _until_calls(polar_home, 2)
+    asyncio.run(_until_calls(polar_home, 2))
     process.send_signal(how)
     _, words = process.communicate(timeout=120)
     if how is signal.SIGINT:
@@ -200,16 +204,15 @@ async def test_a_stopped_run_leaves_nothing_behind(polar_home: Path, kind: str, 
         assert process.returncode == -9
         # Other kinds end with their owner; a container is removed by the next start.
         assert strays(polar_home) or kind != "docker"
-        again = [*POLAR, *PLAYER, *AGENT, "--seed", "9", "--sandbox", kind]
-        second = subprocess.run(again, capture_output=True, text=True, timeout=240, check=True)
+        second = polar("run", "swe-task", *PLAYER, *AGENT, "--seed", "9", "--sandbox", kind)
+        assert second.exit_code == 0, second.stderr
         assert "interrupted" in second.stderr
         assert not strays(polar_home)
-    async with await open_recorded(polar_home) as store:
-        stopped = [row for row in await store.rollouts.find() if row.seed in (0, 1)]
-        assert [row.status for row in stopped] == ["cancelled" if how is signal.SIGINT else "failed"] * 2
-        assert [row.calls for row in stopped] == [1, 1]
-        assert [row.reward for row in stopped] == [None, None]
-        assert [row.trained_tokens == row.completion_tokens > 0 for row in stopped] == [True, True]
+    stopped = [row for row in asyncio.run(read_rollouts(polar_home)) if row.seed in (0, 1)]
+    assert [row.status for row in stopped] == ["cancelled" if how is signal.SIGINT else "failed"] * 2
+    assert [row.calls for row in stopped] == [1, 1]
+    assert [row.reward for row in stopped] == [None, None]
+    assert [row.trained_tokens == row.completion_tokens > 0 for row in stopped] == [True, True]
     assert not strays(polar_home)
 
 
