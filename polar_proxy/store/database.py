@@ -210,7 +210,10 @@ class Database:
                 yield connection
 
     async def read(self, work: Callable[[Connection], T]) -> T:
-        """Run `work` with a connection as that of `reading`, with SQLite in a thread."""
+        """Run `work` with a connection as that of `reading`: SQLite in a thread, PostgreSQL in the event loop.
+
+        So `work` may make rows, but must not unpack texts and tokens.
+        """
         engine = self._reader_engine
         if engine is None:
             async with self.reading() as connection:
