@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -324,11 +324,12 @@ def _build(kind: type[_T], data: Mapping[str, Any], where: str = "") -> _T:
         name = f"{where}.{unknown[0]}" if where else unknown[0]
         raise BadTaskError(f"{name}: there is no such field; choose from {', '.join(sorted(known))}")
     try:
-        return _reader(kind).validate_python(dict(data))
+        reader: TypeAdapter[_T] = _reader(cast(Any, kind))
+        return reader.validate_python(dict(data))
     except ValidationError as error:
         raise BadTaskError(first_problem(error, where)) from None
 
 
 @cache
-def _reader(kind: type[_T]) -> TypeAdapter[_T]:
+def _reader(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
