@@ -18,7 +18,7 @@ import orjson
 import pytest
 
 from tests.cli.process import POLAR, environment
-from tests.cli.runner import polar_json, polar_ok, polar_serve
+from tests.cli.runner import polar_json, polar_ok, polar_serve, polar_serve_text
 from tests.ports import free_port
 from tests.rewards.conftest import needs
 from tests.until import until
@@ -180,31 +180,25 @@ END"""
 @pytest.mark.parametrize("keys", [(), ("--require-known-keys",)], ids=["open", "known keys"])
 def test_the_printed_lines_work_with_another_database(polar_home: Path, tmp_path: Path, keys: tuple[str, ...]) -> None:
     """The lines are run in a shell without the server's --db; without known keys, only the first of the verbs is."""
-    command = [POLAR, "serve", "--engine", "scripted", "--port", "0", "--db", str(tmp_path / "my runs.db"), *keys]
-    with subprocess.Popen(command, env=environment(), cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            printed: list[str] = []
-            while not printed or not printed[-1].startswith("then:"):
-                printed.append(process.stdout.readline())
-                assert printed[-1], printed
-            exports = [line for line in printed if line.startswith("  export ")]
-            verbs = re.findall(r"polar [a-z ]+", printed[-1])
-            assert verbs == ["polar sessions", "polar show last", "polar export"]
-            path = f"{Path(POLAR).parent}:{os.environ['PATH']}"
-            done = subprocess.run(
-                ["bash", "-euc", "\n".join([*exports, ASK, *(verbs if keys else verbs[:1])])],
-                env=environment() | {"PATH": path},
-                cwd=tmp_path,
-                capture_output=True,
-                text=True,
-                check=False,
-            )
-        finally:
-            process.kill()
-    assert done.returncode == 0, done.stderr
-    assert ("any-name-you-like" in done.stdout) == (not keys)
+
+    def run_lines(printed: str) -> None:
+        exports = [line for line in printed.splitlines() if line.startswith("  export ")]
+        verbs = re.findall(r"polar [a-z ]+", printed.splitlines()[-1])
+        assert verbs == ["polar sessions", "polar show last", "polar export"]
+        done = subprocess.run(
+            ["bash", "-euc", "\n".join([*exports, ASK, *(verbs if keys else verbs[:1])])],
+            env=environment() | {"PATH": f"{Path(POLAR).parent}:{os.environ['PATH']}"},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert ("any-name-you-like" in done.stdout) == (not keys)
+        if keys:
+            assert "say [bold]hi[/]" in done.stdout.splitlines()[-1]
+            assert "1 rows from 0 rollouts and 1 other sessions" in done.stderr
+
+    served = polar_serve_text(run_lines, "--engine", "scripted", "--db", str(tmp_path / "my runs.db"), *keys)
+    assert served.exit_code == 130
     assert not (polar_home / "polar.db").exists()
-    if keys:
-        assert "say [bold]hi[/]" in done.stdout.splitlines()[-1]
-        assert "1 rows from 0 rollouts and 1 other sessions" in done.stderr
