@@ -122,7 +122,10 @@ calls = Table(
     Column("started_at", Double, nullable=False),
     Column("first_token_at", Double),
     Column("ended_at", Double, nullable=False),
-    Column("response_id", Text),  # the provider's, if it was passed through; a later request may continue it
+    # The provider's ids of a response that was passed through; later requests may refer to it by them.
+    Column("response_id", Text),
+    Column("response_items", PackedJson),  # {id: kind and number of the item, as in the ids of Polar's own items}
+    Column("provider_conversation", Text),
     Column("deleted_at", Double),  # when its client deleted the response; the call stays, and is trained on
     Index(None, "session_id", "started_at", "call_id"),
 )
@@ -149,6 +152,8 @@ conversations = Table(
     Column("session_id", Text, ForeignKey("sessions.session_id"), nullable=False, index=True),
     json_column("metadata"),
     Column("created_at", Double, nullable=False),
+    # True: the provider keeps it, and only the items with which it was created are here.
+    Column("at_provider", Boolean, nullable=False),
 )
 
 conversation_items = Table(
