@@ -122,10 +122,9 @@ calls = Table(
     Column("started_at", Double, nullable=False),
     Column("first_token_at", Double),
     Column("ended_at", Double, nullable=False),
-    # The provider's ids of a response that was passed through; later requests may refer to it by them.
-    Column("response_id", Text),
-    Column("response_items", PackedJson),  # {id: kind and number of the item, as in the ids of Polar's own items}
-    Column("provider_conversation", Text),
+    Column("response_id", Text),  # the provider's, if it was passed through; a later request may continue it
+    Column("response_items", PackedJson),  # {the provider's id: kind and number of the item}; requests may refer to it
+    Column("provider_conversation", Text),  # the provider's id of the conversation that the call adds to
     Column("deleted_at", Double),  # when its client deleted the response; the call stays, and is trained on
     Index(None, "session_id", "started_at", "call_id"),
 )
@@ -152,8 +151,7 @@ conversations = Table(
     Column("session_id", Text, ForeignKey("sessions.session_id"), nullable=False, index=True),
     json_column("metadata"),
     Column("created_at", Double, nullable=False),
-    # True: the provider keeps it, and only the items with which it was created are here.
-    Column("at_provider", Boolean, nullable=False),
+    Column("at_provider", Boolean, nullable=False),  # true: the provider keeps it; only its first items are here
 )
 
 conversation_items = Table(
