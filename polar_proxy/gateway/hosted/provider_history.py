@@ -18,7 +18,7 @@ import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from polar_proxy.dialects.base import Dialect, ReferencedCall
 from polar_proxy.dialects.openai_responses.input import input_items, is_reference
@@ -33,6 +33,7 @@ from polar_proxy.types import ANSWERED, CallRecord, ConversationItem, Json
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 ReadCalls = Callable[[SessionState, Collection[str]], Awaitable[list[CallRecord]]]
 """Returns those of the calls that a session has recorded. Raises StoreError, and RequestError if they are too large."""
 
@@ -122,13 +123,14 @@ class ProviderHistories:
         wanted = {call_id for call_id, _ in items.values()} | ({previous} if previous else set())
         read = {call.call_id: call for call in await self._read_calls(session, wanted) if _is_read(call)}
         before = read.get(previous or "")
-        complete = [
-            items.keys() == given.items,
-            given.conversation is None or created is not None,
-            (previous is None and given.previous is None) if before is None else not _lacks_history(before),
-        ]
+        unknown = (
+            items.keys() != given.items
+            or (given.conversation is not None and created is None)
+            or (given.previous is not None and before is None)
+            or (previous is not None and (before is None or bool(before.sampling.get("missing_history"))))
+        )
         return ProviderHistory(
-            complete=all(complete),
+            complete=not unknown,
             conversation=given.conversation,
             previous=None if before is None else before.call_id,
             items={identity: own for identity, (_, own) in items.items()},
@@ -152,17 +154,13 @@ class ProviderHistories:
                     found[identity] = call_id, item_id(prefix, call_id, int(number))
         return found
 
-    async def _run(self, work: Any, *args: Any) -> Any:
+    async def _run(self, work: Callable[..., Awaitable[T]], *args: Any) -> T:
         return await self._monitor.run(partial(work, *args))
 
 
 def _is_read(call: CallRecord) -> bool:
     """Return whether the call has a complete answer that Polar could read."""
     return call.status in ANSWERED and bool(call.choices) and call.choices[0].finish_reason != "unread"
-
-
-def _lacks_history(call: CallRecord) -> bool:
-    return bool(call.sampling.get("missing_history"))
 
 
 def _referenced(call: CallRecord) -> ReferencedCall:
