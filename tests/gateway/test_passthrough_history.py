@@ -196,6 +196,14 @@ async def test_referenced_items_are_recorded_as_the_items_themselves(store: Stor
     assert len(conversation.calls) == 2
 
 
+async def test_a_call_with_a_stored_prompt_is_no_training_data(store: Store) -> None:
+    provider = json_provider()
+    provider.body = responses_answer(1, "yes")
+    async with provider.serve() as url, mixed(store, url, default=True) as gateway:
+        await post(gateway.url, "/v1/responses", {"model": "m", "input": "and?", "prompt": {"id": "pmpt_1"}})
+    assert reasons(await recorded_calls(store, 1)) == ["missing_history"]
+
+
 async def test_a_reference_to_an_unknown_item_is_no_training_data(store: Store) -> None:
     provider = json_provider()
     provider.body = responses_answer(1, "yes")

@@ -46,7 +46,6 @@ _KEYS_OF_POLAR = ("sk-polar-", "polar-admin-", "polar-trainer-", "polar_view=")
 _MOST_HOSTS = 64
 """Maximum number of hosts whose connections are kept, because agents can name any number of hosts."""
 _NOT_RETURNED = frozenset({"connection", "content-length", "transfer-encoding", "keep-alive", "trailer", "upgrade"})
-_WITHOUT_BODY = frozenset({"GET", "DELETE"})
 _INFO = hosted_info("passthrough", "1", "the-provider's", _CONTEXT_LENGTH, "provider_tools")
 
 
@@ -121,7 +120,7 @@ class PassthroughEngine(Engine):
 
     async def _send(self, method: str, raw: ProviderRequest) -> HttpResponse:
         fields = b"".join(b"%b: %b\r\n" % field for field in headers_to_send(raw))
-        body = None if method in _WITHOUT_BODY else raw.body
+        body = raw.body if raw.body or method == "POST" else None
         try:
             return await self._client(raw.host).request(method, raw.target, body, fields=fields)
         except OSError as error:

@@ -20,8 +20,8 @@ from polar_proxy.sessions.state import SessionState
 
 log = logging.getLogger(__name__)
 
-BeforeEnd = Callable[[int, bytes], Awaitable[None]]
-"""Awaited with the status and the body of a response before any of it is sent."""
+BeforeSent = Callable[[int, bytes], Awaitable[None]]
+"""Awaited with the status and the body of a response before it is sent."""
 
 
 class RequestForwarder:
@@ -46,7 +46,7 @@ class RequestForwarder:
         body: bytes,
         receive: asgi.Receive,
         send: asgi.Send,
-        before_end: BeforeEnd | None = None,
+        before_sent: BeforeSent | None = None,
     ) -> None:
         """Send a request to its provider, and the response to the agent.
 
@@ -57,9 +57,9 @@ class RequestForwarder:
         async with asgi.ClientWatch(receive), contextlib.aclosing(pieces):
             head = await anext(pieces)
             whole = b""
-            if before_end is not None:
+            if before_sent is not None:
                 whole = b"".join([piece.data async for piece in pieces])
-                await before_end(head.status, whole)
+                await before_sent(head.status, whole)
             await send({"type": "http.response.start", "status": head.status, "headers": [*head.headers]})
             try:
                 async for piece in pieces:

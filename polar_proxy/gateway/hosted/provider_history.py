@@ -8,7 +8,8 @@ Promises:
 
 * A session's calls are joined to its own calls only.
 * A history is complete if each id was found and each answer could be read. For a conversation, Polar must also have
-  passed on its creation, and since then no request that adds or deletes items (`ForwardedRequests`).
+  passed on its creation, and since then no request that adds or deletes items (`ConversationRoutes`). Stored prompts
+  (`prompt`) are never known.
 * If the store fails, the history is incomplete, and the request is passed on.
 """
 
@@ -46,6 +47,8 @@ class ProviderReferences:
     conversation: str | None = None
     items: frozenset[str] = frozenset()
     """Ids of items that the body does not contain."""
+    prompt: bool = False
+    """True if the body names a stored prompt, which comes before its messages."""
 
     @classmethod
     def of_body(cls, dialect: Dialect, body: Json) -> ProviderReferences:
@@ -59,10 +62,11 @@ class ProviderReferences:
             _text(body.get("previous_response_id")),
             _text(conversation.get("id") if isinstance(conversation, dict) else conversation),
             frozenset(item["id"] for item in items if is_reference(item)) - in_full,
+            body.get("prompt") is not None,
         )
 
     def __bool__(self) -> bool:
-        return bool(self.previous or self.conversation or self.items)
+        return bool(self.previous or self.conversation or self.items or self.prompt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +128,8 @@ class ProviderHistories:
         read = {call.call_id: call for call in await self._read_calls(session, wanted) if _is_read(call)}
         before = read.get(previous or "")
         unknown = (
-            items.keys() != given.items
+            given.prompt
+            or items.keys() != given.items
             or (given.conversation is not None and created is None)
             or (given.previous is not None and before is None)
             or (previous is not None and (before is None or bool(before.sampling.get("missing_history"))))
