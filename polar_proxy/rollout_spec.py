@@ -130,6 +130,9 @@ class JobSpec(RolloutSpec):
     """Jobs of higher priority run first."""
     label: str | None = None
     """A name to find the job by."""
+    repeat_of: str | None = None
+    """Repeat this rollout, instead of a task that is named: its task, agent and options. Options that are given replace
+    its own."""
     callback_url: str | None = None
     """Receives a signed POST for each finished group and for the end of the job."""
 

@@ -490,3 +490,12 @@ class Trace:
     """True if `logprobs` come from a later, teacher-forced scoring, not from sampling."""
     sampling: tuple[AnswerSampling, ...] = ()
     """How the answer of each sampled span was sampled, in order."""
+
+    @property
+    def length(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def trained_tokens(self) -> int:
+        """Number of sampled tokens."""
+        return int(self.loss_mask.sum())

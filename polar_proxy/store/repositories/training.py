@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import delete, func, insert, select, update
+from sqlalchemy import Text, cast, delete, func, insert, select, update
 
 from polar_proxy.errors import StoreError
 from polar_proxy.store import schema
@@ -89,6 +89,17 @@ class TrainingRepository(Repository):
         query = select(*columns).outerjoin(schema.training_lines, _l.run_id == _r.run_id).group_by(_r.run_id)
         query = query if run_id is None else query.where(_r.run_id == run_id)
         return await self._rows(TrainingRunRow, query.order_by(_r.created_at.desc(), _r.run_id.desc()))
+
+    async def step_of_group(self, run_id: str, group_id: str) -> int | None:
+        """Return the first step whose line names the group in its `groups`; None if no line does."""
+        naming = cast(_l.data, Text).contains(group_id, autoescape=True)
+        query = select(_l.step, _l.data).where(_l.run_id == run_id, naming).order_by(_l.position)
+        async with self._database.reading() as connection:
+            for row in await connection.execute(query):
+                groups = row.data.get("groups")  # a trainer of another kind may write any value there
+                if isinstance(groups, list) and group_id in groups:
+                    return int(row.step)
+        return None
 
     async def lines(self, run_id: str) -> list[Json]:
         """Return all lines of a run's metrics.jsonl, in the order in which they were written."""

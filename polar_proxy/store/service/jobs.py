@@ -139,6 +139,11 @@ class JobRepository(Repository):
         assert row is not None
         return row, is_new
 
+    async def spec(self, job_id: str) -> Json | None:
+        """Return the options of a job without counting its rollouts; None if there is no such job."""
+        found = await self._scalars(select(_j.spec).where(_j.job_id == job_id))
+        return found[0] if found else None
+
     async def get(self, job_id: str) -> JobRow | None:
         rows = await self._fetch(_j.job_id == job_id)
         return rows[0] if rows else None
