@@ -492,10 +492,6 @@ class Trace:
     """How the answer of each sampled span was sampled, in order."""
 
     @property
-    def length(self) -> int:
-        return len(self.token_ids)
-
-    @property
     def trained_tokens(self) -> int:
         """Number of sampled tokens."""
         return int(self.loss_mask.sum())

@@ -344,7 +344,8 @@ def _skip_trace(trace: Trace | TraceSummary, config: GrpoConfig) -> str | None:
         return f"grade_{trace.grade}"
     if not trace.trained_tokens:
         return "nothing_sampled"
-    if trace.branch_at + trace.length > config.max_sequence_length:
+    own_length = trace.length if isinstance(trace, TraceSummary) else len(trace.token_ids)
+    if trace.branch_at + own_length > config.max_sequence_length:
         return "too_long"
     if isinstance(trace, TraceSummary):
         return None  # the store refuses traces with any of the faults below

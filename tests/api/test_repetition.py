@@ -63,7 +63,7 @@ async def test_a_stored_task_may_name_only_allowed_code(serve_api: ServeApi) -> 
         ({"task": "swe-task"}, 422, "give one of task, task_specs and repeat_of"),
         ({"seed": 1}, 422, "seed can be given with task only"),
         ({"instances": 2}, 422, "instances cannot be given with repeat_of"),
-        ({"repeat_of": "roll_none"}, 400, "roll_none"),
+        ({"repeat_of": "roll_none"}, 404, "roll_none"),
         ({"repeat_of": "last"}, 400, "last is a session. Only a rollout can be repeated"),
     ],
 )

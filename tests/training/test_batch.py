@@ -83,7 +83,7 @@ def test_skips_traces_by_grade_length_and_missing_logprobs() -> None:
 
 def summary(one: Trace) -> TraceSummary:
     values = {name: getattr(one, name, None) for name in TraceSummary.__dataclass_fields__}
-    return TraceSummary(**values | {"trace_index": one.index, "certificate": None})
+    return TraceSummary(**values | {"trace_index": one.index, "length": len(one.token_ids), "certificate": None})
 
 
 @pytest.mark.parametrize("settings", [{}, {"max_sequence_length": 8}, {"echo_coef": 0.1}, {"shuffle_rewards": True}])
