@@ -131,8 +131,8 @@ class JobSpec(RolloutSpec):
     label: str | None = None
     """A name to find the job by."""
     repeat_of: str | None = None
-    """Repeat this rollout, instead of a task that is named: its task, agent and options. Options that are given replace
-    its own."""
+    """Id of a rollout to repeat, in place of a task. Its task, agent and options are used, except for the options that
+    are given."""
     callback_url: str | None = None
     """Receives a signed POST for each finished group and for the end of the job."""
 

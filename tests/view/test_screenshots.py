@@ -61,7 +61,7 @@ async def run(home: Path, *arguments: str) -> None:
 
 @pytest.fixture
 def vllm() -> Iterator[str]:
-    yield from serve(POLAR_TINY)
+    yield from serve(POLAR_TINY, env={"POLAR_VLLM_LEN": "32768"})  # codex asks long questions
 
 
 async def record(home: Path, vllm: str) -> Path:

@@ -82,6 +82,11 @@ class JobRow:
     groups: int
     rollouts: dict[str, int]
 
+    @property
+    def repeat_of(self) -> str | None:
+        """Id of the rollout that the job repeats."""
+        return self.spec.get("repeat_of")
+
 
 _groups = select(func.count()).where(_g.job_id == _j.job_id).correlate(schema.jobs).scalar_subquery()
 _select_jobs = select(*row_columns(JobRow, schema.jobs, groups=_groups, rollouts=null()))
