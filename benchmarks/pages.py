@@ -75,7 +75,8 @@ async def stay_open(client: httpx.AsyncClient, until: float, latencies: list[flo
 
 async def open_pages(url: str, process: int, number: int, seconds: float) -> dict[str, float]:
     """Return the server's memory before and with open pages, and the latency of their requests."""
-    limits = httpx.Limits(max_connections=None)
+    # The server closes connections that are idle for five seconds; a request must not use one just then.
+    limits = httpx.Limits(max_connections=None, keepalive_expiry=2)
     async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False, limits=limits) as client:
         (await client.get("/")).raise_for_status()
         before = resident_mb(process)

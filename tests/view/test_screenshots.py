@@ -61,7 +61,8 @@ async def run(home: Path, *arguments: str) -> None:
 
 @pytest.fixture
 def vllm() -> Iterator[str]:
-    yield from serve(POLAR_TINY, env={"POLAR_VLLM_LEN": "32768"})  # codex asks long questions
+    """Yield the URL of a vLLM that serves the bundled policy, with room for codex's long prompts."""
+    yield from serve(POLAR_TINY, "--reasoning-parser", "qwen3", env={"POLAR_VLLM_LEN": "32768"})
 
 
 async def record(home: Path, vllm: str) -> Path:
