@@ -6,6 +6,7 @@ import re
 
 import httpx
 import numpy as np
+import orjson
 import pytest
 from sqlalchemy import insert
 
@@ -16,7 +17,7 @@ from polar_proxy.training.batch import make_batch
 from polar_proxy.training.config import GrpoConfig
 from polar_proxy.training.feed import StoreGroupReader
 from polar_proxy.types import Message
-from polar_proxy.view.alignment import RunMessage, align, main_call, shared_tokens
+from polar_proxy.view.alignment import RunMessage, align, main_call, read_messages, shared_tokens
 from tests.factories import ROLLOUT, call_record, new_rollout
 from tests.view import recorded
 from tests.view.recorded_groups import short_group, train_group
@@ -58,6 +59,12 @@ def test_a_long_message_is_shown_around_its_first_difference() -> None:
 )
 def test_shared_tokens_end_at_the_first_difference(sequences: list[list[int]], shared: int) -> None:
     assert shared_tokens([np.array(ids, np.int32) for ids in sequences]) == shared
+
+
+def test_blank_lines_around_reasoning_and_text_are_not_shown() -> None:
+    answer = {"role": "assistant", "content": "\n\n", "reasoning_content": "\nI read\n\nmean.py.\n"}
+    call = call_record("sess_1", messages=(orjson.dumps(answer),), tools=None, choices=())
+    assert read_messages(call) == [RunMessage("assistant", "I read\n\nmean.py.")]
 
 
 async def test_the_main_call_is_not_one_of_a_subagent(store: Store) -> None:

@@ -7,6 +7,7 @@ mini-swe-agent, so the other harnesses fail their tasks.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import subprocess
 from collections.abc import Iterator
@@ -51,12 +52,14 @@ HEIGHTS = {
 _MOST_BYTES = 800_000
 
 
-async def run(home: Path, *arguments: str) -> None:
+async def run(home: Path, *arguments: str) -> list[dict[str, Any]]:
+    """Run a command with `--json` and return its rollouts."""
     settings = {**environment(), "POLAR_HOME": str(home), "OMP_NUM_THREADS": "1"}
     settings["POLAR_HARNESSES"] = os.environ.get("POLAR_CACHE_DIR") or str(Path("~/.polar/harnesses").expanduser())
-    await asyncio.to_thread(
-        subprocess.run, [POLAR, *arguments], env=settings, check=True, capture_output=True, timeout=800
-    )
+    command = [POLAR, *arguments, "--json"]
+    done = await asyncio.to_thread(subprocess.run, command, env=settings, check=True, capture_output=True, timeout=800)
+    rollouts: list[dict[str, Any]] = json.loads(done.stdout).get("rollouts", [])
+    return rollouts
 
 
 @pytest.fixture
@@ -66,26 +69,28 @@ def vllm() -> Iterator[str]:
 
 
 async def record(home: Path, vllm: str) -> Path:
-    """Let three harnesses play, and train the policy for four steps. Return the database."""
-    engine = ("--engine", "vllm", "--engine-url", vllm, "--model", "polar-tiny")
-    for harness in HARNESSES:
-        samples = "4" if harness == "mini-swe-agent" else "2"
-        await run(home, "run", "swe-task", "--harness", harness, "--samples", samples, *engine, "--json")
+    """Train the policy for four steps, let three harnesses play, and repeat a rollout. Return the database."""
     steps = ("--steps", "4", "--samples", "4", "--groups", "1")
     await run(home, "train", "grpo", "--task", "swe-task", "--engine", "local", *steps, "--run", str(home / "first"))
+    engine = ("--engine", "vllm", "--engine-url", vllm, "--model", "polar-tiny")
+    for harness in HARNESSES[1:]:
+        await run(home, "run", "swe-task", "--harness", harness, "--samples", "2", *engine)
+    played = await run(home, "run", "swe-task", "--harness", HARNESSES[0], "--samples", "4", *engine)
+    best = max(played, key=lambda rollout: rollout["reward"] or 0)
+    await run(home, "run", "--repeat-of", best["rollout_id"], *engine)
     return home / "polar.db"
 
 
 async def paths_of(store: Store) -> dict[str, str]:
-    played = await store.rollouts.find(where="harness=mini-swe-agent, engine=vllm")
-    solved = max(played, key=lambda row: row.reward or 0)
-    trained = (await store.groups.recent(1))[0].group_id
+    repetition = next(job for job in await store.jobs.find(limit=50) if job.repeat_of is not None)
+    (again,) = await store.rollouts.find(job_id=repetition.job_id)
+    solved = await store.rollouts.get(str(repetition.repeat_of))
+    assert solved is not None
+    trained = next(group.group_id for group in await store.groups.recent(50) if group.delivery is not None)
     session_id = str(solved.session_id)
     trace = max(await store.traces.summaries(session_id), key=lambda one: one.length)
     calls = await store.calls.summaries(session_id)
     (training,) = await store.training.runs()
-    others = [row.rollout_id for row in await store.rollouts.find(group_id=solved.group_id)]
-    other = next(one for one in others if one != solved.rollout_id)
     return {
         "overview": "/",
         "lists": "/view/rollouts",
@@ -98,7 +103,7 @@ async def paths_of(store: Store) -> dict[str, str]:
         "call": f"/view/calls/{calls[2].call_id}",
         "tokens": f"/view/traces/{trace.trace_id}#{trace.prompt_length}",
         "group": f"/view/groups/{trained}",
-        "comparison": f"/view/compare?run={solved.rollout_id}&run={other}",
+        "comparison": f"/view/compare?run={solved.rollout_id}&run={again.rollout_id}",
         "training": f"/view/training/{training.run_id}",
         "login": "/view/login",
     }
