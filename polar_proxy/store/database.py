@@ -55,6 +55,8 @@ _CONNECT_SECONDS = 3.0
 _PROBE_SECONDS = 1.2
 _RECENT_SECONDS = 1.0
 """A write that ended at most this long ago shows that the database can be written."""
+_READERS = 4
+"""Number of SQLite reads of `Database.read` that run at once."""
 _STUCK_SECONDS = 10.0
 """Time after which a SQLite write of this process counts as stuck, not as slow."""
 _DISK_FULL = "The disk is full: nothing can be recorded until space is freed"
@@ -109,27 +111,27 @@ class Database:
         self._write_lock = _WriteLock()
         self._was_reached = False
         self._written_at = -math.inf
-        self._worker: ThreadPoolExecutor | None = None
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="polar-store")
         self._worker_engine: Engine | None = None
+        self._reader_threads = ThreadPoolExecutor(_READERS, thread_name_prefix="polar-read")
+        self._reader_engine: Engine | None = None
         common: dict[str, Any] = {"json_serializer": json_codec.dumps_text, "json_deserializer": json_codec.loads}
         try:
             if self.path is not None:
                 own = {"connect_args": {"factory": RollbackOnClose}}
                 self._writer = create_async_engine(url, pool_size=1, max_overflow=0, pool_timeout=120, **own, **common)
                 self._reader = create_async_engine(url, pool_size=4, max_overflow=4, **own, **common)
-                # aiosqlite changes threads three times per statement. The hot path therefore has its own connection in
-                # the thread that serializes the calls, where a whole transaction is one change of threads.
-                self._worker_engine = create_engine(
-                    make_url(url).set(drivername="sqlite"),
-                    pool_size=1,
-                    max_overflow=0,
-                    # Used in one thread, closed in another.
-                    connect_args={"check_same_thread": False, "factory": RollbackOnClose},
-                    **common,
-                )
+                # aiosqlite changes threads three times per statement. `read` and `write` therefore have connections of
+                # their own in threads of their own, where a whole transaction is one change of threads.
+                blocking = make_url(url).set(drivername="sqlite")
+                # Used in one thread, closed in another.
+                common |= {"connect_args": {"check_same_thread": False, "factory": RollbackOnClose}, "max_overflow": 0}
+                self._worker_engine = create_engine(blocking, pool_size=1, **common)
+                self._reader_engine = create_engine(blocking, pool_size=_READERS, **common)
                 listen(self._writer.sync_engine, writes=True)
                 listen(self._reader.sync_engine, writes=False)
                 listen(self._worker_engine, writes=True)
+                listen(self._reader_engine, writes=False)
             else:
                 # pre_ping: the server may have been restarted since the connection was pooled. No overflow: under load
                 # its connections would be made and closed again and again.
@@ -169,8 +171,6 @@ class Database:
     ) -> T:
         """Run `prepare` in the worker thread, then `write` with its result in a transaction (see `writing`)."""
         loop = asyncio.get_running_loop()
-        if self._worker is None:
-            self._worker = ThreadPoolExecutor(1, thread_name_prefix="polar-store")
         engine = self._worker_engine
         if engine is None:
             prepared = await loop.run_in_executor(self._worker, prepare)
@@ -188,6 +188,11 @@ class Database:
             async with self._turn():
                 return await loop.run_in_executor(self._worker, work)
 
+    async def write(self, work: Callable[[Connection], T]) -> T:
+        """Run `work` in a transaction (see `writing`), with SQLite in a thread. If the caller is cancelled, it may be
+        committed."""
+        return await self.write_in_thread(lambda: None, lambda connection, _: work(connection))
+
     async def run_exclusive(self, work: Callable[[], T]) -> T:
         """Run `work`, which has its own connection, in a thread while no other writer of this process runs."""
         async with self._turn():
@@ -203,6 +208,20 @@ class Database:
         with self.translated():
             async with self._connected(self._reader, patience) as connection:
                 yield connection
+
+    async def read(self, work: Callable[[Connection], T]) -> T:
+        """Run `work` with a connection as that of `reading`, with SQLite in a thread."""
+        engine = self._reader_engine
+        if engine is None:
+            async with self.reading() as connection:
+                return await connection.run_sync(work)
+
+        def read() -> T:
+            with engine.connect() as connection:
+                return work(connection)
+
+        with self.translated():
+            return await asyncio.get_running_loop().run_in_executor(self._reader_threads, read)
 
     async def probe(self) -> None:
         """Write a row and commit, on a separate connection. Raises StoreError if nothing can be stored now.
@@ -290,10 +309,11 @@ class Database:
         await asyncio.shield(self._dispose())
 
     async def _dispose(self) -> None:
-        if self._worker is not None:
-            await asyncio.to_thread(self._worker.shutdown)
-        if self._worker_engine is not None:
-            self._worker_engine.dispose()
+        await asyncio.to_thread(self._worker.shutdown)
+        await asyncio.to_thread(self._reader_threads.shutdown)
+        for engine in (self._worker_engine, self._reader_engine):
+            if engine is not None:
+                engine.dispose()
         await self._writer.dispose()
         if self._reader is not self._writer:
             await self._reader.dispose()
@@ -309,8 +329,7 @@ class Repository:
         self._database = database
 
     async def _rows(self, row: Callable[..., T], query: Select[Any]) -> list[T]:
-        async with self._database.reading() as connection:
-            return [row(*values) for values in await connection.execute(query)]
+        return await self._database.read(lambda connection: [row(*values) for values in connection.execute(query)])
 
     async def _row(self, row: Callable[..., T], query: Select[Any]) -> T | None:
         found = await self._rows(row, query)
@@ -318,12 +337,10 @@ class Repository:
 
     async def _scalars(self, query: Select[Any]) -> list[Any]:
         """Return the first column of the query's rows."""
-        async with self._database.reading() as connection:
-            return list(await connection.scalars(query))
+        return await self._database.read(lambda connection: list(connection.scalars(query)))
 
     async def _write(self, statement: Executable) -> None:
-        async with self._database.writing() as connection:
-            await connection.execute(statement)
+        await self._database.write(lambda connection: connection.execute(statement))
 
 
 def row_columns(row: type[Any], table: Table, **computed: ColumnElement[Any]) -> list[ColumnElement[Any]]:

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-from sqlalchemy import CTE, ColumnElement, CompoundSelect, Select, bindparam, select, union
+from sqlalchemy import CTE, ColumnElement, CompoundSelect, Connection, Select, bindparam, select, union
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from polar_proxy.errors import StoreError
@@ -44,8 +44,8 @@ class _Statements:
     nodes: Select[Any]
 
 
-async def fetch(
-    connection: AsyncConnection,
+def fetch(
+    connection: Connection,
     where: ColumnElement[bool],
     values: Mapping[str, object] = MappingProxyType({}),
     *,
@@ -57,13 +57,13 @@ async def fetch(
     tools or fingerprint, and their answers are empty.
     """
     statements = _statements(where, text)
-    call_rows = (await connection.execute(statements.calls, values)).all()
+    call_rows = connection.execute(statements.calls, values).all()
     if not call_rows:
         return CallLoader(())
-    answer_rows = (await connection.execute(statements.answers, values)).all()
-    shared = {bytes(key): value for key, value in await connection.execute(statements.settings, values)}
-    shared |= {bytes(key): info for key, info in await connection.execute(statements.engines, values)}
-    node_rows = (await connection.execute(statements.nodes, values)).all()
+    answer_rows = connection.execute(statements.answers, values).all()
+    shared = {bytes(key): value for key, value in connection.execute(statements.settings, values)}
+    shared |= {bytes(key): info for key, info in connection.execute(statements.engines, values)}
+    node_rows = connection.execute(statements.nodes, values).all()
     return CallLoader(node_rows, call_rows, answer_rows, shared, text=text)
 
 

@@ -71,7 +71,7 @@ async def _check_calls(connection: AsyncConnection, seen: set[bytes], progress: 
     counts = (await connection.execute(query)).all()
     total, done = sum(count for _, count in counts), 0
     for session_id, count in counts:
-        verifier = _CallVerifier(await fetch(connection, OF_SESSION, {"session": session_id}))
+        verifier = _CallVerifier(await connection.run_sync(fetch, OF_SESSION, {"session": session_id}))
         for fault in await asyncio.to_thread(lambda: list(verifier.check_calls(seen))):  # noqa: B023 (awaited here)
             yield fault
         done += count

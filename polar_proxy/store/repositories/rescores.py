@@ -123,7 +123,7 @@ async def fetch_for(
     text: bool = False,
 ) -> Callable[[], BuilderCalls]:
     """Read the calls that meet `where` with these values, as `fetch` does. Return a function that unpacks them."""
-    loader = await fetch(connection, where, values, text=text)
+    loader = await connection.run_sync(fetch, where, values, text=text)
     load_rescores = await _fetch_rescores(connection, where, values) if builder == RESCORED_BUILDER else None
 
     def load() -> BuilderCalls:

@@ -195,9 +195,11 @@ class FeedRepository(Repository):
         States without groups are left out.
         """
         query = select(_g.delivery, func.count()).where(_g.delivery.is_not(None)).group_by(_g.delivery)
-        async with self._database.writing() as connection:
-            await _expire(connection, time.time())
-            return {row[0]: row[1] for row in await connection.execute(query)}
+        now = time.time()
+        if await self._scalars(select(_l.lease_id).where(_l.ended_at.is_(None), _l.expires_at < now).limit(1)):
+            async with self._database.writing() as connection:
+                await _expire(connection, now)
+        return dict(await self._database.read(lambda connection: connection.execute(query).all()))
 
     async def drop_reasons(self) -> dict[str, int]:
         """Return the number of dropped groups by reason."""
