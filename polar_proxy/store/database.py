@@ -76,20 +76,54 @@ class UnstorableValueError(StoreError):
     """A value does not fit into its column: a larger integer, or a text that the database does not accept."""
 
 
-class _WriteLock(asyncio.Lock):
-    """The lock by which the SQLite writers of this process take turns."""
+class _WriteLock:
+    """Lets the SQLite writers of this process take turns: the worker thread, or one other writer.
 
-    since: float | None = None
-    """When the write that is running got the lock, by the monotonic clock; None if none is running."""
+    The worker thread runs its transactions one after the other. They need not wait here for each other, only for a
+    writer that is running or came first: a transaction in the thread ends before the event loop learns of it, and
+    in a busy loop that takes much longer than the transaction.
+    """
 
-    async def acquire(self) -> Literal[True]:
-        await super().acquire()
-        self.since = time.monotonic()
-        return True
+    def __init__(self) -> None:
+        self.since: float | None = None
+        """When the write that is running began, by the monotonic clock; None if none is running."""
+        self._in_worker = 0
+        """Number of transactions that the worker thread runs or will run."""
+        self._other_runs = False
+        self._others_wait = 0
+        self._changed = asyncio.Event()
 
-    def release(self) -> None:
-        self.since = None
-        super().release()
+    @asynccontextmanager
+    async def worker(self) -> AsyncIterator[None]:
+        """Let a transaction of the worker thread into the block."""
+        await self._until(lambda: not (self._other_runs or self._others_wait))
+        self._in_worker += 1
+        try:
+            yield
+        finally:
+            self._in_worker -= 1
+            self._changed.set()
+
+    @asynccontextmanager
+    async def other(self) -> AsyncIterator[None]:
+        """Let a writer outside of the worker thread into the block."""
+        self._others_wait += 1
+        try:
+            await self._until(lambda: not (self._other_runs or self._in_worker))
+        finally:
+            self._others_wait -= 1
+            self._changed.set()
+        self._other_runs, self.since = True, time.monotonic()
+        try:
+            yield
+        finally:
+            self._other_runs, self.since = False, None
+            self._changed.set()
+
+    async def _until(self, is_free: Callable[[], bool]) -> None:
+        while not is_free():
+            self._changed.clear()
+            await self._changed.wait()
 
 
 class Database:
@@ -97,7 +131,7 @@ class Database:
 
     SQLite transactions begin explicitly. A writer takes the lock at once (BEGIN IMMEDIATE), so that it waits in the
     busy handler instead of failing half-way; a reader sees one snapshot and cannot write. The writers of this process
-    also take turns by an asyncio lock, because it wakes the next writer at once, whereas the busy handler sleeps.
+    also take turns (see `_WriteLock`), because the next one then begins at once, whereas the busy handler sleeps.
 
     If a PostgreSQL server was reached and is unavailable, a new transaction waits for it. A transaction that the
     server cut off raises an error: only its caller knows whether it may be repeated.
@@ -178,14 +212,18 @@ class Database:
                 return await connection.run_sync(write, prepared)
 
         def work() -> T:
-            prepared = prepare()
-            with engine.begin() as connection:
-                result = write(connection, prepared)
+            self._write_lock.since = time.monotonic()
+            try:
+                prepared = prepare()
+                with engine.begin() as connection:
+                    result = write(connection, prepared)
+            finally:
+                self._write_lock.since = None
             self._written_at = time.monotonic()
             return result
 
         with self.translated():
-            async with self._turn():
+            async with self._write_lock.worker():
                 return await loop.run_in_executor(self._worker, work)
 
     async def write(self, work: Callable[[Connection], T]) -> T:
@@ -195,12 +233,12 @@ class Database:
 
     async def run_exclusive(self, work: Callable[[], T]) -> T:
         """Run `work`, which has its own connection, in a thread while no other writer of this process runs."""
-        async with self._turn():
+        async with self._write_lock.other():
             return await asyncio.to_thread(work)
 
     def _turn(self) -> AbstractAsyncContextManager[None]:
         """Let one SQLite writer of this process at a time into the block. PostgreSQL needs no turns."""
-        return nullcontext() if self.path is None else self._write_lock
+        return nullcontext() if self.path is None else self._write_lock.other()
 
     @asynccontextmanager
     async def reading(self, patience: float | None = None) -> AsyncIterator[AsyncConnection]:
@@ -210,7 +248,10 @@ class Database:
                 yield connection
 
     async def read(self, work: Callable[[Connection], T]) -> T:
-        """Run `work` with a connection as that of `reading`, with SQLite in a thread."""
+        """Run `work` with a connection as that of `reading`: SQLite in a thread, PostgreSQL in the event loop.
+
+        So `work` may make rows, but must not unpack texts and tokens.
+        """
         engine = self._reader_engine
         if engine is None:
             async with self.reading() as connection:

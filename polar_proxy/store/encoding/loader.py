@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 from sqlalchemy import CTE, ColumnElement, CompoundSelect, Connection, Select, bindparam, select, union
-from sqlalchemy.ext.asyncio import AsyncConnection
 
 from polar_proxy.errors import StoreError
 from polar_proxy.store import json_codec
@@ -85,13 +84,13 @@ def _statements(where: ColumnElement[bool], text: bool) -> _Statements:
     )
 
 
-async def fetch_nodes(
-    connection: AsyncConnection,
+def fetch_nodes(
+    connection: Connection,
     heads: Select[Any] | CompoundSelect[Any],
     values: Mapping[str, object] = MappingProxyType({}),
 ) -> Sequence[Any]:
     """Read all nodes of the chains that end at `heads` (a query for `node_id`), each once."""
-    nodes: Sequence[Any] = (await connection.execute(_nodes_of_chains(heads), values)).all()
+    nodes: Sequence[Any] = connection.execute(_nodes_of_chains(heads), values).all()
     return nodes
 
 

@@ -273,11 +273,14 @@ class OpenCallRepository(Repository):
     async def renew(self, gateway: str, call_ids: Collection[str], seconds: float) -> None:
         """Extend the leases of calls that the gateway is still answering."""
         ids = list(call_ids)
-        async with self._database.writing() as connection:
+
+        def write(connection: Connection) -> None:
             for first in range(0, len(ids), 1000):
                 mine = and_(_o.gateway == gateway, _o.call_id.in_(ids[first : first + 1000]))
                 expires_at = time.time() + seconds
-                await connection.execute(update(schema.open_calls).where(mine).values(lease_expires_at=expires_at))
+                connection.execute(update(schema.open_calls).where(mine).values(lease_expires_at=expires_at))
+
+        await self._database.write(write)
 
     async def of_session(self, session_id: str, *, without_gateway: str | None = None) -> list[OpenCall]:
         """Return the calls of a session that are in progress or lost, oldest first.
@@ -301,8 +304,7 @@ class OpenCallRepository(Repository):
         if not await self.of_session(session_id):
             return []
         deleted = delete(schema.open_calls).where(_o.session_id == session_id).returning(*_open_columns)
-        async with self._database.writing() as connection:
-            return [OpenCall(*row) for row in await connection.execute(deleted)]
+        return await self._database.write(lambda connection: [OpenCall(*row) for row in connection.execute(deleted)])
 
     async def gateways(self) -> set[str]:
         """Return the names of gateways with announced calls that are not committed, including gateways that died."""
@@ -318,12 +320,15 @@ class OpenCallRepository(Repository):
         still_runs = select(_r.rollout_id).where(_r.session_id == _o.session_id, ~schema.rollout_is_final).exists()
         of_dead = _o.gateway.in_(list(dead))
         lost = or_(_o.lease_expires_at < now, of_dead)
-        async with self._database.writing() as connection:
+
+        def write(connection: Connection) -> list[OpenCall]:
             deleted = delete(schema.open_calls).where(lost, ~still_runs).returning(*_open_columns)
-            removed = [OpenCall(*row) for row in await connection.execute(deleted)]
+            removed = [OpenCall(*row) for row in connection.execute(deleted)]
             expire = update(schema.open_calls).where(of_dead, _o.lease_expires_at > now)
-            await connection.execute(expire.values(lease_expires_at=now))
-        return removed
+            connection.execute(expire.values(lease_expires_at=now))
+            return removed
+
+        return await self._database.write(write)
 
 
 def _insert_announcements(connection: Connection, batch: Sequence[Announcement]) -> list[AnnouncementResult]:
