@@ -497,3 +497,8 @@ class Trace:
     """True if `logprobs` come from a later, teacher-forced scoring, not from sampling."""
     sampling: tuple[AnswerSampling, ...] = ()
     """How the answer of each sampled span was sampled, in order."""
+
+    @property
+    def trained_tokens(self) -> int:
+        """Number of sampled tokens."""
+        return int(self.loss_mask.sum())
