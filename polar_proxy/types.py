@@ -31,8 +31,8 @@ ANSWERED: frozenset[CallStatus] = frozenset({"ok", "no_tokens", "budget"})
 FAILED: frozenset[CallStatus] = frozenset({"client_gone", "upstream_error"})
 """Statuses of a call without a complete answer."""
 LogprobMode = Literal["raw", "processed"]
-PromptMode = Literal["render", "continue"]
 RemarkKind = Literal["label", "note", "rating"]
+PromptMode = Literal["render", "continue"]
 """render: the engine rendered the messages. continue: the prompt is the exact tokens of the base (the call that this
 one extends), followed by the tokens of the new messages."""
 
@@ -290,7 +290,8 @@ class SampleEvent:
     raw: ProviderPiece | None = None
     """From the passthrough engine: the bytes that the agent gets in place of this event's encoding."""
     response_id: str | None = None
-    """From the passthrough engine: the provider's id of a response of the Responses API."""
+    response_items: Json | None = None
+    """From the passthrough engine, for a response of the Responses API: see `CallRecord`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -401,11 +402,13 @@ class CallRecord:
     prompt_reason: str | None = None
     """Why the prompt was not continued from the base's tokens (`sessions/continuation.py` lists the reasons)."""
     base_call_id: str | None = None
-    """The base: the answered call whose messages and answer mean the same as the beginning of this call's messages.
-    Set in either prompt mode."""
+    """The base: the answered call whose messages and answer begin this call's by meaning. Set in both prompt modes."""
     base_choice: int | None = None
     response_id: str | None = None
-    """The provider's id of a response that was passed through; a later request may continue the response by it."""
+    provider_conversation: str | None = None
+    """The provider's ids of a response that was passed through, and of its conversation. Later requests name them."""
+    response_items: Json | None = None
+    """The provider's ids of the response's items. {"fc_67c9": "fc_0"}: this is the id of the first tool call."""
     deleted_at: float | None = None
     """When the client deleted the response, in seconds since the epoch. The call stays, and is trained on."""
     engine_name: str | None = None
@@ -490,3 +493,8 @@ class Trace:
     """True if `logprobs` come from a later, teacher-forced scoring, not from sampling."""
     sampling: tuple[AnswerSampling, ...] = ()
     """How the answer of each sampled span was sampled, in order."""
+
+    @property
+    def trained_tokens(self) -> int:
+        """Number of sampled tokens."""
+        return int(self.loss_mask.sum())

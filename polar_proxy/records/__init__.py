@@ -187,7 +187,6 @@ async def _session(
                 m.SessionTrace,
                 trace,
                 tokens=len(trace.token_ids),
-                trained_tokens=int(trace.loss_mask.sum()),
                 calls=list(trace.call_ids),
             )
             for trace in await store.traces.find(session_id=session_id)
