@@ -11,6 +11,7 @@ from fastapi import FastAPI
 
 from polar_proxy.api import ApiContext
 from polar_proxy.config import Settings
+from polar_proxy.gateway.http.routes import add_router
 from polar_proxy.store import Store
 from polar_proxy.view.router import create_view_router
 from polar_proxy.view.server import create_pages
@@ -33,8 +34,8 @@ def connect(store: Store, tmp_path: Path) -> Connect:
 
     def make(*, open_on_loopback: bool = False, client: str = "10.0.0.9", host: str = HOST) -> httpx.AsyncClient:
         app = FastAPI()
-        app.include_router(
-            create_view_router(ApiContext(store, Settings(home=tmp_path)), open_on_loopback=open_on_loopback)
+        add_router(
+            app, create_view_router(ApiContext(store, Settings(home=tmp_path)), open_on_loopback=open_on_loopback)
         )
         transport = httpx.ASGITransport(app, client=(client, 4000))
         return httpx.AsyncClient(transport=transport, base_url=f"http://{host}")

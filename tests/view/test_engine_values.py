@@ -19,6 +19,7 @@ from polar_proxy.engines.base import Engine
 from polar_proxy.engines.bundled import POLAR_TINY_NAME
 from polar_proxy.engines.factory import make_engine
 from polar_proxy.engines.scripted import INFO, ScriptedEngine, logprob
+from polar_proxy.gateway.http.routes import add_router
 from polar_proxy.store import Store
 from polar_proxy.types import Choice, Message, SampleEvent, TopLogprob
 from polar_proxy.view.engine_values import least_entropy
@@ -44,7 +45,7 @@ def connect_engine(store: Store, folder: Path, engine: Engine) -> httpx.AsyncCli
     """Return a client of pages whose server has an engine."""
     app = FastAPI()
     context = ApiContext(store, Settings(home=folder), engine=engine)
-    app.include_router(create_view_router(context, open_on_loopback=True, writable=False))
+    add_router(app, create_view_router(context, open_on_loopback=True, writable=False))
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1:8123")
 
 

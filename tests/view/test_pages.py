@@ -18,6 +18,7 @@ from fastapi import FastAPI
 from polar_proxy.api import ApiContext
 from polar_proxy.config import Settings
 from polar_proxy.engines.scripted import INFO, ScriptedEngine
+from polar_proxy.gateway.http.routes import add_router
 from polar_proxy.store import Store
 from polar_proxy.view.access import HEADERS
 from polar_proxy.view.pages.lists import PAGE
@@ -284,7 +285,7 @@ async def test_the_overview_shows_every_engine(store: Store, tmp_path: Path) -> 
     engines = {"judge": ScriptedEngine(info=replace(INFO, model="judge-model"))}
     context = ApiContext(store, Settings(home=tmp_path), engine=VersionedEngine(), engines=engines)
     app = FastAPI()
-    app.include_router(create_view_router(context, open_on_loopback=True))
+    add_router(app, create_view_router(context, open_on_loopback=True))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as http:
         part = (await http.get("/view/parts/service")).text
     assert part.count("healthy") == 2
