@@ -221,14 +221,17 @@ def read_store_or_server(
     db: str | None,
     from_store: Callable[[Store, Settings], Awaitable[T]],
     from_server: Callable[[AsyncClient], Coroutine[Any, Any, T]],
+    *,
+    patient: bool = False,
 ) -> T:
     """Return the result of `from_server` if there is a --url or POLAR_URL, otherwise that of `from_store`.
 
     A read-only command opens the database itself, because importing the API into this process takes a second.
+    `patient`: see `connect`.
     """
     settings = load_client_settings(url, db)
     if settings.url is not None:
-        return with_client(url, db, from_server)
+        return with_client(url, db, from_server, patient=patient)
     return with_store(settings, lambda store: from_store(store, settings))
 
 

@@ -31,7 +31,7 @@ from cachetools import LRUCache
 from sqlalchemy import text
 
 from polar_proxy.errors import StoreError, UsageError
-from polar_proxy.export.datasets import ConversationReader
+from polar_proxy.export.conversations import ConversationReader
 from polar_proxy.store import Store
 from polar_proxy.types import CallRecord, Choice, Json
 
