@@ -70,9 +70,15 @@ serve_llama() {
     python - "$WORK/polar-tiny" <<'PROGRAM'
 import sys
 from pathlib import Path
+import torch
+from transformers import AutoModelForCausalLM
 from polar_proxy.conformance.forced_vllm import make_model
 
-make_model(Path(sys.argv[1]))
+folder = make_model(Path(sys.argv[1]))
+model = AutoModelForCausalLM.from_pretrained(folder)
+with torch.no_grad():  # makes the end of the turn likelier, or an answer would have thousands of tokens
+    model.get_input_embeddings().weight[model.config.eos_token_id] *= 1.5
+model.save_pretrained(folder)
 PROGRAM
     scripts/llama_server.sh serve "$LLAMA" "$WORK/polar-tiny" "$port" -c 262144 -np 2 -t 1 >"$WORK/llama.log" 2>&1 &
     SERVERS+=($!)
