@@ -55,6 +55,8 @@ _CONNECT_SECONDS = 3.0
 _PROBE_SECONDS = 1.2
 _RECENT_SECONDS = 1.0
 """A write that ended at most this long ago shows that the database can be written."""
+_READERS = 4
+"""Number of SQLite reads of `Database.read` that run at once."""
 _STUCK_SECONDS = 10.0
 """Time after which a SQLite write of this process counts as stuck, not as slow."""
 _DISK_FULL = "The disk is full: nothing can be recorded until space is freed"
@@ -74,20 +76,54 @@ class UnstorableValueError(StoreError):
     """A value does not fit into its column: a larger integer, or a text that the database does not accept."""
 
 
-class _WriteLock(asyncio.Lock):
-    """The lock by which the SQLite writers of this process take turns."""
+class _WriteLock:
+    """Lets the SQLite writers of this process take turns: the worker thread, or one other writer.
 
-    since: float | None = None
-    """When the write that is running got the lock, by the monotonic clock; None if none is running."""
+    The worker thread runs its transactions one after the other. They need not wait here for each other, only for a
+    writer that is running or came first: a transaction in the thread ends before the event loop learns of it, and
+    in a busy loop that takes much longer than the transaction.
+    """
 
-    async def acquire(self) -> Literal[True]:
-        await super().acquire()
-        self.since = time.monotonic()
-        return True
+    def __init__(self) -> None:
+        self.since: float | None = None
+        """When the write that is running began, by the monotonic clock; None if none is running."""
+        self._in_worker = 0
+        """Number of transactions that the worker thread runs or will run."""
+        self._other_runs = False
+        self._others_wait = 0
+        self._changed = asyncio.Event()
 
-    def release(self) -> None:
-        self.since = None
-        super().release()
+    @asynccontextmanager
+    async def worker(self) -> AsyncIterator[None]:
+        """Let a transaction of the worker thread into the block."""
+        await self._until(lambda: not (self._other_runs or self._others_wait))
+        self._in_worker += 1
+        try:
+            yield
+        finally:
+            self._in_worker -= 1
+            self._changed.set()
+
+    @asynccontextmanager
+    async def other(self) -> AsyncIterator[None]:
+        """Let a writer outside of the worker thread into the block."""
+        self._others_wait += 1
+        try:
+            await self._until(lambda: not (self._other_runs or self._in_worker))
+        finally:
+            self._others_wait -= 1
+            self._changed.set()
+        self._other_runs, self.since = True, time.monotonic()
+        try:
+            yield
+        finally:
+            self._other_runs, self.since = False, None
+            self._changed.set()
+
+    async def _until(self, is_free: Callable[[], bool]) -> None:
+        while not is_free():
+            self._changed.clear()
+            await self._changed.wait()
 
 
 class Database:
@@ -95,7 +131,7 @@ class Database:
 
     SQLite transactions begin explicitly. A writer takes the lock at once (BEGIN IMMEDIATE), so that it waits in the
     busy handler instead of failing half-way; a reader sees one snapshot and cannot write. The writers of this process
-    also take turns by an asyncio lock, because it wakes the next writer at once, whereas the busy handler sleeps.
+    also take turns (see `_WriteLock`), because the next one then begins at once, whereas the busy handler sleeps.
 
     If a PostgreSQL server was reached and is unavailable, a new transaction waits for it. A transaction that the
     server cut off raises an error: only its caller knows whether it may be repeated.
@@ -109,27 +145,27 @@ class Database:
         self._write_lock = _WriteLock()
         self._was_reached = False
         self._written_at = -math.inf
-        self._worker: ThreadPoolExecutor | None = None
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="polar-store")
         self._worker_engine: Engine | None = None
+        self._reader_threads = ThreadPoolExecutor(_READERS, thread_name_prefix="polar-read")
+        self._reader_engine: Engine | None = None
         common: dict[str, Any] = {"json_serializer": json_codec.dumps_text, "json_deserializer": json_codec.loads}
         try:
             if self.path is not None:
                 own = {"connect_args": {"factory": RollbackOnClose}}
                 self._writer = create_async_engine(url, pool_size=1, max_overflow=0, pool_timeout=120, **own, **common)
                 self._reader = create_async_engine(url, pool_size=4, max_overflow=4, **own, **common)
-                # aiosqlite changes threads three times per statement. The hot path therefore has its own connection in
-                # the thread that serializes the calls, where a whole transaction is one change of threads.
-                self._worker_engine = create_engine(
-                    make_url(url).set(drivername="sqlite"),
-                    pool_size=1,
-                    max_overflow=0,
-                    # Used in one thread, closed in another.
-                    connect_args={"check_same_thread": False, "factory": RollbackOnClose},
-                    **common,
-                )
+                # aiosqlite changes threads three times per statement. `read` and `write` therefore have connections of
+                # their own in threads of their own, where a whole transaction is one change of threads.
+                blocking = make_url(url).set(drivername="sqlite")
+                # Used in one thread, closed in another.
+                common |= {"connect_args": {"check_same_thread": False, "factory": RollbackOnClose}, "max_overflow": 0}
+                self._worker_engine = create_engine(blocking, pool_size=1, **common)
+                self._reader_engine = create_engine(blocking, pool_size=_READERS, **common)
                 listen(self._writer.sync_engine, writes=True)
                 listen(self._reader.sync_engine, writes=False)
                 listen(self._worker_engine, writes=True)
+                listen(self._reader_engine, writes=False)
             else:
                 # pre_ping: the server may have been restarted since the connection was pooled. No overflow: under load
                 # its connections would be made and closed again and again.
@@ -169,8 +205,6 @@ class Database:
     ) -> T:
         """Run `prepare` in the worker thread, then `write` with its result in a transaction (see `writing`)."""
         loop = asyncio.get_running_loop()
-        if self._worker is None:
-            self._worker = ThreadPoolExecutor(1, thread_name_prefix="polar-store")
         engine = self._worker_engine
         if engine is None:
             prepared = await loop.run_in_executor(self._worker, prepare)
@@ -178,24 +212,33 @@ class Database:
                 return await connection.run_sync(write, prepared)
 
         def work() -> T:
-            prepared = prepare()
-            with engine.begin() as connection:
-                result = write(connection, prepared)
+            self._write_lock.since = time.monotonic()
+            try:
+                prepared = prepare()
+                with engine.begin() as connection:
+                    result = write(connection, prepared)
+            finally:
+                self._write_lock.since = None
             self._written_at = time.monotonic()
             return result
 
         with self.translated():
-            async with self._turn():
+            async with self._write_lock.worker():
                 return await loop.run_in_executor(self._worker, work)
+
+    async def write(self, work: Callable[[Connection], T]) -> T:
+        """Run `work` in a transaction (see `writing`), with SQLite in a thread. If the caller is cancelled, it may be
+        committed."""
+        return await self.write_in_thread(lambda: None, lambda connection, _: work(connection))
 
     async def run_exclusive(self, work: Callable[[], T]) -> T:
         """Run `work`, which has its own connection, in a thread while no other writer of this process runs."""
-        async with self._turn():
+        async with self._write_lock.other():
             return await asyncio.to_thread(work)
 
     def _turn(self) -> AbstractAsyncContextManager[None]:
         """Let one SQLite writer of this process at a time into the block. PostgreSQL needs no turns."""
-        return nullcontext() if self.path is None else self._write_lock
+        return nullcontext() if self.path is None else self._write_lock.other()
 
     @asynccontextmanager
     async def reading(self, patience: float | None = None) -> AsyncIterator[AsyncConnection]:
@@ -203,6 +246,23 @@ class Database:
         with self.translated():
             async with self._connected(self._reader, patience) as connection:
                 yield connection
+
+    async def read(self, work: Callable[[Connection], T]) -> T:
+        """Run `work` with a connection as that of `reading`: SQLite in a thread, PostgreSQL in the event loop.
+
+        So `work` may make rows, but must not unpack texts and tokens.
+        """
+        engine = self._reader_engine
+        if engine is None:
+            async with self.reading() as connection:
+                return await connection.run_sync(work)
+
+        def read() -> T:
+            with engine.connect() as connection:
+                return work(connection)
+
+        with self.translated():
+            return await asyncio.get_running_loop().run_in_executor(self._reader_threads, read)
 
     async def probe(self) -> None:
         """Write a row and commit, on a separate connection. Raises StoreError if nothing can be stored now.
@@ -290,10 +350,11 @@ class Database:
         await asyncio.shield(self._dispose())
 
     async def _dispose(self) -> None:
-        if self._worker is not None:
-            await asyncio.to_thread(self._worker.shutdown)
-        if self._worker_engine is not None:
-            self._worker_engine.dispose()
+        await asyncio.to_thread(self._worker.shutdown)
+        await asyncio.to_thread(self._reader_threads.shutdown)
+        for engine in (self._worker_engine, self._reader_engine):
+            if engine is not None:
+                engine.dispose()
         await self._writer.dispose()
         if self._reader is not self._writer:
             await self._reader.dispose()
@@ -309,8 +370,7 @@ class Repository:
         self._database = database
 
     async def _rows(self, row: Callable[..., T], query: Select[Any]) -> list[T]:
-        async with self._database.reading() as connection:
-            return [row(*values) for values in await connection.execute(query)]
+        return await self._database.read(lambda connection: [row(*values) for values in connection.execute(query)])
 
     async def _row(self, row: Callable[..., T], query: Select[Any]) -> T | None:
         found = await self._rows(row, query)
@@ -318,12 +378,10 @@ class Repository:
 
     async def _scalars(self, query: Select[Any]) -> list[Any]:
         """Return the first column of the query's rows."""
-        async with self._database.reading() as connection:
-            return list(await connection.scalars(query))
+        return await self._database.read(lambda connection: list(connection.scalars(query)))
 
     async def _write(self, statement: Executable) -> None:
-        async with self._database.writing() as connection:
-            await connection.execute(statement)
+        await self._database.write(lambda connection: connection.execute(statement))
 
 
 def row_columns(row: type[Any], table: Table, **computed: ColumnElement[Any]) -> list[ColumnElement[Any]]:

@@ -142,6 +142,17 @@ async def test_refuses_what_is_no_content_of_a_chunked_body(serve: Serve, junk: 
         await assert_others_are_served(gateway)
 
 
+async def test_a_refused_client_is_not_asked_for_its_body(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    expects = HEAD.format(path="/v1/messages") + "expect: 100-continue\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n"
+    chat = json.dumps(CHAT)
+    known = HEAD.format(path="/v1/chat/completions") + f"content-length: {len(chat)}\r\nconnection: close\r\n\r\n{chat}"
+    async with serve(ScriptedEngine()) as gateway:
+        assert (await send(gateway, known))[0] == 200  # so that the next request need not wait for its session
+        assert (await send(gateway, expects))[0] == 400
+        await assert_others_are_served(gateway)
+    assert [record.message for record in caplog.records if record.exc_info] == []
+
+
 async def test_refuses_connect_and_too_many_pipelined_requests(serve: Serve) -> None:
     async with serve(ScriptedEngine()) as gateway:
         status, _ = await send(gateway, "CONNECT evil.example:443 HTTP/1.1\r\nhost: evil.example\r\n\r\n")

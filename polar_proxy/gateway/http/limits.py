@@ -346,6 +346,8 @@ class LimitedHttpProtocol(LimitedConnection, HttpToolsProtocol):
         """Close the connection, but read what the client still sends for a moment: a connection that is closed with
         unread data is reset, and the client might lose the answer."""
         self.closing = True
+        if self.cycle is not None:
+            self.cycle.waiting_for_100_continue = False  # a client that expects "100 Continue" keeps its body
         self._set_timer(None)
         self._unset_keepalive_if_required()
         if self not in self.connections_of_listener.open:  # nor may it take the place of others

@@ -10,8 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-from sqlalchemy import CTE, ColumnElement, CompoundSelect, Select, bindparam, select, union
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import CTE, ColumnElement, CompoundSelect, Connection, Select, bindparam, select, union
 
 from polar_proxy.errors import StoreError
 from polar_proxy.store import json_codec
@@ -44,8 +43,8 @@ class _Statements:
     nodes: Select[Any]
 
 
-async def fetch(
-    connection: AsyncConnection,
+def fetch(
+    connection: Connection,
     where: ColumnElement[bool],
     values: Mapping[str, object] = MappingProxyType({}),
     *,
@@ -57,13 +56,13 @@ async def fetch(
     tools or fingerprint, and their answers are empty.
     """
     statements = _statements(where, text)
-    call_rows = (await connection.execute(statements.calls, values)).all()
+    call_rows = connection.execute(statements.calls, values).all()
     if not call_rows:
         return CallLoader(())
-    answer_rows = (await connection.execute(statements.answers, values)).all()
-    shared = {bytes(key): value for key, value in await connection.execute(statements.settings, values)}
-    shared |= {bytes(key): info for key, info in await connection.execute(statements.engines, values)}
-    node_rows = (await connection.execute(statements.nodes, values)).all()
+    answer_rows = connection.execute(statements.answers, values).all()
+    shared = {bytes(key): value for key, value in connection.execute(statements.settings, values)}
+    shared |= {bytes(key): info for key, info in connection.execute(statements.engines, values)}
+    node_rows = connection.execute(statements.nodes, values).all()
     return CallLoader(node_rows, call_rows, answer_rows, shared, text=text)
 
 
@@ -85,13 +84,13 @@ def _statements(where: ColumnElement[bool], text: bool) -> _Statements:
     )
 
 
-async def fetch_nodes(
-    connection: AsyncConnection,
+def fetch_nodes(
+    connection: Connection,
     heads: Select[Any] | CompoundSelect[Any],
     values: Mapping[str, object] = MappingProxyType({}),
 ) -> Sequence[Any]:
     """Read all nodes of the chains that end at `heads` (a query for `node_id`), each once."""
-    nodes: Sequence[Any] = (await connection.execute(_nodes_of_chains(heads), values)).all()
+    nodes: Sequence[Any] = connection.execute(_nodes_of_chains(heads), values).all()
     return nodes
 
 

@@ -71,7 +71,7 @@ async def _check_calls(connection: AsyncConnection, seen: set[bytes], progress: 
     counts = (await connection.execute(query)).all()
     total, done = sum(count for _, count in counts), 0
     for session_id, count in counts:
-        verifier = _CallVerifier(await fetch(connection, OF_SESSION, {"session": session_id}))
+        verifier = _CallVerifier(await connection.run_sync(fetch, OF_SESSION, {"session": session_id}))
         for fault in await asyncio.to_thread(lambda: list(verifier.check_calls(seen))):  # noqa: B023 (awaited here)
             yield fault
         done += count
@@ -92,7 +92,7 @@ async def _check_other_nodes(connection: AsyncConnection, seen: set[bytes], prog
         last, done = page[-1][0], done + len(page)
         if new := [row for row in page if row[0] not in seen]:
             heads = select(n.node_id).where(n.node_id.in_([key for key, _ in new]))
-            verifier = _CallVerifier(CallLoader(await fetch_nodes(connection, heads)))
+            verifier = _CallVerifier(CallLoader(await connection.run_sync(fetch_nodes, heads)))
             for fault in await asyncio.to_thread(lambda: list(verifier.check_chains(new, seen))):  # noqa: B023
                 yield fault
         progress("nodes", done, total)

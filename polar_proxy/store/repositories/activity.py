@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import bindparam, case, func, select
+from sqlalchemy import Connection, bindparam, case, func, select
 
 from polar_proxy.store import schema
 from polar_proxy.store.database import Repository
@@ -61,9 +61,11 @@ class ActivityRepository(Repository):
         ).where(_recent_calls, _c.ended_at >= since)
         bad = func.sum(case((_r.status == "done", 0), else_=1))
         ended = select(func.count(), bad).where(_r.ended_at >= since, schema.rollout_is_final)
-        async with self._database.reading() as connection:
-            call_row = (await connection.execute(calls, _bounds())).one()
-            rollout_row = (await connection.execute(ended)).one()
+
+        def read(connection: Connection) -> tuple[Any, Any]:
+            return connection.execute(calls, _bounds()).one(), connection.execute(ended).one()
+
+        call_row, rollout_row = await self._database.read(read)
         names = ("calls", "failed_calls", "prompt_tokens", "cached_tokens", "completion_tokens")
         counts = dict(zip(names, call_row, strict=True)) | {
             "rollouts": rollout_row[0],
@@ -76,8 +78,9 @@ class ActivityRepository(Repository):
         recent = select(_c.session_id).where(_recent_calls, _c.ended_at >= time.time() - seconds)
         columns = [_s[name] for name in ActiveSessionRow.__dataclass_fields__]
         query = select(*columns).where(_s.session_id.in_(recent)).order_by(_s.last_call_at.desc()).limit(_LISTED)
-        async with self._database.reading() as connection:
-            return [ActiveSessionRow(*row) for row in await connection.execute(query, _bounds())]
+        return await self._database.read(
+            lambda connection: [ActiveSessionRow(*row) for row in connection.execute(query, _bounds())]
+        )
 
     async def unfinished(self) -> dict[str, int]:
         """Return the number of rollouts in each status that is not final."""
@@ -97,9 +100,11 @@ class ActivityRepository(Repository):
             .where(_r.status.in_(["failed", "timed_out"]), _r.ended_at >= time.time() - _RANGE_SECONDS)
             .order_by(_r.ended_at.desc())
         )
-        async with self._database.reading() as connection:
-            rows = [*await connection.execute(calls.limit(_LISTED), _bounds())]
-            rows += await connection.execute(rollouts.limit(_LISTED))
+
+        def read(connection: Connection) -> list[Any]:
+            return [*connection.execute(calls.limit(_LISTED), _bounds()), *connection.execute(rollouts.limit(_LISTED))]
+
+        rows = await self._database.read(read)
         found = [
             FailureRow(at, name, session, what, error and error[:_ERROR_LENGTH])
             for at, name, session, what, error in rows

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import ColumnElement, Update, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Update, insert, select, update
 
 from polar_proxy.errors import StoreError, UsageError
 from polar_proxy.store import schema
@@ -83,13 +83,16 @@ class RewardRepository(Repository):
             json_without_secrets(detail),
             time.time(),
         )
-        async with self._database.writing() as connection:
-            await connection.execute(insert(schema.rewards).values(asdict(row)))
+
+        def write(connection: Connection) -> None:
+            connection.execute(insert(schema.rewards).values(asdict(row)))
             if trace_id is not None and call_id is None:
-                await connection.execute(update(schema.traces).where(_t.trace_id == trace_id).values(reward=value))
+                connection.execute(update(schema.traces).where(_t.trace_id == trace_id).values(reward=value))
             elif call_id is None:
                 for statement in _set_reward(rollout_id, session_id):
-                    await connection.execute(statement.values(reward=value))
+                    connection.execute(statement.values(reward=value))
+
+        await self._database.write(write)
         return row.reward_id
 
     async def get(self, reward_id: str) -> RewardRow | None:
@@ -161,9 +164,12 @@ class ArtifactRepository(Repository):
 
     async def _find(self, which: ColumnElement[bool]) -> list[ArtifactRow]:
         query = select(schema.artifacts).where(which).order_by(_a.artifact_id)
-        async with self._database.reading() as connection:
-            rows = await connection.execute(query)
+
+        def read(connection: Connection) -> list[ArtifactRow]:
+            rows = connection.execute(query)
             return [ArtifactRow(**row._mapping, path=artifact_path(self._folder, row.sha256)) for row in rows]
+
+        return await self._database.read(read)
 
 
 def artifact_path(folder: Path, sha256: str) -> Path:

@@ -18,11 +18,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from sqlalchemy import Connection, and_, bindparam, delete, exists, func, insert, or_, select, update
+from sqlalchemy import ColumnElement, Connection, and_, bindparam, delete, exists, func, insert, or_, select, update
 
 from polar_proxy.errors import StoreError
 from polar_proxy.store import schema
@@ -140,22 +140,16 @@ class CallRepository(Repository):
         self._writer.set_cache(size)
 
     async def get(self, call_id: str) -> CallRecord | None:
-        async with self._database.reading() as connection:
-            loader = await fetch(connection, _one_call, {"wanted": call_id})
-        records = await asyncio.to_thread(loader.records)
+        records = await self._load(_one_call, {"wanted": call_id})
         return records[0] if records else None
 
     async def get_many(self, session_id: str, call_ids: Collection[str]) -> list[CallRecord]:
         """Return the calls with these ids that the session has, ordered by start. Shared messages are read once."""
-        async with self._database.reading() as connection:
-            loader = await fetch(connection, _some_calls, {"session": session_id, "wanted": list(call_ids)})
-        return await asyncio.to_thread(loader.records)
+        return await self._load(_some_calls, {"session": session_id, "wanted": list(call_ids)})
 
     async def with_provider_turns(self, session_id: str) -> list[CallRecord]:
         """Return the calls of a session that have an answer with signatures of its provider, ordered by start."""
-        async with self._database.reading() as connection:
-            loader = await fetch(connection, _calls_with_turns, {"session": session_id})
-        return await asyncio.to_thread(loader.records)
+        return await self._load(_calls_with_turns, {"session": session_id})
 
     async def find_response(self, session_id: str, response_id: str) -> str | None:
         """Return the id of the call whose response got this id from its provider; None if the session has none."""
@@ -165,9 +159,8 @@ class CallRepository(Repository):
 
     async def message_bytes(self, session_id: str, call_ids: Collection[str]) -> int:
         """Return the size in bytes of the messages that `get_many` reads. A shared message counts once."""
-        async with self._database.reading() as connection:
-            values = {"session": session_id, "wanted": list(call_ids)}
-            return int(await connection.scalar(_length_of_messages, values) or 0)
+        values = {"session": session_id, "wanted": list(call_ids)}
+        return int(await self._database.read(lambda connection: connection.scalar(_length_of_messages, values)) or 0)
 
     async def mark_deleted(self, call_id: str) -> None:
         """Store that the client deleted the response of this call. Idempotent."""
@@ -180,8 +173,13 @@ class CallRepository(Repository):
         Without `text`, the records have no messages, tools and fingerprint, and their answers are empty messages.
         That is enough to build traces and takes two thirds of the time.
         """
-        async with self._database.reading() as connection:
-            loader = await fetch(connection, OF_SESSION, {"session": session_id}, text=text)
+        return await self._load(OF_SESSION, {"session": session_id}, text=text)
+
+    async def _load(
+        self, where: ColumnElement[bool], values: Mapping[str, object], *, text: bool = True
+    ) -> list[CallRecord]:
+        """Return the calls that meet `where` with these values (see `fetch`)."""
+        loader = await self._database.read(lambda connection: fetch(connection, where, values, text=text))
         return await asyncio.to_thread(loader.records)
 
     async def summaries(self, session_id: str) -> list[CallSummary]:
@@ -275,11 +273,14 @@ class OpenCallRepository(Repository):
     async def renew(self, gateway: str, call_ids: Collection[str], seconds: float) -> None:
         """Extend the leases of calls that the gateway is still answering."""
         ids = list(call_ids)
-        async with self._database.writing() as connection:
+
+        def write(connection: Connection) -> None:
             for first in range(0, len(ids), 1000):
                 mine = and_(_o.gateway == gateway, _o.call_id.in_(ids[first : first + 1000]))
                 expires_at = time.time() + seconds
-                await connection.execute(update(schema.open_calls).where(mine).values(lease_expires_at=expires_at))
+                connection.execute(update(schema.open_calls).where(mine).values(lease_expires_at=expires_at))
+
+        await self._database.write(write)
 
     async def of_session(self, session_id: str, *, without_gateway: str | None = None) -> list[OpenCall]:
         """Return the calls of a session that are in progress or lost, oldest first.
@@ -303,8 +304,7 @@ class OpenCallRepository(Repository):
         if not await self.of_session(session_id):
             return []
         deleted = delete(schema.open_calls).where(_o.session_id == session_id).returning(*_open_columns)
-        async with self._database.writing() as connection:
-            return [OpenCall(*row) for row in await connection.execute(deleted)]
+        return await self._database.write(lambda connection: [OpenCall(*row) for row in connection.execute(deleted)])
 
     async def gateways(self) -> set[str]:
         """Return the names of gateways with announced calls that are not committed, including gateways that died."""
@@ -320,12 +320,15 @@ class OpenCallRepository(Repository):
         still_runs = select(_r.rollout_id).where(_r.session_id == _o.session_id, ~schema.rollout_is_final).exists()
         of_dead = _o.gateway.in_(list(dead))
         lost = or_(_o.lease_expires_at < now, of_dead)
-        async with self._database.writing() as connection:
+
+        def write(connection: Connection) -> list[OpenCall]:
             deleted = delete(schema.open_calls).where(lost, ~still_runs).returning(*_open_columns)
-            removed = [OpenCall(*row) for row in await connection.execute(deleted)]
+            removed = [OpenCall(*row) for row in connection.execute(deleted)]
             expire = update(schema.open_calls).where(of_dead, _o.lease_expires_at > now)
-            await connection.execute(expire.values(lease_expires_at=now))
-        return removed
+            connection.execute(expire.values(lease_expires_at=now))
+            return removed
+
+        return await self._database.write(write)
 
 
 def _insert_announcements(connection: Connection, batch: Sequence[Announcement]) -> list[AnnouncementResult]:

@@ -57,6 +57,7 @@ _sizes = select(
     func.count(_c.conversation_id.distinct()), func.count(_i.position), func.coalesce(func.sum(_i.length), 0)
 ).select_from(schema.conversations.outerjoin(schema.conversation_items, _i.conversation_id == _c.conversation_id))
 _items = select(_i.item_id, _i.item, _i.shown)
+_insert_conversation = insert(schema.conversations)
 
 
 def item_row(conversation_id: str, item: ConversationItem) -> dict[str, object]:
@@ -90,9 +91,13 @@ class ConversationRepository(Repository):
     async def create(self, session_id: str, metadata: Json, items: Sequence[ConversationItem]) -> ConversationRow:
         row = ConversationRow(new_id("conv"), session_id, json_without_secrets(metadata), time.time())
         values = {column.name: getattr(row, column.name) for column in _c}
-        async with self._database.writing() as connection:
-            await connection.execute(insert(schema.conversations).values(values))
-            await connection.run_sync(append_items, [item_row(row.conversation_id, item) for item in items])
+        item_rows = [item_row(row.conversation_id, item) for item in items]
+
+        def write(connection: Connection) -> None:
+            connection.execute(_insert_conversation, values)
+            append_items(connection, item_rows)
+
+        await self._database.write(write)
         return row
 
     async def get(self, session_id: str, conversation_id: str) -> ConversationRow | None:
@@ -116,13 +121,12 @@ class ConversationRepository(Repository):
         return await self._size(_sizes.where(_c.session_id == session_id))
 
     async def _size(self, query: Select[Any]) -> ConversationSize:
-        async with self._database.reading() as connection:
-            conversations, items, size = (await connection.execute(query)).one()
+        conversations, items, size = await self._database.read(lambda connection: connection.execute(query).one())
         return ConversationSize(conversations, items, int(size))
 
     async def add(self, conversation_id: str, items: Sequence[ConversationItem]) -> None:
-        async with self._database.writing() as connection:
-            await connection.run_sync(append_items, [item_row(conversation_id, item) for item in items])
+        rows = [item_row(conversation_id, item) for item in items]
+        await self._database.write(lambda connection: append_items(connection, rows))
 
     async def items(self, conversation_id: str) -> list[ConversationItem]:
         """Return all items in order."""
@@ -154,8 +158,7 @@ class ConversationRepository(Repository):
         await self._write(delete(schema.conversation_items).where(*mine))
 
     async def _read(self, query: Select[Any]) -> list[ConversationItem]:
-        async with self._database.reading() as connection:
-            return [_read_item(row) for row in await connection.execute(query)]
+        return await self._database.read(lambda connection: [_read_item(row) for row in connection.execute(query)])
 
 
 def _read_item(row: Row[Any]) -> ConversationItem:

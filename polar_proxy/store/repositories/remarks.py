@@ -6,7 +6,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import get_args
 
-from sqlalchemy import insert, select, update
+from sqlalchemy import Connection, insert, select, update
 
 from polar_proxy.errors import UsageError
 from polar_proxy.store import schema
@@ -74,11 +74,14 @@ class RemarkRepository(Repository):
         )
         table, key = (schema.sessions, session_id) if rollout_id is None else (schema.rollouts, rollout_id)
         shown = {"label": row.text, "rating": row.value}
-        async with self._database.writing() as connection:
-            await connection.execute(insert(schema.remarks).values(asdict(row)))
+
+        def write(connection: Connection) -> None:
+            connection.execute(insert(schema.remarks).values(asdict(row)))
             if kind in shown:
                 (identity,) = table.primary_key.columns
-                await connection.execute(update(table).where(identity == key).values({kind: shown[kind]}))
+                connection.execute(update(table).where(identity == key).values({kind: shown[kind]}))
+
+        await self._database.write(write)
         return row.remark_id
 
     async def get(self, remark_id: str) -> RemarkRow | None:

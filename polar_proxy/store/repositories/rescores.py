@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from sqlalchemy import ColumnElement, delete, insert, select
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import ColumnElement, Connection, delete, insert, select
 
 from polar_proxy.errors import StoreError
 from polar_proxy.store import schema
@@ -74,20 +73,23 @@ class RescoreRepository(Repository):
                 )
         shared, rows = await asyncio.to_thread(_serialize, rescores)
         of_session = select(_c.call_id).where(_c.session_id == session_id)
-        async with self._database.writing() as connection:
-            await connection.execute(delete(schema.rescores).where(_rs.call_id.in_(of_session)))
+
+        def write(connection: Connection) -> None:
+            connection.execute(delete(schema.rescores).where(_rs.call_id.in_(of_session)))
             for statement, values in (
                 (self._database.insert_new(schema.engines), list(shared.engines.values())),
                 (self._database.insert_new(schema.nodes), shared.node_rows()),
                 (insert(schema.rescores), rows),
             ):
                 if values:
-                    await connection.execute(statement, values)
+                    connection.execute(statement, values)
+
+        await self._database.write(write)
 
     async def of_session(self, session_id: str) -> list[Rescore]:
         """Return the rescores of a session, ordered by call and choice."""
-        async with self._database.reading() as connection:
-            load = await _fetch_rescores(connection, OF_SESSION, {"session": session_id})
+        mine = {"session": session_id}
+        load = await self._database.read(lambda connection: _fetch_rescores(connection, OF_SESSION, mine))
         return await asyncio.to_thread(load)
 
 
@@ -114,8 +116,8 @@ def _apply(call: CallRecord, rescores: dict[int, Rescore]) -> CallRecord:
     return replace(call, status="ok", prompt_ids=prompt, choices=tuple(choices), logprob_mode="raw", sampling=sampling)
 
 
-async def fetch_for(
-    connection: AsyncConnection,
+def fetch_for(
+    connection: Connection,
     where: ColumnElement[bool],
     values: Mapping[str, object],
     builder: str,
@@ -123,8 +125,8 @@ async def fetch_for(
     text: bool = False,
 ) -> Callable[[], BuilderCalls]:
     """Read the calls that meet `where` with these values, as `fetch` does. Return a function that unpacks them."""
-    loader = await fetch(connection, where, values, text=text)
-    load_rescores = await _fetch_rescores(connection, where, values) if builder == RESCORED_BUILDER else None
+    loader = fetch(connection, where, values, text=text)
+    load_rescores = _fetch_rescores(connection, where, values) if builder == RESCORED_BUILDER else None
 
     def load() -> BuilderCalls:
         calls = loader.records()
@@ -133,17 +135,17 @@ async def fetch_for(
     return load
 
 
-async def _fetch_rescores(
-    connection: AsyncConnection, where: ColumnElement[bool], values: Mapping[str, object]
+def _fetch_rescores(
+    connection: Connection, where: ColumnElement[bool], values: Mapping[str, object]
 ) -> Callable[[], list[Rescore]]:
     """Read the rescores of the calls that meet `where`, and return a function that unpacks them."""
     joined = schema.rescores.join(schema.calls, _c.call_id == _rs.call_id).join(
         schema.engines, schema.engines.c.engine_hash == _rs.engine_hash
     )
     query = select(schema.rescores, schema.engines.c.info).select_from(joined).where(where)
-    rows = (await connection.execute(query.order_by(_rs.call_id, _rs.choice_index), values)).all()
+    rows = connection.execute(query.order_by(_rs.call_id, _rs.choice_index), values).all()
     heads = select(_rs.prompt_node.label("node_id")).join(schema.calls, _c.call_id == _rs.call_id).where(where)
-    nodes = await fetch_nodes(connection, heads.where(_rs.prompt_node.is_not(None)), values) if rows else ()
+    nodes = fetch_nodes(connection, heads.where(_rs.prompt_node.is_not(None)), values) if rows else ()
     return lambda: _load(rows, CallLoader(nodes))
 
 

@@ -12,8 +12,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, Select, and_, func, insert, select, update
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import ColumnElement, Connection, Select, and_, func, insert, select, update
 
 from polar_proxy.errors import StoreError, UsageError
 from polar_proxy.store import json_codec, schema
@@ -150,9 +149,12 @@ class TaskRepository(Repository):
         """Insert the task or replace it. The first `created_at` stays."""
         values = {"family": family, "seed": seed, "instruction": json_codec.clean_text(instruction), "spec": spec}
         new = self._database.insert_new(schema.tasks).values(task_id=task_id, created_at=time.time(), **values)
-        async with self._database.writing() as connection:
-            await connection.execute(new)
-            await connection.execute(update(schema.tasks).where(_t.task_id == task_id).values(**values))
+
+        def write(connection: Connection) -> None:
+            connection.execute(new)
+            connection.execute(update(schema.tasks).where(_t.task_id == task_id).values(**values))
+
+        await self._database.write(write)
 
     async def get(self, task_id: str) -> TaskRow | None:
         return await self._row(TaskRow, select(*row_columns(TaskRow, schema.tasks)).where(_t.task_id == task_id))
@@ -255,16 +257,19 @@ class RolloutRepository(Repository):
         if status is not None and status not in ROLLOUT_STATUSES:
             raise UsageError(f"{status!r} is not a rollout status. Statuses: {', '.join(sorted(ROLLOUT_STATUSES))}")
         values = _given(error=_clean_error(error), incomplete=incomplete, sandbox=sandbox)
-        async with self._database.writing() as connection:
-            found = (await connection.execute(_lock_rollout.where(_r.rollout_id == rollout_id))).one_or_none()
+
+        def write(connection: Connection) -> None:
+            found = connection.execute(_lock_rollout.where(_r.rollout_id == rollout_id)).one_or_none()
             if found is None:
                 raise UsageError(f"There is no rollout {rollout_id}")
             if status is not None and status != found.status:
                 if found.status in FINAL_STATUSES:
                     raise StoreError(f"The rollout {rollout_id} is {found.status} already and cannot become {status}")
-                values |= await _status_values(connection, found, status, time.time())
+                values.update(_status_values(connection, found, status, time.time()))
             if values:
-                await update_rollouts(connection, _r.rollout_id == rollout_id, **values)
+                update_rollouts(connection, _r.rollout_id == rollout_id, **values)
+
+        await self._database.write(write)
 
     async def enter_stage(
         self,
@@ -284,10 +289,13 @@ class RolloutRepository(Repository):
         new_stage = self._database.insert_new(schema.stages).values(
             rollout_id=claim.rollout_id, attempt=claim.attempt, stage=stage, started_at=now, worker=claim.claimed_by
         )
-        async with self._database.writing() as connection:
-            await _change_status(connection, claim, stage, now, values)
-            await end_stages(connection, _stages_of(claim), now, outcome)
-            await connection.execute(new_stage)
+
+        def write(connection: Connection) -> None:
+            _change_status(connection, claim, stage, now, values)
+            end_stages(connection, _stages_of(claim), now, outcome)
+            connection.execute(new_stage)
+
+        await self._database.write(write)
         _log_status(claim, stage)
 
     async def end(
@@ -307,15 +315,21 @@ class RolloutRepository(Repository):
         """
         now = time.time()
         values = {"cause": cause, "incomplete": incomplete, "masked": masked, **_given(error=_clean_error(error))}
-        async with self._database.writing() as connection:
-            await _change_status(connection, claim, status, now, values)
-            await end_stages(connection, _stages_of(claim), now, outcome, cause)
+
+        def write(connection: Connection) -> None:
+            _change_status(connection, claim, status, now, values)
+            end_stages(connection, _stages_of(claim), now, outcome, cause)
+
+        await self._database.write(write)
         _log_status(claim, status, cause)
 
     async def end_open_stage(self, rollout_id: str, outcome: str, cause: str | None = None) -> None:
         """End the open stage of a rollout whose worker died, in whichever attempt it is."""
-        async with self._database.writing() as connection:
-            await end_stages(connection, _st.rollout_id == rollout_id, time.time(), outcome, cause)
+
+        def write(connection: Connection) -> None:
+            end_stages(connection, _st.rollout_id == rollout_id, time.time(), outcome, cause)
+
+        await self._database.write(write)
 
     async def stages(self, rollout_id: str) -> list[StageRow]:
         """Return the stages of all attempts, ordered by start."""
@@ -367,26 +381,24 @@ def _log_status(claim: Claim, status: RolloutStatus, cause: str | None = None) -
     log.info("rollout %s: %s%s", claim.rollout_id, status, because, extra={"fields": fields})
 
 
-async def _change_status(
-    connection: AsyncConnection, claim: Claim, status: RolloutStatus, now: float, values: dict[str, Any]
+def _change_status(
+    connection: Connection, claim: Claim, status: RolloutStatus, now: float, values: dict[str, Any]
 ) -> None:
     mine = _r.rollout_id == claim.rollout_id
-    found = (await connection.execute(_lock_rollout.where(mine))).one_or_none()
+    found = connection.execute(_lock_rollout.where(mine)).one_or_none()
     if (
         found is None
         or found.status in FINAL_STATUSES
         or (found.attempt, found.claimed_by) != (claim.attempt, claim.claimed_by)
     ):
         raise ClaimLostError(f"The rollout {claim.rollout_id} has ended, or another worker claimed it")
-    values |= await _status_values(connection, found, status, now)
-    await update_rollouts(connection, mine, **values)
+    values |= _status_values(connection, found, status, now)
+    update_rollouts(connection, mine, **values)
 
 
-async def _status_values(
-    connection: AsyncConnection, rollout: Any, status: RolloutStatus, now: float
-) -> dict[str, Any]:
+def _status_values(connection: Connection, rollout: Any, status: RolloutStatus, now: float) -> dict[str, Any]:
     """Record the new status of a rollout as an event, and return the columns that it changes."""
-    await insert_status_event(connection, rollout.rollout_id, now, rollout.status, status)
+    insert_status_event(connection, rollout.rollout_id, now, rollout.status, status)
     values: dict[str, Any] = {"status": status}
     if status == "running" and rollout.started_at is None:
         values["started_at"] = now
@@ -395,30 +407,30 @@ async def _status_values(
     return values
 
 
-async def end_stages(
-    connection: AsyncConnection, which: ColumnElement[bool], now: float, outcome: str, cause: str | None = None
+def end_stages(
+    connection: Connection, which: ColumnElement[bool], now: float, outcome: str, cause: str | None = None
 ) -> None:
     """End the open stages for which the condition `which` holds."""
     values = {"ended_at": now, "outcome": outcome, "cause": json_codec.clean_text(cause)}
-    await connection.execute(update(schema.stages).where(which, _st.ended_at.is_(None)).values(**values))
+    connection.execute(update(schema.stages).where(which, _st.ended_at.is_(None)).values(**values))
 
 
-async def update_rollouts(connection: AsyncConnection, which: ColumnElement[bool], **values: Any) -> None:
-    await connection.execute(update(schema.rollouts).where(which).values(values))
+def update_rollouts(connection: Connection, which: ColumnElement[bool], **values: Any) -> None:
+    connection.execute(update(schema.rollouts).where(which).values(values))
 
 
-async def close_sessions(connection: AsyncConnection, rollout_ids: Sequence[str], now: float) -> None:
+def close_sessions(connection: Connection, rollout_ids: Sequence[str], now: float) -> None:
     """Close the sessions of all attempts at these rollouts."""
     mine = and_(_s.rollout_id.in_(rollout_ids), _s.closed_at.is_(None))
-    await connection.execute(update(schema.sessions).where(mine).values(closed_at=now))
+    connection.execute(update(schema.sessions).where(mine).values(closed_at=now))
 
 
-async def insert_status_event(
-    connection: AsyncConnection, rollout_id: str, at: float, old: str | None, new: str, cause: str | None = None
+def insert_status_event(
+    connection: Connection, rollout_id: str, at: float, old: str | None, new: str, cause: str | None = None
 ) -> None:
     data: Json = {"from": old, "to": new} | ({} if cause is None else {"cause": cause})
-    await insert_event(connection, rollout_id, at, "status", data)
+    insert_event(connection, rollout_id, at, "status", data)
 
 
-async def insert_event(connection: AsyncConnection, rollout_id: str, at: float, kind: str, data: Json) -> None:
-    await connection.execute(insert(schema.rollout_events).values(rollout_id=rollout_id, at=at, kind=kind, data=data))
+def insert_event(connection: Connection, rollout_id: str, at: float, kind: str, data: Json) -> None:
+    connection.execute(insert(schema.rollout_events).values(rollout_id=rollout_id, at=at, kind=kind, data=data))

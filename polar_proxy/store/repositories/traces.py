@@ -8,13 +8,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from sqlalchemy import ColumnElement, delete, insert, select, update
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import ColumnElement, Connection, delete, insert, select, update
 
 from polar_proxy.errors import StoreError, UsageError
 from polar_proxy.sequences import SpanError, assemble, find_problem, samplings_of
@@ -99,8 +98,9 @@ class TraceRepository(Repository):
             if trace.parent_trace_id is not None and trace.parent_trace_id not in ids:
                 raise StoreError(f"The trace {trace.trace_id} branches from a trace that is not stored with it")
         if traces and not validated:
-            async with self._database.reading() as connection:
-                load_calls = await fetch_for(connection, OF_SESSION, {"session": session_id}, builder)
+            load_calls = await self._database.read(
+                lambda connection: fetch_for(connection, OF_SESSION, {"session": session_id}, builder)
+            )
             await asyncio.to_thread(lambda: _require_valid(traces, load_calls().of_traces))
         now = time.time()
         codec = CellCodec()
@@ -111,14 +111,15 @@ class TraceRepository(Repository):
             for call_id, reason in excluded.items()
         ]
         mine = (_t.session_id == session_id) & (_t.builder == builder)
-        async with self._database.writing() as connection:
-            await connection.execute(delete(schema.traces).where(mine))
-            await connection.execute(
-                delete(schema.exclusions).where(_x.session_id == session_id, _x.builder == builder)
-            )
+
+        def write(connection: Connection) -> None:
+            connection.execute(delete(schema.traces).where(mine))
+            connection.execute(delete(schema.exclusions).where(_x.session_id == session_id, _x.builder == builder))
             for table, values in ((schema.traces, rows), (schema.trace_spans, spans), (schema.exclusions, reasons)):
                 if values:
-                    await connection.execute(insert(table), values)
+                    connection.execute(insert(table), values)
+
+        await self._database.write(write)
 
     async def find(
         self, *, session_id: str | None = None, rollout_id: str | None = None, builder: str = "merged"
@@ -128,13 +129,16 @@ class TraceRepository(Repository):
             raise UsageError("Give either session_id or rollout_id")
         mine = _t.session_id == session_id if rollout_id is None else _t.rollout_id == rollout_id
         where = mine & (_t.builder == builder)
-        async with self._database.reading() as connection:
-            rows, spans = await _trace_rows(connection, where)
+
+        def read(connection: Connection) -> Callable[[], list[Trace]]:
+            rows, spans = _trace_rows(connection, where)
             if not rows:
-                return []
+                return list
             sessions = sorted({row.session_id for row in rows})
-            load_calls = await fetch_for(connection, OF_SESSIONS, {"sessions": sessions}, builder)
-        return await asyncio.to_thread(lambda: _rebuild(rows, spans, load_calls().of_traces))
+            load_calls = fetch_for(connection, OF_SESSIONS, {"sessions": sessions}, builder)
+            return lambda: _rebuild(rows, spans, load_calls().of_traces)
+
+        return await asyncio.to_thread(await self._database.read(read))
 
     async def of_session(self, session_id: str, *, builder: str = "merged", text: bool = True) -> SessionTraces:
         """Return the traces of a session with its calls, reading each call once.
@@ -142,19 +146,22 @@ class TraceRepository(Repository):
         Without `text` the calls have tokens, but no messages and tools.
         """
         where = (_t.session_id == session_id) & (_t.builder == builder)
-        async with self._database.reading() as connection:
-            rows, spans = await _trace_rows(connection, where)
-            excluded = await _read_exclusions(connection, session_id, builder)
+
+        def read(connection: Connection) -> Callable[[], SessionTraces]:
+            rows, spans = _trace_rows(connection, where)
+            excluded = _read_exclusions(connection, session_id, builder)
             # The calls come last, so that a call committed meanwhile cannot be missing.
-            load_calls = await fetch_for(connection, OF_SESSION, {"session": session_id}, builder, text=text)
+            load_calls = fetch_for(connection, OF_SESSION, {"session": session_id}, builder, text=text)
 
-        def load() -> SessionTraces:
-            calls = load_calls()
-            traces = _rebuild(rows, spans, calls.of_traces)
-            certificates = {row.trace_id: row.certificate for row in rows}
-            return SessionTraces(tuple(traces), excluded, certificates, calls.recorded, calls.of_traces)
+            def load() -> SessionTraces:
+                calls = load_calls()
+                traces = _rebuild(rows, spans, calls.of_traces)
+                certificates = {row.trace_id: row.certificate for row in rows}
+                return SessionTraces(tuple(traces), excluded, certificates, calls.recorded, calls.of_traces)
 
-        return await asyncio.to_thread(load)
+            return load
+
+        return await asyncio.to_thread(await self._database.read(read))
 
     async def summary(self, trace_id: str) -> TraceSummary | None:
         return await self._row(TraceSummary, _select_summaries.where(_t.trace_id == trace_id))
@@ -176,10 +183,11 @@ class TraceRepository(Repository):
         Raises UsageError for an unknown trace (a later build may have replaced it) or one without a certificate.
         """
         mine = _t.trace_id == trace_id
-        async with self._database.writing() as connection:
+
+        def write(connection: Connection) -> None:
             # FOR UPDATE matters on PostgreSQL. On SQLite the transaction already holds the write lock.
             query = select(_t.session_id, _t.certificate).where(mine).with_for_update()
-            found = (await connection.execute(query)).one_or_none()
+            found = connection.execute(query).one_or_none()
             if found is None:
                 raise UsageError(f"There is no trace {trace_id}: its session was probably built again meanwhile")
             if found.certificate is None:
@@ -187,32 +195,31 @@ class TraceRepository(Repository):
                     f"The trace {trace_id} has no certificate. Build it again with `polar build {found.session_id}`"
                 )
             certificate = {**found.certificate, "grade": grade, "audit": audit}
-            await connection.execute(update(schema.traces).where(mine).values(grade=grade, certificate=certificate))
+            connection.execute(update(schema.traces).where(mine).values(grade=grade, certificate=certificate))
+
+        await self._database.write(write)
 
     async def exclusions(self, session_id: str, *, builder: str = "merged") -> dict[str, str]:
         """Return call id -> reason for the calls that are in no trace."""
-        async with self._database.reading() as connection:
-            return await _read_exclusions(connection, session_id, builder)
+        return await self._database.read(lambda connection: _read_exclusions(connection, session_id, builder))
 
 
 _select_summaries = select(*row_columns(TraceSummary, schema.traces))
 
 
-async def _read_exclusions(connection: AsyncConnection, session_id: str, builder: str) -> dict[str, str]:
+def _read_exclusions(connection: Connection, session_id: str, builder: str) -> dict[str, str]:
     query = select(_x.call_id, _x.reason).where(_x.session_id == session_id, _x.builder == builder)
-    return {row.call_id: row.reason for row in await connection.execute(query.order_by(_x.call_id))}
+    return {row.call_id: row.reason for row in connection.execute(query.order_by(_x.call_id))}
 
 
-async def _trace_rows(
-    connection: AsyncConnection, where: ColumnElement[bool]
-) -> tuple[Sequence[Any], dict[str, list[Span]]]:
+def _trace_rows(connection: Connection, where: ColumnElement[bool]) -> tuple[Sequence[Any], dict[str, list[Span]]]:
     """Return the rows of `traces` that meet `where`, in the builder's order, and trace id -> spans."""
     query = select(schema.traces).where(where).order_by(_t.session_id, _t.trace_index)
-    rows = (await connection.execute(query)).all()
+    rows = connection.execute(query).all()
     spans: dict[str, list[Span]] = defaultdict(list)
     if rows:
         joined = select(schema.trace_spans).join(schema.traces, _t.trace_id == _p.trace_id).where(where)
-        for row in await connection.execute(joined.order_by(_p.trace_id, _p.position)):
+        for row in connection.execute(joined.order_by(_p.trace_id, _p.position)):
             span = Span(row.kind, row.call_id, row.start_token, row.end_token, row.choice_index)
             spans[row.trace_id].append(span)
     return rows, spans

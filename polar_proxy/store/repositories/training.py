@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import delete, func, insert, select, update
+from sqlalchemy import Connection, delete, func, insert, select, update
 
 from polar_proxy.errors import StoreError
 from polar_proxy.store import schema
@@ -53,29 +53,35 @@ class TrainingRepository(Repository):
     async def put_run(self, run_id: str, name: str, config: Json, lines: Sequence[Json]) -> None:
         """Insert or update a run and replace all its lines. Each line has `kind`, `step` and `at`."""
         row = {"run_id": run_id, "name": name, "config": config, "created_at": time.time()}
-        async with self._database.writing() as connection:
-            await connection.execute(self._database.insert_new(schema.training_runs), row)
+
+        def write(connection: Connection) -> None:
+            connection.execute(self._database.insert_new(schema.training_runs), row)
             values = {"name": name, "config": config}
-            await connection.execute(update(schema.training_runs).where(_r.run_id == run_id).values(values))
-            await connection.execute(delete(schema.training_lines).where(_l.run_id == run_id))
+            connection.execute(update(schema.training_runs).where(_r.run_id == run_id).values(values))
+            connection.execute(delete(schema.training_lines).where(_l.run_id == run_id))
             if lines:
-                await connection.execute(insert(schema.training_lines), _line_rows(run_id, 0, lines))
+                connection.execute(insert(schema.training_lines), _line_rows(run_id, 0, lines))
+
+        await self._database.write(write)
 
     async def add_lines(self, run_id: str, first: int, lines: Sequence[Json]) -> None:
         """Add the lines `first`, `first + 1`, ... of a run. Stored lines stay as they are.
 
         Raises StoreError for an unknown run, MissingLinesError if lines before `first` are missing.
         """
-        async with self._database.writing() as connection:
-            known = await connection.scalar(select(_r.run_id).where(_r.run_id == run_id).with_for_update())
+
+        def write(connection: Connection) -> None:
+            known = connection.scalar(select(_r.run_id).where(_r.run_id == run_id).with_for_update())
             if known is None:
                 raise StoreError(f"There is no training run {run_id}")
-            stored = await connection.scalar(select(func.count()).where(_l.run_id == run_id)) or 0
+            stored = connection.scalar(select(func.count()).where(_l.run_id == run_id)) or 0
             if stored < first:
                 raise MissingLinesError(run_id, stored, first)
             if lines:
                 new = self._database.insert_new(schema.training_lines)
-                await connection.execute(new, _line_rows(run_id, first, lines))
+                connection.execute(new, _line_rows(run_id, first, lines))
+
+        await self._database.write(write)
 
     async def runs(self, run_id: str | None = None) -> list[TrainingRunRow]:
         """Return all runs, newest first, or the run with this id."""
@@ -93,9 +99,12 @@ class TrainingRepository(Repository):
     async def lines(self, run_id: str) -> list[Json]:
         """Return all lines of a run's metrics.jsonl, in the order in which they were written."""
         query = select(_l.kind, _l.step, _l.at, _l.data).where(_l.run_id == run_id).order_by(_l.position)
-        async with self._database.reading() as connection:
-            rows = await connection.execute(query)
+
+        def read(connection: Connection) -> list[Json]:
+            rows = connection.execute(query)
             return [{"kind": row.kind, "step": row.step, "at": row.at, **row.data} for row in rows]
+
+        return await self._database.read(read)
 
 
 def _line_rows(run_id: str, first: int, lines: Sequence[Json]) -> list[Json]:

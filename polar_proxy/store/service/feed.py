@@ -17,8 +17,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import and_, exists, func, insert, or_, select, update
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection, and_, exists, func, insert, or_, select, update
 
 from polar_proxy.errors import StoreError, UsageError
 from polar_proxy.store import schema
@@ -102,15 +101,16 @@ class FeedRepository(Repository):
             raise UsageError(f"max_staleness needs a policy version that is a number, not {policy_version!r}.")
         leases: list[GroupLease] = []
         stale: dict[int, list[str]] = {}
-        async with self._database.writing() as connection:
-            await _expire(connection, now)
+
+        def write(connection: Connection) -> None:
+            _expire(connection, now)
             # More than the limit, because some may be too stale.
             waiting = select(_g.group_id, _g.max_staleness).where(_g.delivery == "waiting")
             query = waiting.order_by(_g.ended_at, _g.group_id).with_for_update(skip_locked=True).limit(limit * 4 + 16)
-            for group_id, own_limit in (await connection.execute(query)).all():
+            for group_id, own_limit in connection.execute(query).all():
                 if len(leases) == limit:
                     break
-                oldest = None if current is None else await _oldest_version(connection, group_id)
+                oldest = None if current is None else _oldest_version(connection, group_id)
                 staleness = None if current is None or oldest is None else current - oldest
                 limits = [one for one in (max_staleness, own_limit) if one is not None and current is not None]
                 if limits and (staleness is None or staleness > min(limits)):
@@ -126,10 +126,12 @@ class FeedRepository(Repository):
                     "leased_at": now,
                 }
                 new = insert(schema.leases).values(policy_version=policy_version, expires_at=lease.expires_at, **values)
-                await connection.execute(new)
-            await _set_delivery(connection, now, [lease.group_id for lease in leases], "leased")
+                connection.execute(new)
+            _set_delivery(connection, now, [lease.group_id for lease in leases], "leased")
             for bound, groups in stale.items():
-                await _set_delivery(connection, now, groups, "dropped", _stale_reason(bound))
+                _set_delivery(connection, now, groups, "dropped", _stale_reason(bound))
+
+        await self._database.write(write)
         return LeaseBatch(tuple(leases), tuple(group_id for groups in stale.values() for group_id in groups))
 
     async def any_waiting(self) -> bool:
@@ -154,8 +156,8 @@ class FeedRepository(Repository):
             .where(_r.policy_version.is_not(None), _r.status.not_in(("failed", "cancelled")))
             .distinct()
         )
-        async with self._database.reading() as connection:
-            rows = (await connection.execute(started)).all()
+
+        rows = await self._database.read(lambda connection: connection.execute(started).all())
         limits = {
             row.group_id: row.max_staleness
             for row in rows
@@ -163,12 +165,15 @@ class FeedRepository(Repository):
         }
         if not limits:
             return [], []
-        async with self._database.writing() as connection:
+
+        def write(connection: Connection) -> tuple[list[str], list[str]]:
             still_open = (_g.group_id.in_(sorted(limits)), _g.delivery == "open")
-            groups = list(await connection.scalars(select(_g.group_id).where(*still_open).with_for_update()))
+            groups = list(connection.scalars(select(_g.group_id).where(*still_open).with_for_update()))
             for group_id in groups:
-                await _set_delivery(connection, now, [group_id], "dropped", _stale_reason(limits[group_id]))
-            return groups, await cancel_rollouts(connection, _r.group_id.in_(groups), now)
+                _set_delivery(connection, now, [group_id], "dropped", _stale_reason(limits[group_id]))
+            return groups, cancel_rollouts(connection, _r.group_id.in_(groups), now)
+
+        return await self._database.write(write)
 
     async def acknowledge(self, lease_id: str) -> None:
         """Mark the group as trained on. Raises LeaseExpiredError if the lease has expired."""
@@ -181,12 +186,15 @@ class FeedRepository(Repository):
     async def extend(self, lease_id: str, seconds: float) -> float:
         """Extend the lease to `seconds` from now and return the new end. Raises LeaseExpiredError if it is over."""
         now = time.time()
-        async with self._database.writing() as connection:
-            await _expire(connection, now)
+
+        def write(connection: Connection) -> None:
+            _expire(connection, now)
             mine = and_(_l.lease_id == lease_id, _l.ended_at.is_(None))
-            changed = await connection.execute(update(schema.leases).where(mine).values(expires_at=now + seconds))
+            changed = connection.execute(update(schema.leases).where(mine).values(expires_at=now + seconds))
             if changed.rowcount != 1:
                 raise _expired_error(lease_id)
+
+        await self._database.write(write)
         return now + seconds
 
     async def depth(self) -> dict[str, int]:
@@ -195,29 +203,33 @@ class FeedRepository(Repository):
         States without groups are left out.
         """
         query = select(_g.delivery, func.count()).where(_g.delivery.is_not(None)).group_by(_g.delivery)
-        async with self._database.writing() as connection:
-            await _expire(connection, time.time())
-            return {row[0]: row[1] for row in await connection.execute(query)}
+        now = time.time()
+        if await self._scalars(select(_l.lease_id).where(_l.ended_at.is_(None), _l.expires_at < now).limit(1)):
+            await self._database.write(lambda connection: _expire(connection, now))
+        return dict(await self._database.read(lambda connection: connection.execute(query).all()))
 
     async def drop_reasons(self) -> dict[str, int]:
         """Return the number of dropped groups by reason."""
         query = select(_g.reason, func.count()).where(_g.delivery == "dropped").group_by(_g.reason)
-        async with self._database.reading() as connection:
-            return {row[0] or "unknown": row[1] for row in await connection.execute(query)}
+        reasons = await self._database.read(lambda connection: connection.execute(query).all())
+        return {reason or "unknown": groups for reason, groups in reasons}
 
     async def _end(self, lease_id: str, outcome: str, delivery: str) -> None:
         now = time.time()
-        async with self._database.writing() as connection:
-            await _expire(connection, now)
+
+        def write(connection: Connection) -> None:
+            _expire(connection, now)
             query = select(_l.group_id, _l.outcome).where(_l.lease_id == lease_id).with_for_update()
-            found = (await connection.execute(query)).one_or_none()
+            found = connection.execute(query).one_or_none()
             if found is not None and found.outcome == outcome:
                 return  # repeated by a client that got no response
             if found is None or found.outcome is not None:
                 raise _expired_error(lease_id)
             ended = update(schema.leases).where(_l.lease_id == lease_id).values(ended_at=now, outcome=outcome)
-            await connection.execute(ended)
-            await _set_delivery(connection, now, [found.group_id], delivery)
+            connection.execute(ended)
+            _set_delivery(connection, now, [found.group_id], delivery)
+
+        return await self._database.write(write)
 
 
 def _expired_error(lease_id: str) -> LeaseExpiredError:
@@ -226,32 +238,32 @@ def _expired_error(lease_id: str) -> LeaseExpiredError:
     )
 
 
-async def _expire(connection: AsyncConnection, now: float) -> None:
+def _expire(connection: Connection, now: float) -> None:
     """End expired leases, so that their groups can be leased again."""
     expired = and_(_l.ended_at.is_(None), _l.expires_at < now)
-    rows = (await connection.execute(select(_l.lease_id, _l.group_id).where(expired).with_for_update())).all()
+    rows = connection.execute(select(_l.lease_id, _l.group_id).where(expired).with_for_update()).all()
     if rows:
         mine = _l.lease_id.in_([row.lease_id for row in rows])
-        await connection.execute(update(schema.leases).where(mine).values(ended_at=now, outcome="expired"))
-        await _set_delivery(connection, now, [row.group_id for row in rows], "waiting")
+        connection.execute(update(schema.leases).where(mine).values(ended_at=now, outcome="expired"))
+        _set_delivery(connection, now, [row.group_id for row in rows], "waiting")
 
 
-async def _set_delivery(
-    connection: AsyncConnection, now: float, groups: Sequence[str], delivery: str, reason: str | None = None
+def _set_delivery(
+    connection: Connection, now: float, groups: Sequence[str], delivery: str, reason: str | None = None
 ) -> None:
     if not groups:
         return
     mine = _g.group_id.in_(groups)
-    await update_groups(connection, mine, delivery=delivery, **({} if reason is None else {"reason": reason}))
-    for row in (await connection.execute(select(_g.group_id, _g.job_id).where(mine))).all():
+    update_groups(connection, mine, delivery=delivery, **({} if reason is None else {"reason": reason}))
+    for row in connection.execute(select(_g.group_id, _g.job_id).where(mine)).all():
         data = {"status": delivery, "reason": reason}
-        await insert_job_event(connection, row.job_id, row.group_id, now, "feed", data)
+        insert_job_event(connection, row.job_id, row.group_id, now, "feed", data)
 
 
-async def _oldest_version(connection: AsyncConnection, group_id: str) -> int | None:
+def _oldest_version(connection: Connection, group_id: str) -> int | None:
     """Return the lowest policy version of the group's finished rollouts; None if one of them is not a number."""
     query = select(_r.policy_version).where(_r.group_id == group_id, _r.status.in_(("done", "timed_out")))
-    versions = [_number(version) for version in await connection.scalars(query)]
+    versions = [_number(version) for version in connection.scalars(query)]
     known = [version for version in versions if version is not None]
     return min(known) if known and len(known) == len(versions) else None
 

@@ -15,8 +15,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sqlalchemy import ColumnElement, and_, func, insert, or_, select, update
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import ColumnElement, Connection, and_, func, insert, or_, select, update
 
 from polar_proxy.store import json_codec, schema
 from polar_proxy.store.database import Repository, row_columns
@@ -75,9 +74,12 @@ class GroupRepository(Repository):
     async def cancel(self, group_id: str, *, reason: str) -> list[str]:
         """Cancel the remaining rollouts of a group. Returns the claimed ones: their workers must end them."""
         still_open = and_(_g.group_id == group_id, _g.status == "open")
-        async with self._database.writing() as connection:
-            await update_groups(connection, still_open, reason=json_codec.clean_text(reason))
-            return await cancel_rollouts(connection, _r.group_id == group_id, time.time())
+
+        def write(connection: Connection) -> list[str]:
+            update_groups(connection, still_open, reason=json_codec.clean_text(reason))
+            return cancel_rollouts(connection, _r.group_id == group_id, time.time())
+
+        return await self._database.write(write)
 
     async def unsettled(self) -> list[str]:
         """Return the open groups whose rollouts have all ended. Groups without a job are left out.
@@ -96,11 +98,12 @@ class GroupRepository(Repository):
         """
         now = time.time()
         mine = _g.group_id == group_id
-        async with self._database.writing() as connection:
-            found = GroupRow(*(await connection.execute(_select_groups.where(mine).with_for_update())).one())
+
+        def write(connection: Connection) -> tuple[GroupRow, bool] | None:
+            found = GroupRow(*connection.execute(_select_groups.where(mine).with_for_update()).one())
             if found.status != "open":
                 return found, False
-            statuses = set(await connection.scalars(select(_r.status).where(_r.group_id == group_id).distinct()))
+            statuses = set(connection.scalars(select(_r.status).where(_r.group_id == group_id).distinct()))
             if statuses - schema.FINAL_STATUSES:
                 return None
             finished = not statuses.isdisjoint(("done", "timed_out"))
@@ -115,13 +118,15 @@ class GroupRepository(Repository):
                 reason=found.reason or (None if finished else "no rollout of the group finished"),
             )
             changes: Json = {"status": group.status, "reason": group.reason, "delivery": delivery}
-            await update_groups(connection, mine, ended_at=now, **changes)
-            await insert_job_event(connection, group.job_id, group_id, now, "group", changes)
+            update_groups(connection, mine, ended_at=now, **changes)
+            insert_job_event(connection, group.job_id, group_id, now, "group", changes)
             if group.job_id is not None:
                 kind: CallbackKind = "group.finished" if finished else "group.cancelled"
-                await queue_callback(connection, group.job_id, kind, group_id, now)
-                await _end_job(connection, group.job_id, now)
+                queue_callback(connection, group.job_id, kind, group_id, now)
+                _end_job(connection, group.job_id, now)
             return group, True
+
+        return await self._database.write(write)
 
     async def keep_overflow(self, group_id: str, *, reason: str) -> dict[str, str]:
         """Move the claimed rollouts of a complete group to other groups and cancel the unclaimed ones.
@@ -129,29 +134,32 @@ class GroupRepository(Repository):
         Returns rollout id -> id of the new group for the moved rollouts. The old group can be settled afterwards.
         """
         now = time.time()
-        async with self._database.writing() as connection:
+
+        def write(connection: Connection) -> dict[str, str]:
             mine = _g.group_id == group_id
             query = select(_g.status, _g.task_id, _g.rollout_count).where(mine).with_for_update()
-            group = (await connection.execute(query)).one()
+            group = connection.execute(query).one()
             if group.status != "open":
                 return {}
-            await update_groups(connection, mine, reason=json_codec.clean_text(reason))
-            await cancel_rollouts(connection, and_(_r.group_id == group_id, _r.claimed_by.is_(None)), now)
+            update_groups(connection, mine, reason=json_codec.clean_text(reason))
+            cancel_rollouts(connection, and_(_r.group_id == group_id, _r.claimed_by.is_(None)), now)
             running = select(schema.rollouts).where(_r.group_id == group_id, ~_final, not_ending)
-            overflow = (await connection.execute(running.order_by(_r.group_index).with_for_update())).all()
-            places = await _places(connection, group.task_id, _g.group_id != group_id) if overflow else []
+            overflow = connection.execute(running.order_by(_r.group_index).with_for_update()).all()
+            places = _places(connection, group.task_id, _g.group_id != group_id) if overflow else []
             moved: dict[str, str] = {}
             for row in overflow:
                 if place := _take_place(row, places):
-                    await _swap(connection, row, place, now)
+                    _swap(connection, row, place, now)
                     moved[row.rollout_id] = place.group_id
             waiting = [row for row in overflow if row.rollout_id not in moved]
             if waiting:
-                holding_group = await _add_holding_group(connection, group.task_id, group_id, len(waiting), now)
+                holding_group = _add_holding_group(connection, group.task_id, group_id, len(waiting), now)
                 for index, row in enumerate(waiting):
-                    await _move(connection, row, holding_group, index, None, now)
+                    _move(connection, row, holding_group, index, None, now)
                     moved[row.rollout_id] = holding_group
             return moved
+
+        return await self._database.write(write)
 
     async def carry_over(
         self, group_id: str, *, policy_version: str | None = None, max_staleness: int = 1
@@ -165,14 +173,13 @@ class GroupRepository(Repository):
         is left out, because one such rollout would make the whole group stale.
         """
         now = time.time()
-        async with self._database.writing() as connection:
+
+        def write(connection: Connection) -> list[str]:
             query = select(_g.task_id).where(_g.group_id == group_id).with_for_update()
-            task_id = (await connection.scalars(query)).one()
-            places = await _places(connection, task_id, _g.group_id == group_id)
+            task_id = connection.scalars(query).one()
+            places = _places(connection, task_id, _g.group_id == group_id)
             without_job = select(_g.group_id, _g.config).where(_g.task_id == task_id, _g.job_id.is_(None))
-            holding_groups = [
-                row.group_id for row in await connection.execute(without_job) if HOLDING_FOR in row.config
-            ]
+            holding_groups = [row.group_id for row in connection.execute(without_job) if HOLDING_FOR in row.config]
             if not places or not holding_groups:
                 return []
             usable = or_(_r.status.in_(("done", "timed_out")), ~_final)
@@ -181,30 +188,32 @@ class GroupRepository(Repository):
                 .where(_r.group_id.in_(holding_groups), usable, not_ending, ~_r.incomplete, ~_not_started)
                 .order_by(_r.rollout_id)
             )
-            rows = (await connection.execute(waiting.with_for_update(skip_locked=True))).all()
+            rows = connection.execute(waiting.with_for_update(skip_locked=True)).all()
             carried_over = []
             for row in rows:
                 if _is_stale(row.policy_version, policy_version, max_staleness):
                     continue
                 if place := _take_place(row, places):
-                    await _swap(connection, row, place, now)
+                    _swap(connection, row, place, now)
                     carried_over.append(row.rollout_id)
             return carried_over
 
+        return await self._database.write(write)
 
-async def _end_job(connection: AsyncConnection, job_id: str, now: float) -> None:
+
+def _end_job(connection: Connection, job_id: str, now: float) -> None:
     """End the job if none of its groups is open."""
     open_groups = select(func.count()).where(_g.job_id == job_id, _g.status == "open")
-    if await connection.scalar(open_groups):
+    if connection.scalar(open_groups):
         return
     running = and_(_j.job_id == job_id, _j.status.in_(("open", "paused")))
     end = update(schema.jobs).where(running).values(status="done", ended_at=now, paused_until=None)
-    if (await connection.execute(end)).rowcount:
-        await insert_job_event(connection, job_id, None, now, "job", {"status": "done"})
-        await queue_callback(connection, job_id, "job.ended", None, now)
+    if connection.execute(end).rowcount:
+        insert_job_event(connection, job_id, None, now, "job", {"status": "done"})
+        queue_callback(connection, job_id, "job.ended", None, now)
 
 
-async def _places(connection: AsyncConnection, task_id: str, which: ColumnElement[bool]) -> list[Any]:
+def _places(connection: Connection, task_id: str, which: ColumnElement[bool]) -> list[Any]:
     """Return the places for overflow: rollouts of this task that have not started, in open groups that accept it.
 
     They are in queue order. `which`: a condition on the groups.
@@ -216,7 +225,7 @@ async def _places(connection: AsyncConnection, task_id: str, which: ColumnElemen
         .order_by(_r.group_id, _r.group_index)
         .with_for_update(skip_locked=True)
     )
-    rows = (await connection.execute(query)).all()
+    rows = connection.execute(query).all()
     return [row for row in rows if KEEP_OVERFLOW.items() <= row.group_config.items()]
 
 
@@ -231,34 +240,32 @@ def _take_place(rollout: Any, places: list[Any]) -> Any | None:
     return None
 
 
-async def _swap(connection: AsyncConnection, rollout: Any, place: Any, now: float) -> None:
+def _swap(connection: Connection, rollout: Any, place: Any, now: float) -> None:
     """Exchange the groups of `rollout` and of `place`, a rollout that has not started. Then cancel `place`."""
-    await _move(connection, rollout, place.group_id, place.group_index, place.job_id, now)
+    _move(connection, rollout, place.group_id, place.group_index, place.job_id, now)
     which = _r.rollout_id == place.rollout_id
     old_place = {"group_id": rollout.group_id, "group_index": rollout.group_index, "job_id": rollout.job_id}
-    await update_rollouts(connection, which, **old_place)
-    await cancel_rollouts(connection, which, now)
+    update_rollouts(connection, which, **old_place)
+    cancel_rollouts(connection, which, now)
     error = f"replaced by {rollout.rollout_id}, which was carried over from another group"
-    await update_rollouts(connection, which, error=error)
+    update_rollouts(connection, which, error=error)
 
 
-async def _move(
-    connection: AsyncConnection, rollout: Any, group_id: str, index: int, job_id: str | None, now: float
-) -> None:
+def _move(connection: Connection, rollout: Any, group_id: str, index: int, job_id: str | None, now: float) -> None:
     mine = _r.rollout_id == rollout.rollout_id
-    await update_rollouts(connection, mine, group_id=group_id, group_index=index, job_id=job_id)
-    await insert_event(connection, rollout.rollout_id, now, "moved", {"from": rollout.group_id, "to": group_id})
+    update_rollouts(connection, mine, group_id=group_id, group_index=index, job_id=job_id)
+    insert_event(connection, rollout.rollout_id, now, "moved", {"from": rollout.group_id, "to": group_id})
 
 
-async def _add_holding_group(connection: AsyncConnection, task_id: str, for_group: str, size: int, now: float) -> str:
+def _add_holding_group(connection: Connection, task_id: str, for_group: str, size: int, now: float) -> str:
     group_id = new_id("group")
     values = {"rollout_count": size, "group_size": size, "config": {HOLDING_FOR: for_group}, "created_at": now}
-    await connection.execute(insert(schema.groups).values(group_id=group_id, task_id=task_id, **values))
+    connection.execute(insert(schema.groups).values(group_id=group_id, task_id=task_id, **values))
     return group_id
 
 
-async def update_groups(connection: AsyncConnection, which: ColumnElement[bool], **values: Any) -> None:
-    await connection.execute(update(schema.groups).where(which).values(values))
+def update_groups(connection: Connection, which: ColumnElement[bool], **values: Any) -> None:
+    connection.execute(update(schema.groups).where(which).values(values))
 
 
 def _is_stale(version: str | None, current: str | None, max_staleness: int) -> bool:

@@ -21,8 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
-from sqlalchemy import Column, Row, Select, exists, func, insert, select, update
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Column, Connection, Row, Select, exists, func, insert, select, update
 
 from polar_proxy.errors import UsageError
 from polar_proxy.store import json_codec, schema
@@ -32,6 +31,8 @@ from polar_proxy.types import Json, new_id
 
 CallbackKind = Literal["group.finished", "group.cancelled", "job.ended"]
 
+_Page = tuple[Sequence[Row[Any]], bool]
+"""Rows ordered by their numbers, and whether there may be more."""
 _GAP_SECONDS = 10.0
 """An event number that is missing for longer belongs to a transaction that was rolled back."""
 
@@ -118,17 +119,23 @@ class JobEventRepository(Repository):
         if job_id is not None:
             stage = stage.join(schema.rollouts, _r.rollout_id == _e.rollout_id).where(_r.job_id == job_id)
             job = job.where(_je.job_id == job_id)
-        async with self._database.reading() as connection:
-            return EventCursor(await connection.scalar(stage) or 0, await connection.scalar(job) or 0)
+
+        def read(connection: Connection) -> EventCursor:
+            return EventCursor(connection.scalar(stage) or 0, connection.scalar(job) or 0)
+
+        return await self._database.read(read)
 
     async def is_over(self, job_id: str) -> bool:
         """Return whether the job can have no more events: it has ended, and so have its rollouts."""
         status = select(_j.status).where(_j.job_id == job_id)
         still_open = exists().where(_r.job_id == job_id, ~schema.rollout_is_final)
-        async with self._database.reading() as connection:
-            if await connection.scalar(status) in ("open", "paused"):
+
+        def read(connection: Connection) -> bool:
+            if connection.scalar(status) in ("open", "paused"):
                 return False
-            return not await connection.scalar(select(still_open))
+            return not connection.scalar(select(still_open))
+
+        return await self._database.read(read)
 
     async def read(
         self, after: EventCursor, *, job_id: str | None = None, limit: int = 500
@@ -144,9 +151,12 @@ class JobEventRepository(Repository):
         )
         job_query = select(_je.job_event_id, _je.at, _je.job_id, _je.group_id, _je.kind, _je.data)
         job_query = job_query.where(_je.job_event_id > after.job)
-        async with self._database.reading() as connection:
-            rollout_page = await self._page(connection, rollout_query, _e.event_id, after.stage, limit)
-            job_page = await self._page(connection, job_query, _je.job_event_id, after.job, limit)
+
+        def read(connection: Connection) -> tuple[_Page, _Page]:
+            rollout_page = self._page(connection, rollout_query, _e.event_id, after.stage, limit)
+            return rollout_page, self._page(connection, job_query, _je.job_event_id, after.job, limit)
+
+        rollout_page, job_page = await self._database.read(read)
         position = after
         found: list[JobEventRow] = []
         for row in _merge(*rollout_page, *job_page):
@@ -164,11 +174,9 @@ class JobEventRepository(Repository):
                 found.append(event)
         return found, position
 
-    async def _page(
-        self, connection: AsyncConnection, query: Select[Any], number: Column[Any], after: int, limit: int
-    ) -> tuple[Sequence[Row[Any]], bool]:
+    def _page(self, connection: Connection, query: Select[Any], number: Column[Any], after: int, limit: int) -> _Page:
         """Return rows ordered by their numbers, and whether there may be more that cannot be returned yet."""
-        rows: Sequence[Row[Any]] = (await connection.execute(query.order_by(number).limit(limit))).all()
+        rows: Sequence[Row[Any]] = connection.execute(query.order_by(number).limit(limit)).all()
         if self._database.dialect == "postgresql":
             expected, now = after + 1, time.time()
             for index, row in enumerate(rows):
@@ -188,19 +196,25 @@ class CallbackRepository(Repository):
         due = due.limit(limit)
         if not await self._scalars(due):
             return []  # without a lock, because usually nothing is due
-        async with self._database.writing() as connection:
-            ids = list(await connection.scalars(due.with_for_update(skip_locked=True)))
+
+        def write(connection: Connection) -> list[CallbackRow]:
+            ids = list(connection.scalars(due.with_for_update(skip_locked=True)))
             mine = _b.callback_id.in_(ids)
             values = {"attempts": _b.attempts + 1, "next_attempt_at": now + seconds}
-            await connection.execute(update(schema.callbacks).where(mine).values(**values))
-            return [CallbackRow(*row) for row in await connection.execute(_select_callbacks.where(mine))]
+            connection.execute(update(schema.callbacks).where(mine).values(**values))
+            return [CallbackRow(*row) for row in connection.execute(_select_callbacks.where(mine))]
+
+        return await self._database.write(write)
 
     async def fix_body(self, callback_id: str, body: str) -> str:
         """Store `body`, unless an earlier attempt stored one, and return the stored body, which every attempt sends."""
         mine = _b.callback_id == callback_id
-        async with self._database.writing() as connection:
-            await connection.execute(update(schema.callbacks).where(mine, _b.body.is_(None)).values(body=body))
-            return str((await connection.execute(select(_b.body).where(mine))).scalar_one())
+
+        def write(connection: Connection) -> str:
+            connection.execute(update(schema.callbacks).where(mine, _b.body.is_(None)).values(body=body))
+            return str(connection.execute(select(_b.body).where(mine)).scalar_one())
+
+        return await self._database.write(write)
 
     async def mark_delivered(self, callback_id: str) -> None:
         values = {"next_attempt_at": None, "delivered_at": time.time(), "error": None}
@@ -238,19 +252,17 @@ def _merge(
         yield from of_rollouts or of_jobs
 
 
-async def insert_job_event(
-    connection: AsyncConnection, job_id: str | None, group_id: str | None, at: float, kind: str, data: Json
+def insert_job_event(
+    connection: Connection, job_id: str | None, group_id: str | None, at: float, kind: str, data: Json
 ) -> None:
     """Record an event of a job or of one of its groups. Do nothing if `job_id` is None."""
     if job_id is not None:
         values = {"job_id": job_id, "group_id": group_id, "at": at, "kind": kind, "data": data}
-        await connection.execute(insert(schema.job_events).values(**values))
+        connection.execute(insert(schema.job_events).values(**values))
 
 
-async def queue_callback(
-    connection: AsyncConnection, job_id: str, kind: CallbackKind, group_id: str | None, now: float
-) -> None:
+def queue_callback(connection: Connection, job_id: str, kind: CallbackKind, group_id: str | None, now: float) -> None:
     """Queue a callback, if the job has a callback URL."""
-    if await connection.scalar(select(_j.callback_url).where(_j.job_id == job_id)) is not None:
+    if connection.scalar(select(_j.callback_url).where(_j.job_id == job_id)) is not None:
         new = insert(schema.callbacks).values(callback_id=new_id("msg"), job_id=job_id, group_id=group_id, kind=kind)
-        await connection.execute(new.values(created_at=now, next_attempt_at=now))
+        connection.execute(new.values(created_at=now, next_attempt_at=now))

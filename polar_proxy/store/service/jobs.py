@@ -16,8 +16,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
-from sqlalchemy import ColumnElement, and_, case, func, insert, null, select, update
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import ColumnElement, Connection, and_, case, func, insert, null, select, update
 
 from polar_proxy.errors import UsageError
 from polar_proxy.store import schema
@@ -122,22 +121,25 @@ class JobRepository(Repository):
             ended_at=None if groups else now,
             callback_url=callback_url,
         )
-        async with self._database.writing() as connection:
-            is_new = (await connection.execute(new)).rowcount == 1
-            if is_new:
-                await insert_job_event(connection, job_id, None, now, "job", {"status": status})
-                if not groups:
-                    await queue_callback(connection, job_id, "job.ended", None, now)
-                for group in groups:
-                    await _queue_group(connection, job_id, group, now, owned)
-            else:
+
+        def write(connection: Connection) -> str:
+            if connection.execute(new).rowcount == 0:
                 same_key = select(_j.job_id, _j.spec).where(_j.idempotency_key == idempotency_key)
-                job_id, known_spec = (await connection.execute(same_key)).one()
+                known, known_spec = connection.execute(same_key).one()
                 if known_spec != spec:
-                    raise UsageError(f"The idempotency key {idempotency_key!r} was used for another job, {job_id}.")
-        row = await self.get(job_id)
+                    raise UsageError(f"The idempotency key {idempotency_key!r} was used for another job, {known}.")
+                return str(known)
+            insert_job_event(connection, job_id, None, now, "job", {"status": status})
+            if not groups:
+                queue_callback(connection, job_id, "job.ended", None, now)
+            for group in groups:
+                _queue_group(connection, job_id, group, now, owned)
+            return job_id
+
+        stored = await self._database.write(write)
+        row = await self.get(stored)
         assert row is not None
-        return row, is_new
+        return row, stored == job_id
 
     async def get(self, job_id: str) -> JobRow | None:
         rows = await self._fetch(_j.job_id == job_id)
@@ -157,13 +159,16 @@ class JobRepository(Repository):
     async def _fetch(self, *conditions: ColumnElement[bool], limit: int | None = None) -> list[JobRow]:
         query = _select_jobs.where(*conditions).order_by(_j.job_id.desc()).limit(limit)
         by_status = select(_r.job_id, _r.status, func.count()).group_by(_r.job_id, _r.status)
-        rollouts: dict[str, dict[str, int]] = defaultdict(dict)
-        async with self._database.reading() as connection:
-            rows = [JobRow(*row) for row in await connection.execute(query)]
+
+        def read(connection: Connection) -> list[JobRow]:
+            rollouts: dict[str, dict[str, int]] = defaultdict(dict)
+            rows = [JobRow(*row) for row in connection.execute(query)]
             ids = [row.job_id for row in rows]
-            for job_id, status, count in await connection.execute(by_status.where(_r.job_id.in_(ids))):
+            for job_id, status, count in connection.execute(by_status.where(_r.job_id.in_(ids))):
                 rollouts[job_id][status] = count
-        return [replace(row, rollouts=rollouts[row.job_id]) for row in rows]
+            return [replace(row, rollouts=rollouts[row.job_id]) for row in rows]
+
+        return await self._database.read(read)
 
     async def set_status(
         self,
@@ -180,25 +185,28 @@ class JobRepository(Repository):
         end of its pause. Raises UsageError for an unknown job.
         """
         now = time.time()
-        async with self._database.writing() as connection:
+
+        def write(connection: Connection) -> list[str]:
             query = select(_j.status, _j.paused_until).where(_j.job_id == job_id).with_for_update()
-            found = (await connection.execute(query)).one_or_none()
+            found = connection.execute(query).one_or_none()
             if found is None:
                 raise UsageError(f"There is no job {job_id}.")
             if found.status in ("done", "cancelled") or only_if not in (None, tuple(found)):
                 return []
             ends = status in ("done", "cancelled")
             values = {"status": status, "ended_at": now if ends else None, "paused_until": paused_until}
-            await connection.execute(update(schema.jobs).where(_j.job_id == job_id).values(values))
+            connection.execute(update(schema.jobs).where(_j.job_id == job_id).values(values))
             claimed: list[str] = []
             if status == "cancelled":
-                claimed = await cancel_rollouts(connection, _r.job_id == job_id, now)
-                await _cancel_idle_groups(connection, job_id, now)
+                claimed = cancel_rollouts(connection, _r.job_id == job_id, now)
+                _cancel_idle_groups(connection, job_id, now)
             if status != found.status:
-                await insert_job_event(connection, job_id, None, now, "job", {"status": status})
+                insert_job_event(connection, job_id, None, now, "job", {"status": status})
             if ends:
-                await queue_callback(connection, job_id, "job.ended", None, now)
+                queue_callback(connection, job_id, "job.ended", None, now)
             return claimed
+
+        return await self._database.write(write)
 
     async def resume_due(self) -> list[str]:
         """Set paused jobs whose pause is over to `open`, and return their ids.
@@ -209,13 +217,16 @@ class JobRepository(Repository):
         due = and_(_j.status == "paused", _j.paused_until <= now)
         if not await self._scalars(select(_j.job_id).where(due).limit(1)):
             return []  # without a lock, because usually nothing is due
-        async with self._database.writing() as connection:
-            ids = list(await connection.scalars(select(_j.job_id).where(due).with_for_update()))
+
+        def write(connection: Connection) -> list[str]:
+            ids = list(connection.scalars(select(_j.job_id).where(due).with_for_update()))
             mine = _j.job_id.in_(ids)
-            await connection.execute(update(schema.jobs).where(mine).values(status="open", paused_until=None))
+            connection.execute(update(schema.jobs).where(mine).values(status="open", paused_until=None))
             for job_id in ids:
-                await insert_job_event(connection, job_id, None, now, "job", {"status": "open"})
-        return ids
+                insert_job_event(connection, job_id, None, now, "job", {"status": "open"})
+            return ids
+
+        return await self._database.write(write)
 
     async def in_flight(self, job_id: str) -> int:
         """Return the number of the job's claimed rollouts that have not ended, whether or not they have started."""
@@ -224,9 +235,9 @@ class JobRepository(Repository):
         return int(count)
 
 
-async def _queue_group(connection: AsyncConnection, job_id: str, group: NewGroup, now: float, owned: bool) -> None:
+def _queue_group(connection: Connection, job_id: str, group: NewGroup, now: float, owned: bool) -> None:
     group_id = new_id("group")
-    await connection.execute(
+    connection.execute(
         insert(schema.groups).values(
             group_id=group_id,
             job_id=job_id,
@@ -244,17 +255,17 @@ async def _queue_group(connection: AsyncConnection, job_id: str, group: NewGroup
     for index, rollout in enumerate(group.rollouts):
         rollout_id = new_id("roll")
         values = {"rollout_id": rollout_id, "group_index": index, "owner_host": host, "owner_pid": pid, **common}
-        await connection.execute(insert(schema.rollouts).values(**values, **asdict(rollout)))
-        await insert_status_event(connection, rollout_id, now, None, "queued")
+        connection.execute(insert(schema.rollouts).values(**values, **asdict(rollout)))
+        insert_status_event(connection, rollout_id, now, None, "queued")
 
 
-async def _cancel_idle_groups(connection: AsyncConnection, job_id: str, now: float) -> None:
+def _cancel_idle_groups(connection: Connection, job_id: str, now: float) -> None:
     """Cancel the groups of a cancelled job that have no claimed rollout."""
     busy = select(_r.group_id).where(_r.job_id == job_id, ~_final)
     idle = select(_g.group_id).where(_g.job_id == job_id, _g.status == "open", _g.group_id.not_in(busy))
     reason = "the job was cancelled"
-    for group_id in list(await connection.scalars(idle)):
+    for group_id in list(connection.scalars(idle)):
         delivery = case((_g.delivery.is_(None), None), else_="dropped")
         values = {"status": "cancelled", "reason": reason, "ended_at": now, "delivery": delivery}
-        await update_groups(connection, _g.group_id == group_id, **values)
-        await insert_job_event(connection, job_id, group_id, now, "group", {"status": "cancelled", "reason": reason})
+        update_groups(connection, _g.group_id == group_id, **values)
+        insert_job_event(connection, job_id, group_id, now, "group", {"status": "cancelled", "reason": reason})

@@ -15,8 +15,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, Select, and_, delete, exists, func, or_, select, update
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import ColumnElement, Connection, Row, Select, and_, delete, exists, func, or_, select, update
 
 from polar_proxy.store import schema
 from polar_proxy.store.database import Repository, row_columns
@@ -60,24 +59,26 @@ class QueueRepository(Repository):
         `staleness_filter`).
         """
         now = time.time()
-        async with self._database.writing() as connection:
+
+        def write(connection: Connection) -> list[Claim]:
             conditions = [_job_may_start(now), _within(job_id)]
-            if (fresh := await staleness_filter(connection)) is not None:
+            if (fresh := staleness_filter(connection)) is not None:
                 conditions.append(fresh)
-            ids = list(await connection.scalars(_next_in_queue(conditions).limit(limit)))
-            if ids and job_id is None and await _fleet_is_paused(connection, now):
+            ids = list(connection.scalars(_next_in_queue(conditions).limit(limit)))
+            if ids and job_id is None and _fleet_is_paused(connection, now):
                 return []
             # On PostgreSQL another worker may have claimed some between the two statements: they are skipped.
             lock = select(_r.rollout_id).where(_r.rollout_id.in_(ids), _r.status == "queued", _r.claimed_by.is_(None))
-            free = list(await connection.scalars(lock.with_for_update(skip_locked=True)))
+            free = list(connection.scalars(lock.with_for_update(skip_locked=True)))
             if not free:
                 return []
             mine = _r.rollout_id.in_(free)
             values = {"claimed_by": worker, "lease_expires_at": now + seconds, "policy_version": policy_version}
-            await update_rollouts(connection, mine, **values)
-            rows = await connection.execute(select(*row_columns(Claim, schema.rollouts)).where(mine))
-            claims = [Claim(*row) for row in rows]
-        return sorted(claims, key=lambda claim: ids.index(claim.rollout_id))
+            update_rollouts(connection, mine, **values)
+            rows = connection.execute(select(*row_columns(Claim, schema.rollouts)).where(mine))
+            return sorted((Claim(*row) for row in rows), key=lambda claim: ids.index(claim.rollout_id))
+
+        return await self._database.write(write)
 
     async def heartbeat(self, worker: str, rollout_ids: Collection[str], seconds: float) -> tuple[set[str], set[str]]:
         """Extend the worker's claims by `seconds`.
@@ -88,12 +89,15 @@ class QueueRepository(Repository):
         mine = and_(_r.rollout_id.in_(list(rollout_ids)), _r.claimed_by == worker)
         now = time.time()
         job_paused = and_(_r.status == "queued", _r.job_id.in_(select(_j.job_id).where(_j.status == "paused")))
-        async with self._database.writing() as connection:
+
+        def write(connection: Connection) -> Sequence[Row[Any]]:
             free_again = and_(mine, job_paused, not_ending)
-            await update_rollouts(connection, free_again, claimed_by=None, lease_expires_at=None)
-            await update_rollouts(connection, mine, lease_expires_at=now + seconds)
+            update_rollouts(connection, free_again, claimed_by=None, lease_expires_at=None)
+            update_rollouts(connection, mine, lease_expires_at=now + seconds)
             must_end = and_(~_final, _r.cause == CANCEL_REQUESTED)
-            rows = (await connection.execute(select(_r.rollout_id, must_end.label("cancelled")).where(mine))).all()
+            return connection.execute(select(_r.rollout_id, must_end.label("cancelled")).where(mine)).all()
+
+        rows = await self._database.write(write)
         return {row.rollout_id for row in rows if row.cancelled}, set(rollout_ids) - {row.rollout_id for row in rows}
 
     async def release(self, claim: Claim, *, cause: str, counts: bool = True) -> int:
@@ -104,18 +108,22 @@ class QueueRepository(Repository):
         """
         now = time.time()
         held = (_r.rollout_id == claim.rollout_id, _r.claimed_by == claim.claimed_by, _r.attempt == claim.attempt)
-        async with self._database.writing() as connection:
-            attempt = await _requeue(connection, and_(*held), cause, now, counts=counts)
+        attempt = await self._database.write(
+            lambda connection: _requeue(connection, and_(*held), cause, now, counts=counts)
+        )
         if not attempt:
             raise ClaimLostError(f"The rollout {claim.rollout_id} has ended, or another worker claimed it")
         return attempt[claim.rollout_id]
 
     async def cancel(self, rollout_id: str) -> bool:
         """Cancel a queued rollout. Returns False if a worker has claimed it and must end it, or if it has ended."""
-        async with self._database.writing() as connection:
-            await cancel_rollouts(connection, _r.rollout_id == rollout_id, time.time())
-            status = await connection.scalar(select(_r.status).where(_r.rollout_id == rollout_id))
+
+        def write(connection: Connection) -> bool:
+            cancel_rollouts(connection, _r.rollout_id == rollout_id, time.time())
+            status = connection.scalar(select(_r.status).where(_r.rollout_id == rollout_id))
             return bool(status == "cancelled")
+
+        return await self._database.write(write)
 
     async def reclaim_expired(self, *, attempts: int, job_id: str | None = None) -> dict[str, int]:
         """Queue again the rollouts whose leases have expired, and return rollout id -> number of the next attempt.
@@ -137,18 +145,20 @@ class QueueRepository(Repository):
     async def _reclaim(self, which: ColumnElement[bool], attempts: int) -> dict[str, int]:
         now = time.time()
         lost = and_(which, _r.claimed_by.is_not(None), ~_final)
-        async with self._database.writing() as connection:
+
+        def write(connection: Connection) -> dict[str, int]:
             query = select(_r.rollout_id, _r.status).where(lost, _r.attempt >= attempts, not_ending)
-            exhausted = (await connection.execute(query)).all()
+            exhausted = connection.execute(query).all()
             for row in exhausted:
-                await insert_status_event(connection, row.rollout_id, now, row.status, "failed")
+                insert_status_event(connection, row.rollout_id, now, row.status, "failed")
             failed = [row.rollout_id for row in exhausted]
-            await end_stages(connection, _st.rollout_id.in_(failed), now, "failed", "worker_lost")
-            await close_sessions(connection, failed, now)
+            end_stages(connection, _st.rollout_id.in_(failed), now, "failed", "worker_lost")
+            close_sessions(connection, failed, now)
             values = {"cause": "worker_lost", "error": "its worker sent no heartbeat", "ended_at": now}
-            await update_rollouts(connection, _r.rollout_id.in_(failed), status="failed", claimed_by=None, **values)
-            again = await _requeue(connection, lost, "worker_lost", now)
-        return {**again, **dict.fromkeys(failed, 0)}
+            update_rollouts(connection, _r.rollout_id.in_(failed), status="failed", claimed_by=None, **values)
+            return {**_requeue(connection, lost, "worker_lost", now), **dict.fromkeys(failed, 0)}
+
+        return await self._database.write(write)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,14 +191,17 @@ class FleetRepository(Repository):
 
         A pause waits for the claims in progress, so that `in_flight` includes their rollouts afterwards.
         """
-        async with self._database.writing() as connection:
-            found = FleetRow(*(await connection.execute(_select_fleet.with_for_update())).one())
+
+        def write(connection: Connection) -> bool:
+            found = FleetRow(*connection.execute(_select_fleet.with_for_update()).one())
             if only_if not in (None, found):
                 return False
             paused_until = wanted.paused_until if wanted.paused_at else None
             values = {"paused_at": wanted.paused_at, "paused_until": paused_until}
-            await connection.execute(update(schema.fleet).where(_this_fleet).values(values))
-        return True
+            connection.execute(update(schema.fleet).where(_this_fleet).values(values))
+            return True
+
+        return await self._database.write(write)
 
     async def in_flight(self) -> list[str]:
         """Return the ids of the unfinished rollouts that the rollout services of all servers have claimed.
@@ -199,7 +212,7 @@ class FleetRepository(Repository):
         return await self._scalars(select(_r.rollout_id).where(claimed).order_by(_r.rollout_id))
 
 
-async def staleness_filter(connection: AsyncConnection) -> ColumnElement[bool] | None:
+def staleness_filter(connection: Connection) -> ColumnElement[bool] | None:
     """Return a condition on rollouts that holds back groups which would be delivered too stale, or None.
 
     The feed delivers the oldest groups first. If consumers take G groups per policy version, a group with A groups for
@@ -210,11 +223,11 @@ async def staleness_filter(connection: AsyncConnection) -> ColumnElement[bool] |
     started = exists().where(_r.group_id == _g.group_id, or_(_r.status != "queued", _r.claimed_by.is_not(None)))
     limited = (_g.delivery == "open", _g.max_staleness.is_not(None))
     query = select(_g.group_id, _g.max_staleness, started).where(*limited).order_by(_g.group_id)
-    groups = (await connection.execute(query)).all()
-    if not groups or (groups_per_version := await _groups_per_version(connection)) is None:
+    groups = connection.execute(query).all()
+    if not groups or (groups_per_version := _groups_per_version(connection)) is None:
         return None
     before = select(func.count()).where(or_(_g.delivery == "waiting", and_(_g.delivery == "open", started)))
-    ahead = await connection.scalar(before) or 0
+    ahead = connection.scalar(before) or 0
     may_start: list[str] = []
     for group_id, max_staleness, is_started in groups:
         if not is_started and int(ahead / groups_per_version) <= max_staleness:
@@ -224,7 +237,7 @@ async def staleness_filter(connection: AsyncConnection) -> ColumnElement[bool] |
     return or_(_r.group_id.not_in(not_started), _r.group_id.in_(may_start))
 
 
-async def _groups_per_version(connection: AsyncConnection) -> float | None:
+def _groups_per_version(connection: Connection) -> float | None:
     """Return the mean number of groups acknowledged per policy version; None if unknown.
 
     The newest version is left out, because its groups may not all be acknowledged yet.
@@ -232,7 +245,7 @@ async def _groups_per_version(connection: AsyncConnection) -> float | None:
     query = select(_l.policy_version).where(_l.outcome == "acknowledged").order_by(_l.lease_id.desc())
     versions = [
         int(version)
-        for version in await connection.scalars(query.limit(_THROUGHPUT_LEASES))
+        for version in connection.scalars(query.limit(_THROUGHPUT_LEASES))
         if version is not None and version.isdecimal()
     ]
     complete = [version for version in versions if version != max(versions)]
@@ -267,12 +280,12 @@ def _next_in_queue(conditions: Sequence[ColumnElement[bool]]) -> Select[Any]:
     return select(c.rollout_id).order_by(c.priority.desc(), c.turn, c.group_id, c.group_index)
 
 
-async def _fleet_is_paused(connection: AsyncConnection, now: float) -> bool:
+def _fleet_is_paused(connection: Connection, now: float) -> bool:
     # A shared lock: a pause waits for the claims in progress, so that it can count them, and claims do not wait for
     # each other.
     paused = and_(_f.paused_at.is_not(None), or_(_f.paused_until.is_(None), _f.paused_until > now))
     query = select(paused).select_from(schema.fleet).with_for_update(read=True)
-    return bool((await connection.execute(query)).scalar_one())
+    return bool(connection.execute(query).scalar_one())
 
 
 def _within(job_id: str | None) -> ColumnElement[bool]:
@@ -286,38 +299,38 @@ def _job_may_start(now: float) -> ColumnElement[bool]:
     return or_(_j.status.is_(None), _j.status == "open", pause_over)
 
 
-async def cancel_rollouts(connection: AsyncConnection, which: ColumnElement[bool], now: float) -> list[str]:
+def cancel_rollouts(connection: Connection, which: ColumnElement[bool], now: float) -> list[str]:
     """Cancel the unclaimed rollouts that meet `which`; ask workers to end the claimed ones, and return their ids."""
-    rows = (await connection.execute(select(_r.rollout_id, _r.status, _r.claimed_by).where(which, ~_final))).all()
+    rows = connection.execute(select(_r.rollout_id, _r.status, _r.claimed_by).where(which, ~_final)).all()
     unclaimed = [row for row in rows if row.claimed_by is None]
     for row in unclaimed:
-        await insert_status_event(connection, row.rollout_id, now, row.status, "cancelled")
+        insert_status_event(connection, row.rollout_id, now, row.status, "cancelled")
     values = {"cause": "cancelled", "error": "cancelled before it started", "ended_at": now}
     mine = _r.rollout_id.in_([row.rollout_id for row in unclaimed])
-    await update_rollouts(connection, mine, status="cancelled", **values)
+    update_rollouts(connection, mine, status="cancelled", **values)
     claimed = [row.rollout_id for row in rows if row.claimed_by is not None]
-    await update_rollouts(connection, _r.rollout_id.in_(claimed), cause=CANCEL_REQUESTED)
+    update_rollouts(connection, _r.rollout_id.in_(claimed), cause=CANCEL_REQUESTED)
     return claimed
 
 
-async def _requeue(
-    connection: AsyncConnection, which: ColumnElement[bool], cause: str, now: float, *, counts: bool = True
+def _requeue(
+    connection: Connection, which: ColumnElement[bool], cause: str, now: float, *, counts: bool = True
 ) -> dict[str, int]:
     """Queue rollouts for another attempt, or cancel those whose cancellation was requested. Return rollout id -> number
     of the next attempt (0: cancelled).
 
     `counts=False`: the next attempt takes the number of this one, whose stages are removed."""
     query = select(_r.rollout_id, _r.status, _r.attempt, _r.cause).where(which, ~_final).with_for_update()
-    rows = (await connection.execute(query)).all()
+    rows = connection.execute(query).all()
     attempts = {row.rollout_id: 0 if row.cause == CANCEL_REQUESTED else row.attempt + counts for row in rows}
     for row in rows:
         status = "queued" if attempts[row.rollout_id] else "cancelled"
-        await insert_status_event(connection, row.rollout_id, now, row.status, status, cause)
-    await end_stages(connection, _st.rollout_id.in_(attempts), now, "failed", cause)
+        insert_status_event(connection, row.rollout_id, now, row.status, status, cause)
+    end_stages(connection, _st.rollout_id.in_(attempts), now, "failed", cause)
     for rollout_id, attempt in attempts.items() if not counts else ():
-        await connection.execute(delete(schema.stages).where(_st.rollout_id == rollout_id, _st.attempt == attempt))
+        connection.execute(delete(schema.stages).where(_st.rollout_id == rollout_id, _st.attempt == attempt))
     # In the same transaction: the next worker opens its own session, which must not be closed.
-    await close_sessions(connection, list(attempts), now)
+    close_sessions(connection, list(attempts), now)
     again = _r.rollout_id.in_([rollout_id for rollout_id, attempt in attempts.items() if attempt])
     cancelled = _r.rollout_id.in_([rollout_id for rollout_id, attempt in attempts.items() if not attempt])
     unclaimed: dict[str, Any] = {"claimed_by": None, "lease_expires_at": None}
@@ -328,7 +341,7 @@ async def _requeue(
         "incomplete": False,
         **unclaimed,
     }
-    await update_rollouts(connection, again, status="queued", cause=cause, **fresh)
+    update_rollouts(connection, again, status="queued", cause=cause, **fresh)
     ended = {"cause": "cancelled", "error": "cancelled", "ended_at": now, **unclaimed}
-    await update_rollouts(connection, cancelled, status="cancelled", **ended)
+    update_rollouts(connection, cancelled, status="cancelled", **ended)
     return attempts
