@@ -34,9 +34,9 @@ SERVICE = {
     "polar_proxy.store.repositories.training",
     "polar_proxy.store.repositories.conversations",
 }
-READING = (
-    MODELS | SERVER | AGENTS | CLIENT | {"alembic", "sqlalchemy.dialects.postgresql", "polar_proxy.training.metrics"}
-)
+ASYNC_SQL = {"sqlalchemy.ext.asyncio", "sqlalchemy.orm", "aiosqlite"}
+RARE = {"alembic", "sqlalchemy.dialects.postgresql", "polar_proxy.training.metrics"}
+READING = MODELS | SERVER | AGENTS | CLIENT | ASYNC_SQL | RARE
 """Modules that a verb which reads the database does not need."""
 EXPORTS = {"polar_proxy.export.exporter", "polar_proxy.traces.builders", "polar_proxy.training"}
 TRAINERS = {f"polar_proxy.export.formats.{name}" for name in ("nemo_rl", "slime", "tinker", "trl", "verl")}
@@ -120,9 +120,9 @@ def test_a_verb_that_reads_tokens_imports_only_what_it_needs() -> None:
     session = polar_json("session", "new")["session_id"]
     check_imports(
         [
-            (["db", "stats"], READING | EXPORTS | {"polar_proxy.store.service"}),
             (["show", session], READING | EXPORTS),
             (["export"], READING | TRAINERS),
+            (["db", "stats"], READING - ASYNC_SQL | {"polar_proxy.store.service"}),
         ]
     )
 
