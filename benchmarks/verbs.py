@@ -24,7 +24,7 @@ COMMANDS = (
     *("--version", "--help", "connect", "harness list", "db path", "db stats", "key list", "train list"),
     *("service status", "top", "status", "status JOB", "results JOB", "watch JOB", "events JOB", "sessions"),
     *("show ROLLOUT", "show SESSION", "show CALL", "show CALL --tokens"),
-    *("sql 'SELECT * FROM v_rollouts'", "sql 'SELECT * FROM v_messages'", "sql 'SELECT * FROM v_tokens'"),
+    *("sql 'SELECT * FROM v_rollouts'", "sql 'SELECT * FROM v_messages'", "sql 'SELECT * FROM v_tokens LIMIT 20'"),
     *(
         "export",
         "export --format chat-jsonl",

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ValidationError
 
 from polar_proxy.allowed_code import is_code
 from polar_proxy.cli.output import err, styled
-from polar_proxy.config import Settings, is_loopback
+from polar_proxy.config import Settings, is_loopback, start_no_blas_threads
 from polar_proxy.errors import UsageError
 
 if TYPE_CHECKING:  # sqlalchemy, httpx and fastapi take a second to import, and `polar --help` needs none of them
@@ -174,6 +174,7 @@ def with_store(settings: Settings, work: Callable[[Store], Awaitable[T]], *, cre
         async with open_database(settings, create=create) as store:
             return await work(store)
 
+    start_no_blas_threads()
     return run_async(main())
 
 

@@ -170,6 +170,26 @@ def test_a_short_command_collects_no_garbage() -> None:
     assert int(frozen) > 0, "the last collection has nothing to examine"
 
 
+THREADS = """
+import os
+from polar_proxy.cli import main
+try:
+    main()
+finally:
+    import numpy
+    print("\\n", len(os.listdir("/proc/self/task")))
+"""
+
+
+@pytest.mark.slow
+def test_a_short_command_starts_no_threads_for_linear_algebra() -> None:
+    polar_ok("db", "upgrade")
+    env = {name: value for name, value in environment().items() if not name.endswith("_NUM_THREADS")}
+    command = [sys.executable, "-c", THREADS, "sessions"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.stdout.split()[-1] == "1", done.stderr
+
+
 @pytest.mark.parametrize("name", VERBS)
 def test_listed_help_of_a_verb_is_its_first_paragraph(name: str) -> None:
     loaded = VERBS[name].load()
