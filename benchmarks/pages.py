@@ -1,6 +1,6 @@
 """The web page: bytes of its assets, server time of each page among a million calls, memory with 50 open pages.
 
-    python benchmarks/pages.py [--calls N] [--open N] [--seconds N] [--json]
+    python benchmarks/pages.py [--calls N] [--db FILE] [--open N] [--seconds N] [--json]
 
 An open page is a client that follows the events and asks for its page and the parts of it as often as a browser does.
 See benchmarks/README.md.
@@ -75,7 +75,8 @@ async def stay_open(client: httpx.AsyncClient, until: float, latencies: list[flo
 
 async def open_pages(url: str, process: int, number: int, seconds: float) -> dict[str, float]:
     """Return the server's memory before and with open pages, and the latency of their requests."""
-    limits = httpx.Limits(max_connections=None)
+    # The server closes connections that are idle for five seconds; a request must not use one just then.
+    limits = httpx.Limits(max_connections=None, keepalive_expiry=2)
     async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False, limits=limits) as client:
         (await client.get("/")).raise_for_status()
         before = resident_mb(process)
@@ -113,14 +114,16 @@ def measure_open(database: Path, number: int, seconds: float) -> dict[str, float
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0] if __doc__ else None)
     parser.add_argument("--calls", type=int, default=1_000_000, help="calls in the database (1,000,000)")
+    parser.add_argument("--db", type=Path, help="keep the database in this file, and use it if it exists")
     parser.add_argument("--open", type=int, default=50, help="open pages (50)")
     parser.add_argument("--seconds", type=float, default=30, help="how long they are open (30)")
     parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
     arguments = parser.parse_args()
     document = asset_bytes()
     with tempfile.TemporaryDirectory(prefix="polar-pages-") as name:
-        database = Path(name) / "million.db"
-        million.fill(database, arguments.calls)
+        database = arguments.db or Path(name) / "million.db"
+        if not database.exists():
+            million.fill(database, arguments.calls)
         document["pages_ms"] = million.measure_pages(database, arguments.calls)
         document |= measure_open(database, arguments.open, arguments.seconds)
     if arguments.json:

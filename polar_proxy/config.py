@@ -136,11 +136,11 @@ class GatewaySettings(_Section):
     model_hosts: frozenset[str] = frozenset()
     """Names that a provider gave to you alone, such as my-resource.openai.azure.com: interception in sandboxes includes
     them. `polar intercept` needs no such list."""
-    provider_tools: Literal["remove", "refuse", "allow"] = "remove"
+    provider_tools: Literal["remove", "refuse", "allow"] = "allow"
     """Tools in a request that the model's provider would run itself, such as a web search or a code interpreter. They
-    are recorded with the call. `remove`: the model is not offered them. `refuse`: the request is refused with status
-    400. `allow`: they are left to an engine that can pass them on to its provider, and such answers are never trained;
-    other engines offer none. The engine `passthrough` changes no request: it passes on what is not refused."""
+    are recorded with the call. `allow`: the engine `passthrough` passes them on, and such answers are never trained;
+    other engines do not offer them to the model. `refuse`: the request is refused with status 400. `remove`: no model
+    is offered them; `passthrough` changes no request, so the server does not start with it."""
     hooks: str | None = None
     """A class of your own, as module:Class, that changes requests or answers (polar_proxy/gateway/hooks.py). Tasks and
     requests cannot name one."""

@@ -130,6 +130,9 @@ class JobSpec(RolloutSpec):
     """Jobs of higher priority run first."""
     label: str | None = None
     """A name to find the job by."""
+    repeat_of: str | None = None
+    """Id of a rollout to repeat, in place of a task. Its task, agent and options are used, except for the options that
+    are given."""
     callback_url: str | None = None
     """Receives a signed POST for each finished group and for the end of the job."""
 

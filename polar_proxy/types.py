@@ -291,6 +291,8 @@ class SampleEvent:
     """From the passthrough engine: the bytes that the agent gets in place of this event's encoding."""
     response_id: str | None = None
     """From the passthrough engine: the provider's id of a response of the Responses API."""
+    response_items: Json | None = None
+    """From the passthrough engine: see `CallRecord.response_items`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -406,6 +408,11 @@ class CallRecord:
     base_choice: int | None = None
     response_id: str | None = None
     """The provider's id of a response that was passed through; a later request may continue the response by it."""
+    response_items: Json | None = None
+    """The provider's ids of the items of such a response: {id: kind and number}, such as {"fc_67c9": "fc_0"} for the
+    first tool call. A later request may refer to an item by its id."""
+    provider_conversation: str | None = None
+    """The provider's id of the conversation that a call which was passed through continues and adds to."""
     deleted_at: float | None = None
     """When the client deleted the response, in seconds since the epoch. The call stays, and is trained on."""
     engine_name: str | None = None
@@ -490,3 +497,8 @@ class Trace:
     """True if `logprobs` come from a later, teacher-forced scoring, not from sampling."""
     sampling: tuple[AnswerSampling, ...] = ()
     """How the answer of each sampled span was sampled, in order."""
+
+    @property
+    def trained_tokens(self) -> int:
+        """Number of sampled tokens."""
+        return int(self.loss_mask.sum())

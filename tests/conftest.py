@@ -36,6 +36,7 @@ settings.load_profile("polar")
 LONG_FILES = (
     "conformance/test_fidelity.py",
     "training/test_weight_sync_vllm.py",
+    "view/test_screenshots.py",
     "conformance/test_real.py",
     "conformance/test_families_real.py",
     "test_image.py",

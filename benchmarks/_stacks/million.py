@@ -18,6 +18,7 @@ import httpx
 
 from polar_proxy.config import Settings
 from polar_proxy.store import open_store
+from polar_proxy.training.config import GrpoConfig
 from polar_proxy.view.server import create_pages
 
 CALLS_IN_A_SESSION = 50
@@ -25,10 +26,14 @@ _BASE = 1_750_000_000.0
 _USER = b'\x01\x08{"role":"user","content":"go on"}'
 _ASSISTANT = b'\x01\x08{"role":"assistant","content":"done"}'
 """Messages as uncompressed cells."""
+_RUNS, _STEPS = 10, 1000
+"""Number of training runs, and of steps of each."""
+_METRICS = {f"metric_{number}": number / 7 for number in range(30)}
 
 
 def fill(path: Path, calls: int) -> None:
-    """Write `calls` calls in sessions of 50; every session is a rollout with a trace, in groups of 8."""
+    """Write `calls` calls in sessions of 50; every session is a rollout with a trace, in groups of 8. Ten training runs
+    of 1,000 steps trained the groups."""
     asyncio.run(_make(path))
     sessions = calls // CALLS_IN_A_SESSION
     with closing(sqlite3.connect(path)) as db:
@@ -45,6 +50,9 @@ def fill(path: Path, calls: int) -> None:
         _insert(db, "sessions", (_session(number) for number in range(sessions)))
         _insert(db, "rollouts", (_rollout(number) for number in range(sessions)))
         _insert(db, "traces", (_trace(number) for number in range(sessions)))
+        _insert(db, "training_runs", (_training_run(number) for number in range(_RUNS)))
+        _insert(db, "training_lines", (_training_line(number, sessions) for number in range(_RUNS * _STEPS)))
+        _insert(db, "leases", (_lease(number, sessions) for number in range(_RUNS * _STEPS)))
         _insert(db, "calls", (_call(number) for number in range(sessions * CALLS_IN_A_SESSION)))
         _insert(db, "completions", (_completion(number) for number in range(sessions * CALLS_IN_A_SESSION)))
         db.commit()
@@ -115,6 +123,7 @@ async def _pages(path: Path, last: int) -> dict[str, float]:
         "groups_middle": f"/view/groups?before=group_{middle // 8:08}",
         "jobs": "/view/jobs",
         "training": "/view/training",
+        "training_run": f"/view/training/run_{_RUNS // 2}",
         "group": f"/view/groups/group_{middle // 8:08}",
         "group_training": f"/view/parts/groups/group_{middle // 8:08}/training",
         "comparison": f"/view/compare?run=roll_{middle:012}&run=roll_{middle + 1:012}",
@@ -210,6 +219,41 @@ def _trace(number: int) -> dict[str, Any]:
         "branch_at": 0,
         "call_ids": "[]",
         "created_at": _BASE,
+    }
+
+
+def _training_run(number: int) -> dict[str, Any]:
+    config = json.dumps(GrpoConfig().to_json())
+    return {"run_id": f"run_{number}", "name": f"run {number}", "config": config, "created_at": _BASE + number}
+
+
+def _trained_group(number: int, sessions: int) -> str:
+    """Return the group that a step trained. `number`: of the step, counted through all runs."""
+    return f"group_{number * (sessions // 8) // (_RUNS * _STEPS):08}"
+
+
+def _training_line(number: int, sessions: int) -> dict[str, Any]:
+    run, step = divmod(number, _STEPS)
+    return {
+        "run_id": f"run_{run}",
+        "position": step,
+        "kind": "step",
+        "step": step + 1,
+        "at": _BASE + number,
+        "data": json.dumps({**_METRICS, "groups": [_trained_group(number, sessions)]}),
+    }
+
+
+def _lease(number: int, sessions: int) -> dict[str, Any]:
+    return {
+        "lease_id": f"lease_{number:08}",
+        "group_id": _trained_group(number, sessions),
+        "consumer": f"run {number // _STEPS}",
+        "policy_version": str(number % _STEPS),
+        "leased_at": _BASE + number,
+        "expires_at": _BASE + number + 600,
+        "ended_at": _BASE + number + 60,
+        "outcome": "acknowledged",
     }
 
 

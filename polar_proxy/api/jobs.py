@@ -26,10 +26,10 @@ from polar_proxy.errors import ApiError, UsageError
 from polar_proxy.records import convert
 from polar_proxy.records.job_events import follow_events
 from polar_proxy.rollout_spec import JobSpec
-from polar_proxy.rollouts import cancel, submit
+from polar_proxy.rollouts import Original, cancel, find_original, submit
 from polar_proxy.store import json_codec
 from polar_proxy.store.service.jobs import JobRow, JobStatus
-from polar_proxy.tasks import Task, load_tasks, tasks_from_rows
+from polar_proxy.tasks import Task, check_task, load_tasks, tasks_from_rows
 from polar_proxy.types import Json
 
 _GRACE_SECONDS = 60.0
@@ -157,9 +157,10 @@ def _add_events(routers: Routers, context: ApiContext) -> None:
 
 
 async def _submit(context: ApiContext, body: m.JobRequest, idempotency_key: str | None) -> m.SubmittedJob:
-    spec = _job_spec(context, body)
+    original = None if body.repeat_of is None else await find_original(context.store, body.repeat_of)
+    spec = _job_spec(context, body, original)
     code = code_of_request(context, body)
-    tasks, refused = await asyncio.to_thread(_load_tasks, context, body, code)
+    tasks, refused = await asyncio.to_thread(_load_tasks, context, body, code, original)
     await asyncio.to_thread(check_job, context, spec, tasks)
     if context.service is not None:
         row, new = await context.service.submit(tasks, spec, idempotency_key=idempotency_key)
@@ -218,11 +219,16 @@ async def _pause(context: ApiContext, before: JobRow, body: m.PauseRequest) -> N
     await store.jobs.set_status(job_id, "paused", paused_until=ends)
 
 
-def _load_tasks(context: ApiContext, body: m.JobRequest, code: AllowedCode) -> tuple[list[Task], list[Json]]:
+def _load_tasks(
+    context: ApiContext, body: m.JobRequest, code: AllowedCode, original: Original | None
+) -> tuple[list[Task], list[Json]]:
     """Return the usable tasks and the refused ones. Reads files, so call it in a thread.
 
     Raises UsageError, and ApiError if no task is left.
     """
+    if original is not None:
+        check_task(original.task, code)
+        return [original.task], []
     if body.task_specs is not None:
         tasks, unusable = tasks_from_rows("task_specs", body.task_specs, body.instances, code)
     else:
@@ -236,9 +242,11 @@ def _load_tasks(context: ApiContext, body: m.JobRequest, code: AllowedCode) -> t
     return tasks, refused
 
 
-def _job_spec(context: ApiContext, body: m.JobRequest) -> JobSpec:
-    """Return the options of the job; omitted ones come from the server's settings. Raises UsageError."""
+def _job_spec(context: ApiContext, body: m.JobRequest, original: Original | None) -> JobSpec:
+    """Return the options of the job; omitted ones come from the original or the settings. Raises UsageError."""
     given = body.model_dump(include=body.model_fields_set & JobSpec.model_fields.keys())
+    if original is not None:
+        given = original.job_options(given)
     spec = context.settings.run.job_spec(**given)
     if spec.callback_url is not None:
         _check_callback_url(spec.callback_url, context.settings.api.private_callbacks)

@@ -22,7 +22,7 @@ class ApiRequestModel(DocumentedModel):
 
 class JobRequest(JobSpec):
     """Rollouts of one or more tasks. For a field that is omitted or null, the value in [run] of the server's settings
-    is used, or the field's default if [run] has no such field."""
+    is used, or the field's default if [run] has no such field. With `repeat_of`, the original's value is used."""
 
     task: str | None = None
     """A task family, a file or folder on the server's machine, or module:Class, as for `polar run`."""
@@ -41,10 +41,12 @@ class JobRequest(JobSpec):
 
     @model_validator(mode="after")
     def _check_source(self) -> JobRequest:
-        if (self.task is None) == (self.task_specs is None):
-            raise ValueError("give either task or task_specs")
-        if self.task_specs is not None and self.seed is not None:
-            raise ValueError("seed can be given with task only, not with task_specs")
+        if [self.task, self.task_specs, self.repeat_of].count(None) != 2:
+            raise ValueError("give one of task, task_specs and repeat_of")
+        if self.task is None and self.seed is not None:
+            raise ValueError("seed can be given with task only, not with task_specs or repeat_of")
+        if self.repeat_of is not None and self.instances is not None:
+            raise ValueError("instances cannot be given with repeat_of, which repeats one task")
         return self
 
 

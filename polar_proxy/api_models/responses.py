@@ -68,6 +68,8 @@ class Job(ApiResponseModel):
     """The name given at submission."""
     priority: int
     """Jobs with a higher number run first."""
+    repeat_of: str | None = None
+    """Id of the rollout that the job repeats."""
     groups: int
     """Number of groups."""
     rollouts: dict[str, int]

@@ -28,6 +28,7 @@ from polar_proxy.cli.common import (
     read_store_or_server,
     run_async,
     with_client,
+    with_store,
 )
 from polar_proxy.cli.output import (
     format_counts,
@@ -41,6 +42,7 @@ from polar_proxy.cli.output import (
 from polar_proxy.cli.views.progress import JobProgressView, RolloutProgressView
 from polar_proxy.cli.views.run_summary import print_run
 from polar_proxy.config import Settings
+from polar_proxy.documented import field_descriptions
 from polar_proxy.errors import UsageError
 from polar_proxy.rollout_spec import JobSpec, RolloutSpec
 from polar_proxy.terminal import configure_logging, escape_json_controls, one_line
@@ -59,7 +61,7 @@ if TYPE_CHECKING:
     )
     from polar_proxy.client import AsyncClient
     from polar_proxy.store import RolloutRow, Store
-    from polar_proxy.tasks import Task
+    from polar_proxy.tasks import Task, TaskRefusal
 
 T = TypeVar("T")
 
@@ -73,17 +75,20 @@ _SUMMARY = (
 @options.model_options(RolloutSpec)
 def run(
     task: Annotated[
-        str,
+        str | None,
         typer.Argument(
             help="Task family (swe-task), a JSONL file of tasks or SWE-bench rows, a Harbor task folder "
-            "or a folder of those, module:Class or module:function."
+            "or a folder of those, module:Class or module:function. Not with --repeat-of."
         ),
-    ],
+    ] = None,
     *,
     seed: options.Seed = None,
     instances: options.Instances = None,
     rollout_options: Json,
     samples: Annotated[int | None, typer.Option(min=1, help="Number of rollouts of each task (a group).")] = None,
+    repeat_of: Annotated[
+        str | None, typer.Option(metavar="ROLLOUT", help=field_descriptions(JobSpec)["repeat_of"])
+    ] = None,
     concurrency: options.Concurrency = None,
     engine: options.Engine = None,
     engine_url: options.EngineUrl = None,
@@ -102,8 +107,9 @@ def run(
     The exit code is 0 if every rollout reached a final status, whatever its reward. After Ctrl-C, the finished
     rollouts are printed and the exit code is 130.
     """
+    from polar_proxy.rollouts import find_original
     from polar_proxy.store import display_url
-    from polar_proxy.tasks import load_tasks
+    from polar_proxy.tasks import check_task
 
     import_named_code(task, rollout_options.get("harness"), engine, hooks, *(allow_code or ()))
     settings = load_settings(
@@ -115,14 +121,17 @@ def run(
         log={"level": log_level, "format": log_format},
     )
     configure_logging(settings.log.level or "warning", settings.log.format)
-    code = settings.code(task)
-    tasks, refused = load_tasks(task, seed, instances, code)
-    if is_code(task):  # tasks that the user's own code made may refer to more of it
-        code = code.including(*(name for one in tasks for name in one.code_names))
-    for refusal in refused or ():
-        print_refused_task(str(refusal))
-    if not tasks:
-        raise UsageError(f"{task} contains no task that can be run ({len(refused or ())} refused).")
+    if task is not None and repeat_of is None:
+        spec = settings.run.job_spec()
+        tasks, refused, code = _load_tasks(settings, task, seed, instances)
+    elif repeat_of is not None and (task, seed, instances) == (None, None, None):
+        original = with_store(settings, lambda store: find_original(store, repeat_of))
+        spec = settings.run.job_spec(**original.job_options(rollout_options))
+        tasks, refused, code = [original.task], None, settings.code()
+        check_task(original.task, code)
+        print_note(f"repeats {original.row.rollout_id} of {original.row.engine}, model {original.row.model}")
+    else:
+        raise UsageError("Give either TASK, or --repeat-of without TASK, --seed and --instances.")
     url = display_url(database_url(settings))
 
     def report(rows: list[RolloutRow]) -> None:
@@ -131,12 +140,31 @@ def run(
             document["refused"] = refused
         print_result(document, lambda: print_run(rows, task, url, db), as_json)
 
-    run_async(_run(settings, tasks, code, report, quiet=as_json))
+    run_async(_run(settings, tasks, spec, code, report, quiet=as_json))
+
+
+def _load_tasks(
+    settings: Settings, task: str, seed: int | None, instances: int | None
+) -> tuple[list[Task], tuple[TaskRefusal, ...] | None, AllowedCode]:
+    """Return the tasks that can be run, the refused ones, and the code to which the tasks may refer. Raises
+    UsageError."""
+    from polar_proxy.tasks import load_tasks
+
+    code = settings.code(task)
+    tasks, refused = load_tasks(task, seed, instances, code)
+    if is_code(task):  # tasks that the user's own code made may refer to more of it
+        code = code.including(*(name for one in tasks for name in one.code_names))
+    for refusal in refused or ():
+        print_refused_task(str(refusal))
+    if not tasks:
+        raise UsageError(f"{task} contains no task that can be run ({len(refused or ())} refused).")
+    return tasks, refused, code
 
 
 async def _run(
     settings: Settings,
     tasks: list[Task],
+    spec: JobSpec,
     code: AllowedCode,
     report: Callable[[list[RolloutRow]], None],
     *,
@@ -161,7 +189,6 @@ async def _run(
                 gateway.observe(DistributionNotes(print_note))
                 if is_bundled(settings.engine):
                     gateway.observe(OtherAgentWarning())
-                spec = settings.run.job_spec()
                 tracing = traced(settings.telemetry, store, gateway.observe, gateway.sessions.rollout_of)
                 try:
                     async with tracing as on_rollout_end:
@@ -184,9 +211,9 @@ JobId = Annotated[str, typer.Argument(help="A job's id, as `polar submit` prints
 @options.model_options(JobSpec)
 def submit(
     task: Annotated[
-        str,
+        str | None,
         typer.Argument(help="As for `polar run`. A server reads only files in the folders of its setting api.folders."),
-    ],
+    ] = None,
     *,
     seed: options.Seed = None,
     instances: options.Instances = None,
@@ -209,7 +236,7 @@ def submit(
     server = load_client_settings(url, db).url
     if server is None:
         import_named_code(task, rollout_options.get("harness"))
-    task = _absolute_task(task, server)
+    task = None if task is None else _absolute_task(task, server)
     request = make_request(JobRequest, task=task, **chosen)
     try:
         job = with_client(url, db, lambda client: client.submit(request, idempotency_key=key), create=True)

@@ -313,7 +313,7 @@ def _count_trained(row: FidelityRow, calls: Sequence[CallRecord], built: BuildRe
         if call.call_id in built.excluded:
             excluded[built.excluded[call.call_id]] += sampled
     row.excluded = dict(excluded.most_common())
-    row.trained = sum(int(trace.loss_mask.sum()) for trace in built.traces)
+    row.trained = sum(trace.trained_tokens for trace in built.traces)
 
 
 async def _score_longest(row: FidelityRow, traces: Sequence[Trace], engine: Engine) -> None:
@@ -322,7 +322,7 @@ async def _score_longest(row: FidelityRow, traces: Sequence[Trace], engine: Engi
     fitting = [trace for trace in traces if len(trace.token_ids) <= limit]
     if not fitting:
         return
-    trace = max(fitting, key=lambda trace: int(trace.loss_mask.sum()))
+    trace = max(fitting, key=lambda trace: trace.trained_tokens)
     fresh = np.array(await engine.score(trace.token_ids.tolist()), dtype=np.float32)
     trained = trace.loss_mask[1:].astype(bool)
     row.scored = int(trained.sum())

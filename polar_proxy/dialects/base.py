@@ -130,6 +130,8 @@ class Answer:
     """When the answer ended, in seconds since the epoch."""
     response_id: str | None = None
     """The provider's id of a response that is passed through."""
+    response_items: Json | None = None
+    """See `CallRecord.response_items`."""
 
     def add(self, event: SampleEvent) -> None:
         if event.prompt_ids is not None:
@@ -140,6 +142,7 @@ class Answer:
             self.usage = event.usage
             self.cached_tokens = event.usage.cached_tokens
         self.response_id = event.response_id or self.response_id
+        self.response_items = event.response_items or self.response_items
         choice = self.choices.get(event.index)
         if choice is None:
             choice = self.choices[event.index] = AnswerChoice()
@@ -242,6 +245,8 @@ class ParsedRequest:
     """The dialect's own encoder, for Polar's own answer to a request whose `encoder` forwards a provider's bytes."""
     missing_history: bool = False
     """The request continues a conversation that only the provider has, so `messages` lacks its beginning."""
+    provider_conversation: str | None = None
+    """See `CallRecord.provider_conversation`."""
 
 
 def provider_tools(listed: Iterable[str], body: Json, *fields: str) -> tuple[str, ...]:

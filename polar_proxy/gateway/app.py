@@ -81,8 +81,12 @@ class GatewayApp:
         """
         self._handler = handler
         self._sandbox_hosts = sandbox_hosts
-        self._stored_responses = StoredResponseRoutes(handler.stored_calls, handler.background, handler.find_session)
-        self._conversations = ConversationRoutes(handler.conversations, handler.find_session, handler.read_items)
+        self._stored_responses = StoredResponseRoutes(
+            handler.stored_calls, handler.background, handler.find_session, handler.forwarder
+        )
+        self._conversations = ConversationRoutes(
+            handler.conversations, handler.find_session, handler.read_items, handler.forwarder
+        )
         self._rest = rest
         self._hosts = hosts
 
@@ -127,7 +131,7 @@ class GatewayApp:
             else:
                 await self._handler.handle(dialect, path, path_key, scope, receive, send)
         elif (stored := StoredResponseRoute.of_path(path)) is not None:
-            await self._stored_responses.handle(stored, path_key, scope, send)
+            await self._stored_responses.handle(stored, path_key, scope, receive, send)
         elif (conversation := ConversationRoute.of_path(path)) is not None:
             await self._conversations.handle(conversation, path_key, scope, receive, send)
         elif inside_sandbox and not _ROUTES_OF_AGENTS.fullmatch(path):

@@ -26,12 +26,19 @@ from typing import TypeVar
 from polar_proxy.config import GatewaySettings
 from polar_proxy.dialects.base import Answer, Dialect, ParsedRequest
 from polar_proxy.engines.one_call import OneCallLimit, wants_one_call
-from polar_proxy.errors import EngineDroppedError, EngineError, RequestError, StoreError, UsageError
+from polar_proxy.errors import EngineDroppedError, EngineError, RequestError, StoreError
 from polar_proxy.gateway.engine_timeouts import EngineWait
 from polar_proxy.gateway.failed_requests import FailedRequests
 from polar_proxy.gateway.health import StoreMonitor
 from polar_proxy.gateway.hooks import Hooks
-from polar_proxy.gateway.hosted.passthrough import PassthroughReply, answered_by_polar, provider_request
+from polar_proxy.gateway.hosted.forwarding import RequestForwarder
+from polar_proxy.gateway.hosted.passthrough import (
+    PassthroughReply,
+    answered_by_polar,
+    check_passthrough,
+    provider_request,
+)
+from polar_proxy.gateway.hosted.provider_history import ProviderHistories
 from polar_proxy.gateway.hosted.provider_turns import ProviderTurns
 from polar_proxy.gateway.http import asgi
 from polar_proxy.gateway.http.limits import BodyBudget
@@ -87,11 +94,9 @@ class RequestHandler:
         self.bodies = BodyBudget(settings.limits.bodies_mb << 20)
         self._thread = thread
         self.router = router
-        if settings.hooks is not None and any(choice.passthrough for choice in router.choices):
-            raise UsageError(
-                "Hooks cannot change calls that the engine passthrough sends on byte for byte. Leave out gateway.hooks "
-                "or that engine."
-            )
+        self.forwarder = RequestForwarder(router, self.bodies)
+        if any(choice.passthrough for choice in router.choices):
+            check_passthrough(settings)
         self.recorder = CallRecorder(store, monitor, sessions, metrics, in_flight, PriceTable(settings.prices))
         self._provider_turns = ProviderTurns(store, monitor, settings.cache_mb << 20)
         self._sampler = CallSampler(Hooks(settings.hooks, settings.hook_seconds), self._provider_turns, metrics)
@@ -101,7 +106,13 @@ class RequestHandler:
         self.stored_calls = StoredCalls(store, monitor, settings.max_body_mb << 20)
         self.conversations = StoredConversations(store, monitor, settings.max_body_mb << 20, settings.limits.messages)
         self._reader = RequestReader(
-            settings.limits, router, self._thread, self.stored_calls, self.conversations, monitor
+            settings.limits,
+            router,
+            self._thread,
+            self.stored_calls,
+            self.conversations,
+            ProviderHistories(store, monitor, self.stored_calls.read),
+            monitor,
         )
         self.find_session = SessionFinder(sessions, monitor, settings).find
 
@@ -409,10 +420,13 @@ class RequestHandler:
         try:
             session = await self.find_session(asgi.read_headers(scope), path_key, scope)
             with self.bodies.reserve(session.session_id) as reservation:
-                request = await self._reader.read_count(dialect, receive, session, reservation)
-                served = self.router.choose(session, request.model).served
-                async with EngineWait(served.timeouts):
-                    tokens = await served.engine.count_tokens(request)
+                engine, request = await self._reader.read_count(dialect, receive, session, reservation)
+                if isinstance(request, bytes):
+                    assert engine.passthrough is not None
+                    await self.forwarder.forward(engine.passthrough, dialect, scope, request, receive, send)
+                    return
+                async with EngineWait(engine.served.timeouts):
+                    tokens = await engine.served.engine.count_tokens(request)
         except asgi.ClientDisconnected:
             return
         except (RequestError, EngineError) as error:

@@ -312,6 +312,8 @@ def make_record(
         usage=answer.usage,
         price_usd=price_usd,
         response_id=answer.response_id,
+        response_items=answer.response_items,
+        provider_conversation=request.parsed.provider_conversation if call.final_answer is None else None,
         rule=lineage.rule,
         ambiguous=lineage.ambiguous,
         thread=lineage.thread,

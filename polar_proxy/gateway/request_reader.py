@@ -7,15 +7,17 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from polar_proxy.config import GatewayLimits
 from polar_proxy.dialects import get_dialect
-from polar_proxy.dialects.base import Dialect, ParsedRequest
+from polar_proxy.dialects.base import Dialect, ParsedRequest, ReferencedCall
 from polar_proxy.dialects.fields import invalid_type
 from polar_proxy.dialects.openai_responses.input import input_items
 from polar_proxy.errors import RequestError, StoreError
 from polar_proxy.gateway.health import StoreMonitor
-from polar_proxy.gateway.hosted.passthrough import parse_for_record, previous_response
+from polar_proxy.gateway.hosted.passthrough import parse_for_record
+from polar_proxy.gateway.hosted.provider_history import ProviderHistories, ProviderReferences
 from polar_proxy.gateway.http import asgi
 from polar_proxy.gateway.http.limits import BodyReservation
 from polar_proxy.gateway.recording import ContinuedConversation
@@ -25,7 +27,7 @@ from polar_proxy.gateway.routing import EngineChoice, EngineRouter
 from polar_proxy.offload import OffloadThread
 from polar_proxy.sessions.state import SessionState
 from polar_proxy.store import json_codec
-from polar_proxy.types import CallRecord, ChatRequest, ConversationItem, Json
+from polar_proxy.types import ChatRequest, ConversationItem, Json
 
 _LARGE_BODY, _MANY_MESSAGES = 1 << 20, 500
 """A request is `large` if it has more bytes (plus `_BYTES_OF_VALUE` for each JSON value) or more messages. Work on it
@@ -67,6 +69,14 @@ class ReadRequest:
     """The unparsed body, if the engine passes it on to a provider."""
 
 
+class ReadCount(NamedTuple):
+    """A request for the number of tokens of a prompt."""
+
+    engine: EngineChoice
+    request: ChatRequest | bytes
+    """The unparsed body, if the engine passes it on to a provider."""
+
+
 class RequestReader:
     def __init__(
         self,
@@ -75,6 +85,7 @@ class RequestReader:
         thread: OffloadThread,
         stored_calls: StoredCalls,
         conversations: StoredConversations,
+        histories: ProviderHistories,
         monitor: StoreMonitor,
     ) -> None:
         """`thread`: where large requests are parsed."""
@@ -83,6 +94,7 @@ class RequestReader:
         self._thread = thread
         self._stored_calls = stored_calls
         self._conversations = conversations
+        self._histories = histories
         self._monitor = monitor
 
     async def read(
@@ -101,8 +113,10 @@ class RequestReader:
             engine = self._router.choose(session, dialect.requested_model(body.fields))
             previous = session.last_parsed(dialect.name)
             if engine.passthrough is not None:
-                earlier = await self._find_previous(dialect, body, session)
-                parsed = await self._thread.run(body.large, parse_for_record, dialect, body.fields, previous, earlier)
+                references = await self._thread.run(body.large, ProviderReferences.of_body, dialect, body.fields)
+                history = await self._histories.find(session, references)
+                large = body.large or _are_large(history.calls.values())
+                parsed = await self._thread.run(large, parse_for_record, dialect, body.fields, previous, history)
                 return ReadRequest(parsed, engine, body.large, raw=raw)
             del parts, raw  # the text of a large body takes no memory while the body is parsed
             body = await self._write_out_references(dialect, body, session, resumable)
@@ -111,13 +125,17 @@ class RequestReader:
 
     async def read_count(
         self, dialect: Dialect, receive: asgi.Receive, session: SessionState, reservation: BodyReservation
-    ) -> ChatRequest:
-        """Read and parse the body of a request for the number of tokens of a prompt."""
+    ) -> ReadCount:
+        """Read the body of a request for the number of tokens of a prompt, and parse it unless it is passed on."""
         parts = await asgi.read_body(receive, reservation.take)
         async with _turn(session, reservation.size):
-            body = await self._read_json(await self._join(parts, reservation), reservation)
+            raw = await self._join(parts, reservation)
+            body = await self._read_json(raw, reservation)
+            engine = self._router.choose(session, dialect.requested_model(body.fields))
+            if engine.passthrough is not None:
+                return ReadCount(engine, raw)
             body = await self._write_out_references(dialect, body, session)
-        return await self._thread.run(body.large, dialect.parse_count, body.fields)
+        return ReadCount(engine, await self._thread.run(body.large, dialect.parse_count, body.fields))
 
     async def read_items(self, receive: asgi.Receive, session: SessionState, reservation: BodyReservation) -> NewItems:
         """Read and check the body of a request that may add items to a conversation."""
@@ -162,16 +180,6 @@ class RequestReader:
             large = large or (isinstance(items, list) and len(items) > _MANY_MESSAGES)
         return Body(body, reservation.size, large)
 
-    async def _find_previous(self, dialect: Dialect, body: Body, session: SessionState) -> CallRecord | None:
-        """Return the recorded call that a passed-on request continues; None if this session recorded no such call."""
-        response_id = previous_response(dialect, body.fields)
-        if response_id is None:
-            return None
-        try:
-            return await self._stored_calls.find_of_provider(session, response_id)
-        except StoreError as error:
-            raise self._monitor.refusal() from error
-
     async def _write_out_references(
         self, dialect: Dialect, body: Body, session: SessionState, resumable: Collection[str] = ()
     ) -> Body:
@@ -188,8 +196,7 @@ class RequestReader:
         except StoreError as error:
             raise self._monitor.refusal() from error
         # A short body may refer to megabytes.
-        large = body.large or len(calls) > _MANY_REFERENCES or len(items) > _MANY_MESSAGES
-        large = large or any(_are_many(call.messages) for call in calls.values())
+        large = body.large or _are_large(calls.values()) or len(items) > _MANY_MESSAGES
         fields = await self._thread.run(large, dialect.write_out_references, body.fields, calls, items)
         conversation = None if conversation_id is None else ContinuedConversation(conversation_id, len(items))
         return replace(body, fields=fields, large=large, conversation=conversation)
@@ -212,6 +219,8 @@ async def _turn(session: SessionState, size: int) -> AsyncIterator[None]:
         asyncio.get_running_loop().call_soon(lock.release)
 
 
-def _are_many(messages: Sequence[bytes]) -> bool:
-    """Return whether a request with these messages is large."""
-    return len(messages) > _MANY_MESSAGES or sum(map(len, messages)) > _LARGE_BODY
+def _are_large(calls: Collection[ReferencedCall]) -> bool:
+    """Return whether a request that refers to these calls is large."""
+    return len(calls) > _MANY_REFERENCES or any(
+        len(call.messages) > _MANY_MESSAGES or sum(map(len, call.messages)) > _LARGE_BODY for call in calls
+    )

@@ -27,9 +27,9 @@ class PathRule:
     path: str
     to: str | None = None
     """The gateway's route that serves these requests, with the groups of `path` as `\\1`; it decides the dialect."""
-    call: bool = True
-    """With `to`: whether the request is a model call, which the passthrough engine sends to the provider and
-    records."""
+    passed_on: bool = True
+    """With `to`: whether the passthrough engine sends these requests to the provider. Otherwise they go there directly
+    where the provider answers (`polar intercept`)."""
     body: Json | None = None
     """Without `to`: the JSON object to answer with. `{name}` in a string is replaced by the request's header of that
     name."""
@@ -56,7 +56,9 @@ class ModelHost:
 
 
 _OPENAI_CALLS = r"chat/completions|completions|responses(?:/compact)?"
-_OPENAI_STATE = r"responses/.+|conversations(?:/.+)?|models(?:/.+)?"
+_RESPONSES = r"responses(?:/[^/]+(?:/input_items|/cancel)?)?"
+_OPENAI_STATE = rf"{_RESPONSES}|conversations(?:/[^/]+(?:/items(?:/[^/]+)?)?)?"
+_OPENAI_MODELS = r"models(?:/.+)?"
 _AWS_REGIONS = (
     *("us-east-1", "us-east-2", "us-west-1", "us-west-2", "ca-central-1", "sa-east-1"),
     *("eu-central-1", "eu-central-2", "eu-north-1", "eu-south-1", "eu-south-2", "eu-west-1", "eu-west-2", "eu-west-3"),
@@ -122,8 +124,8 @@ MODEL_HOSTS: tuple[ModelHost, ...] = (
         "OpenAI",
         ("api.openai.com", "*.api.openai.com"),
         (
-            PathRule(rf"/v1/({_OPENAI_CALLS})", r"/v1/\1"),
-            PathRule(rf"/v1/({_OPENAI_STATE})", r"/v1/\1", call=False),
+            PathRule(rf"/v1/({_OPENAI_CALLS}|{_OPENAI_STATE})", r"/v1/\1"),
+            PathRule(rf"/v1/({_OPENAI_MODELS})", r"/v1/\1", passed_on=False),
         ),
         named=("us", "eu"),
     ),
@@ -131,8 +133,7 @@ MODEL_HOSTS: tuple[ModelHost, ...] = (
         "ChatGPT",  # Codex that is signed in
         ("chatgpt.com",),
         (
-            PathRule(r"/backend-api/codex/(responses(?:/compact)?)", r"/v1/\1"),
-            PathRule(r"/backend-api/codex/(responses/.+)", r"/v1/\1", call=False),
+            PathRule(rf"/backend-api/codex/({_RESPONSES})", r"/v1/\1"),
             # Without its workspace Codex makes no call.
             PathRule(r"/backend-api/wham/accounts/check", body=_CHATGPT_ACCOUNTS),
             PathRule(r"/(?:backend-api/)?(?:ces/.*|codex/analytics-events/.*|o11y/.*)", body={}),  # telemetry
@@ -142,8 +143,8 @@ MODEL_HOSTS: tuple[ModelHost, ...] = (
         "Anthropic",
         ("api.anthropic.com",),
         (
-            PathRule(r"/v1/messages", "/v1/messages"),
-            PathRule(r"(/v1/messages/count_tokens|/v1/models(?:/.+)?|/api/hello)", r"\1", call=False),
+            PathRule(r"(/v1/messages(?:/count_tokens)?)", r"\1"),
+            PathRule(r"(/v1/models(?:/.+)?|/api/hello)", r"\1", passed_on=False),
             PathRule(r"/api/event_logging/.*", body={}),
             PathRule(r"/api/claude_code/(?:metrics|organizations/metrics_enabled)", body={"metrics_enabled": False}),
         ),
@@ -153,7 +154,7 @@ MODEL_HOSTS: tuple[ModelHost, ...] = (
         ("generativelanguage.googleapis.com",),
         (
             PathRule(r"(/v1[a-z0-9]*/(?:models|tunedModels)/[^/]+:(?:generate|streamGenerate)Content)", r"\1"),
-            PathRule(r"(/v1[a-z0-9]*/models(?:/.+)?)", r"\1", call=False),
+            PathRule(r"(/v1[a-z0-9]*/models(?:/.+)?)", r"\1", passed_on=False),
             PathRule(rf"/v1[a-z0-9]*/openai/({_OPENAI_CALLS})", r"/v1/\1"),
         ),
     ),
@@ -164,7 +165,7 @@ MODEL_HOSTS: tuple[ModelHost, ...] = (
         (
             PathRule(r"(/v1[a-z0-9]*/(?:projects/.+/)?publishers/google/models/[^/]+:\w*[gG]enerateContent)", r"\1"),
             PathRule(r"(/v1[a-z0-9]*/(?:projects/.+/)?publishers/anthropic/models/[^/]+:\w*[rR]awPredict)", r"\1"),
-            PathRule(r"(/v1[a-z0-9]*/(?:projects/.+/)?publishers/google/models/[^/]+:countTokens)", r"\1", call=False),
+            PathRule(r"(/v1[a-z0-9]*/(?:projects/.+/)?publishers/google/models/[^/]+:countTokens)", r"\1"),
             PathRule(rf"/v1[a-z0-9]*/projects/.+/endpoints/openapi/({_OPENAI_CALLS})", r"/v1/\1"),
         ),
         named=_GOOGLE_REGIONS,
@@ -174,8 +175,8 @@ MODEL_HOSTS: tuple[ModelHost, ...] = (
         ("*.openai.azure.com", "*.cognitiveservices.azure.com", "*.services.ai.azure.com"),
         (
             PathRule(rf"/openai/deployments/[^/]+/({_OPENAI_CALLS})", r"/v1/\1"),
-            PathRule(rf"/openai/(?:v1/)?({_OPENAI_CALLS})", r"/v1/\1"),
-            PathRule(rf"/openai/(?:v1/)?({_OPENAI_STATE})", r"/v1/\1", call=False),
+            PathRule(rf"/openai/(?:v1/)?({_OPENAI_CALLS}|{_OPENAI_STATE})", r"/v1/\1"),
+            PathRule(rf"/openai/(?:v1/)?({_OPENAI_MODELS})", r"/v1/\1", passed_on=False),
             PathRule(r"/models/chat/completions", "/v1/chat/completions"),
             PathRule(r"/anthropic/v1/messages", "/v1/messages"),
         ),
@@ -191,7 +192,7 @@ MODEL_HOSTS: tuple[ModelHost, ...] = (
         ("openrouter.ai",),
         (
             PathRule(rf"/api/v1/({_OPENAI_CALLS}|messages)", r"/v1/\1"),
-            PathRule(r"/api/v1/(models(?:/.+)?)", r"/v1/\1", call=False),
+            PathRule(r"/api/v1/(models(?:/.+)?)", r"/v1/\1", passed_on=False),
         ),
     ),
     ModelHost(
@@ -199,7 +200,7 @@ MODEL_HOSTS: tuple[ModelHost, ...] = (
         ("api.mistral.ai", "codestral.mistral.ai"),
         (
             PathRule(r"/v1/chat/completions", "/v1/chat/completions"),
-            PathRule(r"(/v1/models(?:/.+)?)", r"\1", call=False),
+            PathRule(r"(/v1/models(?:/.+)?)", r"\1", passed_on=False),
         ),
     ),
     ModelHost(
@@ -268,12 +269,12 @@ def host_names(own: Iterable[str] = ()) -> tuple[str, ...]:
 def rules_for_proxy(*, record: bool) -> list[Json]:
     """Return the table for the proxy's addon: patterns of hosts, and of the paths that it sends to the gateway.
 
-    `record`: the provider answers, so only model calls are sent to the gateway, and the rest to the provider itself.
+    `record`: the provider answers, so the gateway gets only what it passes on, and the provider itself the rest.
     """
     return [
         {
             "hosts": [_pattern(host) for host in row.hosts],
-            "paths": [rule.path for rule in row.rules if (rule.to is not None and rule.call) or not record]
+            "paths": [rule.path for rule in row.rules if (rule.to is not None and rule.passed_on) or not record]
             + ([] if record or row.others_pass else [".*"]),
         }
         for row in MODEL_HOSTS

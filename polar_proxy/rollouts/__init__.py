@@ -3,6 +3,7 @@
 from polar_proxy.rollout_spec import JobSpec
 from polar_proxy.rollouts.admission import ServiceLimits
 from polar_proxy.rollouts.recovery import recover
+from polar_proxy.rollouts.repetition import Original, find_original
 from polar_proxy.rollouts.service import (
     RolloutService,
     cancel,
@@ -13,9 +14,11 @@ from polar_proxy.rollouts.service import (
 
 __all__ = [
     "JobSpec",
+    "Original",
     "RolloutService",
     "ServiceLimits",
     "cancel",
+    "find_original",
     "local_gateway",
     "recover",
     "run_job",

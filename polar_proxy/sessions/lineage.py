@@ -392,11 +392,11 @@ def _new_conversation(index: CallIndex, query: PlacementQuery, compaction: rules
         parent = index.threads.get(metadata.parent_thread or "")
         return Decision("subagent", parent, "harness_says_subagent", own_thread=True)
     by_turn = _after_sampled_turn(index, query)
-    if by_turn is not None and by_turn.edge == "continues":
-        return by_turn
-    compacted = rules.match(rules.COMPACTED, query.texts, metadata)
     summaries = [node for node in index.compactions if query.same_thread(node)]
     quoting = query.quoted(summaries, "summary")
+    if by_turn is not None and by_turn.edge == "continues" and not _quotes_later(quoting, by_turn.parent):
+        return by_turn
+    compacted = rules.match(rules.COMPACTED, query.texts, metadata)
     if quoting or (compacted is not None and summaries):
         parent = (quoting or [node for node in summaries if not node.continued] or summaries)[-1]
         name = compacted.name if compacted is not None else "quotes_a_summary"
@@ -404,6 +404,11 @@ def _new_conversation(index: CallIndex, query: PlacementQuery, compaction: rules
     if compacted is not None:
         return Decision("root", None, compacted.name, True, own_thread=True)
     return by_turn or _root_or_quoted(index, query)
+
+
+def _quotes_later(quoting: Sequence[CallNode], turn: CallNode | None) -> bool:
+    """Return whether one of the quoted summaries was written after a turn: it replaces turns before that one."""
+    return turn is not None and any(summary.at > turn.at for summary in quoting)
 
 
 def _after_sampled_turn(index: CallIndex, query: PlacementQuery) -> Decision | None:

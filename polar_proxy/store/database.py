@@ -56,7 +56,7 @@ _CONNECT_SECONDS = 3.0
 _PROBE_SECONDS = 1.2
 _RECENT_SECONDS = 1.0
 """A write that ended at most this long ago shows that the database can be written."""
-_READERS = 4
+_READERS = 8
 """Number of SQLite reads of `Database.read` that run at once."""
 _JSON: dict[str, Any] = {"json_serializer": json_codec.dumps_text, "json_deserializer": json_codec.loads}
 _STUCK_SECONDS = 10.0
@@ -249,6 +249,9 @@ class Database:
     async def write(self, work: Callable[[Connection], T]) -> T:
         """Run `work` in a transaction (see `writing`), with SQLite in a thread. If the caller is cancelled, it may be
         committed."""
+        if self._worker_engine is None:
+            async with self.writing() as connection:
+                return await connection.run_sync(work)
         return await self.write_in_thread(lambda: None, lambda connection, _: work(connection))
 
     async def run_exclusive(self, work: Callable[[], T]) -> T:

@@ -190,7 +190,7 @@ def _summary(target: SessionTarget, calls: Sequence[CallRecord], result: BuildRe
         "rollout_id": target.rollout_id,
         "traces": len(result.traces),
         "tokens": sum(len(trace.token_ids) for trace in result.traces),
-        "trained_tokens": sum(int(trace.loss_mask.sum()) for trace in result.traces),
+        "trained_tokens": sum(trace.trained_tokens for trace in result.traces),
         "calls": count_calls(calls, result),
         "grades": dict(Counter(trace.grade for trace in result.traces)),
         "drift": dict(Counter(event.outcome for event in result.drift_events)),

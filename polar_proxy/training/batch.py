@@ -25,6 +25,7 @@ from polar_proxy.api_models import Rollout
 from polar_proxy.errors import TrainingError
 from polar_proxy.sequences import trace_path
 from polar_proxy.store import RolloutRow
+from polar_proxy.store.repositories.traces import TraceSummary
 from polar_proxy.traces.grades import REJECTED, TRAINABLE
 from polar_proxy.training.advantages import ADVANTAGES, Floats, focal_weight, variance_weight
 from polar_proxy.training.config import GrpoConfig
@@ -132,40 +133,94 @@ class TrainingBatch:
         return {reason: asdict(counts) for reason, counts in sorted(self.skipped.items())}
 
 
-def make_batch(groups: Sequence[TrainingGroup], config: GrpoConfig, step: int = 0) -> TrainingBatch:
-    """Compute advantages and collect the sequences to train.
+@dataclass(frozen=True, slots=True)
+class PlannedRollout:
+    """The decision about one rollout of a batch."""
 
-    With `config.shuffle_rewards`, the seed of the shuffle is made from `config.seed` and `step`.
+    rollout_id: str
+    advantage: float
+    skipped: str | None
+    """Why none of its sampled tokens is trained; None if some are."""
+    skipped_traces: tuple[str | None, ...]
+    """For each of its traces, why it is not trained; None if the rollout decides."""
+    sampled_tokens: int
+    trained_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """The decisions about all rollouts of a batch, with counts of skipped data."""
+
+    rollouts: tuple[PlannedRollout, ...]
+    skipped: Mapping[str, SkippedCounts]
+    """Counts by reason."""
+
+    @property
+    def sampled_tokens(self) -> int:
+        return sum(rollout.sampled_tokens for rollout in self.rollouts)
+
+    @property
+    def trained_tokens(self) -> int:
+        return sum(rollout.trained_tokens for rollout in self.rollouts)
+
+    @property
+    def trained_rollouts(self) -> int:
+        return sum(rollout.trained_tokens > 0 for rollout in self.rollouts)
+
+
+def make_batch(groups: Sequence[TrainingGroup], config: GrpoConfig, step: int = 0) -> TrainingBatch:
+    """Compute advantages and collect the sequences to train, as `plan_batch` decides.
+
     Raises TrainingError for a token that would be trained twice, which means that the traces are wrong.
     """
+    members = [(group, member) for group in groups for member in group.members]
+    plan = plan_batch([[(one.rollout, one.traces) for one in group.members] for group in groups], config, step)
     sequences: list[TrainingSequence] = []
-    skipped: dict[str, SkippedCounts] = {}
-    rewards = [group.rewards for group in groups]
-    if config.shuffle_rewards:
-        rewards = _shuffle_rewards(rewards, f"{config.seed}/{step}")
-    rollout_index = 0
-    for group, group_rewards in zip(groups, rewards, strict=True):
-        advantages = group_advantages(group_rewards, config)
-        no_signal = not _any_signal(advantages) and not config.keep_zero_variance_groups
-        for member, advantage in zip(group.members, advantages.tolist(), strict=True):
-            reason = _skip_rollout(member, advantage) or ("no_spread" if no_signal else None)
-            if reason is not None:
-                _count_skipped(skipped, reason, member.traces, rollouts=1)
-            if reason is None or config.echo_coef:
-                counts = skipped if reason is None else {}
-                for one in _make_sequences(group, member, rollout_index, advantage, config, counts):
-                    sequences.append(one if reason is None else _observed_only(one))
-            rollout_index += 1
-    members = [member for group in groups for member in group.members]
+    for index, ((group, member), planned) in enumerate(zip(members, plan.rollouts, strict=True)):
+        sequences += _make_sequences(group, member, index, planned, config)
     return TrainingBatch(
         sequences=tuple(one for one in sequences if one.trained.any() or one.observed.any()),
         group_ids=tuple(group.group_id for group in groups),
-        rewards=tuple(float(member.rollout.reward) for member in members if member.rollout.reward is not None),
+        rewards=tuple(float(member.rollout.reward) for _, member in members if member.rollout.reward is not None),
         rollouts=len(members),
-        sampled_tokens=sum(int(trace.loss_mask.sum()) for member in members for trace in member.traces),
+        sampled_tokens=plan.sampled_tokens,
         staleness=tuple(group.staleness for group in groups if group.staleness is not None),
-        skipped=skipped,
+        skipped=plan.skipped,
     )
+
+
+def plan_batch(
+    groups: Sequence[Sequence[tuple[RolloutOutcome, Sequence[Trace | TraceSummary]]]], config: GrpoConfig, step: int = 0
+) -> BatchPlan:
+    """Compute advantages, and decide which rollouts and traces are trained. A group is its rollouts with their traces.
+
+    Tokens are not needed: summaries of stored traces give the same plan.
+    With `config.shuffle_rewards`, the seed of the shuffle is made from `config.seed` and `step`.
+    """
+    rewards: list[list[float | None]] = [[rollout.reward for rollout, _ in group] for group in groups]
+    if config.shuffle_rewards:
+        rewards = _shuffle_rewards(rewards, f"{config.seed}/{step}")
+    planned: list[PlannedRollout] = []
+    skipped: dict[str, SkippedCounts] = {}
+    for group, group_rewards in zip(groups, rewards, strict=True):
+        advantages = group_advantages(group_rewards, config)
+        no_signal = not _any_signal(advantages) and not config.keep_zero_variance_groups
+        for (rollout, traces), advantage in zip(group, advantages.tolist(), strict=True):
+            reason = _skip_rollout(rollout, advantage, traces) or ("no_spread" if no_signal else None)
+            if reason is not None:
+                skipped.setdefault(reason, SkippedCounts()).rollouts += 1
+            own_reasons = tuple(_skip_trace(trace, config) for trace in traces)
+            trained = 0
+            for trace, own in zip(traces, own_reasons, strict=True):
+                if (cause := reason or own) is None:
+                    trained += trace.trained_tokens
+                else:
+                    counts = skipped.setdefault(cause, SkippedCounts())
+                    counts.traces += 1
+                    counts.tokens += trace.trained_tokens
+            sampled = sum(trace.trained_tokens for trace in traces)
+            planned.append(PlannedRollout(rollout.rollout_id, advantage, reason, own_reasons, sampled, trained))
+    return BatchPlan(tuple(planned), skipped)
 
 
 def group_advantages(rewards: Sequence[float | None], config: GrpoConfig) -> Floats:
@@ -194,9 +249,8 @@ def _shuffle_rewards(rewards: Sequence[Sequence[float | None]], seed: str) -> li
     return [[None if reward is None else next(shuffled) for reward in group] for group in rewards]
 
 
-def _skip_rollout(member: GroupRollout, advantage: float) -> str | None:
+def _skip_rollout(row: RolloutOutcome, advantage: float, traces: Sequence[object]) -> str | None:
     """Return why a rollout is not trained at all, or None."""
-    row = member.rollout
     if row.incomplete:
         return "incomplete"
     if row.masked:
@@ -207,29 +261,23 @@ def _skip_rollout(member: GroupRollout, advantage: float) -> str | None:
         return "no_reward"
     if np.isnan(advantage):
         return "no_advantage"
-    return None if member.traces else "no_traces"
+    return None if traces else "no_traces"
 
 
 def _make_sequences(
-    group: TrainingGroup,
-    member: GroupRollout,
-    rollout_index: int,
-    advantage: float,
-    config: GrpoConfig,
-    skipped: dict[str, SkippedCounts],
+    group: TrainingGroup, member: GroupRollout, rollout_index: int, planned: PlannedRollout, config: GrpoConfig
 ) -> Iterator[TrainingSequence]:
-    """Yield a sequence for each trace of a rollout that is trained; count the other traces in `skipped`.
+    """Yield a sequence for each trace of a rollout that is trained.
 
     With ECHO (`echo_coef`), a skipped trace gives a sequence too, unless it is too long or rejected. Of this sequence
     only the environment's tokens are trained, not the sampled ones.
     """
     seen: set[tuple[str, int, int]] = set()
     by_id = {trace.trace_id: trace for trace in member.traces}
-    for trace in member.traces:
-        if (reason := _skip_trace(trace, config)) is not None:
-            _count_skipped(skipped, reason, (trace,))
-            if not config.echo_coef or reason == "too_long" or trace.grade == REJECTED:
-                continue
+    for trace, reason in zip(member.traces, planned.skipped_traces, strict=True):
+        is_skipped = planned.skipped is not None or reason is not None
+        if is_skipped and (not config.echo_coef or reason == "too_long" or trace.grade == REJECTED):
+            continue
         _check_sampled_once(trace, seen)
         whole = trace_path(trace, by_id)
         trained = whole.loss_mask.astype(bool)
@@ -243,13 +291,13 @@ def _make_sequences(
             token_ids=whole.token_ids.astype(np.int64),
             trained=trained,
             old_logprobs=np.where(trained, whole.logprobs.astype(np.float64), np.nan),
-            advantage=advantage,
+            advantage=planned.advantage,
             observed=observed,
             temperatures=temperatures,
             versions=versions,
             group_size=len(group.members),
         )
-        yield sequence if reason is None else _observed_only(sequence)
+        yield _observed_only(sequence) if is_skipped else sequence
 
 
 def _check_sampled_once(trace: Trace, seen: set[tuple[str, int, int]]) -> None:
@@ -290,23 +338,19 @@ def _observed_only(sequence: TrainingSequence) -> TrainingSequence:
     )
 
 
-def _skip_trace(trace: Trace, config: GrpoConfig) -> str | None:
+def _skip_trace(trace: Trace | TraceSummary, config: GrpoConfig) -> str | None:
     """Return why a trace is not trained, or None."""
     if trace.grade not in TRAINABLE:
         return f"grade_{trace.grade}"
-    if not trace.loss_mask.any():
+    if not trace.trained_tokens:
         return "nothing_sampled"
-    if trace.branch_at + len(trace.token_ids) > config.max_sequence_length:
+    own_length = trace.length if isinstance(trace, TraceSummary) else len(trace.token_ids)
+    if trace.branch_at + own_length > config.max_sequence_length:
         return "too_long"
+    if isinstance(trace, TraceSummary):
+        return None  # the store refuses traces with any of the faults below
     if not np.isfinite(trace.logprobs[trace.loss_mask == 1]).all():
         return "no_logprobs"
     if len(trace.sampling) != sum(span.kind == "sampled" for span in trace.spans):
         return "no_temperature"
     return None
-
-
-def _count_skipped(skipped: dict[str, SkippedCounts], reason: str, traces: Sequence[Trace], rollouts: int = 0) -> None:
-    counts = skipped.setdefault(reason, SkippedCounts())
-    counts.rollouts += rollouts
-    counts.traces += len(traces)
-    counts.tokens += sum(int(trace.loss_mask.sum()) for trace in traces)

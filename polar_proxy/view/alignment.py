@@ -82,7 +82,8 @@ def _read(message: Json) -> RunMessage:
     for tool_call in message.get("tool_calls") or ():
         function = tool_call["function"]
         parts.append(f"{function['name']}\n{readable_arguments(function['arguments'])}")
-    return RunMessage(message["role"], "\n".join(part for part in parts if part))
+    texts = (part.strip("\n") for part in parts)  # models put blank lines around reasoning
+    return RunMessage(message["role"], "\n".join(text for text in texts if text))
 
 
 def align(runs: Sequence[Sequence[RunMessage]]) -> Alignment:

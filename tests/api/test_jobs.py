@@ -106,7 +106,7 @@ async def test_bad_tasks_are_refused_by_name_and_the_good_ones_run(serve_api: Se
     ("change", "status", "message"),
     [
         ({"task": "no-such-family"}, 400, "no task family 'no-such-family'"),
-        ({"task": None}, 422, "give either task or task_specs"),
+        ({"task": None}, 422, "give one of task, task_specs and repeat_of"),
         ({"instances": 0}, 422, "instances"),
         ({"sampels": 2}, 422, "sampels"),
         ({"samples": 2, "group_size": 3}, 400, "needs at least 3 samples"),

@@ -67,6 +67,17 @@ def test_reports_invalid_options() -> None:
         assert message in polar_error(*arguments), arguments
 
 
+def test_a_repetition_is_submitted() -> None:
+    job = polar_json("submit", "swe-task", "--seed", "3", "--temperature", "0.5")
+    (original,) = polar_json("results", job["job_id"])["rollouts"]
+    again = polar_json("submit", "--repeat-of", original["rollout_id"], "--samples", "2")
+    rows = polar_json("results", again["job_id"])["rollouts"]
+    assert [row["task_id"] for row in rows] == [original["task_id"]] * 2
+    for arguments in (("swe-task", "--repeat-of", original["rollout_id"]), ()):
+        assert "ive one of task, task_specs and repeat_of" in polar_error("submit", *arguments)
+        assert "Give either TASK, or --repeat-of" in polar_error("run", *arguments)
+
+
 def test_seed_and_instances_submit_the_instances_from_the_seed_on() -> None:
     job = polar_json("submit", "swe-task", "--seed", "500", "--instances", "4")
     assert job["groups"] == 4

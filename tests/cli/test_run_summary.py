@@ -22,7 +22,7 @@ from tests.training.group_factories import rollout
 ROW = replace(
     rollout(0, 0.0),
     task_id="swe-task-0",
-    harness="mini-swe-agent",
+    harness="mini-swe-agent 2.4.6",
     engine="local transformers 5",
     model="polar-tiny",
     seed=7,
@@ -54,7 +54,7 @@ def see(rollout_id: str) -> list[str]:
         (rows(0.0, 1.0, 0.0, None), [*see("roll_1"), EXPORT, TRAIN]),
         (rows(0.0, 1.0, 0.0, 1.0), [*see("roll_1"), EXPORT, TRAIN]),
         (rows(0.0, 1.0, engine="vllm 1", model="m"), [*see("roll_1"), EXPORT]),
-        (rows(0.0, 0.0, harness="codex"), [*see("roll_0")]),
+        (rows(0.0, 0.0, harness="codex 0.1.0"), [*see("roll_0")]),
         (rows(1.0, 1.0), [*see("roll_0"), EXPORT, "polar run swe-task --seed 8 --samples 4"]),
         (rows(0.0, 0.0, 0.0, 0.0, 0.0), [*see("roll_0"), "polar run swe-task --seed 8 --samples 5"]),
         (rows(0.0, 0.0, seed=None), [*see("roll_0"), "polar run swe-task --samples 4"]),

@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 
 from polar_proxy.config import GatewaySettings
+from polar_proxy.engines.base import Engine
 from polar_proxy.engines.scripted import ScriptedEngine, ScriptedReply
 from polar_proxy.gateway import Gateway
 from polar_proxy.store import Store, open_store
@@ -34,14 +35,21 @@ def look_once_more(request: EngineRequest) -> ScriptedReply:
 
 @contextlib.asynccontextmanager
 async def run_gateway(
-    url: str, script: Callable[[EngineRequest], ScriptedReply] = look_once_more, **settings: Any
+    url: str,
+    script: Callable[[EngineRequest], ScriptedReply] = look_once_more,
+    *,
+    engine: Engine | None = None,
+    **settings: Any,
 ) -> AsyncIterator[tuple[Gateway, Store]]:
-    """Run a gateway that shares the database `url`. Yields it and its own connection to the database."""
+    """Run a gateway that shares the database `url`. Yields it and its own connection to the database.
+
+    `engine`: in place of the scripted one.
+    """
     given = GatewaySettings.model_validate({"port": 0, "require_known_keys": True, "shared": True, **settings})
     async with (
         open_shared_store(url) as store,
-        ScriptedEngine(script) as engine,
-        Gateway(engine, store, given) as gateway,
+        engine or ScriptedEngine(script) as used,
+        Gateway(used, store, given) as gateway,
     ):
         yield gateway, store
 

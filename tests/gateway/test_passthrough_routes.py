@@ -186,12 +186,31 @@ async def test_tools_of_the_provider_are_passed_on_listed_and_never_trained(stor
     assert excluded_calls([call]) == {call.call_id: "provider_tools"}
 
 
-async def test_tools_of_the_provider_are_refused_by_setting(store: Store) -> None:
+UNREADABLE: dict[str, Json] = {
+    "nothing": {},
+    "messages": {"messages": [{"role": "user", "content": [{"type": "hologram", "data": "x"}]}]},
+    "tools": {"max_tokens": "many"},
+}
+"""Fields that Polar cannot read, so that a body with them is passed on as it is."""
+
+
+@pytest.mark.parametrize("unreadable", UNREADABLE)
+async def test_tools_of_the_provider_are_refused_by_setting(store: Store, unreadable: str) -> None:
     path, body, _ = WITH_PROVIDER_TOOLS["messages"]
-    provider = Provider()
+    body = {"model": "m", **body, **UNREADABLE[unreadable]}
+    own_tools = {"tools": ANTHROPIC["tools"], "mcp_servers": None, "max_tokens": 9}
+    provider = Provider(headers=[("content-type", "application/json")], body=b"{}")
     async with provider.serve() as url, mixed(store, url, default=True, provider_tools="refuse") as gateway:
-        refused = await post(gateway.url, f"/v1{path}", {"model": "m", **body})
-    assert (refused.status_code, provider.requests) == (400, [])
+        refused = await post(gateway.url, f"/v1{path}", body)
+        passed = await post(gateway.url, f"/v1{path}", {**body, **own_tools})
+    assert (refused.status_code, passed.content, len(provider.requests)) == (400, b"{}", 1)
+    assert "tools that its provider would run" in refused.text
+
+
+def test_tools_cannot_be_removed_from_calls_that_are_passed_on(store: Store) -> None:
+    settings = GatewaySettings(port=0, provider_tools="remove")
+    with pytest.raises(UsageError, match="cannot remove tools"):
+        Gateway(PassthroughEngine(), store, settings)
 
 
 @pytest.mark.parametrize("name", ["chat", "chat whole", "responses", "anthropic", "google"])

@@ -77,10 +77,11 @@ def offered(engine: ScriptedEngine) -> list[str]:
 
 
 @pytest.mark.parametrize("dialect", REQUESTS)
-async def test_lists_and_removes_them(serve: Serve, store: Store, dialect: str) -> None:
+@pytest.mark.parametrize("setting", ["remove", "allow"])
+async def test_lists_and_removes_them(serve: Serve, store: Store, dialect: str, setting: str) -> None:
     path, body, names = REQUESTS[dialect]
     engine = ScriptedEngine()
-    async with serve(engine) as gateway, client(gateway.url) as http:
+    async with serve(engine, provider_tools=setting) as gateway, client(gateway.url) as http:
         answer = await http.post(f"{gateway.url}/v1{path}", json={"model": "m", **body})
     assert answer.status_code == 200, answer.text
     call = await only_call(store)

@@ -26,6 +26,7 @@ pytestmark = pytest.mark.full
 
 SECRET = "sk-proj-the-agents-own-key"
 OPENAI = "https://api.openai.com/v1/chat/completions"
+ANTHROPIC = "https://api.anthropic.com/v1/messages"
 
 
 def hello() -> ScriptedEngine:
@@ -102,7 +103,7 @@ async def test_a_program_that_does_not_trust_the_authority_is_reported(serve: Se
             code, _, _ = await curl(proxy, "-d", json.dumps(CHAT), OPENAI, trust=False)
             assert code == 60
             pin = ("--pinnedpubkey", "sha256//" + "A" * 43 + "=")
-            assert (await curl(proxy, *pin, "-d", "{}", "https://api.anthropic.com/v1/messages"))[0] == 90
+            assert (await curl(proxy, *pin, "-d", "{}", ANTHROPIC))[0] == 90
     found = {event["host"]: event["reason"] for event in proxy.events if event["event"] == "untrusted"}
     assert found.keys() == {"api.openai.com", "api.anthropic.com"}
     assert "does not trust" in found["api.openai.com"]
@@ -246,11 +247,13 @@ async def test_recording_passes_calls_on_with_the_agents_key_and_the_rest_to_the
         async with serve(engine) as gateway:
             with start_proxy(gateway.url, "my-run", record=True) as proxy:
                 async with client(proxy) as http:
-                    reply = await http.post(OPENAI, json=CHAT, headers={"authorization": f"Bearer {SECRET}"})
+                    keys = {"authorization": f"Bearer {SECRET}"}
+                    reply = await http.post(OPENAI, json=CHAT, headers=keys)
+                    counted = await http.post(f"{ANTHROPIC}/count_tokens", json=CHAT, headers=keys)
                     files = await http.get("https://api.openai.com/v1/files")
-    assert (reply.status_code, reply.content) == (200, answer)
-    (head,) = seen
-    assert f"authorization: Bearer {SECRET}".encode() in head
+    assert [(one.status_code, one.content) for one in (reply, counted)] == [(200, answer)] * 2
+    assert [head.split(b" ")[1] for head in seen] == [b"/v1/chat/completions", b"/v1/messages/count_tokens"]
+    assert all(f"authorization: Bearer {SECRET}".encode() in head for head in seen)
     assert files.status_code == 502  # of mitmproxy: the host itself cannot be reached from here
     (call,) = await recorded_calls(store, 1)
     assert (call.status, call.choices[0].message.content) == ("no_tokens", "from the provider")

@@ -102,6 +102,20 @@ async def check_solved(home: Path, rollouts: list[dict[str, Any]]) -> None:
             assert {"agent.log", "patch.diff", "tests.log"} <= names
 
 
+def test_repeats_a_rollout_of_this_database(polar_home: Path) -> None:
+    (original,) = run_rollouts("--seed", "3", "--sandbox", "process", "--temperature", "0.5")
+    again = ("run", "--repeat-of", original["rollout_id"], "--sandbox", "process", *PLAYER)
+    assert "a command or Python code" in polar_error(*again)
+    (row,) = polar_json(*again, "--samples", "1", *AGENT)["rollouts"]
+    assert (row["task_id"], row["seed"], row["status"], row["reward"]) == (original["task_id"], 3, "done", 1.0)
+
+    async def read_options() -> list[Any]:
+        async with await open_recorded(polar_home) as store:
+            return [one.config["temperature"] for one in await store.rollouts.find()]
+
+    assert asyncio.run(read_options()) == [0.5, 0.5]
+
+
 def test_records_agents_that_fail(polar_home: Path) -> None:
     (crashed,) = run_rollouts("--seed", "3", "--sandbox", "process", agent="CrashingAgent")
     assert (crashed["status"], crashed["reward"], crashed["exit_code"]) == ("failed", 0.0, 3)

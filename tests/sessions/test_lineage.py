@@ -6,7 +6,8 @@ import pytest
 
 from polar_proxy.errors import UsageError
 from polar_proxy.sessions.identity import ClientMetadata
-from polar_proxy.types import CallStatus, TextRequest
+from polar_proxy.sessions.lineage import Lineage
+from polar_proxy.types import CallStatus, Json, TextRequest
 from tests.sessions.conversations import (
     SessionDriver,
     calls,
@@ -167,6 +168,29 @@ def test_a_summary_after_the_first_turns_compacts(first: int) -> None:
     asked = session.call([order], says(summary))
     kept = [*talk[:first], user(summary), *talk[-2:]]
     assert edge_parent_rule(session.ask(*kept, tools=tools("bash"))) == ("compacts", asked.call_id, "quotes_a_summary")
+
+
+def test_a_second_compaction_that_keeps_the_last_turn_compacts() -> None:
+    """Pi and Cline keep the newest turn after the summary. The turn before it is in no call that this one continues."""
+    session = SessionDriver()
+    first, second, third = (calls(command=f"step {number}") for number in range(3))
+    order = system("You are a context summarization assistant. Your task is to read the conversation")
+
+    def summarised(number: int) -> tuple[Lineage, Json]:
+        text = f"The user wants the failing test fixed; {number} steps are done and nothing is broken."
+        opening = "The conversation history before this point was compacted into the following summary:\n\n"
+        return session.call([order, user(f"conversation {number}")], says(text)), user(opening + text)
+
+    session.call([SYSTEM, USER], first)
+    session.call([SYSTEM, USER, first, result(first, "one")], second)
+    asked, summary = summarised(1)
+    kept = session.call([SYSTEM, summary, second, result(second, "two")], third)
+    assert edge_parent_rule(kept) == ("compacts", asked.call_id, "pi_compacted")
+    asked, summary = summarised(2)
+    kept = session.call([SYSTEM, summary, third, result(third, "three")], says("It is done."))
+    assert (edge_parent_rule(kept), kept.ambiguous) == (("compacts", asked.call_id, "pi_compacted"), False)
+    moved = session.ask(SYSTEM, user("Be brief."), summary, third, result(third, "three"), says("It is done."), USER)
+    assert (moved.edge, moved.parent_call_id) == ("continues", kept.call_id)
 
 
 def test_a_summary_shown_as_the_agents_own_turn_compacts() -> None:

@@ -18,6 +18,9 @@ import pytest_asyncio
 from polar_proxy.store import Store, migrate, open_store
 from tests.ports import free_port
 
+_TEMPORARY = tempfile.gettempdir()
+"""The folder of temporary files outside of tests: those of a test may belong to this account alone."""
+
 
 @dataclass(frozen=True)
 class PostgresServer:
@@ -47,7 +50,7 @@ def postgres() -> Iterator[PostgresServer]:
     if folder is None:
         pytest.skip("PostgreSQL's server programs are not installed (Debian: apt-get install postgresql)")
     as_user: tuple[str, ...] = ()
-    with tempfile.TemporaryDirectory(prefix="polar-pg-") as data:
+    with tempfile.TemporaryDirectory(prefix="polar-pg-", dir=_TEMPORARY) as data:
         if os.geteuid() == 0:  # the server refuses to run as root
             account = pwd.getpwnam("postgres")
             os.chown(data, account.pw_uid, account.pw_gid)

@@ -48,6 +48,16 @@ async def test_restarted_run_replaces_its_lines(store: Store) -> None:
     assert (run.name, run.config, run.created_at) == ("renamed", {"steps": 9}, before.created_at)
 
 
+async def test_finds_the_step_that_trained_a_group(store: Store) -> None:
+    strange = [line(1, groups=7), line(2, groups={"a": 1}), line(3, note="a")]
+    await store.training.put_run("run_1", "first", {}, [*strange, line(4, groups=["aa", "a_"]), line(5, groups=["a"])])
+    await store.training.put_run("run_2", "second", {}, [line(1, groups=["b", "a"])])
+    steps = [await store.training.step_of_group("run_1", group) for group in ("a", "aa", "a_", "a%", "b")]
+    assert steps == [5, 4, 4, None, None]
+    assert await store.training.step_of_group("run_2", "a") == 1
+    assert await store.training.step_of_group("run_none", "a") is None
+
+
 async def test_refuses_unknown_runs_and_missing_lines(store: Store) -> None:
     with pytest.raises(StoreError, match="no training run run_1"):
         await store.training.add_lines("run_1", 0, LINES)

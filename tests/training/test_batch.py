@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from polar_proxy.errors import TrainingError, UsageError
-from polar_proxy.training.batch import GroupRollout, TrainingBatch, make_batch
+from polar_proxy.store.repositories.traces import TraceSummary
+from polar_proxy.training.batch import GroupRollout, TrainingBatch, make_batch, plan_batch
 from polar_proxy.training.config import GrpoConfig, changed_settings, make_config, read_assignments, read_toml
 from polar_proxy.types import Trace
 from tests.training.group_factories import group, rollout, trace
@@ -78,6 +79,40 @@ def test_skips_traces_by_grade_length_and_missing_logprobs() -> None:
         "no_logprobs": 1,
     }
     assert counts_add_up(batch)
+
+
+def summary(one: Trace) -> TraceSummary:
+    values = {name: getattr(one, name, None) for name in TraceSummary.__dataclass_fields__}
+    return TraceSummary(**values | {"trace_index": one.index, "length": len(one.token_ids), "certificate": None})
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_sequence_length": 8}, {"echo_coef": 0.1}, {"shuffle_rewards": True}])
+def test_summaries_of_traces_give_the_plan_of_the_batch(settings: dict[str, Any]) -> None:
+    config = CONFIG.model_copy(update=settings)
+    mixed = (
+        trace("exact", [1], [2]),
+        trace("branch", [], [3, 4], branch_at=2, parent="exact", grade="continued"),
+        trace("approximate", [1], [2], grade="approximate"),
+        trace("long", [1] * 9, [2]),
+        trace("empty", [1], []),
+    )
+    group_of_members = group(
+        GroupRollout(rollout(0, 1.0), mixed),
+        GroupRollout(rollout(1, 0.0, incomplete=True), (trace("b", [1], [2]),)),
+        GroupRollout(rollout(2, 0.0), (trace("c", [1], [2, 2]),)),
+        GroupRollout(rollout(3, None), ()),
+    )
+    equal = group(*(GroupRollout(rollout(n, 1.0), (trace(f"e{n}", [1], [2]),)) for n in range(2)), name="group_1")
+    groups = [group_of_members, equal]
+    batch = make_batch(groups, config, 3)
+    rows = [[(one.rollout, [summary(each) for each in one.traces]) for one in every.members] for every in groups]
+    plan = plan_batch(rows, config, 3)
+    assert (plan.skipped, plan.sampled_tokens) == (batch.skipped, batch.sampled_tokens)
+    assert (plan.trained_tokens, plan.trained_rollouts) == (batch.trained_tokens, batch.trained_rollouts)
+    trained = [0] * 6
+    for sequence in batch.sequences:
+        trained[sequence.rollout] += int(sequence.trained.sum())
+    assert [one.trained_tokens for one in plan.rollouts] == trained
 
 
 def test_refused_trace_leaves_the_others_of_its_rollout() -> None:

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import re
+
 import httpx
 import numpy as np
+import orjson
 import pytest
 from sqlalchemy import insert
 
 from polar_proxy.store import Store, schema
+from polar_proxy.store.service.jobs import NewGroup
 from polar_proxy.traces.operations import build_traces
+from polar_proxy.training.batch import make_batch
+from polar_proxy.training.config import GrpoConfig
+from polar_proxy.training.feed import StoreGroupReader
 from polar_proxy.types import Message
-from polar_proxy.view.alignment import RunMessage, align, main_call, shared_tokens
-from tests.factories import call_record
+from polar_proxy.view.alignment import RunMessage, align, main_call, read_messages, shared_tokens
+from tests.factories import ROLLOUT, call_record, new_rollout
 from tests.view import recorded
+from tests.view.recorded_groups import short_group, train_group
 
 
 def messages(*texts: str) -> list[RunMessage]:
@@ -51,6 +59,12 @@ def test_a_long_message_is_shown_around_its_first_difference() -> None:
 )
 def test_shared_tokens_end_at_the_first_difference(sequences: list[list[int]], shared: int) -> None:
     assert shared_tokens([np.array(ids, np.int32) for ids in sequences]) == shared
+
+
+def test_blank_lines_around_reasoning_and_text_are_not_shown() -> None:
+    answer = {"role": "assistant", "content": "\n\n", "reasoning_content": "\nI read\n\nmean.py.\n"}
+    call = call_record("sess_1", messages=(orjson.dumps(answer),), tools=None, choices=())
+    assert read_messages(call) == [RunMessage("assistant", "I read\n\nmean.py.")]
 
 
 async def test_the_main_call_is_not_one_of_a_subagent(store: Store) -> None:
@@ -110,6 +124,34 @@ async def test_a_group_shows_what_is_trained(pages: httpx.AsyncClient, store: St
     assert f"/view/parts/groups/{row.group_id}/training" in page
     part = (await pages.get(f"/view/parts/groups/{row.group_id}/training")).text
     assert "no spread" in part
+
+
+async def test_the_counts_of_a_group_are_those_of_the_trainer(pages: httpx.AsyncClient, store: Store) -> None:
+    group = await short_group(store)
+    await train_group(store, group.group_id)
+    read = await StoreGroupReader(store).read_group(group.group_id, "merged", None)
+    batch = make_batch([read], GrpoConfig())
+    assert batch.trained_tokens > 0
+    part = (await pages.get(f"/view/parts/groups/{group.group_id}/training")).text
+    for name, value in (("sampled tokens", batch.sampled_tokens), ("trained tokens", batch.trained_tokens)):
+        assert f"<dt>{name}</dt><dd>{value}</dd>" in part
+    assert f"{batch.trained_rollouts} of 3" in part
+    assert re.search(r'<a href="/view/training/run_first">first</a> in step 1\.', part)
+    tree = GrpoConfig(builder="tree")  # its traces are not stored, but built for the page
+    await store.training.put_run("run_first", "first", tree.to_json(), [])
+    part = (await pages.get(f"/view/parts/groups/{group.group_id}/training")).text
+    assert f"<dt>trained tokens</dt><dd>{batch.trained_tokens}</dd>" in part
+    assert "<dd>tree</dd>" in part
+
+
+async def test_a_repetition_links_to_the_comparison_with_its_original(pages: httpx.AsyncClient, store: Store) -> None:
+    original = await new_rollout(store)
+    group = NewGroup("task-1", 1, {}, (ROLLOUT,))
+    job, _ = await store.jobs.submit({"repeat_of": original}, [group], owned=True)
+    (row,) = await store.rollouts.find(job_id=job.job_id)
+    page = (await pages.get(f"/view/rollouts/{row.rollout_id}")).text
+    assert f'href="/view/compare?run={original}&amp;run={row.rollout_id}"' in page
+    assert "compare with the original" not in (await pages.get(f"/view/rollouts/{original}")).text
 
 
 async def test_a_run_of_another_trainer_shows_the_default_settings(pages: httpx.AsyncClient, store: Store) -> None:

@@ -1,14 +1,16 @@
-"""The pictures of the documentation: pages of a real run of three harnesses on the bundled policy.
+"""The pictures of the documentation: pages of a real run of three harnesses on a real vLLM, and of a training run.
 
-POLAR_SCREENSHOTS=1 writes them into docs/images. Polar-tiny can only play with mini-swe-agent, so the other harnesses
-fail their tasks.
+POLAR_SCREENSHOTS=1 writes them into docs/images. vLLM serves the bundled policy, which can only play with
+mini-swe-agent, so the other harnesses fail their tasks.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,12 @@ from PIL import Image
 
 from polar_proxy.api import ApiContext
 from polar_proxy.config import EngineSettings, Settings
-from polar_proxy.engines.factory import make_engine
+from polar_proxy.engines.factory import POLAR_TINY, make_engine
 from polar_proxy.gateway import Gateway
 from polar_proxy.store import Store, open_store
 from polar_proxy.view.router import create_view_router
 from tests.cli.process import POLAR, environment
+from tests.engines.test_vllm_real import serve
 from tests.view.browser import open_browser, open_tab
 from tests.view.visitors import add_key
 
@@ -37,6 +40,10 @@ HEIGHTS = {
     "comparison": 820,
     "training": 760,
     "lists": 420,
+    "sessions": 420,
+    "groups": 330,
+    "jobs": 330,
+    "runs": 240,
     "call": 620,
     "remarks": 420,
     "login": 420,
@@ -45,41 +52,58 @@ HEIGHTS = {
 _MOST_BYTES = 800_000
 
 
-async def run(home: Path, *arguments: str) -> None:
+async def run(home: Path, *arguments: str) -> list[dict[str, Any]]:
+    """Run a command with `--json` and return its rollouts."""
     settings = {**environment(), "POLAR_HOME": str(home), "OMP_NUM_THREADS": "1"}
     settings["POLAR_HARNESSES"] = os.environ.get("POLAR_CACHE_DIR") or str(Path("~/.polar/harnesses").expanduser())
-    await asyncio.to_thread(
-        subprocess.run, [POLAR, *arguments], env=settings, check=True, capture_output=True, timeout=800
-    )
+    command = [POLAR, *arguments, "--json"]
+    done = await asyncio.to_thread(subprocess.run, command, env=settings, check=True, capture_output=True, timeout=800)
+    rollouts: list[dict[str, Any]] = json.loads(done.stdout).get("rollouts", [])
+    return rollouts
 
 
-async def record(home: Path) -> Path:
-    """Let three harnesses play, and train the policy for two steps. Return the database."""
-    for harness in HARNESSES:
-        samples = "4" if harness == "mini-swe-agent" else "2"
-        await run(home, "run", "swe-task", "--harness", harness, "--samples", samples, "--json")
-    steps = ("--steps", "2", "--samples", "4", "--groups", "1")
+@pytest.fixture
+def vllm() -> Iterator[str]:
+    """Yield the URL of a vLLM that serves the bundled policy, with room for codex's long prompts."""
+    yield from serve(POLAR_TINY, "--reasoning-parser", "qwen3", env={"POLAR_VLLM_LEN": "32768"})
+
+
+async def record(home: Path, vllm: str) -> Path:
+    """Train the policy for four steps, let three harnesses play, and repeat a rollout. Return the database."""
+    steps = ("--steps", "4", "--samples", "4", "--groups", "1")
     await run(home, "train", "grpo", "--task", "swe-task", "--engine", "local", *steps, "--run", str(home / "first"))
+    engine = ("--engine", "vllm", "--engine-url", vllm, "--model", "polar-tiny")
+    for harness in HARNESSES[1:]:
+        await run(home, "run", "swe-task", "--harness", harness, "--samples", "2", *engine)
+    played = await run(home, "run", "swe-task", "--harness", HARNESSES[0], "--samples", "4", *engine)
+    best = max(played, key=lambda rollout: rollout["reward"] or 0)
+    await run(home, "run", "--repeat-of", best["rollout_id"], *engine)
     return home / "polar.db"
 
 
 async def paths_of(store: Store) -> dict[str, str]:
-    solved = (await store.rollouts.find(where="reward>=1, harness=mini-swe-agent"))[-1]
+    repetition = next(job for job in await store.jobs.find(limit=50) if job.repeat_of is not None)
+    (again,) = await store.rollouts.find(job_id=repetition.job_id)
+    solved = await store.rollouts.get(str(repetition.repeat_of))
+    assert solved is not None
+    trained = next(group.group_id for group in await store.groups.recent(50) if group.delivery is not None)
     session_id = str(solved.session_id)
     trace = max(await store.traces.summaries(session_id), key=lambda one: one.length)
     calls = await store.calls.summaries(session_id)
     (training,) = await store.training.runs()
-    others = [row.rollout_id for row in await store.rollouts.find(group_id=solved.group_id)]
-    other = next(one for one in others if one != solved.rollout_id)
     return {
         "overview": "/",
         "lists": "/view/rollouts",
+        "sessions": "/view/sessions",
+        "groups": "/view/groups",
+        "jobs": "/view/jobs",
+        "runs": "/view/training",
         "rollout": f"/view/rollouts/{solved.rollout_id}?call={calls[2].call_id}",
         "remarks": f"/view/rollouts/{solved.rollout_id}#remarks",
         "call": f"/view/calls/{calls[2].call_id}",
         "tokens": f"/view/traces/{trace.trace_id}#{trace.prompt_length}",
-        "group": f"/view/groups/{solved.group_id}",
-        "comparison": f"/view/compare?run={solved.rollout_id}&run={other}",
+        "group": f"/view/groups/{trained}",
+        "comparison": f"/view/compare?run={solved.rollout_id}&run={again.rollout_id}",
         "training": f"/view/training/{training.run_id}",
         "login": "/view/login",
     }
@@ -118,11 +142,11 @@ async def take_all(database: Path, folder: Path) -> None:
             await take(browser, url, key, paths["rollout"], folder / "narrow.png", 760, **narrow)
 
 
-@pytest.mark.timeout(900)
-async def test_pages_of_a_run_of_three_harnesses_are_pictured(tmp_path: Path) -> None:
+@pytest.mark.timeout(1800)
+async def test_pages_of_a_run_of_three_harnesses_are_pictured(tmp_path: Path, vllm: str) -> None:
     folder = IMAGES if os.environ.get("POLAR_SCREENSHOTS") else tmp_path
     folder.mkdir(exist_ok=True)
-    await take_all(await record(tmp_path / "home"), folder)
+    await take_all(await record(tmp_path / "home", vllm), folder)
     sizes = {file.stem: file.stat().st_size for file in folder.glob("*.png")}
     assert set(sizes) >= {*HEIGHTS, "dark", "narrow"}
     assert all(size > 5000 for size in sizes.values())

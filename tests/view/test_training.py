@@ -69,7 +69,7 @@ async def test_a_run_shows_its_curves_and_steps(pages: httpx.AsyncClient) -> Non
 @pytest.mark.usefixtures("two_runs")
 async def test_other_runs_are_drawn_over_it(pages: httpx.AsyncClient) -> None:
     page = (await pages.get("/view/training/run_1", params={"with": ["run_2", "run_unknown"]})).text
-    assert 'class="run1 dash0"' in page
+    assert 'class="run1 dash0 dot"' in page
     assert 'value="run_2" checked' in page
 
 

@@ -17,8 +17,9 @@ _SAMPLES = 4
 """Number of samples that a suggested run takes for each task, unless this run took more."""
 
 
-def print_run(rows: Sequence[RolloutRow], task: str, url: str, db: str | None) -> None:
-    """Print the rollouts of a run of `task`, and what to do next. `db` is the --db that was given, if any."""
+def print_run(rows: Sequence[RolloutRow], task: str | None, url: str, db: str | None) -> None:
+    """Print the rollouts of a run of `task` (None: a repetition), and what to do next. `db` is the --db that was given,
+    if any."""
     numbers = ("reward", "calls", "trained", "s")
     cells = (
         (
@@ -46,7 +47,7 @@ def print_run(rows: Sequence[RolloutRow], task: str, url: str, db: str | None) -
         out.print(f"  {one_line(command)}{option}", soft_wrap=True)
 
 
-def next_steps(rows: Sequence[RolloutRow], task: str) -> Iterator[tuple[str, str]]:
+def next_steps(rows: Sequence[RolloutRow], task: str | None) -> Iterator[tuple[str, str]]:
     """Yield the steps that fit the result of a run, each with its purpose and its command."""
     if not rows:
         return
@@ -60,7 +61,7 @@ def next_steps(rows: Sequence[RolloutRow], task: str) -> Iterator[tuple[str, str
     if any(reward >= 1 for reward in rewards.values()):
         export = "polar export --format tokens-jsonl --where 'reward>=1' --out train.jsonl"
         yield "write the solved ones as training sequences", export
-    if _is_bundled(rows[0]):  # of other runs, the options are not known here
+    if task is not None and _is_bundled(rows[0]):  # of other runs, the options are not known here
         yield _next_run(rows, shlex.quote(task))
 
 
@@ -68,7 +69,8 @@ def _is_bundled(row: RolloutRow) -> bool:
     """Return whether the rollout ran the bundled policy in mini-swe-agent, the only harness that the policy can use."""
     from polar_proxy.engines.bundled import POLAR_TINY_NAME
 
-    return row.engine.startswith("local ") and (row.model, row.harness) == (POLAR_TINY_NAME, "mini-swe-agent")
+    harness = row.harness.partition(" ")[0]  # without its version
+    return row.engine.startswith("local ") and (row.model, harness) == (POLAR_TINY_NAME, "mini-swe-agent")
 
 
 def _next_run(rows: Sequence[RolloutRow], task: str) -> tuple[str, str]:

@@ -110,11 +110,6 @@ def write_out_references(body: Json, calls: _ReferencedCalls, conversation: Sequ
     return {**body, "input": whole}
 
 
-def write_out_previous(body: Json, call_id: str, call: ReferencedCall) -> Json:
-    """Return a body with the items of the call before its own input. `call`: the response that the body continues."""
-    return {**body, "input": [*_items_of(call_id, call), *input_items(body.get("input"))]}
-
-
 def _check_outputs(own: list[Json], whole: list[Json]) -> None:
     """Raise RequestError if a tool output among the body's own items belongs to no call of the whole input."""
     calls = [item for item in whole if not _is_output(item)]
@@ -153,11 +148,6 @@ def _conversation(previous: Any, calls: _ReferencedCalls) -> list[Json]:
         raise _previous_not_found(previous)
     if call.problem is not None:
         raise _previous_not_found(previous, f"It ended early ({call.problem}), so it cannot be continued.")
-    return _items_of(call_id, call)
-
-
-def _items_of(call_id: str, call: ReferencedCall) -> list[Json]:
-    """Return the items of a call: its input without its instructions, and its answer."""
     before = [orjson.loads(message) for message in call.messages]
     answer = [] if call.answer is None else answer_items(call.answer, call_id)
     return [*(item for item in before if item.get("type") != "instructions"), *answer]

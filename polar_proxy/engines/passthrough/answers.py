@@ -15,7 +15,7 @@ from polar_proxy.engines.openai_client import AnswerDecoder
 from polar_proxy.engines.openai_stream import ChunkDecoder, SseDecoder
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.provider_calls import ProviderRequest
-from polar_proxy.types import EngineRequest, Json, Message, SampleEvent, ToolDelta, Usage
+from polar_proxy.types import EngineRequest, Json, Message, SampleEvent, ToolCall, ToolDelta, Usage
 
 EVENT_STREAM, AWS_EVENT_STREAM = "text/event-stream", "application/vnd.amazon.eventstream"
 _FINAL_TYPES = frozenset(
@@ -136,6 +136,8 @@ class ResponseDecoder:
         response = self._response
         if response is None:
             raise EngineError(f"{self._name} broke off in the middle of its answer.")
+        if response.get("status") in ("queued", "in_progress"):
+            raise EngineError(f"{self._name} answers in the background, where Polar does not see the answer.")
         # ChatGPT's backend leaves the output of the last event empty.
         items = response.get("output") or [self._items[index] for index in sorted(self._items)]
         try:
@@ -156,8 +158,22 @@ class ResponseDecoder:
                 finish_reason=finish or ("tool_calls" if calls else "stop"),
                 usage=_usage(response),
                 response_id=response["id"] if isinstance(response.get("id"), str) else None,
+                response_items=_item_ids(items, calls),
             )
         ]
+
+
+def _item_ids(items: Sequence[Json], calls: Sequence[ToolCall]) -> Json:
+    """Return the ids of output items with the places of the items in the record (`CallRecord.response_items`)."""
+    places: Json = {call.id: f"fc_{number}" for number, call in enumerate(calls)}
+    places |= {"message": "msg_0", "reasoning": "rs_0"}
+    found = {}
+    for item in items:
+        kind = item.get("type")
+        key = kind if kind in ("message", "reasoning") else item.get("call_id", item.get("id"))
+        if isinstance(item.get("id"), str) and key in places:
+            found[item["id"]] = places[key]
+    return found
 
 
 def _usage(response: Json) -> Usage | None:

@@ -86,9 +86,8 @@ class PassthroughEngine(Engine):
 
         Raises ProviderError for an error status, and EngineError if the connection breaks.
         """
-        response = await self._send(raw)
-        headers = tuple((n.encode("latin-1"), v.encode("latin-1")) for n, v in response.headers.items())
-        headers = tuple((name, value) for name, value in headers if name.decode() not in _NOT_RETURNED)
+        response = await self._send("POST", raw)
+        headers = _returned_headers(response)
         try:
             if response.status >= 400:
                 body = await response.read()
@@ -104,10 +103,26 @@ class PassthroughEngine(Engine):
         finally:
             response.close()
 
-    async def _send(self, raw: ProviderRequest) -> HttpResponse:
-        fields = b"".join(b"%b: %b\r\n" % field for field in headers_to_send(raw))
+    async def forward(self, method: str, raw: ProviderRequest) -> AsyncGenerator[ProviderPiece, None]:
+        """Send a request that is no model call, and yield the pieces of its response, whatever the status.
+
+        The first piece has the status and the headers. Raises EngineError if the connection breaks.
+        """
+        response = await self._send(method, raw)
         try:
-            return await self._client(raw.host).request("POST", raw.target, raw.body, fields=fields)
+            yield ProviderPiece(b"", headers=_returned_headers(response), status=response.status)
+            while data := await response.read_some():
+                yield ProviderPiece(data)
+        except OSError as error:
+            raise EngineError(f"The connection to {raw.host} broke off: {error}.") from error
+        finally:
+            response.close()
+
+    async def _send(self, method: str, raw: ProviderRequest) -> HttpResponse:
+        fields = b"".join(b"%b: %b\r\n" % field for field in headers_to_send(raw))
+        body = raw.body if raw.body or method == "POST" else None
+        try:
+            return await self._client(raw.host).request(method, raw.target, body, fields=fields)
         except OSError as error:
             raise EngineError(f"{raw.host} cannot be reached: {error or type(error).__name__}.") from error
 
@@ -176,6 +191,12 @@ def headers_to_send(raw: ProviderRequest) -> list[tuple[bytes, bytes]]:
             code="invalid_api_key",
         )
     return kept
+
+
+def _returned_headers(response: HttpResponse) -> tuple[tuple[bytes, bytes], ...]:
+    """Return the headers of a response without those of its connection."""
+    kept = [(name, value) for name, value in response.headers.items() if name not in _NOT_RETURNED]
+    return tuple((name.encode("latin-1"), value.encode("latin-1")) for name, value in kept)
 
 
 def _message(body: bytes, status: int) -> str:

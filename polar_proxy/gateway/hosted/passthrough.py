@@ -3,9 +3,8 @@
 The body is parsed for the record only. A body that Polar cannot parse is passed on too, and recorded with its messages
 as JSON texts.
 
-A body that continues a response (`previous_response_id`) is recorded with the conversation of that response, if this
-session has recorded it. If only the provider has the conversation, the record says so (`missing_history`), and the call
-is left out of training data.
+A body that refers to what the provider keeps is recorded with that history (`provider_history`). If the history is not
+complete, the record says so (`missing_history`), and the call is left out of training data.
 """
 
 from __future__ import annotations
@@ -17,28 +16,44 @@ from typing import Any
 
 import orjson
 
-from polar_proxy.dialects.base import Answer, Dialect, Encoder, ParsedRequest, ReferencedCall
-from polar_proxy.dialects.openai_responses.references import write_out_previous
+from polar_proxy.config import GatewaySettings
+from polar_proxy.dialects.base import Answer, Dialect, Encoder, ParsedRequest
 from polar_proxy.dialects.wire import storable_params, to_json
 from polar_proxy.engines.passthrough.engine import OPENAI_HOST, PROVIDER_HOSTS
-from polar_proxy.errors import EngineError, RequestError
+from polar_proxy.errors import EngineError, RequestError, UsageError
+from polar_proxy.gateway.hosted.provider_history import ProviderHistory, ProviderReferences
 from polar_proxy.gateway.http import asgi
 from polar_proxy.gateway.recording import RequestContext
 from polar_proxy.gateway.reply import Reply
 from polar_proxy.provider_calls import ProviderPiece, ProviderRequest
 from polar_proxy.sessions.budget import BudgetSpentError
-from polar_proxy.types import CallRecord, ChatRequest, Json, Message, SampleEvent
+from polar_proxy.types import ChatRequest, Json, Message, SampleEvent
 
-_MESSAGES = {
-    "anthropic_messages": "messages",
-    "google_generate_content": "contents",
-    "openai_chat": "messages",
-    "openai_completions": "prompt",
-    "openai_responses": "input",
+_USER: Json = {"role": "user", "content": "-"}
+_MESSAGES: dict[str, tuple[str, Any]] = {
+    "anthropic_messages": ("messages", [_USER]),
+    "google_generate_content": ("contents", [{"role": "user", "parts": [{"text": "-"}]}]),
+    "openai_chat": ("messages", [_USER]),
+    "openai_completions": ("prompt", "-"),
+    "openai_responses": ("input", "-"),
 }
-"""The field of each dialect that holds the messages."""
-_CONTINUED = ("previous_response_id", "conversation")
-"""Fields of the Responses API that name a conversation which the provider has stored."""
+"""The field of each dialect that holds the messages, and a value that Polar can read."""
+_TOOL_FIELDS = ("tools", "mcp_servers", "web_search_options")
+"""Fields that can offer tools which the provider runs."""
+
+
+def check_passthrough(settings: GatewaySettings) -> None:
+    """Raise UsageError for settings by which calls would be changed that are sent on byte for byte."""
+    if settings.hooks is not None:
+        raise UsageError(
+            "Hooks cannot change calls that the engine passthrough sends on byte for byte. Leave out gateway.hooks "
+            "or that engine."
+        )
+    if settings.provider_tools == "remove":
+        raise UsageError(
+            "The engine passthrough sends calls on byte for byte, so gateway.provider_tools = 'remove' cannot remove "
+            "tools from them. Set it to 'refuse' or 'allow', or leave out that engine."
+        )
 
 
 def provider_request(
@@ -62,27 +77,20 @@ def _read_items(dialect: Dialect, tools: bytes | None, items: list[Json]) -> Seq
     return dialect.parse_count({"model": "", "input": items, "tools": offered}).messages
 
 
-def previous_response(dialect: Dialect, body: Json) -> str | None:
-    """Return the provider's id of the response that a body continues."""
-    found = body.get("previous_response_id") if dialect.name == "openai_responses" else None
-    return found if isinstance(found, str) else None
-
-
 def parse_for_record(
-    dialect: Dialect, body: Json, previous: ParsedRequest | None, earlier: CallRecord | None
+    dialect: Dialect, body: Json, previous: ParsedRequest | None, history: ProviderHistory
 ) -> ParsedRequest:
     """Return the parsed body of a request that is passed on: always one call, whose answer is the provider's.
 
-    `earlier`: the recorded call whose response the body continues (`previous_response`).
+    `history`: the recorded calls that the body refers to by the provider's ids.
     """
     own_encoder = None
     try:
-        parsed = dialect.parse(body if earlier is None else _after(earlier, body), previous)
+        parsed = dialect.parse(history.write_out(body), previous)
         own_encoder = parsed.encoder
     except RequestError:
         parsed = _unread(dialect, body)
-    continues = dialect.name == "openai_responses" and any(body.get(name) is not None for name in _CONTINUED)
-    complete = earlier is not None and own_encoder is not None and not earlier.sampling.get("missing_history")
+    refers = bool(ProviderReferences.of_body(dialect, body))
     encoder: Callable[..., Encoder] = partial(PassthroughEncoder, inner=parsed.encoder, held=not parsed.stream)
     messages = tuple(message for part in parsed.messages for message in part)
     return replace(
@@ -93,14 +101,9 @@ def parse_for_record(
         generate=True,
         background=False,
         own_encoder=own_encoder,
-        missing_history=continues and not complete,
+        missing_history=refers and not (history.complete and own_encoder is not None),
+        provider_conversation=history.conversation,
     )
-
-
-def _after(earlier: CallRecord, body: Json) -> Json:
-    answer = earlier.choices[0].message
-    empty = not (answer.content or answer.reasoning or answer.tool_calls)  # as after a warm-up
-    return write_out_previous(body, earlier.call_id, ReferencedCall(earlier.messages, None if empty else answer))
 
 
 def answered_by_polar(request: RequestContext) -> RequestContext:
@@ -116,7 +119,7 @@ def answered_by_polar(request: RequestContext) -> RequestContext:
 
 def _unread(dialect: Dialect, body: Json) -> ParsedRequest:
     """Return a request whose messages are JSON texts, for a body that Polar cannot parse. Raises RequestError."""
-    name = _MESSAGES[dialect.name]
+    name, readable = _MESSAGES[dialect.name]
     given = body.get(name)
     items = given if isinstance(given, list) else [] if given is None else [given]
     stored = tuple(to_json(item, f"{name}[{i}]") for i, item in enumerate(items))
@@ -130,7 +133,16 @@ def _unread(dialect: Dialect, body: Json) -> ParsedRequest:
         tools=to_json(tools, "tools") if tools else None,
         params=storable_params(body, name, "tools"),
         encoder=_NoEncoder,
+        provider_tools=_provider_tools(dialect, {**body, name: readable}),
     )
+
+
+def _provider_tools(dialect: Dialect, body: Json) -> tuple[str, ...]:
+    """Return the names of the provider-side tools in a body whose messages were replaced by readable ones."""
+    try:
+        return dialect.parse(body).provider_tools
+    except RequestError:
+        return tuple(f"{name}, which Polar cannot read" for name in _TOOL_FIELDS if body.get(name))
 
 
 @dataclass

@@ -12,12 +12,14 @@ Promises:
 * A session sees its own conversations only. Those of other sessions get the same error as unknown ids.
 * These routes record no call, and deleting a conversation or an item leaves the recorded calls as they are.
 * A call adds its items in the transaction that commits it. One that failed or was broken off adds nothing.
+* Where the engine `passthrough` serves, all of this is the provider's: the requests are passed on.
 * A conversation is limited in items and bytes, and a session in conversations and bytes, because storing an item is
   cheaper for a client than a call is.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -27,9 +29,12 @@ import orjson
 
 from polar_proxy.dialects import get_dialect
 from polar_proxy.dialects.fields import invalid, invalid_type, missing
+from polar_proxy.dialects.openai_responses.input import is_reference
 from polar_proxy.dialects.openai_responses.items import duplicate_item, input_item_id, listed_item, stored_item
-from polar_proxy.errors import RequestError, StoreError
+from polar_proxy.engines.passthrough.engine import PassthroughEngine
+from polar_proxy.errors import EngineError, RequestError, StoreError
 from polar_proxy.gateway.health import StoreMonitor
+from polar_proxy.gateway.hosted.forwarding import RequestForwarder
 from polar_proxy.gateway.http import asgi
 from polar_proxy.gateway.reply import send_error, send_wrong_method
 from polar_proxy.gateway.responses.listing import PageRequest, check_include, list_object, read_query
@@ -38,6 +43,8 @@ from polar_proxy.sessions.state import SessionState
 from polar_proxy.store import Store
 from polar_proxy.store.repositories.conversations import ConversationRow, ConversationSize, ItemPage
 from polar_proxy.types import ConversationItem, Json, new_id
+
+log = logging.getLogger(__name__)
 
 _DIALECT = get_dialect("openai_responses")
 _ROUTE = re.compile(r"(?:/v1)?/conversations(?:/([^/]+)(?:/(items)(?:/([^/]+))?)?)?")
@@ -129,6 +136,28 @@ class StoredConversations:
             raise duplicate_item(min(twice), "items")
         await self._run(self._stored.add, conversation_id, items)
 
+    async def keep_created(self, session: SessionState, request: bytes, answer: bytes) -> None:
+        """Store a conversation that a provider created, with its items, so that calls in it have a complete history.
+
+        Nothing is stored if the items cannot be read, are too many, or the store fails.
+        """
+        try:
+            identity, items = orjson.loads(answer)["id"], orjson.loads(request or b"{}").get("items") or []
+            if not any(map(is_reference, items)):
+                await self._check_session(session, 1, len(request))
+                create = partial(self._stored.create, provider_id=identity)
+                await self._run(create, session.session_id, {}, _new_items(items))
+        except (ValueError, TypeError, KeyError, AttributeError, RequestError, StoreError) as error:
+            log.warning("a conversation at the provider is not known, and calls in it are not trained: %r", error)
+
+    async def forget_created(self, session: SessionState, conversation_id: str) -> None:
+        """Delete the record of a conversation that a provider keeps: its items are no longer known.
+
+        Raises StoreError.
+        """
+        if await self._run(partial(self._stored.get, at_provider=True), session.session_id, conversation_id):
+            await self._run(self._stored.delete, conversation_id)
+
     async def page(self, conversation_id: str, page: PageRequest) -> ItemPage:
         """Return a page of the items. Raises RequestError if the item before the page does not exist."""
         found = await self._run(self._stored.page, conversation_id, page.limit, page.order, page.after)
@@ -175,10 +204,17 @@ class StoredConversations:
 
 
 class ConversationRoutes:
-    def __init__(self, stored: StoredConversations, find_session: FindSession, read_items: ReadItems) -> None:
+    def __init__(
+        self,
+        stored: StoredConversations,
+        find_session: FindSession,
+        read_items: ReadItems,
+        forwarder: RequestForwarder,
+    ) -> None:
         self._stored = stored
         self._find_session = find_session
         self._read_items = read_items
+        self._forwarder = forwarder
 
     async def handle(
         self, route: ConversationRoute, path_key: str | None, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send
@@ -190,14 +226,37 @@ class ConversationRoutes:
                 return
             session = await self._find_session(asgi.read_headers(scope), path_key, scope)
             with session.in_request():
+                if (engine := self._forwarder.engine_of(session)) is not None:
+                    await self._forward(engine, route, session, scope, receive, send)
+                    return
                 answer = await self._answer(route, session, scope, receive)
             await asgi.send_json(send, 200, answer)
         except asgi.ClientDisconnected:
             return
         except StoreError as error:
             await send_error(send, store_unavailable(error), _DIALECT)
-        except RequestError as error:
+        except (RequestError, EngineError) as error:
             await send_error(send, error, _DIALECT)
+
+    async def _forward(
+        self,
+        engine: PassthroughEngine,
+        route: ConversationRoute,
+        session: SessionState,
+        scope: asgi.Scope,
+        receive: asgi.Receive,
+        send: asgi.Send,
+    ) -> None:
+        """Pass a request on to the provider that keeps the conversation. Raises as `_answer` does, and EngineError."""
+        body, identity = await self._forwarder.read(session, receive), route.conversation_id
+        if identity is not None and (scope["method"] == "DELETE" or (scope["method"] == "POST" and route.of_items)):
+            await self._stored.forget_created(session, identity)
+
+        async def keep(status: int, answer: bytes) -> None:
+            if identity is None and status == 200:
+                await self._stored.keep_created(session, body, answer)
+
+        await self._forwarder.forward(engine, _DIALECT, scope, body, receive, send, keep)
 
     async def _answer(
         self, route: ConversationRoute, session: SessionState, scope: asgi.Scope, receive: asgi.Receive

@@ -10,6 +10,7 @@ Promises:
 * A session sees its own responses only. Responses of other sessions, deleted ones and those with `store: false` get the
   same error as unknown ids, so that a session cannot learn whether they exist. Responses that failed or are unfinished
   get it too, except those in the background.
+* Where the engine `passthrough` serves, the requests are passed on to the provider.
 * These routes record no call. A deleted response can neither be retrieved nor referred to; its call stays recorded.
 """
 
@@ -30,8 +31,9 @@ from polar_proxy.dialects.base import Dialect, ReferencedCall
 from polar_proxy.dialects.fields import invalid
 from polar_proxy.dialects.openai_responses.items import call_id_of_response, response_id
 from polar_proxy.dialects.openai_responses.stored import listed_input, response_events, response_object
-from polar_proxy.errors import RequestError, StoreError
+from polar_proxy.errors import EngineError, RequestError, StoreError
 from polar_proxy.gateway.health import StoreMonitor
+from polar_proxy.gateway.hosted.forwarding import RequestForwarder
 from polar_proxy.gateway.http import asgi
 from polar_proxy.gateway.reply import send_error, send_stream, send_wrong_method
 from polar_proxy.gateway.responses.background import BackgroundCall, BackgroundCalls
@@ -98,7 +100,7 @@ class StoredCalls:
         conversations are too large.
         """
         unrecorded = {call_id: call for call_id in call_ids if (call := session.unrecorded(call_id)) is not None}
-        calls = [*unrecorded.values(), *await self._read(session, set(call_ids) - unrecorded.keys())]
+        calls = [*unrecorded.values(), *await self.read(session, set(call_ids) - unrecorded.keys())]
         return {
             call.call_id: call
             for call in calls
@@ -127,20 +129,8 @@ class StoredCalls:
             for call in (await self.find(session, dialect, set(call_ids) - warm_ups.keys(), resumable)).values()
         }
 
-    async def find_of_provider(self, session: SessionState, response_id: str) -> CallRecord | None:
-        """Return the call whose response has this id at its provider.
-
-        Returns None if the session has recorded none, or its conversation is too large. Raises StoreError.
-        """
-        find = partial(self._store.calls.find_response, session.session_id, response_id)
-        call_id = await self._monitor.run(find)
-        try:
-            calls = [] if call_id is None else await self._read(session, [call_id])
-        except RequestError:
-            return None
-        return calls[0] if calls and calls[0].choices else None
-
-    async def _read(self, session: SessionState, call_ids: Collection[str]) -> list[CallRecord]:
+    async def read(self, session: SessionState, call_ids: Collection[str]) -> list[CallRecord]:
+        """Return those of the calls that this session has recorded. Raises as `find` does."""
         if not call_ids:
             return []
         size = await self._monitor.run(partial(self._store.calls.message_bytes, session.session_id, call_ids))
@@ -156,13 +146,25 @@ class StoredCalls:
 
 
 class StoredResponseRoutes:
-    def __init__(self, calls: StoredCalls, background: BackgroundCalls, find_session: FindSession) -> None:
+    def __init__(
+        self,
+        calls: StoredCalls,
+        background: BackgroundCalls,
+        find_session: FindSession,
+        forwarder: RequestForwarder,
+    ) -> None:
         self._calls = calls
         self._background = background
         self._find_session = find_session
+        self._forwarder = forwarder
 
     async def handle(
-        self, route: StoredResponseRoute, path_key: str | None, scope: asgi.Scope, send: asgi.Send
+        self,
+        route: StoredResponseRoute,
+        path_key: str | None,
+        scope: asgi.Scope,
+        receive: asgi.Receive,
+        send: asgi.Send,
     ) -> None:
         """Answer one request. `path_key`: the key of the prefix `/s/{key}`."""
         methods = _METHODS[route.action]
@@ -171,6 +173,10 @@ class StoredResponseRoutes:
                 await send_wrong_method(send, _DIALECT, scope["method"], methods)
                 return
             session = await self._find_session(asgi.read_headers(scope), path_key, scope)
+            if (engine := self._forwarder.engine_of(session)) is not None:
+                body = await self._forwarder.read(session, receive)
+                await self._forwarder.forward(engine, _DIALECT, scope, body, receive, send)
+                return
             running = self._background.find(session, call_id_of_response(route.response_id) or "")
             if running is not None and route.action == "cancel":
                 await _cancel(running)
@@ -180,9 +186,11 @@ class StoredResponseRoutes:
                 return
             call = await self._find(session, route.response_id)
             await self._answer(route, call, session, scope, send)
+        except asgi.ClientDisconnected:
+            return
         except StoreError as error:
             await send_error(send, store_unavailable(error), _DIALECT)
-        except RequestError as error:
+        except (RequestError, EngineError) as error:
             await send_error(send, error, _DIALECT)
 
     async def _find(self, session: SessionState, identity: str) -> CallRecord:

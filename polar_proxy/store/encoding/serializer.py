@@ -254,6 +254,8 @@ def _own_columns(record: CallRecord) -> TableRow:
     for name in ("path", "model", "error", "thread"):
         text: str | None = getattr(record, name)
         columns[name] = None if text is None else json_codec.clean_text(without_secrets(text))
+    if record.provider_conversation is not None:
+        columns["provider_conversation"] = json_codec.clean_text(record.provider_conversation)
     if record.fingerprint and isinstance(thread := record.fingerprint.get("thread"), str):
         columns["fingerprint"] = {**record.fingerprint, "thread": without_secrets(thread)}  # an id from a header
     if record.hooks:

@@ -22,7 +22,20 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from sqlalchemy import ColumnElement, Connection, and_, bindparam, delete, exists, func, insert, or_, select, update
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    and_,
+    bindparam,
+    delete,
+    exists,
+    func,
+    insert,
+    not_,
+    or_,
+    select,
+    update,
+)
 
 from polar_proxy.errors import StoreError
 from polar_proxy.store import schema
@@ -155,6 +168,23 @@ class CallRepository(Repository):
         """Return the id of the call whose response got this id from its provider; None if the session has none."""
         query = select(_c.call_id).where(_c.session_id == session_id, _c.response_id == response_id)
         found = await self._scalars(query.order_by(_c.started_at.desc()).limit(1))
+        return found[0] if found else None
+
+    async def response_items(self, session_id: str) -> list[tuple[str, Json]]:
+        """Return (call id, `CallRecord.response_items`) of the session's calls that have any, ordered by start."""
+        query = select(_c.call_id, _c.response_items).where(_c.session_id == session_id)
+        query = query.where(_c.response_items.is_not(None)).order_by(_c.started_at)
+        rows = await self._database.read(lambda connection: connection.execute(query).all())
+        return [(call_id, items) for call_id, items in rows]
+
+    async def latest_in_conversation(self, session_id: str, conversation_id: str) -> str | None:
+        """Return the id of the session's latest call that may have added to this conversation of a provider.
+
+        Calls that the provider refused added nothing.
+        """
+        refused = and_(_c.status == "upstream_error", _c.http_status.between(400, 499))
+        mine = (_c.session_id == session_id, _c.provider_conversation == conversation_id, not_(refused))
+        found = await self._scalars(select(_c.call_id).where(*mine).order_by(_c.started_at.desc()).limit(1))
         return found[0] if found else None
 
     async def message_bytes(self, session_id: str, call_ids: Collection[str]) -> int:

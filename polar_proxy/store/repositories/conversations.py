@@ -37,6 +37,8 @@ class ConversationRow:
     metadata: Json
     created_at: float
     """Seconds since the epoch."""
+    at_provider: bool = False
+    """True if the provider keeps it, and only the items with which it was created are stored."""
 
 
 class ConversationSize(NamedTuple):
@@ -88,8 +90,12 @@ def append_items(connection: Connection, rows: Sequence[Mapping[str, object]]) -
 class ConversationRepository(Repository):
     """Conversations of the Responses API and their items."""
 
-    async def create(self, session_id: str, metadata: Json, items: Sequence[ConversationItem]) -> ConversationRow:
-        row = ConversationRow(new_id("conv"), session_id, json_without_secrets(metadata), time.time())
+    async def create(
+        self, session_id: str, metadata: Json, items: Sequence[ConversationItem], *, provider_id: str | None = None
+    ) -> ConversationRow:
+        """Store a new conversation. `provider_id`: its id at the provider that keeps it."""
+        identity, at_provider = provider_id or new_id("conv"), provider_id is not None
+        row = ConversationRow(identity, session_id, json_without_secrets(metadata), time.time(), at_provider)
         values = {column.name: getattr(row, column.name) for column in _c}
         item_rows = [item_row(row.conversation_id, item) for item in items]
 
@@ -100,10 +106,10 @@ class ConversationRepository(Repository):
         await self._database.write(write)
         return row
 
-    async def get(self, session_id: str, conversation_id: str) -> ConversationRow | None:
-        """Return a conversation of this session."""
-        query = select(*_columns).where(_c.conversation_id == conversation_id, _c.session_id == session_id)
-        return await self._row(ConversationRow, query)
+    async def get(self, session_id: str, conversation_id: str, *, at_provider: bool = False) -> ConversationRow | None:
+        """Return a conversation of this session that is kept here, or `at_provider`."""
+        mine = (_c.conversation_id == conversation_id, _c.session_id == session_id, _c.at_provider == at_provider)
+        return await self._row(ConversationRow, select(*_columns).where(*mine))
 
     async def set_metadata(self, conversation_id: str, metadata: Json) -> None:
         mine = _c.conversation_id == conversation_id

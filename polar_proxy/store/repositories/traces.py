@@ -171,6 +171,15 @@ class TraceRepository(Repository):
         query = _select_summaries.where(_t.session_id == session_id).order_by(_t.builder, _t.trace_index)
         return await self._rows(TraceSummary, query)
 
+    async def of_group(self, group_id: str, *, builder: str = "merged") -> dict[str, list[TraceSummary]]:
+        """Return rollout id -> the traces of each rollout of a group, in the builder's order, without their tokens."""
+        members = select(schema.rollouts.c.rollout_id).where(schema.rollouts.c.group_id == group_id)
+        query = _select_summaries.where(_t.rollout_id.in_(members), _t.builder == builder)
+        found: dict[str, list[TraceSummary]] = defaultdict(list)
+        for row in await self._rows(TraceSummary, query.order_by(_t.session_id, _t.trace_index)):
+            found[str(row.rollout_id)].append(row)
+        return found
+
     async def belongs_to(self, session_ids: Collection[str], trace_id: str) -> bool:
         """Return whether a trace, made by whichever builder, belongs to one of the sessions."""
         query = select(_t.trace_id).where(_t.trace_id == trace_id, _t.session_id.in_(session_ids))

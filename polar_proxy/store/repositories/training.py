@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import Connection, delete, func, insert, select, update
+from sqlalchemy import Connection, Text, cast, delete, func, insert, select, update
 
 from polar_proxy.errors import StoreError
 from polar_proxy.store import schema
@@ -45,6 +45,19 @@ class TrainingRunRow:
     step: int
     """Number of completed steps."""
     lines: int
+
+
+_of_run = select(schema.training_lines).where(_l.run_id == _r.run_id).correlate(schema.training_runs)
+_select_runs = select(
+    *row_columns(
+        TrainingRunRow,
+        schema.training_runs,
+        updated_at=_of_run.with_only_columns(_l.at).order_by(_l.position.desc()).limit(1).scalar_subquery(),
+        step=func.coalesce(_of_run.with_only_columns(func.max(_l.step)).scalar_subquery(), 0),
+        lines=func.coalesce(_of_run.with_only_columns(func.max(_l.position) + 1).scalar_subquery(), 0),
+    )
+)
+"""The values of the last columns come from an index each, whatever number of lines a run has."""
 
 
 class TrainingRepository(Repository):
@@ -85,16 +98,18 @@ class TrainingRepository(Repository):
 
     async def runs(self, run_id: str | None = None) -> list[TrainingRunRow]:
         """Return all runs, newest first, or the run with this id."""
-        columns = row_columns(
-            TrainingRunRow,
-            schema.training_runs,
-            updated_at=func.max(_l.at),
-            step=func.coalesce(func.max(_l.step), 0),
-            lines=func.count(_l.position),
-        )
-        query = select(*columns).outerjoin(schema.training_lines, _l.run_id == _r.run_id).group_by(_r.run_id)
-        query = query if run_id is None else query.where(_r.run_id == run_id)
+        query = _select_runs if run_id is None else _select_runs.where(_r.run_id == run_id)
         return await self._rows(TrainingRunRow, query.order_by(_r.created_at.desc(), _r.run_id.desc()))
+
+    async def step_of_group(self, run_id: str, group_id: str) -> int | None:
+        """Return the first step whose line names the group in its `groups`; None if no line does."""
+        naming = cast(_l.data, Text).contains(group_id, autoescape=True)
+        query = select(_l.step, _l.data).where(_l.run_id == run_id, naming).order_by(_l.position)
+        for row in await self._database.read(lambda connection: connection.execute(query).all()):
+            groups = row.data.get("groups")  # a trainer of another kind may write any value there
+            if isinstance(groups, list) and group_id in groups:
+                return int(row.step)
+        return None
 
     async def lines(self, run_id: str) -> list[Json]:
         """Return all lines of a run's metrics.jsonl, in the order in which they were written."""

@@ -123,6 +123,8 @@ calls = Table(
     Column("first_token_at", Double),
     Column("ended_at", Double, nullable=False),
     Column("response_id", Text),  # the provider's, if it was passed through; a later request may continue it
+    Column("response_items", PackedJson),  # {the provider's id: kind and number of the item}; requests may refer to it
+    Column("provider_conversation", Text),  # the provider's id of the conversation that the call adds to
     Column("deleted_at", Double),  # when its client deleted the response; the call stays, and is trained on
     Index(None, "session_id", "started_at", "call_id"),
 )
@@ -149,6 +151,7 @@ conversations = Table(
     Column("session_id", Text, ForeignKey("sessions.session_id"), nullable=False, index=True),
     json_column("metadata"),
     Column("created_at", Double, nullable=False),
+    Column("at_provider", Boolean, nullable=False),  # true: the provider keeps it; only its first items are here
 )
 
 conversation_items = Table(

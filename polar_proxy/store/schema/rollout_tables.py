@@ -113,7 +113,7 @@ leases = Table(
     "leases",
     metadata,
     Column("lease_id", Text, primary_key=True),
-    Column("group_id", Text, ForeignKey("groups.group_id"), nullable=False),
+    Column("group_id", Text, ForeignKey("groups.group_id"), nullable=False, index=True),
     Column("consumer", Text, nullable=False),
     Column("policy_version", Text),  # of the trainer when it took the lease
     Column("leased_at", Double, nullable=False),

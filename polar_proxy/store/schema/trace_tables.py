@@ -68,4 +68,5 @@ training_lines = Table(
     Column("step", Integer, nullable=False),
     Column("at", Double, nullable=False),
     json_column("data"),
+    Index(None, "run_id", "step"),
 )

@@ -81,6 +81,11 @@ class JobRow:
     groups: int
     rollouts: dict[str, int]
 
+    @property
+    def repeat_of(self) -> str | None:
+        """Id of the rollout that the job repeats."""
+        return self.spec.get("repeat_of")
+
 
 _groups = select(func.count()).where(_g.job_id == _j.job_id).correlate(schema.jobs).scalar_subquery()
 _select_jobs = select(*row_columns(JobRow, schema.jobs, groups=_groups, rollouts=null()))
@@ -140,6 +145,11 @@ class JobRepository(Repository):
         row = await self.get(stored)
         assert row is not None
         return row, stored == job_id
+
+    async def spec(self, job_id: str) -> Json | None:
+        """Return the options of a job without counting its rollouts; None if there is no such job."""
+        found = await self._scalars(select(_j.spec).where(_j.job_id == job_id))
+        return found[0] if found else None
 
     async def get(self, job_id: str) -> JobRow | None:
         rows = await self._fetch(_j.job_id == job_id)

@@ -20,6 +20,8 @@ from polar_proxy.view.context import ViewContext
 
 MOST = 6
 """Maximum number of rollouts that are shown side by side."""
+_SHOWN_ANYWAY = {"harness", "sandbox"}
+"""Options that the page shows as they were used, with the version of the agent and the kind of sandbox."""
 Chosen = Annotated[list[str], Query(alias="run", description="Ids of rollouts, or the beginnings of ids.")]
 
 
@@ -92,6 +94,6 @@ async def _read_run(store: Store, row: RolloutRow) -> ComparedRun:
 
 
 def _different_options(configs: Sequence[Json]) -> list[tuple[str, Sequence[object]]]:
-    names = sorted({name for config in configs for name in config})
+    names = sorted({name for config in configs for name in config} - _SHOWN_ANYWAY)
     values = [(name, [config.get(name) for config in configs]) for name in names]
     return [(name, found) for name, found in values if any(value != found[0] for value in found)]

@@ -4,7 +4,7 @@ a trainer uses."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -15,9 +15,9 @@ from polar_proxy.api.context import require
 from polar_proxy.records import rollouts_of_group
 from polar_proxy.store import RolloutRow, Store
 from polar_proxy.store.service.feed import LeaseRow
-from polar_proxy.training.batch import TrainingBatch, make_batch
+from polar_proxy.training.batch import BatchPlan, plan_batch
 from polar_proxy.training.config import GrpoConfig
-from polar_proxy.training.feed import StoreGroupReader
+from polar_proxy.training.feed import STORED_BUILDER, StoreGroupReader
 from polar_proxy.types import Json
 from polar_proxy.view.context import ViewContext
 from polar_proxy.view.pages.comparison import MOST
@@ -33,12 +33,10 @@ class GroupTraining:
     """The batch that a trainer makes of a group. `config`: the settings of the run that leased it, else the
     defaults."""
 
-    batch: TrainingBatch
+    plan: BatchPlan
     config: GrpoConfig
     is_default: bool
     """True if `config` is the default, because no trainer of Polar has leased the group."""
-    trained: Mapping[str, int]
-    """Rollout id -> number of its trained tokens."""
     run_id: str | None
     """The training run that leased the group last; None if no run has leased it."""
     step: int | None
@@ -66,7 +64,8 @@ def add_routes(pages: APIRouter, view: ViewContext) -> None:
 
     @pages.get("/view/parts/groups/{group_id}/training")
     async def training_part(request: Request, group_id: str) -> Response:
-        """Return the part of the page about training. The browser loads it separately, because it reads all tokens."""
+        """Return the part of the page about training. The browser loads it separately, because traces of some builders
+        must be built."""
         await require("group", group_id, store.groups.get(group_id))
         leases = await store.feed.leases_of(group_id)
         training = await _read_training(store, group_id, leases)
@@ -86,15 +85,16 @@ async def _read_training(store: Store, group_id: str, leases: Sequence[LeaseRow]
     runs = [run for run in await store.training.runs() if leases and run.name == leases[-1].consumer]
     if runs:
         config, run_id = _read_config(runs[0].config), runs[0].run_id
-        lines = await store.training.lines(run_id)
-        step = next((line["step"] for line in lines if group_id in _groups_of(line)), None)
+        step = await store.training.step_of_group(run_id, group_id)
     is_default, config = config is None, config or GrpoConfig()
-    group = await StoreGroupReader(store).read_group(group_id, config.builder, None)
-    batch = await asyncio.to_thread(make_batch, [group], config, step or 0)
-    trained = {member.rollout.rollout_id: 0 for member in group.members}
-    for sequence in batch.sequences:
-        trained[group.members[sequence.rollout].rollout.rollout_id] += int(sequence.trained.sum())
-    return GroupTraining(batch, config, is_default, trained, run_id, step)
+    if config.builder == STORED_BUILDER:
+        rows, stored = await rollouts_of_group(store, group_id), await store.traces.of_group(group_id)
+        plan = plan_batch([[(row, stored.get(row.rollout_id, ())) for row in rows]], config, step or 0)
+    else:
+        group = await StoreGroupReader(store).read_group(group_id, config.builder, None)
+        members = [(member.rollout, member.traces) for member in group.members]
+        plan = await asyncio.to_thread(plan_batch, [members], config, step or 0)
+    return GroupTraining(plan, config, is_default, run_id, step)
 
 
 def _read_config(values: Json) -> GrpoConfig | None:
@@ -103,9 +103,3 @@ def _read_config(values: Json) -> GrpoConfig | None:
         return GrpoConfig.model_validate(values)
     except ValidationError:
         return None
-
-
-def _groups_of(line: Json) -> list[object]:
-    """Return the ids of the groups that a line of a run names. A trainer of another kind may write any value there."""
-    groups = line.get("groups")
-    return groups if isinstance(groups, list) else []

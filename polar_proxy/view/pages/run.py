@@ -83,8 +83,10 @@ async def rollout_values(view: ViewContext, rollout_id: str, chosen: str | None 
         store.artifacts.of_rollout(rollout_id),
         store.sessions.ids_of_rollout(rollout_id),
     )
+    job = None if row.job_id is None else await store.jobs.spec(row.job_id)
     return {
         "rollout": row,
+        "repeat_of": (job or {}).get("repeat_of"),
         "task": await store.tasks.get(row.task_id),
         "rewards": rewards,
         "remarks": remarks,
@@ -102,6 +104,7 @@ async def session_values(view: ViewContext, session_id: str, chosen: str | None 
     await require("session", session_id, store.sessions.get(session_id))
     return {
         "rollout": None,
+        "repeat_of": None,
         "task": None,
         "rewards": await store.rewards.of_session(session_id),
         "remarks": await store.remarks.of_session(session_id),

@@ -1,0 +1,178 @@
+"""The history of requests that are passed on, where the provider keeps it (OpenAI Responses).
+
+A body may name a response that it continues (`previous_response_id`), a conversation that it adds to (`conversation`),
+and items (`item_reference`), all by the provider's ids. These ids are recorded with the answers, so the call is
+recorded with the messages and answers that the ids stand for. The body that is sent stays as it came.
+
+Promises:
+
+* A session's calls are joined to its own calls only.
+* A history is complete if each id was found and each answer could be read. For a conversation, Polar must also have
+  passed on its creation, and since then no request that adds or deletes items (`ConversationRoutes`). Stored prompts
+  (`prompt`) are never known.
+* If the store fails, the history is incomplete, and the request is passed on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+from polar_proxy.dialects.base import Dialect, ReferencedCall
+from polar_proxy.dialects.openai_responses.input import input_items, is_reference
+from polar_proxy.dialects.openai_responses.items import item_id, response_id
+from polar_proxy.dialects.openai_responses.references import write_out_references
+from polar_proxy.errors import RequestError, StoreError
+from polar_proxy.gateway.health import StoreMonitor
+from polar_proxy.sessions.state import SessionState
+from polar_proxy.store import Store
+from polar_proxy.store.json_codec import clean_text
+from polar_proxy.types import ANSWERED, CallRecord, ConversationItem, Json
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+ReadCalls = Callable[[SessionState, Collection[str]], Awaitable[list[CallRecord]]]
+"""Returns those of the calls that a session has recorded. Raises StoreError, and RequestError if they are too large."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProviderReferences:
+    """The provider's ids in a body."""
+
+    previous: str | None = None
+    conversation: str | None = None
+    items: frozenset[str] = frozenset()
+    """Ids of items that the body does not contain."""
+    prompt: bool = False
+    """True if the body names a stored prompt, which comes before its messages."""
+
+    @classmethod
+    def of_body(cls, dialect: Dialect, body: Json) -> ProviderReferences:
+        if dialect.name != "openai_responses":
+            return cls()
+        given = body.get("input")
+        items = [item for item in given if isinstance(item, dict)] if isinstance(given, list) else []
+        in_full = {item["id"] for item in items if isinstance(item.get("id"), str) and not is_reference(item)}
+        conversation = body.get("conversation")
+        return cls(
+            _text(body.get("previous_response_id")),
+            _text(conversation.get("id") if isinstance(conversation, dict) else conversation),
+            frozenset(item["id"] for item in items if is_reference(item)) - in_full,
+            body.get("prompt") is not None,
+        )
+
+    def __bool__(self) -> bool:
+        return bool(self.previous or self.conversation or self.items or self.prompt)
+
+
+@dataclass(frozen=True, slots=True)
+class ProviderHistory:
+    """The recorded calls and items that a body refers to."""
+
+    complete: bool = True
+    conversation: str | None = None
+    """The provider's id of the conversation that the body adds to."""
+    previous: str | None = None
+    """The id of the call that the body continues."""
+    items: Mapping[str, str] = field(default_factory=dict)
+    """Polar's own id of each item, by the provider's."""
+    created: Sequence[ConversationItem] = ()
+    """The items with which the conversation was created, if no call has added to it yet."""
+    calls: Mapping[str, ReferencedCall] = field(default_factory=dict)
+
+    def write_out(self, body: Json) -> Json:
+        """Return a body with the history before its own input. Raises RequestError for an unknown item."""
+        if not (self.calls or self.created):
+            return body
+        own = input_items(body.get("input"))
+        named: Json = {"input": [self._with_own_id(item) if is_reference(item) else item for item in own]}
+        if self.previous is not None:
+            named["previous_response_id"] = response_id(self.previous)
+        return {**body, "input": write_out_references(named, self.calls, self.created)["input"]}
+
+    def _with_own_id(self, reference: Json) -> Json:
+        return {**reference, "id": self.items.get(reference["id"], reference["id"])}
+
+
+class ProviderHistories:
+    """Finds the history of requests that are passed on."""
+
+    def __init__(self, store: Store, monitor: StoreMonitor, read_calls: ReadCalls) -> None:
+        self._store = store
+        self._monitor = monitor
+        self._read_calls = read_calls
+
+    async def find(self, session: SessionState, given: ProviderReferences) -> ProviderHistory:
+        if not given:
+            return ProviderHistory()
+        try:
+            return await self._find(session, given)
+        except (StoreError, RequestError) as error:  # the store fails, or the history is too large
+            log.warning("a call of session %s is recorded without its history: %s", session.session_id, error)
+            return ProviderHistory(complete=False, conversation=given.conversation)
+
+    async def _find(self, session: SessionState, given: ProviderReferences) -> ProviderHistory:
+        session_id, calls = session.session_id, self._store.calls
+        previous, created = None, None
+        if given.previous is not None:
+            previous = await self._run(calls.find_response, session_id, given.previous)
+        if given.conversation is not None:
+            previous = await self._run(calls.latest_in_conversation, session_id, given.conversation)
+            created = await self._created_items(session_id, given.conversation)
+        items = await self._own_ids(session_id, given.items)
+        wanted = {call_id for call_id, _ in items.values()} | ({previous} if previous else set())
+        read = {call.call_id: call for call in await self._read_calls(session, wanted) if _is_read(call)}
+        before = read.get(previous or "")
+        unknown = (
+            given.prompt
+            or items.keys() != given.items
+            or (given.conversation is not None and created is None)
+            or (given.previous is not None and before is None)
+            or (previous is not None and (before is None or bool(before.sampling.get("missing_history"))))
+        )
+        return ProviderHistory(
+            complete=not unknown,
+            conversation=given.conversation,
+            previous=None if before is None else before.call_id,
+            items={identity: own for identity, (_, own) in items.items()},
+            created=(created or ()) if previous is None else (),
+            calls={call_id: _referenced(call) for call_id, call in read.items()},
+        )
+
+    async def _created_items(self, session_id: str, conversation: str) -> list[ConversationItem] | None:
+        """Return the items with which a conversation was created; None if that is not known."""
+        kept = self._store.conversations
+        row = await self._run(partial(kept.get, at_provider=True), session_id, conversation)
+        return None if row is None else await self._run(kept.items, conversation)
+
+    async def _own_ids(self, session_id: str, wanted: frozenset[str]) -> dict[str, tuple[str, str]]:
+        """Return (call id, Polar's id of the item) for each of the provider's item ids that was recorded."""
+        found: dict[str, tuple[str, str]] = {}
+        if wanted:
+            for call_id, places in await self._run(self._store.calls.response_items, session_id):
+                for identity in wanted & places.keys():
+                    prefix, _, number = places[identity].partition("_")
+                    found[identity] = call_id, item_id(prefix, call_id, int(number))
+        return found
+
+    async def _run(self, work: Callable[..., Awaitable[T]], *args: Any) -> T:
+        return await self._monitor.run(partial(work, *args))
+
+
+def _is_read(call: CallRecord) -> bool:
+    """Return whether the call has a complete answer that Polar could read."""
+    return call.status in ANSWERED and bool(call.choices) and call.choices[0].finish_reason != "unread"
+
+
+def _referenced(call: CallRecord) -> ReferencedCall:
+    answer = call.choices[0].message
+    empty = not (answer.content or answer.reasoning or answer.tool_calls)  # as after a warm-up
+    return ReferencedCall(call.messages, None if empty else answer)
+
+
+def _text(value: Any) -> str | None:
+    return clean_text(value) if isinstance(value, str) else None
