@@ -32,9 +32,9 @@ FAILED: frozenset[CallStatus] = frozenset({"client_gone", "upstream_error"})
 """Statuses of a call without a complete answer."""
 LogprobMode = Literal["raw", "processed"]
 PromptMode = Literal["render", "continue"]
-RemarkKind = Literal["label", "note", "rating"]
 """render: the engine rendered the messages. continue: the prompt is the exact tokens of the base (the call that this
 one extends), followed by the tokens of the new messages."""
+RemarkKind = Literal["label", "note", "rating"]
 
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal", "thinking", "reasoning"})
 """Types of content parts that are text or reasoning."""
@@ -95,8 +95,7 @@ class Message:
     tool_call_id: str | None = None
     name: str | None = None
     cache_control: tuple[tuple[int, Json], ...] = field(default=(), compare=False, repr=False)
-    """(index of a content part, the client's mark to cache the prompt up to it). Only Anthropic's API reads such marks.
-    """
+    """(index of a content part, the client's mark to cache the prompt up to it). Only Anthropic's API reads marks."""
     provider_turn: ProviderTurn | None = field(default=None, compare=False, repr=False)
     """This answer as a hosted model wrote it. Not part of `to_openai`."""
 
@@ -150,8 +149,7 @@ class Sampling:
     repetition_penalty: float | None = None
     logit_bias: Mapping[str, float] | None = None
     logprobs: bool = False
-    """True if the client asks for log-probabilities, so `SampleEvent.tokens` is set. Recording does not depend on
-    it."""
+    """True if the client asks for log-probabilities, so `SampleEvent.tokens` is set. Recording does not need it."""
     top_logprobs: int = 0
     """Number of alternatives per token that the client requests (`SampleEvent.top`)."""
 
@@ -403,8 +401,7 @@ class CallRecord:
     prompt_reason: str | None = None
     """Why the prompt was not continued from the base's tokens (`sessions/continuation.py` lists the reasons)."""
     base_call_id: str | None = None
-    """The base: the answered call whose messages and answer mean the same as the beginning of this call's messages.
-    Set in either prompt mode."""
+    """The base: the answered call with whose messages and answer this call's messages begin, in either prompt mode."""
     base_choice: int | None = None
     response_id: str | None = None
     """The provider's id of a response that was passed through; a later request may continue the response by it."""
@@ -444,8 +441,7 @@ SpanKind = Literal["context", "sampled"]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The origin of a run of a trace's tokens: tokens [start, end) of a call's prompt (kind `context`), or of its
-    answer number `choice` (kind `sampled`)."""
+    """The origin of tokens of a trace: [start, end) of a call's prompt (`context`) or answer `choice` (`sampled`)."""
 
     kind: SpanKind
     call_id: str
