@@ -31,10 +31,10 @@ ANSWERED: frozenset[CallStatus] = frozenset({"ok", "no_tokens", "budget"})
 FAILED: frozenset[CallStatus] = frozenset({"client_gone", "upstream_error"})
 """Statuses of a call without a complete answer."""
 LogprobMode = Literal["raw", "processed"]
+RemarkKind = Literal["label", "note", "rating"]
 PromptMode = Literal["render", "continue"]
 """render: the engine rendered the messages. continue: the prompt is the exact tokens of the base (the call that this
 one extends), followed by the tokens of the new messages."""
-RemarkKind = Literal["label", "note", "rating"]
 
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal", "thinking", "reasoning"})
 """Types of content parts that are text or reasoning."""
@@ -95,7 +95,8 @@ class Message:
     tool_call_id: str | None = None
     name: str | None = None
     cache_control: tuple[tuple[int, Json], ...] = field(default=(), compare=False, repr=False)
-    """(index of a content part, the client's mark to cache the prompt up to it). Only Anthropic's API reads marks."""
+    """(index of a content part, the client's mark to cache the prompt up to it). Only Anthropic's API reads such marks.
+    """
     provider_turn: ProviderTurn | None = field(default=None, compare=False, repr=False)
     """This answer as a hosted model wrote it. Not part of `to_openai`."""
 
@@ -149,7 +150,8 @@ class Sampling:
     repetition_penalty: float | None = None
     logit_bias: Mapping[str, float] | None = None
     logprobs: bool = False
-    """True if the client asks for log-probabilities, so `SampleEvent.tokens` is set. Recording does not need it."""
+    """True if the client asks for log-probabilities, so `SampleEvent.tokens` is set. Recording does not depend on
+    it."""
     top_logprobs: int = 0
     """Number of alternatives per token that the client requests (`SampleEvent.top`)."""
 
@@ -288,9 +290,8 @@ class SampleEvent:
     raw: ProviderPiece | None = None
     """From the passthrough engine: the bytes that the agent gets in place of this event's encoding."""
     response_id: str | None = None
-    """From the passthrough engine: the provider's id of a response of the Responses API."""
     response_items: Json | None = None
-    """From the passthrough engine: see `CallRecord.response_items`."""
+    """From the passthrough engine, for a response of the Responses API: see `CallRecord`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -401,15 +402,13 @@ class CallRecord:
     prompt_reason: str | None = None
     """Why the prompt was not continued from the base's tokens (`sessions/continuation.py` lists the reasons)."""
     base_call_id: str | None = None
-    """The base: the answered call with whose messages and answer this call's messages begin, in either prompt mode."""
+    """The base: the answered call whose messages and answer begin this call's by meaning. Set in both prompt modes."""
     base_choice: int | None = None
     response_id: str | None = None
-    """The provider's id of a response that was passed through; a later request may continue the response by it."""
-    response_items: Json | None = None
-    """The provider's ids of the items of such a response: {id: kind and number}, such as {"fc_67c9": "fc_0"} for the
-    first tool call. A later request may refer to an item by its id."""
     provider_conversation: str | None = None
-    """The provider's id of the conversation that a call which was passed through continues and adds to."""
+    """The provider's ids of a response that was passed through, and of its conversation. Later requests name them."""
+    response_items: Json | None = None
+    """The provider's ids of the response's items. {"fc_67c9": "fc_0"}: this is the id of the first tool call."""
     deleted_at: float | None = None
     """When the client deleted the response, in seconds since the epoch. The call stays, and is trained on."""
     engine_name: str | None = None
@@ -441,7 +440,8 @@ SpanKind = Literal["context", "sampled"]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The origin of tokens of a trace: [start, end) of a call's prompt (`context`) or answer `choice` (`sampled`)."""
+    """The origin of a run of a trace's tokens: tokens [start, end) of a call's prompt (kind `context`), or of its
+    answer number `choice` (kind `sampled`)."""
 
     kind: SpanKind
     call_id: str
