@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from polar_proxy.reading import Recording
+    from polar_proxy.reading.recording import Recording
 
 __version__ = "0.1.0"
 
@@ -15,6 +15,6 @@ def read(db: str | None = None) -> Recording:
 
     `db`: a file or a URL. Default: the database of the settings.
     """
-    from polar_proxy.reading import Recording
+    from polar_proxy.reading.recording import Recording
 
     return Recording(db)

@@ -52,8 +52,9 @@ serve() {
     "$dir/bin/llama-server" -m "$model" --alias "$name" --host 127.0.0.1 --port "$port" \
         -ctk f32 -ctv f32 -fa off --no-webui "$@" &
     local server=$!
+    # llama-server may hang on SIGTERM while it samples, and has nothing to save.
     # shellcheck disable=SC2064
-    trap "kill $server 2>/dev/null; wait $server 2>/dev/null; rm -f '${converted:-}'; exit 143" TERM INT HUP
+    trap "kill -KILL $server 2>/dev/null; wait $server 2>/dev/null; rm -f '${converted:-}'; exit 143" TERM INT HUP
     wait $server
 }
 

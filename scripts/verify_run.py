@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from polar_proxy.export import export
+from polar_proxy.export.exporter import export
 from polar_proxy.store import Store, open_store
 
 

@@ -24,10 +24,10 @@ from polar_proxy.api.context import ApiContext, ApiStore, Context, make_routers,
 from polar_proxy.api.host_access import check_job, check_source, code_of_request
 from polar_proxy.errors import ApiError, UsageError
 from polar_proxy.records import convert
+from polar_proxy.records.job_events import follow_events
 from polar_proxy.rollout_spec import JobSpec
 from polar_proxy.rollouts import Original, cancel, find_original, submit
 from polar_proxy.store import json_codec
-from polar_proxy.store.service.job_events import EventCursor
 from polar_proxy.store.service.jobs import JobRow, JobStatus
 from polar_proxy.tasks import Task, check_task, load_tasks, tasks_from_rows
 from polar_proxy.types import Json
@@ -37,7 +37,6 @@ _GRACE_SECONDS = 60.0
 in case the process is killed meanwhile."""
 
 _HEARTBEAT_SECONDS = 15.0
-_POLL_SECONDS = 0.5
 _STREAM: dict[int | str, Json] = {200: {"content": {"text/event-stream": {}}, "description": "Server-sent events."}}
 
 JobId = Annotated[str, Path(description="The id of a job.")]
@@ -274,36 +273,25 @@ async def stream_events(context: ApiContext, job_id: str | None, position: str |
     """Return the events after `position`, or from the start of the job. Raises ApiError 404 if there is no such job."""
     if job_id is not None:
         await _require_job(context, job_id)
-    events = context.store.job_events
-    start = await events.start(job_id) if position is None else EventCursor.parse(position)
+    events = await follow_events(context.store, job_id, position)
     headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
-    return StreamingResponse(_follow(context, job_id, start), media_type="text/event-stream", headers=headers)
+    return StreamingResponse(_encode(context, events), media_type="text/event-stream", headers=headers)
 
 
-async def _follow(context: ApiContext, job_id: str | None, after: EventCursor) -> AsyncIterator[bytes]:
-    store = context.store
+async def _encode(context: ApiContext, events: AsyncIterator[list[m.Event]]) -> AsyncIterator[bytes]:
+    """Yield the bytes of the stream, with a comment after some time without events, until the server stops."""
     yield b": polar\n\n"
     last_sent = time.monotonic()
-    while not context.closing.is_set():
-        # Check for the end before reading events, so that the events that led to the end are read below.
-        over = job_id is not None and await store.job_events.is_over(job_id)
-        rows, seen = await store.job_events.read(after, job_id=job_id)
-        if rows:
-            yield b"".join(_event(str(row.cursor), row.kind, {**row.data, "at": row.at}) for row in rows)
+    async for new in events:
+        if new:
+            yield b"".join(map(_encode_event, new))
             last_sent = time.monotonic()
-        if seen != after:
-            after = seen
-            continue
-        if over and job_id is not None:
-            end = await store.job_events.end(job_id)
-            if after.stage >= end.stage and after.job >= end.job:
-                yield _event(str(after), "end", {"job_id": job_id})
-                return
-        if time.monotonic() - last_sent >= _HEARTBEAT_SECONDS:
+        elif time.monotonic() - last_sent >= _HEARTBEAT_SECONDS:
             yield b":\n\n"
             last_sent = time.monotonic()
-        await asyncio.sleep(_POLL_SECONDS)
+        if context.closing.is_set():
+            return
 
 
-def _event(cursor: str, kind: str, data: Json) -> bytes:
-    return b"id: %s\nevent: %s\ndata: %s\n\n" % (cursor.encode(), kind.encode(), json_codec.dumps(data))
+def _encode_event(event: m.Event) -> bytes:
+    return b"id: %s\nevent: %s\ndata: %s\n\n" % (event.id.encode(), event.event.encode(), json_codec.dumps(event.data))

@@ -12,7 +12,7 @@ from polar_proxy import api_models as m
 from polar_proxy.api.context import ApiStore, make_routers, not_found, require
 from polar_proxy.errors import UsageError
 from polar_proxy.export.exporter import rollout_lines
-from polar_proxy.records import convert, convert_all, find_group, rollouts_of_group
+from polar_proxy.records import convert, convert_all, find_group, find_rollout, rollouts_of_group
 from polar_proxy.rollout_spec import SessionBudget, whole_distribution
 from polar_proxy.sessions.identity import hash_key, new_key
 from polar_proxy.store import RolloutRow, Store
@@ -70,11 +70,7 @@ async def list_rollouts(
 @trainer.get("/rollouts/{rollout_id}", tags=["rollouts"])
 async def get_rollout(store: ApiStore, rollout_id: RolloutId) -> m.RolloutDetail:
     """Return a rollout with the stages of its attempts, its rewards and its remarks."""
-    row = await require("rollout", rollout_id, store.rollouts.get(rollout_id))
-    stages = convert_all(m.Stage, await store.rollouts.stages(rollout_id))
-    rewards = convert_all(m.Reward, await store.rewards.of_rollout(rollout_id))
-    remarks = convert_all(m.Remark, await store.remarks.of_rollout(rollout_id))
-    return convert(m.RolloutDetail, row, stages=stages, rewards=rewards, remarks=remarks)
+    return await require("rollout", rollout_id, find_rollout(store, rollout_id))
 
 
 @trainer.get("/rollouts/{rollout_id}/trajectory", tags=["rollouts"], response_class=StreamingResponse, responses=_ROWS)

@@ -78,9 +78,9 @@ VERBS = {
     "cancel": Verb("rollouts:cancel", "Cancel a job, a group or a rollout."),
     "pause": Verb("rollouts:pause", "Pause a job: start no more of its rollouts. Running rollouts continue."),
     "resume": Verb("rollouts:resume", "Resume a paused job."),
-    "reward": Verb("rollouts:reward", "Add a reward to a rollout or a session. Earlier rewards are kept."),
+    "reward": Verb("feedback:reward", "Add a reward to a rollout or a session. Earlier rewards are kept."),
     "remark": Verb(
-        "rollouts:remark", "Give a label, a note or a rating to a rollout or a session. Earlier ones are kept."
+        "feedback:remark", "Give a label, a note or a rating to a rollout or a session. Earlier ones are kept."
     ),
     "sessions": Verb("show:sessions", "List sessions, newest first."),
     "view": Verb(

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ValidationError
 
 from polar_proxy.allowed_code import is_code
 from polar_proxy.cli.output import err, styled
-from polar_proxy.config import Settings, is_loopback
+from polar_proxy.config import Settings, is_loopback, start_no_blas_threads
 from polar_proxy.errors import UsageError
 
 if TYPE_CHECKING:  # sqlalchemy, httpx and fastapi take a second to import, and `polar --help` needs none of them
@@ -174,6 +174,7 @@ def with_store(settings: Settings, work: Callable[[Store], Awaitable[T]], *, cre
         async with open_database(settings, create=create) as store:
             return await work(store)
 
+    start_no_blas_threads()
     return run_async(main())
 
 
@@ -221,14 +222,17 @@ def read_store_or_server(
     db: str | None,
     from_store: Callable[[Store, Settings], Awaitable[T]],
     from_server: Callable[[AsyncClient], Coroutine[Any, Any, T]],
+    *,
+    patient: bool = False,
 ) -> T:
     """Return the result of `from_server` if there is a --url or POLAR_URL, otherwise that of `from_store`.
 
     A read-only command opens the database itself, because importing the API into this process takes a second.
+    `patient`: see `connect`.
     """
     settings = load_client_settings(url, db)
     if settings.url is not None:
-        return with_client(url, db, from_server)
+        return with_client(url, db, from_server, patient=patient)
     return with_store(settings, lambda store: from_store(store, settings))
 
 

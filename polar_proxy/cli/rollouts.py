@@ -1,6 +1,5 @@
-"""`polar run` runs an agent on tasks here; `polar submit`, `status`, `results`, `watch`, `events`, `cancel`, `pause`,
-`resume`, `reward` and `remark` use the API of a server (--url). Without a URL, `status` and `results` read the
-database, and the others use the same API in this process.
+"""`polar run` runs an agent on tasks here. The other verbs use the API of a server (--url). Without a URL, `status`,
+`results`, `watch` and `events` read the database, and the others use the same API in this process.
 """
 
 from __future__ import annotations
@@ -8,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import orjson
@@ -50,7 +49,16 @@ from polar_proxy.terminal import configure_logging, escape_json_controls, one_li
 from polar_proxy.types import Json
 
 if TYPE_CHECKING:
-    from polar_proxy.api_models import Job, JobDetail, JobList, RefusedTask, Remark, RolloutList
+    from polar_proxy.api_models import (
+        Event,
+        Job,
+        JobDetail,
+        JobList,
+        RefusedTask,
+        Rollout,
+        RolloutDetail,
+        RolloutList,
+    )
     from polar_proxy.client import AsyncClient
     from polar_proxy.store import RolloutRow, Store
     from polar_proxy.tasks import Task, TaskRefusal
@@ -198,7 +206,6 @@ async def _run(
 # Jobs of a server
 
 JobId = Annotated[str, typer.Argument(help="A job's id, as `polar submit` prints it.")]
-Target = Annotated[str, typer.Argument(metavar="ROLLOUT|SESSION", help="Id of a rollout, or of a session without one.")]
 
 
 @options.model_options(JobSpec)
@@ -315,17 +322,39 @@ def watch(job: JobId, url: options.Url = None, db: options.Db = None, as_json: o
     Ctrl-C ends this command, not the job.
     """
 
-    async def follow(client: AsyncClient) -> JobDetail:
-        view = JobProgressView((await client.job_rollouts(job)).rollouts, quiet=as_json)
-        with view.show():
-            async for event in client.events(job):  # from the start of the job, so that no event is missed
-                ended = await client.rollout(event.data["rollout_id"]) if view.has_ended(event) else None
-                view.update(event, ended)
+    async def from_store(store: Store, settings: Settings) -> JobDetail:
+        from polar_proxy.records import find_job, find_rollout, rollouts_of_job
+        from polar_proxy.records.job_events import follow_events
+
+        rollouts = _required(job, await rollouts_of_job(store, job)).rollouts
+        new_events = await follow_events(store, job, None)
+        events = (event async for new in new_events for event in new)
+        await _watch(rollouts, events, lambda rollout_id: find_rollout(store, rollout_id), quiet=as_json)
+        return _required(job, await find_job(store, job))
+
+    async def from_server(client: AsyncClient) -> JobDetail:
+        rollouts = (await client.job_rollouts(job)).rollouts
+        # From the start of the job, so that no event is missed.
+        await _watch(rollouts, client.events(job), client.rollout, quiet=as_json)
         return await client.job(job)
 
-    ended = with_client(url, db, follow, patient=True)
+    ended = read_store_or_server(url, db, from_store, from_server, patient=True)
     text = f"{ended.job_id} is {ended.status}: {format_counts(ended.rollouts)}"
     print_result(_job_detail_json(ended), text, as_json, good=ended.status == "done")
+
+
+async def _watch(
+    rollouts: Sequence[Rollout],
+    events: AsyncIterator[Event],
+    find_rollout: Callable[[str], Awaitable[RolloutDetail | None]],
+    *,
+    quiet: bool,
+) -> None:
+    """Show the events of a job until the last one. `rollouts`: those of the job at the start."""
+    view = JobProgressView(rollouts, quiet=quiet)
+    with view.show():
+        async for event in events:
+            view.update(event, await find_rollout(event.data["rollout_id"]) if view.has_ended(event) else None)
 
 
 def events(
@@ -338,12 +367,24 @@ def events(
 ) -> None:
     """Print events as they happen, one JSON object per line."""
 
-    async def follow(client: AsyncClient) -> None:
-        async for event in client.events(job, after=after):
-            sys.stdout.write(escape_json_controls(orjson.dumps(event.model_dump()).decode()) + "\n")
-            sys.stdout.flush()
+    def show(event: Event) -> None:
+        sys.stdout.write(escape_json_controls(orjson.dumps(event.model_dump()).decode()) + "\n")
+        sys.stdout.flush()
 
-    with_client(url, db, follow, patient=True)
+    async def from_store(store: Store, settings: Settings) -> None:
+        from polar_proxy.records.job_events import follow_events
+
+        if job is not None:
+            _required(job, await store.jobs.get(job))
+        async for new in await follow_events(store, job, after):
+            for event in new:
+                show(event)
+
+    async def from_server(client: AsyncClient) -> None:
+        async for event in client.events(job, after=after):
+            show(event)
+
+    read_store_or_server(url, db, from_store, from_server, patient=True)
 
 
 def cancel(
@@ -386,74 +427,6 @@ def resume(job: JobId, url: options.Url = None, db: options.Db = None, as_json: 
     """Resume a paused job."""
     resumed = with_client(url, db, lambda client: client.resume(job))
     print_result(_job_json(resumed), _job_table([resumed]), as_json)
-
-
-def reward(
-    target: Target,
-    value: Annotated[str, typer.Argument(help="A number, or `none` if the work could not be judged.")],
-    source: Annotated[str, typer.Option(help="Source of the reward, such as human:anna or ci.")],
-    call: Annotated[str | None, typer.Option(help="Reward only this call.")] = None,
-    trace: Annotated[str | None, typer.Option(help="Reward only this trace.")] = None,
-    detail: Annotated[str | None, typer.Option(help="A JSON object to store with the reward.")] = None,
-    url: options.Url = None,
-    db: options.Db = None,
-    as_json: options.AsJson = False,
-) -> None:
-    """Add a reward to a rollout or a session. Earlier rewards are kept.
-
-    The reward of a rollout or session is the newest one that was given to it as a whole, not to one of its calls or
-    traces.
-    """
-    from polar_proxy.api_models import RewardRequest
-
-    try:
-        number = None if value == "none" else float(value)
-        details = {} if detail is None else orjson.loads(detail)
-    except ValueError as error:  # includes JSONDecodeError
-        raise UsageError(f"A reward is a number or `none`, and its detail a JSON object: {error}.") from error
-    request = make_request(
-        RewardRequest,
-        **_target(target),
-        value=number,
-        source=source,
-        call_id=call,
-        trace_id=trace,
-        detail=details,
-    )
-    stored = with_client(url, db, lambda client: client.reward(request))
-    print_result(stored, stored.reward_id, as_json)
-
-
-def remark(
-    target: Target,
-    label: Annotated[str | None, typer.Option(help="A word to find it by: `--where label=WORD`.")] = None,
-    note: Annotated[str | None, typer.Option(help="A text of any length.")] = None,
-    rating: Annotated[float | None, typer.Option(help="A number from 1 to 5.")] = None,
-    url: options.Url = None,
-    db: options.Db = None,
-    as_json: options.AsJson = False,
-) -> None:
-    """Give a label, a note or a rating to a rollout or a session. Earlier ones are kept.
-
-    The author is the API key, or this machine if the command opens the database itself.
-    """
-    from polar_proxy.api_models import RemarkRequest
-
-    texts: dict[str, Json] = {"label": {"text": label}, "note": {"text": note}, "rating": {"value": rating}}
-    remarks = {kind: value for kind, value in texts.items() if None not in value.values()}
-    if not remarks:
-        raise UsageError("Give --label, --note or --rating.")
-    requests = [make_request(RemarkRequest, **_target(target), kind=kind, **value) for kind, value in remarks.items()]
-
-    async def give(client: AsyncClient) -> list[Remark]:
-        return [await client.remark(request) for request in requests]
-
-    stored = with_client(url, db, give)
-    print_result(stored, "\n".join(one.remark_id for one in stored), as_json)
-
-
-def _target(name: str) -> Json:
-    return {"session_id" if name.startswith("sess_") else "rollout_id": name}
 
 
 def _absolute_task(task: str, url: str | None) -> str:

@@ -335,8 +335,8 @@ def export(
 
 async def _export_store(store: Store, form: str, file: str, **options: Any) -> Json:
     """Write the rows, and return the fields of their ExportSummary."""
-    from polar_proxy.export import ExportReport
-    from polar_proxy.export import export as export_rows
+    from polar_proxy.export.exporter import ExportReport
+    from polar_proxy.export.exporter import export as export_rows
 
     report = ExportReport()
     try:

@@ -5,25 +5,18 @@ chat-jsonl    one line for each trace, and for each conversation of a hosted mod
               its tools, for SFT on text
 tokens-jsonl  one line for each trace: ids, mask, log-probabilities and certificate (`traces/rows.py`)
 
-Messages and tools are those that the engine received, converted from the agent's dialect to OpenAI's form. A call that
-cannot be converted is written raw, with the reason in `unparsed`.
+Messages and tools are those that the engine received (`conversations.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
 
-import orjson
-
-from polar_proxy.errors import RequestError
+from polar_proxy.export.conversations import ConversationReader
 from polar_proxy.export.text_conversations import text_conversations
 from polar_proxy.traces.rows import SCHEMA, trace_identity, write_row
-from polar_proxy.types import CallRecord, Json, TextRequest, Trace
-
-if TYPE_CHECKING:
-    from polar_proxy.dialects.base import ParsedRequest
+from polar_proxy.types import CallRecord, Json, Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,43 +104,3 @@ DATASET_FORMATS: dict[str, Callable[[SessionExport], Iterator[Json]]] = {
     "chat-jsonl": chat_jsonl,
     "tokens-jsonl": tokens_jsonl,
 }
-
-
-def conversation(call: CallRecord) -> Json:
-    """Return {"messages", "tools"} of a call's request; `tools` is null if the call offered none.
-
-    A raw prompt (Completions) has no roles: its message has the role `prompt`. If the
-    request cannot be converted, messages and tools are raw, and "unparsed" has the reason.
-    """
-    return ConversationReader().read(call)
-
-
-class ConversationReader:
-    """Reads the conversations of a session's calls. A message that several calls contain is parsed once."""
-
-    def __init__(self) -> None:
-        self._last_parsed: dict[str, ParsedRequest] = {}
-        """Dialect -> its last parsed request."""
-
-    def read(self, call: CallRecord) -> Json:
-        """Return the conversation of a call, as the function `conversation` does."""
-        from polar_proxy.dialects import parse_recorded  # takes long to import, and tokens-jsonl needs none of it
-
-        try:
-            parsed = parse_recorded(call, self._last_parsed.get(call.dialect))
-        except RequestError as error:
-            tools = None if call.tools is None else _raw_json(call.tools)
-            messages = [_raw_json(message) for message in call.messages]
-            return {"messages": messages, "tools": tools, "unparsed": str(error)}
-        self._last_parsed[call.dialect] = parsed
-        (request,) = parsed.requests
-        if isinstance(request, TextRequest):
-            return {"messages": [{"role": "prompt", "content": request.prompt}], "tools": None}
-        return {"messages": [message.to_openai() for message in request.messages], "tools": list(request.tools) or None}
-
-
-def _raw_json(stored: bytes) -> Any:
-    try:
-        return orjson.loads(stored)
-    except orjson.JSONDecodeError:
-        return stored.decode(errors="replace")

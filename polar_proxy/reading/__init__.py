@@ -1,9 +1,4 @@
-"""Read a database from Python and by SQL: `polar_proxy.read(db)`, and what `polar sql` runs.
+"""Read a database from Python (`recording.py`, by `polar_proxy.read(db)`) and by SQL (`sql.py`, by `polar sql`).
 
 A `RecordFrame` has the rows of a view as columns, for Arrow, pandas and Polars. Reading changes nothing.
 """
-
-from polar_proxy.reading.frame import RecordFrame
-from polar_proxy.reading.recording import Recording
-
-__all__ = ["RecordFrame", "Recording"]

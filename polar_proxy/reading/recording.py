@@ -11,7 +11,7 @@ import orjson
 from sqlalchemy import Select, column, literal_column, select, text
 
 from polar_proxy.config import Settings
-from polar_proxy.export import conversation
+from polar_proxy.export.conversations import conversation
 from polar_proxy.reading.frame import Columns, RecordFrame
 from polar_proxy.store import Store, default_url, open_store, schema
 from polar_proxy.store.filters import parse_where

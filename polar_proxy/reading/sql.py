@@ -31,7 +31,7 @@ from cachetools import LRUCache
 from sqlalchemy import text
 
 from polar_proxy.errors import StoreError, UsageError
-from polar_proxy.export.datasets import ConversationReader
+from polar_proxy.export.conversations import ConversationReader
 from polar_proxy.store import Store
 from polar_proxy.types import CallRecord, Choice, Json
 
@@ -180,9 +180,8 @@ class _CallReader:
         return self._sessions[session_id].get(call_id)
 
     async def _read_session(self, call_id: str) -> dict[str, CallRecord]:
-        async with self._store.database.reading() as connection:
-            query = text("SELECT session_id FROM calls WHERE call_id = :call_id")
-            session_id = await connection.scalar(query, {"call_id": call_id})
+        query = text("SELECT session_id FROM calls WHERE call_id = :call_id")
+        session_id = await self._store.database.read(lambda connection: connection.scalar(query, {"call_id": call_id}))
         calls = [] if session_id is None else await self._store.calls.of_session(session_id)
         return {call.call_id: call for call in calls}
 

@@ -73,6 +73,21 @@ async def rollouts_of_job(store: Store, job_id: str) -> m.RolloutList | None:
     return m.RolloutList(rollouts=convert_all(m.Rollout, await store.rollouts.find(job_id=job_id)))
 
 
+async def find_rollout(store: Store, rollout_id: str) -> m.RolloutDetail | None:
+    """Return a rollout with its stages, rewards and remarks; None if there is no such rollout."""
+    row = await store.rollouts.get(rollout_id)
+    return None if row is None else convert(m.RolloutDetail, row, **await _details(store, rollout_id))
+
+
+async def _details(store: Store, rollout_id: str) -> dict[str, object]:
+    """Return the fields that `RolloutDetail` adds to a rollout."""
+    return {
+        "stages": convert_all(m.Stage, await store.rollouts.stages(rollout_id)),
+        "rewards": convert_all(m.Reward, await store.rewards.of_rollout(rollout_id)),
+        "remarks": convert_all(m.Remark, await store.remarks.of_rollout(rollout_id)),
+    }
+
+
 async def find_group(store: Store, group_id: str) -> m.GroupDetail | None:
     """Return a group with its rollouts; None if there is no such group."""
     row = await store.groups.get(group_id)
@@ -150,10 +165,8 @@ async def _rollout(
     return convert(
         m.RolloutRecord,
         row,
+        **await _details(store, rollout_id),
         instruction=task.instruction if task else None,
-        stages=convert_all(m.Stage, await store.rollouts.stages(rollout_id)),
-        rewards=convert_all(m.Reward, await store.rewards.of_rollout(rollout_id)),
-        remarks=convert_all(m.Remark, await store.remarks.of_rollout(rollout_id)),
         events=convert_all(m.RolloutEvent, await store.rollouts.events(rollout_id)),
         artifacts=[
             convert(m.Artifact, item, path=str(item.path)) for item in await store.artifacts.of_rollout(rollout_id)
@@ -183,13 +196,9 @@ async def _session(
         texts_problem=problem,
         note=next(filter(None, map(off_distribution_note, calls)), None),
         traces=[
-            convert(
-                m.SessionTrace,
-                trace,
-                tokens=len(trace.token_ids),
-                calls=list(trace.call_ids),
-            )
-            for trace in await store.traces.find(session_id=session_id)
+            convert(m.SessionTrace, trace, tokens=trace.length, calls=list(trace.call_ids))
+            for trace in await store.traces.summaries(session_id)
+            if trace.builder == "merged"
         ],
         excluded=dict(await store.traces.exclusions(session_id)),
         rewards=convert_all(m.Reward, await store.rewards.of_session(session_id)),
@@ -244,7 +253,7 @@ def _call_detail(call: CallRecord, texts: list[list[str]] | None, problem: str |
 
     `messages` and `tools` are in the dialect's own form, as the agent sent them; `conversation` has both in OpenAI's.
     """
-    from polar_proxy.export import conversation
+    from polar_proxy.export.conversations import conversation
     from polar_proxy.records.story import call_choices
     from polar_proxy.sessions.lineage_reasons import reason_of
 

@@ -18,6 +18,7 @@ from contextlib import (
     nullcontext,
 )
 from dataclasses import fields
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from sqlalchemy import ColumnElement, Connection, Engine, Executable, Select, Table, create_engine
@@ -25,7 +26,6 @@ from sqlalchemy.dialects import sqlite
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import DBAPIError, IntegrityError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
 from polar_proxy.errors import StoreError
 from polar_proxy.store import json_codec
@@ -44,6 +44,7 @@ from polar_proxy.store.urls import display_url, sqlite_path
 
 if TYPE_CHECKING:
     from sqlalchemy.dialects import postgresql
+    from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 P = TypeVar("P")
 T = TypeVar("T")
@@ -57,6 +58,7 @@ _RECENT_SECONDS = 1.0
 """A write that ended at most this long ago shows that the database can be written."""
 _READERS = 8
 """Number of SQLite reads of `Database.read` that run at once."""
+_JSON: dict[str, Any] = {"json_serializer": json_codec.dumps_text, "json_deserializer": json_codec.loads}
 _STUCK_SECONDS = 10.0
 """Time after which a SQLite write of this process counts as stuck, not as slow."""
 _DISK_FULL = "The disk is full: nothing can be recorded until space is freed"
@@ -149,33 +151,51 @@ class Database:
         self._worker_engine: Engine | None = None
         self._reader_threads = ThreadPoolExecutor(_READERS, thread_name_prefix="polar-read")
         self._reader_engine: Engine | None = None
-        common: dict[str, Any] = {"json_serializer": json_codec.dumps_text, "json_deserializer": json_codec.loads}
+        self._async_engines: list[AsyncEngine] = []
+        """`_writer` and `_reader`, if they were used."""
+        if self.path is not None:
+            # aiosqlite changes threads three times per statement. `read` and `write` therefore have connections of
+            # their own in threads of their own, where a whole transaction is one change of threads.
+            blocking = make_url(url).set(drivername="sqlite")
+            # Used in one thread, closed in another.
+            own = {"connect_args": {"check_same_thread": False, "factory": RollbackOnClose}, "max_overflow": 0}
+            self._worker_engine = create_engine(blocking, pool_size=1, **own, **_JSON)
+            self._reader_engine = create_engine(blocking, pool_size=_READERS, **own, **_JSON)
+            listen(self._worker_engine, writes=True)
+            listen(self._reader_engine, writes=False)
+
+    @cached_property
+    def _writer(self) -> AsyncEngine:
+        """The engine of `writing`, and for PostgreSQL of all transactions."""
+        if self.path is None:
+            # pre_ping: the server may have been restarted since the connection was pooled. No overflow: under load
+            # its connections would be made and closed again and again.
+            connect = {"timeout": _CONNECT_SECONDS}
+            return self._make_async_engine(pool_size=8, max_overflow=0, pool_pre_ping=True, connect_args=connect)
+        own = {"factory": RollbackOnClose}
+        engine = self._make_async_engine(pool_size=1, max_overflow=0, pool_timeout=120, connect_args=own)
+        listen(engine.sync_engine, writes=True)
+        return engine
+
+    @cached_property
+    def _reader(self) -> AsyncEngine:
+        """The engine of `reading`."""
+        if self.path is None:
+            return self._writer
+        own = {"factory": RollbackOnClose}
+        engine = self._make_async_engine(pool_size=4, max_overflow=4, connect_args=own)
+        listen(engine.sync_engine, writes=False)
+        return engine
+
+    def _make_async_engine(self, **options: Any) -> AsyncEngine:
+        from sqlalchemy.ext.asyncio import create_async_engine  # imports SQLAlchemy's ORM, which short commands save
+
         try:
-            if self.path is not None:
-                own = {"connect_args": {"factory": RollbackOnClose}}
-                self._writer = create_async_engine(url, pool_size=1, max_overflow=0, pool_timeout=120, **own, **common)
-                self._reader = create_async_engine(url, pool_size=4, max_overflow=4, **own, **common)
-                # aiosqlite changes threads three times per statement. `read` and `write` therefore have connections of
-                # their own in threads of their own, where a whole transaction is one change of threads.
-                blocking = make_url(url).set(drivername="sqlite")
-                # Used in one thread, closed in another.
-                common |= {"connect_args": {"check_same_thread": False, "factory": RollbackOnClose}, "max_overflow": 0}
-                self._worker_engine = create_engine(blocking, pool_size=1, **common)
-                self._reader_engine = create_engine(blocking, pool_size=_READERS, **common)
-                listen(self._writer.sync_engine, writes=True)
-                listen(self._reader.sync_engine, writes=False)
-                listen(self._worker_engine, writes=True)
-                listen(self._reader_engine, writes=False)
-            else:
-                # pre_ping: the server may have been restarted since the connection was pooled. No overflow: under load
-                # its connections would be made and closed again and again.
-                connect = {"connect_args": {"timeout": _CONNECT_SECONDS}}
-                self._writer = create_async_engine(
-                    url, pool_size=8, max_overflow=0, pool_pre_ping=True, **connect, **common
-                )
-                self._reader = self._writer
+            engine = create_async_engine(self.url, **options, **_JSON)
         except ModuleNotFoundError as error:
             raise StoreError("PostgreSQL needs the driver asyncpg: pip install 'polar-proxy[postgres]'") from error
+        self._async_engines.append(engine)
+        return engine
 
     def insert_new(self, table: Table) -> sqlite.Insert | postgresql.Insert:
         """Return an INSERT that leaves existing rows unchanged."""
@@ -358,9 +378,8 @@ class Database:
         for engine in (self._worker_engine, self._reader_engine):
             if engine is not None:
                 engine.dispose()
-        await self._writer.dispose()
-        if self._reader is not self._writer:
-            await self._reader.dispose()
+        for made in self._async_engines:
+            await made.dispose()
 
 
 class Repository:

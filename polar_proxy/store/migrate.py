@@ -10,14 +10,17 @@ import re
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
 
 from sqlalchemy import Connection, inspect, text
-from sqlalchemy.ext.asyncio import AsyncConnection
 
 from polar_proxy.errors import StoreError
 from polar_proxy.store.database import Database, create_file
 from polar_proxy.store.schema import VERSION_TABLE
 from polar_proxy.store.urls import normalise_url
+
+if TYPE_CHECKING:
+    from sqlalchemy.ext.asyncio import AsyncConnection
 
 HEAD = "0001"
 """The newest revision. Repeated here so that opening a database need not load the migrations."""
@@ -84,8 +87,7 @@ async def _require_newest(database: Database) -> None:
         raise StoreError(
             f"There is no database at {database.path}. Run something with Polar first, or name another file"
         )
-    async with database.reading() as connection:
-        found = await revision(connection)
+    found = await database.read(_revision)
     if found != HEAD:
         problem = f"has the older schema {found}" if found else "is empty"
         raise StoreError(f"The database {problem}. Run `polar db upgrade` to bring it to schema {HEAD}")

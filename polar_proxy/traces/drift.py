@@ -43,7 +43,7 @@ _TokenId = Annotated[int, Field(strict=True)]
 class DriftEvent(BaseModel):
     """The first difference between a drifted call's prompt and the tokens of its base, the call that it continues."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
     call_id: str
     base_call_id: str

@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import orjson
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from polar_proxy.errors import PolarError
 from polar_proxy.sequences import find_layout_problem
@@ -160,6 +160,8 @@ _Count = Annotated[int, Field(strict=True, ge=0)]
 
 
 class _ContextFields(BaseModel):
+    model_config = ConfigDict(defer_build=True)
+
     kind: Literal["context"]
     call_id: str
     choice: _Count
@@ -177,6 +179,8 @@ class _SampledFields(_ContextFields):
 
 class _RowFields(BaseModel):
     """The fields of a row from which its trace is read, with their types; other fields are allowed."""
+
+    model_config = ConfigDict(defer_build=True)
 
     trace_id: str
     trace_index: _Count

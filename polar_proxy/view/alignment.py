@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from polar_proxy.export import conversation
+from polar_proxy.export.conversations import conversation
 from polar_proxy.message_text import content_text
 from polar_proxy.store.repositories.calls import CallSummary
 from polar_proxy.types import CallRecord, Edge, Json, TokenIds

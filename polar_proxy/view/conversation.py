@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from polar_proxy.export import conversation
+from polar_proxy.export.conversations import conversation
 from polar_proxy.message_text import content_text
 from polar_proxy.types import CallRecord, Json
 

@@ -16,7 +16,7 @@ from polar_proxy.client import AsyncClient, BadRequestError, NotFoundError, Unre
 from polar_proxy.client.inprocess import InProcessTransport
 from polar_proxy.config import Settings
 from polar_proxy.engines.scripted import ScriptedEngine
-from polar_proxy.export import export
+from polar_proxy.export.exporter import export
 from polar_proxy.store import Store, open_store
 from polar_proxy.types import Json
 from tests.export.recorded_runs import rollout, session_without_rollout

@@ -36,6 +36,7 @@ def polar(*arguments: str, printed: io.BytesIO | None = None) -> CommandResult:
     code = 0
     with (
         patch.object(sys, "argv", ["polar", *arguments]),
+        patch.dict(os.environ),
         _restored_process(),
         contextlib.redirect_stdout(stdout),
         contextlib.redirect_stderr(stderr),

@@ -15,7 +15,8 @@ import pytest
 from polar_proxy.cli.traces import open_output
 from polar_proxy.client import AsyncClient
 from polar_proxy.errors import UsageError
-from polar_proxy.export import SessionExport, exporter
+from polar_proxy.export import exporter
+from polar_proxy.export.datasets import SessionExport
 from polar_proxy.store import open_store
 from polar_proxy.training.advantages import dr_grpo
 from polar_proxy.types import Json

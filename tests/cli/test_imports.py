@@ -34,10 +34,11 @@ SERVICE = {
     "polar_proxy.store.repositories.training",
     "polar_proxy.store.repositories.conversations",
 }
-READING = (
-    MODELS | SERVER | AGENTS | CLIENT | {"alembic", "sqlalchemy.dialects.postgresql", "polar_proxy.training.metrics"}
-)
+ASYNC_SQL = {"sqlalchemy.ext.asyncio", "sqlalchemy.orm", "aiosqlite"}
+RARE = {"alembic", "sqlalchemy.dialects.postgresql", "polar_proxy.training.metrics"}
+READING = MODELS | SERVER | AGENTS | CLIENT | ASYNC_SQL | RARE
 """Modules that a verb which reads the database does not need."""
+EXPORTS = {"polar_proxy.export.exporter", "polar_proxy.traces.builders", "polar_proxy.training"}
 TRAINERS = {f"polar_proxy.export.formats.{name}" for name in ("nemo_rl", "slime", "tinker", "trl", "verl")}
 OTHER_DIALECTS = {f"polar_proxy.dialects.{name}.dialect" for name in ("anthropic", "google", "openai_responses")}
 
@@ -91,23 +92,37 @@ def test_a_verb_imports_only_what_it_needs() -> None:
 
 
 @pytest.mark.slow
-def test_a_verb_that_reads_the_database_imports_only_what_it_needs() -> None:
-    job, session = polar_json("submit", "swe-task")["job_id"], polar_json("session", "new")["session_id"]
+def test_a_verb_that_reads_no_tokens_imports_only_what_it_needs() -> None:
+    job = polar_json("submit", "swe-task")["job_id"]
+    (rollout,) = polar_json("results", job)["rollouts"]
+    polar_json("cancel", rollout["rollout_id"])  # ends the job, so that its events end
+    reading = READING | TOKENS | EXPORTS | {"polar_proxy.dialects"}
     check_imports(
         [
-            (["sessions"], READING | TOKENS | SERVICE),
-            (["key", "list"], READING | TOKENS | SERVICE),
-            (["db", "path"], READING | TOKENS | SERVICE),
-            (["train", "list"], READING | TOKENS),
-            (["db", "stats"], READING | {"polar_proxy.store.service"}),
-            (["export"], READING | {"polar_proxy.dialects"}),
-            (["service", "status"], READING),
-            (["top"], READING),
-            (["status"], READING),
-            (["status", job], READING),
-            (["results", job], READING),
-            (["sql", "SELECT 1"], READING),
-            (["show", session], READING),
+            (["sessions"], reading | SERVICE),
+            (["key", "list"], reading | SERVICE),
+            (["db", "path"], reading | SERVICE),
+            (["sql", "SELECT 1"], reading | SERVICE),
+            (["train", "list"], reading),
+            (["service", "status"], reading),
+            (["top"], reading),
+            (["status"], reading),
+            (["status", job], reading),
+            (["results", job], reading),
+            (["events", job], reading),
+            (["watch", job], reading),
+        ]
+    )
+
+
+@pytest.mark.slow
+def test_a_verb_that_reads_tokens_imports_only_what_it_needs() -> None:
+    session = polar_json("session", "new")["session_id"]
+    check_imports(
+        [
+            (["show", session], READING | EXPORTS),
+            (["export"], READING | TRAINERS),
+            (["db", "stats"], READING - ASYNC_SQL | {"polar_proxy.store.service"}),
         ]
     )
 
@@ -118,7 +133,7 @@ def test_showing_and_exporting_a_call_import_only_what_it_needs(polar_home: Path
     export = ["export", "--format", "tokens-jsonl"]
     check_imports([(export, READING | TRAINERS | {"polar_proxy.dialects", "polar_proxy.api_models"})])
     session = polar_json("show", call)["session_id"]
-    check_imports([(["show", name], READING | OTHER_DIALECTS) for name in (session, call)])
+    check_imports([(["show", name], READING | OTHER_DIALECTS | EXPORTS) for name in (session, call)])
 
 
 @pytest.mark.slow
@@ -153,6 +168,26 @@ def test_a_short_command_collects_no_garbage() -> None:
     *_, collections, frozen = done.stdout.splitlines()
     assert int(collections) == 0, done.stderr
     assert int(frozen) > 0, "the last collection has nothing to examine"
+
+
+THREADS = """
+import os
+from polar_proxy.cli import main
+try:
+    main()
+finally:
+    import numpy
+    print("\\n", len(os.listdir("/proc/self/task")))
+"""
+
+
+@pytest.mark.slow
+def test_a_short_command_starts_no_threads_for_linear_algebra() -> None:
+    polar_ok("db", "upgrade")
+    env = {name: value for name, value in environment().items() if not name.endswith("_NUM_THREADS")}
+    command = [sys.executable, "-c", THREADS, "sessions"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.stdout.split()[-1] == "1", done.stderr
 
 
 @pytest.mark.parametrize("name", VERBS)

@@ -1,9 +1,11 @@
-"""The log of `polar serve`: one line per session and failed call, as text or JSON, without keys and messages."""
+"""The log of `polar serve`: one line per session, stage and failed call, as text or JSON, without keys and messages."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,16 +14,21 @@ from typing import Any
 import httpx
 import orjson
 import pytest
+from websockets.exceptions import InvalidStatus
+from websockets.sync.client import connect
 
+from polar_proxy.api_models import JobRequest
+from polar_proxy.client import Client
 from polar_proxy.engines.scripted import ScriptedEngine
 from polar_proxy.errors import EngineError
 from polar_proxy.sessions.identity import hash_key
 from polar_proxy.store import Store
 from polar_proxy.terminal import JsonLogFormatter, configure_logging
-from tests.cli.runner import polar_error, polar_serve
+from tests.cli.runner import polar_error, polar_json, polar_serve
 from tests.cli.test_serve import CHAT
 from tests.conftest import Serve
 from tests.factories import new_rollout
+from tests.gateway.websocket_client import LAST_EVENTS, request
 
 KEY = "sk-a-secret-key-0123456789abcdef"
 HOSTILE = "said \x1b]0;title\x07 \u202e\nINFO forged"
@@ -32,6 +39,13 @@ class QuotingEngine(ScriptedEngine):
 
     def __init__(self) -> None:
         super().__init__(lambda request: EngineError(f"bad request: {request}"))
+
+
+class PickyEngine(ScriptedEngine):
+    """An engine that fails on `CHAT`."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda request: EngineError("bad request") if "hi[/]" in str(request) else "hello")
 
 
 @pytest.fixture
@@ -66,6 +80,68 @@ def test_a_session_and_a_failed_call_are_one_line_each(polar_home: Path) -> None
     assert "failed after" in failed
     assert "HTTP status 502; `polar show call_" in failed
     assert not [line for line in lines if KEY in line or "hi[/]" in line]
+
+
+def run_rollout_and_failing_call(ready: dict[str, Any]) -> None:
+    """Run one rollout to its end, then send a request that the engine does not answer."""
+    with Client(ready["url"], Path(ready["api_key_file"]).read_text().strip()) as client:
+        job = client.submit(JobRequest(task="swe-task"))
+        assert [event.event for event in client.events(job.job_id)][-1] == "end"
+    headers = {"authorization": f"Bearer {KEY}"}
+    httpx.post(ready["url"] + "/v1/chat/completions", json=CHAT, headers=headers, timeout=60)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_each_session_stage_and_failed_call_is_one_line(
+    polar_home: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    monkeypatch.setenv("POLAR_RUN__HARNESS", "tests.fakes.tiny_agent:BriefAgent")
+    monkeypatch.setenv("POLAR_RUN__SANDBOX", "process")
+    code = ("--allow-code", "tests.fakes.tiny_agent:BriefAgent", "--engine", "tests.cli.test_logs:PickyEngine")
+    done = polar_serve(run_rollout_and_failing_call, "--rollout-workers", "1", "--log-format", form, *code)
+    (rollout,) = polar_json("results", polar_json("status")["jobs"][0]["job_id"])["rollouts"]
+    rollout_id = rollout["rollout_id"]
+    newest, _ = polar_json("sessions")["sessions"]
+    (call,) = polar_json("show", newest["session_id"])["calls"]
+    *lines, stopped = done.stderr.splitlines()
+    assert stopped == "stopped by SIGINT"
+    messages = [orjson.loads(line)["message"] if form == "json" else line.split(" ", 3)[3] for line in lines]
+    # The sandbox logs, besides, that it isolates nothing.
+    found = sorted(message for message in messages if message.startswith(("call ", "rollout ", "session ")))
+    expected = [
+        f"call {call['call_id']} of session {newest['session_id']} failed after",
+        *(f"rollout {rollout_id}: {stage}" for stage in ("preparing", "ready", "running", "scoring", "done")),
+        f"session {newest['session_id']} opened",
+        f"session {rollout['session_id']} of rollout {rollout_id} opened",
+    ]
+    assert len(found) == len(expected), messages
+    for message, beginning in zip(found, sorted(expected), strict=True):
+        assert message.startswith(beginning)
+
+
+@pytest.mark.slow
+def test_websockets_add_no_other_lines(polar_home: Path) -> None:
+    """Two turns, a message that is no JSON, a client that vanishes, and one that is connected when the server stops."""
+    headers = {"authorization": f"Bearer {KEY}"}
+    with contextlib.ExitStack() as clients:
+
+        def talk(ready: dict[str, Any]) -> None:
+            url = ready["url"].replace("http", "ws", 1) + "/v1"
+            staying = clients.enter_context(connect(f"{url}/responses", additional_headers=headers))
+            for message in (request(input="hi"), request(input="more"), "{"):
+                staying.send(message)
+                while orjson.loads(staying.recv(timeout=60))["type"] not in LAST_EVENTS:
+                    pass
+            vanishing = clients.enter_context(connect(f"{url}/responses", additional_headers=headers))
+            vanishing.socket.shutdown(socket.SHUT_RDWR)
+            with pytest.raises(InvalidStatus):
+                connect(f"{url}/chat/completions", additional_headers=headers)
+
+        done = polar_serve(talk, "--engine", "scripted")
+    line, stopped = done.stderr.splitlines()
+    assert re.search(r"INFO session sess_\w+ opened", line)
+    assert stopped == "stopped by SIGINT"
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import asyncio
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -24,7 +25,9 @@ from typing import TypeVar
 
 import pytest
 
+from polar_proxy.intercept.certificates import CertificateAuthority, open_authority
 from tests.docs.blocks import COMMANDS, ROOT, DocumentedCommand, is_script, of_language
+from tests.docs.tls import tls_in_front_of
 from tests.fakes.llama_server import FakeLlama
 from tests.fakes.vllm_server import FakeVllm
 
@@ -32,6 +35,7 @@ BIN = Path(sys.executable).parent
 ENGINE_URL = "http://127.0.0.1:8000"
 LLAMA_URL = "http://127.0.0.1:8080"
 HOSTED_URL = "https://api.example.com"
+SECURE_URL = "https://polar.example.org"
 MODEL = "my-model"
 Fake = TypeVar("Fake", FakeVllm, FakeLlama)
 
@@ -72,11 +76,9 @@ RUN_BY_HAND = {
     "sudo ": "changes the machine; tests/deploy checks the unit",
     "POLAR_DB_PASSWORD=": "pulls images; tests/deploy checks the file",
     "kubectl ": "needs a cluster; tests/deploy checks the manifest",
-    "polar session new --label alice --url": "needs a server with a certificate; tests/deploy checks nginx's file",
     "python benchmarks/": "a campaign takes hours",
-    ". .venv/bin/activate": "changes the user's shell only",
     "examples/tiny_policy/make.sh": "records and trains for an hour",
-    "PYTHONPATH=. python -m examples.tiny_policy.evaluate": "needs the result of make.sh",
+    "PYTHONPATH=. python -m examples.tiny_policy.evaluate": "needs the result of make.sh, and plays for minutes",
 }
 """Reason by the beginning of the command."""
 
@@ -169,6 +171,7 @@ class Workspace:
 def workspace(tmp_path_factory: pytest.TempPathFactory, fake_vllm: FakeVllm) -> Workspace:
     home, folder = tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("work")
     (folder / "examples").symlink_to(ROOT / "examples")
+    (folder / ".venv").symlink_to(BIN.parent)
     agents = tmp_path_factory.mktemp("agents")
     for name in ("claude", "codex"):  # fakes of the agents that `polar connect` starts
         (agents / name).symlink_to(shutil.which("true") or "/bin/true")
@@ -208,6 +211,15 @@ def as_run(command: str, workspace: Workspace, fake_vllm: FakeVllm, fake_llama: 
     return text
 
 
+async def run_over_tls(
+    workspace: Workspace, text: str, url: str, authority: CertificateAuthority
+) -> subprocess.CompletedProcess[str]:
+    """Run a command that names `SECURE_URL`, with TLS in front of the server at `url`."""
+    async with tls_in_front_of(url, authority) as secure:
+        trusting = f"export SSL_CERT_FILE={authority.bundle}; {text.replace(SECURE_URL, secure)}"
+        return await asyncio.to_thread(workspace.shell, trusting)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("command", HERE, ids=str)
 def test_command_runs(
@@ -217,6 +229,12 @@ def test_command_runs(
     if text.startswith(("polar serve", "polar view")):
         with workspace.server(text.removesuffix(" &")) as url:
             assert url.startswith("http://")
+        return
+    if SECURE_URL in text:
+        authority = open_authority(workspace.folder)
+        with workspace.server("polar serve --require-known-keys") as url:
+            done = asyncio.run(run_over_tls(workspace, text, url, authority))
+        assert done.returncode == 0, f"{text}\n{done.stdout}\n{done.stderr}"
         return
     if "polar connect" in text:
         with workspace.server("polar serve") as url:
@@ -245,6 +263,14 @@ def test_commands_run_by_hand_are_documented_and_name_existing_programs(start: s
     assert commands != []
     for program in re.findall(r"(?:benchmarks|examples)/\S+\.(?:py|sh)", " ".join(commands)):
         assert (ROOT / program).exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [one for one in COMMANDS if one.text.startswith("python benchmarks/")], ids=str)
+def test_a_benchmark_has_the_documented_options(command: DocumentedCommand) -> None:
+    _, program, *options = shlex.split(command.text)
+    done = subprocess.run([sys.executable, program, "--help"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert {one for one in options if one.startswith("--")} <= set(re.findall(r"--[\w-]+", done.stdout))
 
 
 @pytest.mark.full

@@ -9,7 +9,7 @@ import orjson
 import pytest
 from sqlalchemy import update
 
-from polar_proxy.export import ExportReport, export
+from polar_proxy.export.exporter import ExportReport, export
 from polar_proxy.store import Store, schema
 from polar_proxy.traces.check import check_lines
 from polar_proxy.traces.operations import build_traces, find_targets, rebuild

@@ -10,7 +10,8 @@ import numpy as np
 import orjson
 import pytest
 
-from polar_proxy.export import DATASET_FORMATS, export
+from polar_proxy.export.datasets import DATASET_FORMATS
+from polar_proxy.export.exporter import export
 from polar_proxy.store import Store
 from polar_proxy.types import Json, Message
 from tests.export.recorded_runs import TOOLS, conversation, rollout, session_without_rollout

@@ -7,8 +7,8 @@ import pytest
 
 from polar_proxy.dialects import recorded_request
 from polar_proxy.dialects.openai_chat.dialect import OpenAIChat
-from polar_proxy.export import DATASET_FORMATS, SessionExport, conversation
-from polar_proxy.export.datasets import ConversationReader
+from polar_proxy.export.conversations import ConversationReader, conversation
+from polar_proxy.export.datasets import DATASET_FORMATS, SessionExport
 from polar_proxy.store import json_codec
 from polar_proxy.traces.builders import build
 from polar_proxy.types import CallRecord, ChatRequest, Json

@@ -8,7 +8,7 @@ import orjson
 import pytest
 
 from polar_proxy.errors import UsageError
-from polar_proxy.export import ExportReport, export
+from polar_proxy.export.exporter import ExportReport, export
 from polar_proxy.store import Store
 from polar_proxy.types import Json
 from tests.export.recorded_runs import rollout, session_without_rollout

@@ -15,7 +15,7 @@ import pytest
 
 from polar_proxy.engines.scripted import ScriptedEngine, ScriptedReply, decode
 from polar_proxy.errors import UsageError
-from polar_proxy.export import export
+from polar_proxy.export.exporter import export
 from polar_proxy.gateway.hooks import HookedCall, Hooks
 from polar_proxy.store import Store
 from polar_proxy.traces.builders import BUILDERS, build

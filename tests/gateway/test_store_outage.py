@@ -13,7 +13,7 @@ import pytest
 
 from polar_proxy.engines.scripted import ScriptedEngine
 from polar_proxy.errors import EngineError, StoreError
-from polar_proxy.export import export
+from polar_proxy.export.exporter import export
 from polar_proxy.gateway.health import StoreMonitor
 from polar_proxy.sessions.identity import hash_key
 from polar_proxy.store import SessionRow, Store

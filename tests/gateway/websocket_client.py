@@ -18,7 +18,7 @@ from polar_proxy.gateway import Gateway
 from polar_proxy.types import Json
 
 _EVENTS: TypeAdapter[Any] = TypeAdapter(ResponsesServerEvent)
-_LAST = ("response.completed", "response.incomplete", "response.failed", "error")
+LAST_EVENTS = ("response.completed", "response.incomplete", "response.failed", "error")
 
 
 @contextlib.asynccontextmanager
@@ -60,7 +60,7 @@ async def next_event(connection: ClientConnection) -> Json:
 async def read_answer(connection: ClientConnection) -> list[Json]:
     """Return the events up to the end of an answer, or an error."""
     events = [await next_event(connection)]
-    while events[-1]["type"] not in _LAST:
+    while events[-1]["type"] not in LAST_EVENTS:
         events.append(await next_event(connection))
     return events
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from polar_proxy.export import export
+from polar_proxy.export.exporter import export
 from polar_proxy.export.preferences import PreferencePairs
 from polar_proxy.export.text_conversations import text_conversations
 from polar_proxy.store import Store

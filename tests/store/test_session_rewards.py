@@ -9,8 +9,8 @@ import orjson
 import pytest
 
 from polar_proxy.errors import UsageError
-from polar_proxy.export import export
 from polar_proxy.export.archives import import_archive
+from polar_proxy.export.exporter import export
 from polar_proxy.store import Store, open_store
 from polar_proxy.traces.operations import build_traces, find_targets, rebuild
 from polar_proxy.types import Json

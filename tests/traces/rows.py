@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import orjson
 
-from polar_proxy.export import DATASET_FORMATS, SessionExport
+from polar_proxy.export.datasets import DATASET_FORMATS, SessionExport
 from polar_proxy.traces.builders import BuildResult, build
 from polar_proxy.traces.certificate import certify
 from polar_proxy.types import CallRecord, Json

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import orjson
 
-from polar_proxy.export import export
+from polar_proxy.export.exporter import export
 from polar_proxy.types import Json
 from tests.training.bandit import Bandit, opened
 
