@@ -22,6 +22,7 @@ from unittest.mock import patch
 import certifi
 import pytest
 from hypothesis import HealthCheck, settings
+from sqlalchemy.ext import asyncio as sqlalchemy_asyncio
 
 from benchmarks._stacks.kill_targets import Postgres
 from benchmarks._stacks.stacks import StackError
@@ -166,9 +167,10 @@ class _SharedStatements(dict[Any, Any]):
 def quick_statements() -> Iterator[None]:
     """Compile each SQL statement once, not once for each database: thousands of tests open a new database."""
     options = {"execution_options": {"compiled_cache": _SharedStatements()}}
+    create_async_engine = sqlalchemy_asyncio.create_async_engine
     with (
         patch.object(database, "create_engine", partial(database.create_engine, **options)),
-        patch.object(database, "create_async_engine", partial(database.create_async_engine, **options)),
+        patch.object(sqlalchemy_asyncio, "create_async_engine", partial(create_async_engine, **options)),
     ):
         yield
 
