@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import posixpath
 import socket
@@ -18,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sandboxes import disk, netns, orphans, seccomp
+from sandboxes import disk, netns, orphans
 from sandboxes.base import (
     OUTPUT_LIMIT,
     READ_LIMIT,
@@ -46,6 +45,7 @@ from sandboxes.docker_engine import (
     pack_archive,
     remove_container,
     require_aiodocker,
+    seccomp_option,
     translate_errors,
 )
 from sandboxes.process import process_limits
@@ -97,7 +97,8 @@ class DockerSandbox(Sandbox):
         self._user = await image_user(engine, image)
         try:
             # Not cancelled half-way, because the engine could create the container after the clean-up looked for it.
-            creating = engine.containers.create(self._config(image), name=self.id)
+            system_calls = await seccomp_option(engine, self._registry.state_dir)
+            creating = engine.containers.create(self._config(image, system_calls), name=self.id)
             self._container = await uncancellable(creating)
             await uncancellable(self._container.start())
         except require_aiodocker().DockerError as error:
@@ -141,7 +142,7 @@ class DockerSandbox(Sandbox):
             folders.append((entry, b""))
         await self._container.put_archive("/", pack_archive(folders))
 
-    def _config(self, image: str) -> dict[str, Any]:
+    def _config(self, image: str, system_calls: str) -> dict[str, Any]:
         limits = self.spec.limits
         mounts: list[dict[str, Any]] = [
             # Empty even if the image has such a folder, and faster than the image's layers.
@@ -156,7 +157,7 @@ class DockerSandbox(Sandbox):
             "NetworkMode": "none",
             "Init": True,
             "CapDrop": ["ALL"],
-            "SecurityOpt": ["no-new-privileges", f"seccomp={json.dumps(seccomp.docker_profile())}"],
+            "SecurityOpt": ["no-new-privileges", system_calls],
             "Mounts": mounts,
             "Runtime": self.runtime,
             "ShmSize": SHARED_MEMORY_BYTES,

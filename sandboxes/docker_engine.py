@@ -15,10 +15,12 @@ import os
 import posixpath
 import tarfile
 import tempfile
+import uuid
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from sandboxes import images, orphans
+from sandboxes import images, orphans, seccomp
 from sandboxes.base import DockerRuntime, OutputCallback, OutputTail, SandboxEnded, SandboxError, SandboxUnavailable
 from sandboxes.tree import ARCHIVE_BYTES, ArchiveTree, SandboxTree, TreeTooLarge
 
@@ -106,6 +108,24 @@ async def find_runtime(engine: aiodocker.Docker, wanted: DockerRuntime) -> str:
     if wanted == "auto":
         return "runsc" if "runsc" in runtimes else str(info.get("DefaultRuntime") or "runc")
     return wanted
+
+
+async def seccomp_option(engine: aiodocker.Docker, folder: Path) -> str:
+    """Return the security option with the filter of system calls. Podman reads the filter from a file in `folder`."""
+    profile = json.dumps(seccomp.docker_profile())
+    with translate_errors():
+        version = await engine.version()
+    if not any(part.get("Name") == "Podman Engine" for part in version.get("Components") or ()):
+        return f"seccomp={profile}"
+    file = folder / "seccomp.json"
+    await asyncio.to_thread(_replace_file, file, profile)
+    return f"seccomp={file}"
+
+
+def _replace_file(file: Path, text: str) -> None:
+    temporary = file.with_name(f"{file.name}.{uuid.uuid4().hex}")
+    temporary.write_text(text)
+    temporary.replace(file)
 
 
 async def describe_engine(wanted: DockerRuntime = "auto") -> str:
