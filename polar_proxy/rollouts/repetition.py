@@ -1,6 +1,6 @@
 """Repetitions: the task of a recorded rollout is run again, with the same agent in the same version and its options.
 
-A repetition samples anew. Engine and kind of sandbox come from the settings, because they belong to the machine. The
+A repetition samples again. Engine and kind of sandbox come from the settings, because they belong to the machine. The
 job of a repetition names the original (`JobSpec.repeat_of`), so that pages can link to the comparison of both.
 """
 

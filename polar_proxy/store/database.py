@@ -246,13 +246,13 @@ class Database:
             async with self._write_lock.worker():
                 return await loop.run_in_executor(self._worker, work)
 
-    async def write(self, work: Callable[[Connection], T]) -> T:
+    async def write(self, work: Callable[[Connection], T], patience: float | None = None) -> T:
         """Run `work` in a transaction (see `writing`), with SQLite in a thread. If the caller is cancelled, it may be
         committed."""
         if self._worker_engine is None:
-            async with self.writing() as connection:
+            async with self.writing(patience) as connection:
                 return await connection.run_sync(work)
-        return await self.write_in_thread(lambda: None, lambda connection, _: work(connection))
+        return await self.write_in_thread(lambda: None, lambda connection, _: work(connection), patience)
 
     async def run_exclusive(self, work: Callable[[], T]) -> T:
         """Run `work`, which has its own connection, in a thread while no other writer of this process runs."""

@@ -148,7 +148,9 @@ class GroupCommit:
             lane.serializer.mark_stored(rows)
         else:
             made = await lane.thread.run(True, serialize)
-            rows, refused = await self._database.write_in_thread(lambda: made, self._write, PATIENCE_SECONDS)
+            rows, refused = await self._database.write(
+                lambda connection: self._write(connection, made), PATIENCE_SECONDS
+            )
             await lane.thread.run(True, lane.serializer.mark_stored, rows)
         for position, (record, future) in enumerate(batch):
             _resolve(future, record, refused.get(position))

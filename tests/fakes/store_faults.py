@@ -39,7 +39,11 @@ def away(store: Store) -> Iterator[None]:
         raise StoreError("The database cannot be reached")
         yield
 
-    with failing_writes(store, "The database cannot be reached"), patch.object(store.database, "reading", reading):
+    async def read(*_: Any) -> None:
+        raise StoreError("The database cannot be reached")
+
+    reads = patch.multiple(store.database, reading=reading, read=read)
+    with failing_writes(store, "The database cannot be reached"), reads:
         yield
 
 
@@ -47,7 +51,7 @@ def away(store: Store) -> Iterator[None]:
 def hanging(store: Store) -> Iterator[None]:
     """Let every operation of the store wait until the end of the block, and then go on."""
     released = asyncio.Event()
-    real = {name: getattr(store.database, name) for name in ("reading", "writing", "write_in_thread", "probe")}
+    real = {name: getattr(store.database, name) for name in ("reading", "read", "writing", "write_in_thread", "probe")}
 
     def waits(name: str) -> Any:
         @contextlib.asynccontextmanager

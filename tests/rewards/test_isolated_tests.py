@@ -138,7 +138,7 @@ async def test_honest_code_gets_what_it_earns(by_value: bool) -> None:
 async def test_forged_verdicts_score_0(sign: str | None, forgery: str, by_value: bool) -> None:
     forged = await score(WRONG + forgery, by_value=by_value)
     assert forged.reward == 0.0
-    # By value, a forgery reaches no verdict, so there is none to be named.
+    # By value, a forgery reaches no verdict, so it leaves no sign.
     assert by_value or sign is None or sign in forged.detail["signs"]
 
 

@@ -2,7 +2,7 @@
 
 A body may name a response that it continues (`previous_response_id`), a conversation that it adds to (`conversation`),
 and items (`item_reference`), all by the provider's ids. These ids are recorded with the answers, so the call is
-recorded with the messages and answers that the ids stand for. The body that is sent stays as it came.
+recorded with the messages and answers that the ids stand for. The body is sent unchanged.
 
 Promises:
 

@@ -288,8 +288,8 @@ class OpenCallRepository(Repository):
     ) -> None:
         announcements = [announcement for announcement, _ in batch]
         try:
-            results = await self._database.write_in_thread(
-                lambda: announcements, _insert_announcements, PATIENCE_SECONDS
+            results = await self._database.write(
+                lambda connection: _insert_announcements(connection, announcements), PATIENCE_SECONDS
             )
         except StoreError as error:
             for _, future in batch:

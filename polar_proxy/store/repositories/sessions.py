@@ -126,8 +126,9 @@ class SessionRepository(Repository):
         return stored
 
     async def _write_new(self, batch: Sequence[tuple[_NewSession, asyncio.Future[SessionRow]]]) -> None:
+        sessions = [new for new, _ in batch]
         try:
-            rows = await self._database.write_in_thread(lambda: [new for new, _ in batch], self._insert)
+            rows = await self._database.write(lambda connection: self._insert(connection, sessions))
         except StoreError as error:
             if len(batch) > 1 and not concerns_any_record(error):
                 for one in batch:  # so that only the session that cannot be stored fails
@@ -167,12 +168,12 @@ class SessionRepository(Repository):
         of_mine = schema.rollouts.c.session_id == bindparam("id_")
         rollouts = update(schema.rollouts).where(of_mine).values(incomplete=True)
 
-        def write(connection: Connection, _: None) -> None:
+        def write(connection: Connection) -> None:
             connection.execute(marked, ids)
             connection.execute(rollouts, ids)
 
         if ids:
-            await self._database.write_in_thread(lambda: None, write)
+            await self._database.write(write)
 
     async def mark_unrecorded(self, mark: OutageMark) -> str:
         """Mark a session that lost a call, and return its id.

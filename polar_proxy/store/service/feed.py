@@ -229,7 +229,7 @@ class FeedRepository(Repository):
             connection.execute(ended)
             _set_delivery(connection, now, [found.group_id], delivery)
 
-        return await self._database.write(write)
+        await self._database.write(write)
 
 
 def _expired_error(lease_id: str) -> LeaseExpiredError:
