@@ -29,7 +29,8 @@ from polar_proxy.types import PromptMode
 
 
 class _Section(DocumentedModel):
-    model_config = ConfigDict(extra="forbid")
+    # Validators are built at their first use, because a command uses few of the sections.
+    model_config = ConfigDict(extra="forbid", defer_build=True)
 
 
 class GatewayLimits(_Section):

@@ -24,7 +24,8 @@ ErrorCode = Literal[
 
 
 class ApiResponseModel(DocumentedModel):
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    # Validators are built at their first use, because a command uses few of the models.
+    model_config = ConfigDict(frozen=True, extra="ignore", defer_build=True)
 
 
 class ErrorBody(ApiResponseModel):
