@@ -29,8 +29,7 @@ from polar_proxy.types import PromptMode
 
 
 class _Section(DocumentedModel):
-    # Validators are built at their first use, because a command uses few of the sections.
-    model_config = ConfigDict(extra="forbid", defer_build=True)
+    model_config = ConfigDict(extra="forbid")
 
 
 class GatewayLimits(_Section):

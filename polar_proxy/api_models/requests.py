@@ -17,12 +17,15 @@ WaitSeconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class ApiRequestModel(DocumentedModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    # Built at once: FastAPI would warn of a body's alias at the first request.
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=False)
 
 
 class JobRequest(JobSpec):
     """Rollouts of one or more tasks. For a field that is omitted or null, the value in [run] of the server's settings
     is used, or the field's default if [run] has no such field. With `repeat_of`, the original's value is used."""
+
+    model_config = ConfigDict(defer_build=False)
 
     task: str | None = None
     """A task family, a file or folder on the server's machine, or module:Class, as for `polar run`."""
@@ -134,6 +137,8 @@ class RemarkRequest(ApiRequestModel):
 class SessionRequest(ApiRequestModel, SessionBudget):
     """A session for an agent that you start yourself. These settings override those of the agent's requests."""
 
+    model_config = ConfigDict(defer_build=False)
+
     label: str | None = None
     """A name to find the session by."""
     temperature: float | None = Field(None, ge=0, allow_inf_nan=False)
@@ -158,7 +163,7 @@ class KeyRequest(ApiRequestModel):
 class TrainingLine(DocumentedModel):
     """One line of a trainer's metrics log (metrics.jsonl). Further fields depend on `kind` (docs/guide/training.md)."""
 
-    model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False, defer_build=False)
 
     kind: Literal["start", "step", "sync", "checkpoint", "eval"]
     """The kind of event that the line reports."""

@@ -24,8 +24,7 @@ ErrorCode = Literal[
 
 
 class ApiResponseModel(DocumentedModel):
-    # Validators are built at their first use, because a command uses few of the models.
-    model_config = ConfigDict(frozen=True, extra="ignore", defer_build=True)
+    model_config = ConfigDict(frozen=True, extra="ignore")
 
 
 class ErrorBody(ApiResponseModel):
