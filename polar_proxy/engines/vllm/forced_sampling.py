@@ -236,11 +236,15 @@ async def adds_grammar(client: VllmClient, *, renders: bool) -> bool:
     """Return whether the chat route samples requests with tools under a grammar of the server's own.
 
     Such a grammar is an alternative to one that the request gives (`--tool-strict-level function`), or it replaces that
-    one (GLM's and Cohere's parsers). So a grammar is given that allows one text only, and the most likely tokens are
-    requested. The server has its own grammar if a second token was allowed where the text begins, or if the text was
-    not sampled and this, or that tokens were forbidden, is due to the tools: it is otherwise without them. (gpt-oss
-    reasons before the text, under a grammar of vLLM's that has nothing to do with tools.) False if that cannot be found
-    out. `renders`: the client renders conversations.
+    one (GLM's and Cohere's parsers). So a request gives a grammar that allows one text only, and asks for the most
+    likely tokens where that text begins. The server has its own grammar in three cases:
+
+    * The text was sampled, but a second token was allowed.
+    * The text was not sampled, and without tools it is.
+    * The text is sampled neither way, and tokens are forbidden with tools only. (gpt-oss reasons before the text, under
+      a grammar of vLLM's that does not depend on tools.)
+
+    Returns False if that cannot be found out. `renders`: the client renders conversations.
     """
     plain, unwanted = await asyncio.gather(*(unless_refused(client.encode(text)) for text in (PLAIN, UNWANTED)))
     if plain is None or unwanted is None:
