@@ -29,6 +29,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from polar_proxy.errors import StoreError
 from polar_proxy.store import json_codec
+from polar_proxy.store.checkpoints import Checkpointer
 from polar_proxy.store.sqlite_file import (
     BUSY_MS,
     PROBE,
@@ -151,6 +152,7 @@ class Database:
         self._worker_engine: Engine | None = None
         self._reader_threads = ThreadPoolExecutor(_READERS, thread_name_prefix="polar-read")
         self._reader_engine: Engine | None = None
+        self._checkpointer: Checkpointer | None = None
         self._async_engines: list[AsyncEngine] = []
         """`_writer` and `_reader`, if they were used."""
         if self.path is not None:
@@ -161,6 +163,7 @@ class Database:
             own = {"connect_args": {"check_same_thread": False, "factory": RollbackOnClose}, "max_overflow": 0}
             self._worker_engine = create_engine(blocking, pool_size=1, **own, **_JSON)
             self._reader_engine = create_engine(blocking, pool_size=_READERS, **own, **_JSON)
+            self._checkpointer = Checkpointer(self.path)
             listen(self._worker_engine, writes=True)
             listen(self._reader_engine, writes=False)
 
@@ -212,21 +215,20 @@ class Database:
         `patience`: seconds to wait for a server that is away. Then StoreUnreachableError is raised.
         """
         with self.translated():
-            async with (
-                self._turn(),
-                self._connected(self._writer, patience) as connection,
-                connection.begin(),
-            ):
-                yield connection
-            self._written_at = time.monotonic()
+            async with self._turn():
+                async with self._connected(self._writer, patience) as connection, connection.begin():
+                    yield connection
+                self._written_at = time.monotonic()
+                if self._checkpointer is not None:
+                    await asyncio.to_thread(self._checkpointer.after_commit)
 
     async def write_in_thread(
         self, prepare: Callable[[], P], write: Callable[[Connection, P], T], patience: float | None = None
     ) -> T:
         """Run `prepare` in the worker thread, then `write` with its result in a transaction (see `writing`)."""
         loop = asyncio.get_running_loop()
-        engine = self._worker_engine
-        if engine is None:
+        engine, checkpointer = self._worker_engine, self._checkpointer
+        if engine is None or checkpointer is None:
             prepared = await loop.run_in_executor(self._worker, prepare)
             async with self.writing(patience) as connection:
                 return await connection.run_sync(write, prepared)
@@ -240,6 +242,7 @@ class Database:
             finally:
                 self._write_lock.since = None
             self._written_at = time.monotonic()
+            checkpointer.after_commit()
             return result
 
         with self.translated():
@@ -375,6 +378,8 @@ class Database:
     async def _dispose(self) -> None:
         await asyncio.to_thread(self._worker.shutdown)
         await asyncio.to_thread(self._reader_threads.shutdown)
+        if self._checkpointer is not None:
+            await asyncio.to_thread(self._checkpointer.close)
         for engine in (self._worker_engine, self._reader_engine):
             if engine is not None:
                 engine.dispose()

@@ -16,7 +16,6 @@ from sqlalchemy.pool import ConnectionPoolEntry
 from polar_proxy.store.schema import VERSION_TABLE
 
 BUSY_MS = 30_000
-_CHECKPOINT_PAGES = 4_000
 _PROBE_SECONDS = 1.2
 PROBE = f"UPDATE {VERSION_TABLE} SET version_num = version_num"
 _RESERVE_BYTES = 1 << 20
@@ -56,7 +55,8 @@ def listen(engine: Engine, *, writes: bool) -> None:
             cursor.execute("PRAGMA journal_mode=WAL")
             # A commit survives the end of this process. To survive a power failure, it would have to wait for the disk.
             cursor.execute("PRAGMA synchronous=NORMAL")
-            cursor.execute(f"PRAGMA wal_autocheckpoint={_CHECKPOINT_PAGES}")
+            cursor.execute("PRAGMA wal_autocheckpoint=0")  # see `Checkpointer`
+            cursor.execute("PRAGMA journal_size_limit=0")
             cursor.execute("PRAGMA foreign_keys=ON")
         else:
             cursor.execute("PRAGMA query_only=ON")
