@@ -37,9 +37,11 @@ from sandboxes.docker_engine import (
     changed_names,
     container_bytes,
     docker_client,
+    engine_info,
     fetch_tree,
     find_image,
     find_runtime,
+    ignored_limits,
     image_user,
     kill_container,
     pack_archive,
@@ -91,15 +93,16 @@ class DockerSandbox(Sandbox):
     async def _start(self) -> None:
         engine = self._engine = await self._stack.enter_async_context(docker_client())
         image = await find_image(engine, self.spec.image)
-        self.runtime = await find_runtime(engine, self.spec.runtime)
+        info = await engine_info(engine)
+        self.runtime = find_runtime(info, self.spec.runtime)
         self._record.container = self.id  # the container's name, known before it exists
         await uncancellable(asyncio.to_thread(self._registry.write, self._record))
         self._user = await image_user(engine, image)
         try:
             # Not cancelled half-way, because the engine could create the container after the clean-up looked for it.
-            system_calls = await seccomp_option(engine, self._registry.state_dir)
-            creating = engine.containers.create(self._config(image, system_calls), name=self.id)
-            self._container = await uncancellable(creating)
+            system_calls = await seccomp_option(info, self.base)
+            config = self._config(image, system_calls)
+            self._container = await uncancellable(engine.containers.create(config, name=self.id))
             await uncancellable(self._container.start())
         except require_aiodocker().DockerError as error:
             raise SandboxError(f"the engine did not start a container of {image}: {error.message}") from error
@@ -108,14 +111,15 @@ class DockerSandbox(Sandbox):
         self._main = done.stdout.split()[0].decode() if done.stdout else "1"
         if done.exit_code:
             await self._own_volumes()
-        folders = await self._local_folders()
+        with translate_errors():
+            found = await self._container.show()
+        self.unenforced = ignored_limits(config["HostConfig"], found["HostConfig"])
+        folders = self._local_folders(found)
         watching = disk.watch(self.id, lambda: self._disk_usage(folders), self.spec.limits, self._stop_programs)
         self._disk_watch = asyncio.create_task(watching)
 
-    async def _local_folders(self) -> list[Path]:
+    def _local_folders(self, found: dict[str, Any]) -> list[Path]:
         """Return the folders of this machine that hold the container's files; none if this process cannot read them."""
-        with translate_errors():
-            found = await self._container.show()
         layer = (found["GraphDriver"]["Data"] or {}).get("UpperDir")
         names = [layer, *(mount["Source"] for mount in found["Mounts"] if mount["Type"] == "volume")]
         readable = [name is not None and os.access(name, os.R_OK | os.X_OK) for name in names]

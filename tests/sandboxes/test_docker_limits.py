@@ -17,24 +17,13 @@ from sandboxes.images.from_folder import BuildLimits, build_image
 from sandboxes.tree import TreeTooLarge
 
 
-class ScriptedEngine:
-    """An engine that reports these runtimes."""
-
-    def __init__(self, *runtimes: str) -> None:
-        self.system = types.SimpleNamespace(info=self._info)
-        self._runtimes = runtimes
-
-    async def _info(self) -> dict[str, Any]:
-        return {"Runtimes": {name: {} for name in self._runtimes}, "DefaultRuntime": "runc"}
-
-
-async def test_gvisor_is_taken_if_the_engine_has_it() -> None:
-    both: Any = ScriptedEngine("runc", "runsc")
-    assert [await find_runtime(both, wanted) for wanted in ("auto", "runc", "runsc")] == ["runsc", "runc", "runsc"]
-    plain: Any = ScriptedEngine("runc")
-    assert await find_runtime(plain, "auto") == "runc"
+def test_gvisor_is_taken_if_the_engine_has_it() -> None:
+    both = {"Runtimes": {"runc": {}, "runsc": {}}, "DefaultRuntime": "runc"}
+    assert [find_runtime(both, wanted) for wanted in ("auto", "runc", "runsc")] == ["runsc", "runc", "runsc"]
+    plain = {"Runtimes": {"runc": {}}, "DefaultRuntime": "runc"}
+    assert find_runtime(plain, "auto") == "runc"
     with pytest.raises(SandboxUnavailable, match="install gVisor"):
-        await find_runtime(plain, "runsc")
+        find_runtime(plain, "runsc")
 
 
 async def test_a_list_of_changed_files_without_end_is_refused() -> None:

@@ -34,8 +34,9 @@ async def test_nothing_opens_under_gvisor(reasons: dict[str, str], state_dir: Pa
     if "docker" in reasons:
         pytest.skip(reasons["docker"])
     async with docker_engine.docker_client() as engine:
+        info = await docker_engine.engine_info(engine)
         try:
-            await docker_engine.find_runtime(engine, "runsc")
+            docker_engine.find_runtime(info, "runsc")
         except SandboxUnavailable as error:
             pytest.skip(f"{error} (here: POLAR_GVISOR=1 scripts/with_services.sh ...)")
     assert await find_leaks("docker", runtime="runsc", state_dir=state_dir) == []
