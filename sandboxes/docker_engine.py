@@ -152,13 +152,12 @@ async def describe_engine(wanted: DockerRuntime = "auto") -> str:
     )
 
 
-_LIMITS = {"Memory": "memory_mb", "NanoCpus": "cpus", "PidsLimit": "pids"}
-
-
 def ignored_limits(wanted: dict[str, Any], found: dict[str, Any]) -> tuple[str, ...]:
-    """Return the limits that the engine did not take over from a container's wanted into its actual HostConfig."""
-    ignored = [limit for name, limit in _LIMITS.items() if wanted.get(name) and not found.get(name)]
-    return tuple(f"{limit}: the engine ignores it; rootless Podman needs control groups v2" for limit in ignored)
+    """Return the limits of a container's wanted HostConfig that the engine left out of the actual one."""
+    names = {"Memory": ["memory_mb"], "NanoCpus": ["cpus"], "PidsLimit": ["pids"], "Ulimits": ["file_mb", "open_files"]}
+    ignored = [limit for key, limits in names.items() if wanted.get(key) and not found.get(key) for limit in limits]
+    reason = "the engine ignores it; rootless Podman enforces it from version 5.5 on and with control groups v2"
+    return tuple(f"{limit}: {reason}" for limit in ignored)
 
 
 async def container_bytes(engine: aiodocker.Docker, name: str) -> int:

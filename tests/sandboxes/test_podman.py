@@ -60,10 +60,10 @@ async def _value(value: Any) -> Any:
 
 
 def test_limits_that_the_engine_ignores_are_named() -> None:
-    wanted = {"Memory": 1 << 30, "MemorySwap": 1 << 30, "PidsLimit": 100}
+    wanted = {"Memory": 1 << 30, "PidsLimit": 100, "Ulimits": [{"Name": "core", "Soft": 0, "Hard": 0}]}
     assert ignored_limits(wanted, wanted) == ()
-    ignored = ignored_limits(wanted, {"Memory": 0, "NanoCpus": 0, "PidsLimit": 0})
-    assert [line.partition(":")[0] for line in ignored] == ["memory_mb", "pids"]
+    ignored = ignored_limits(wanted, {"Memory": 0, "NanoCpus": 0, "PidsLimit": 0, "Ulimits": []})
+    assert [line.partition(":")[0] for line in ignored] == ["memory_mb", "pids", "file_mb", "open_files"]
 
 
 async def test_a_container_that_ends_while_podman_kills_it_is_removed() -> None:

@@ -400,6 +400,7 @@ async def test_memory_limit(opener: Opener) -> None:
 
 async def test_file_size_limit(opener: Opener) -> None:
     sandbox = await opener(SandboxSpec(limits=ResourceLimits(file_mb=1)))
+    require_limit(sandbox, "file_mb")
     assert (await sh(sandbox, "head -c 3000000 /dev/zero >big")).exit_code != 0
     assert int((await sh(sandbox, "stat -c %s big")).stdout) <= 1 << 20
 
