@@ -35,6 +35,7 @@ CHANGES_BYTES = 64 << 20
 """Limit of the engine's list of changes, which names every file that programs inside made."""
 PODMAN_WRONG_STATE = "container state improper"
 """Part of Podman's message, with status 500, if a container ended while Podman was about to use or kill it."""
+DF_ATTEMPTS = 5
 DRAIN_SECONDS = 1.0
 """After the end of a command, its output counts as complete when nothing more arrived for this long."""
 
@@ -164,9 +165,22 @@ async def container_bytes(engine: aiodocker.Docker, name: str) -> int:
     """Return the size of a container's own files and volumes, as the engine measures it."""
     container: dict[str, Any] = await engine._query_json(f"containers/{name}/json", params={"size": "true"})
     volumes = {mount["Name"] for mount in container["Mounts"] if mount["Type"] == "volume"}
-    found = await engine._query_json("system/df", params={"type": "volume"})
-    sizes = [int(volume["UsageData"]["Size"]) for volume in found["Volumes"] or () if volume["Name"] in volumes]
+    found = await _all_volumes(engine)
+    sizes = [int(volume["UsageData"]["Size"]) for volume in found if volume["Name"] in volumes]
     return int(container.get("SizeRw") or 0) + sum(sizes)
+
+
+async def _all_volumes(engine: aiodocker.Docker) -> list[dict[str, Any]]:
+    for attempt in range(1, DF_ATTEMPTS + 1):
+        try:
+            found = await engine._query_json("system/df", params={"type": "volume"})
+        except require_aiodocker().DockerError as error:
+            # Podman fails if any container is removed while it counts.
+            if attempt == DF_ATTEMPTS or "no such container" not in error.message:
+                raise
+        else:
+            break
+    return list(found["Volumes"] or ())
 
 
 @contextlib.contextmanager

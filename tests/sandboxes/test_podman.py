@@ -86,3 +86,20 @@ async def test_a_container_that_ends_while_podman_kills_it_is_removed() -> None:
     engine: Any = SimpleNamespace(containers=SimpleNamespace(container=lambda name: container))
     assert await remove_container(engine, "polar-x-net")
     assert container.attempts == 2
+
+
+async def test_sizes_are_asked_for_again_if_another_container_is_removed_meanwhile() -> None:
+    class CountingEngine:
+        failures = 2
+
+        async def _query_json(self, path: str, **options: Any) -> dict[str, Any]:
+            if path == "containers/polar-x/json":
+                return {"SizeRw": 5, "Mounts": [{"Type": "volume", "Name": "home"}]}
+            if self.failures:
+                self.failures -= 1
+                message = "failed to get state of container 437e: no such container"
+                raise docker_engine.require_aiodocker().DockerError(500, message)
+            return {"Volumes": [{"Name": "home", "UsageData": {"Size": 10}}, {"Name": "x", "UsageData": {"Size": 99}}]}
+
+    engine: Any = CountingEngine()
+    assert await docker_engine.container_bytes(engine, "polar-x") == 15

@@ -99,6 +99,15 @@ async def test_the_gateways_port_inside_is_not_taken_for_one_of_the_host(
     assert await find_leaks(kind, state_dir=state_dir) == []
 
 
+@pytest.mark.parametrize(("user", "tried"), [(0, True), (1000, False)])
+def test_programs_of_an_ordinary_user_are_not_taken_for_root(
+    user: int, tried: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The user namespace that bwrap puts around theirs has a root, which is this user."""
+    monkeypatch.setattr("os.geteuid", lambda: user)
+    assert self_test.probe_input("bubblewrap")["not_root"] == tried
+
+
 def test_a_socket_that_meets_itself_reaches_nothing() -> None:
     """The kernel may choose the port that nobody listens at as the socket's own."""
 
