@@ -112,11 +112,15 @@ async def listen_by_helper(
         socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as door,
         contextlib.ExitStack() as connections,
     ):
-        # The path is short, as Unix sockets require. The outer folder is private, so the inner one may be open.
+        # The outer folder is private, so the inner one may be open.
         inner = Path(outer) / "s"
         inner.mkdir()
         inner.chmod(0o777)
-        door.bind(str(inner / "socket"))
+        folder = os.open(inner, os.O_PATH)
+        try:
+            door.bind(f"/proc/self/fd/{folder}/socket")  # the path of a Unix socket has at most 107 bytes
+        finally:
+            os.close(folder)
         (inner / "socket").chmod(0o777)
         door.listen(1)
         config: dict[str, Any] = {

@@ -72,8 +72,13 @@ async def test_container_has_the_labels(kind: str, state_dir: Path) -> None:
 
 
 @on_docker
-async def test_listening_socket_without_root(kind: str, state_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_listening_socket_without_root(
+    kind: str, state_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A member of the docker group may not enter namespaces: a helper container passes the socket out."""
+    long_path = tmp_path / ("x" * 107)  # no Unix socket may have it
+    long_path.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(long_path))
 
     def denied(*_: object) -> None:
         raise netns.CannotEnterNamespace("needs root")
