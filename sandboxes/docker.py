@@ -118,6 +118,8 @@ class DockerSandbox(Sandbox):
             found = await self._container.show()
         self.unenforced = ignored_limits(config["HostConfig"], found["HostConfig"])
         folders = self._local_folders(found)
+        if not folders and self.spec.limits.files is not None:
+            self.unenforced += ("files: the engine measures only their size, and only root can count them",)
         watching = disk.watch(self.id, lambda: self._disk_usage(folders), self.spec.limits, self._stop_programs)
         self._disk_watch = asyncio.create_task(watching)
 

@@ -101,8 +101,8 @@ async def prune_prebuilt(
     with docker_engine.translate_errors():
         images = await engine.images.list(filters={"label": [label]})
     for image in images:
-        # Podman puts `localhost/` before the names of images that were built here.
-        names = [name.removeprefix("localhost/") for name in image["RepoTags"] or []]
+        # Podman puts a registry before the names, such as `localhost/`.
+        names = [name.rpartition("/")[2] for name in image["RepoTags"] or []]
         name = next((name for name in names if name.startswith(f"{REPOSITORY}:")), None)
         if name is None:
             continue

@@ -1,4 +1,4 @@
-"""Limits that some Docker engines ignore."""
+"""Limits that some Docker engines do not enforce."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from sandboxes.base import Sandbox
 
 
 def require_limit(sandbox: Sandbox, limit: str) -> None:
-    """Skip the test if the Docker engine ignores this limit."""
-    if ignored := [line for line in sandbox.unenforced if line.startswith(f"{limit}: the engine ignores it")]:
+    """Skip the test if the Docker engine does not enforce this limit."""
+    if ignored := [line for line in sandbox.unenforced if line.startswith(f"{limit}: the engine")]:
         pytest.skip(ignored[0])
