@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass, field
+from typing import Any
 
-from cachetools import TTLCache
 from fastapi.responses import StreamingResponse
 
 from polar_proxy.api import ApiContext
 from polar_proxy.errors import ApiError
-from polar_proxy.store import Store
 from polar_proxy.store.repositories.changes import Followed
+from polar_proxy.view.shared import SharedReadings
 
 MOST_STREAMS = 200
 READ_SECONDS = 0.5
@@ -35,10 +35,7 @@ class ChangeStreams:
     """The streams of one server."""
 
     _open: int = 0
-    _states: TTLCache[tuple[Followed, str], asyncio.Task[int]] = field(
-        default_factory=lambda: TTLCache(MOST_STREAMS, READ_SECONDS * 0.9)
-    )
-    """The last reading of each state, which all streams use."""
+    _states: SharedReadings = field(default_factory=lambda: SharedReadings(READ_SECONDS * 0.9))
 
     def respond(self, api: ApiContext, followed: Followed, record_id: str) -> StreamingResponse:
         """Return the stream of a page. Raises ApiError 503 if too many are open."""
@@ -49,22 +46,18 @@ class ChangeStreams:
         return StreamingResponse(stream, media_type="text/event-stream", headers=_HEADERS)
 
     async def _follow(self, api: ApiContext, followed: Followed, record_id: str) -> AsyncIterator[bytes]:
+        def read() -> Coroutine[Any, Any, int]:
+            return api.store.changes.state(followed, record_id)
+
         self._open += 1
         try:
             known: int | None = None
             last_sent = 0.0
             while not api.closing.is_set():
-                state = await self._state(api.store, followed, record_id)
+                state = await self._states.get((followed, record_id), read)
                 if state != known or time.monotonic() - last_sent >= _HEARTBEAT_SECONDS:
                     yield b":\n\n" if state == known else _CHANGE
                     known, last_sent = state, time.monotonic()
                 await asyncio.sleep(READ_SECONDS)
         finally:
             self._open -= 1
-
-    async def _state(self, store: Store, followed: Followed, record_id: str) -> int:
-        reading = self._states.get((followed, record_id))
-        if reading is None:
-            reading = asyncio.create_task(store.changes.state(followed, record_id))
-            self._states[followed, record_id] = reading
-        return await asyncio.shield(reading)  # other streams wait for it too
