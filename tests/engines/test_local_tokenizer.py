@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,17 @@ def test_template_message_and_flat_text() -> None:
     assert (made["content"], made["reasoning_content"], made["reasoning"]) == ("", "because", "because")
     with pytest.raises(RequestError, match="image_url"):
         flat_text([{"type": "image_url", "image_url": {"url": "x"}}])
+
+
+def test_a_developer_message_is_a_system_message_where_the_template_has_no_developer_role(tokenizer: Any) -> None:
+    chat, user = ChatTokenizer(tokenizer), Message("user", "Hello")
+    prompts = [chat.render(ChatRequest("", (Message(role, "Be exact."), user))) for role in ("system", "developer")]
+    assert prompts[0] == prompts[1]
+    tokenizer_with_role = copy.copy(tokenizer)
+    tokenizer_with_role.chat_template = "{% for one in messages %}{{ one.role }} (not developer) {% endfor %}"
+    assert (
+        ChatTokenizer(tokenizer_with_role).render(ChatRequest("", (Message("developer", ""),))).startswith("developer")
+    )
 
 
 def test_template_refusal_is_a_bad_request(tokenizer: Any) -> None:
