@@ -115,11 +115,9 @@ def test_a_developer_message_is_a_system_message_where_the_template_has_no_devel
     chat, user = ChatTokenizer(tokenizer), Message("user", "Hello")
     prompts = [chat.render(ChatRequest("", (Message(role, "Be exact."), user))) for role in ("system", "developer")]
     assert prompts[0] == prompts[1]
-    tokenizer_with_role = copy.copy(tokenizer)
-    tokenizer_with_role.chat_template = "{% for one in messages %}{{ one.role }} (not developer) {% endfor %}"
-    assert (
-        ChatTokenizer(tokenizer_with_role).render(ChatRequest("", (Message("developer", ""),))).startswith("developer")
-    )
+    other = copy.copy(tokenizer)
+    other.chat_template = "{% for one in messages if one.role == 'developer' %}{{ one.content }}{% endfor %}"
+    assert ChatTokenizer(other).render(ChatRequest("", (Message("developer", "Be exact."), user))) == "Be exact."
 
 
 def test_template_refusal_is_a_bad_request(tokenizer: Any) -> None:
