@@ -79,11 +79,9 @@ async def stay_open(client: httpx.AsyncClient, latencies: list[float]) -> None:
                     changed.set()
 
     async def update() -> None:
-        pause = QUIET_SECONDS
         while await changed.wait():
-            await asyncio.sleep(pause)
             changed.clear()
-            pause = max(QUIET_SECONDS, REST * await get("/"))
+            await asyncio.sleep(max(QUIET_SECONDS, REST * await get("/")))
 
     async def show_service() -> None:
         while True:

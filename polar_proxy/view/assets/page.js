@@ -8,7 +8,7 @@ const QUIET_MS = 300; // between two updates, however many changes are reported
 const REST = 10; // an update waits for as many times the duration of the last one, so that it does not load a slow server
 const sent = new WeakMap(); // live part -> its content as the server sent it last
 let waiting = null; // timer of the next update
-let pause = QUIET_MS;
+let earliest = 0; // time of the next update
 
 for (const part of document.querySelectorAll("[data-live]")) sent.set(part, part.innerHTML);
 showTimes(document);
@@ -82,9 +82,11 @@ function soon() {
   waiting ??= setTimeout(async () => {
     waiting = null; // a change from here on needs another update
     const started = performance.now();
+    earliest = started + QUIET_MS;
     await update();
-    pause = Math.max(QUIET_MS, REST * (performance.now() - started));
-  }, pause);
+    const ended = performance.now();
+    earliest = ended + Math.max(QUIET_MS, REST * (ended - started));
+  }, earliest - performance.now());
 }
 
 /** Fetch this page again and replace its live parts that changed. */
