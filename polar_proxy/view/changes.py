@@ -15,9 +15,8 @@ from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-from fastapi.responses import StreamingResponse
-
 from polar_proxy.api import ApiContext
+from polar_proxy.api.context import StreamedResponse
 from polar_proxy.errors import ApiError
 from polar_proxy.store.repositories.changes import Followed
 from polar_proxy.view.shared import SharedReadings
@@ -37,13 +36,13 @@ class ChangeStreams:
     _open: int = 0
     _states: SharedReadings = field(default_factory=lambda: SharedReadings(READ_SECONDS * 0.9))
 
-    def respond(self, api: ApiContext, followed: Followed, record_id: str) -> StreamingResponse:
+    def respond(self, api: ApiContext, followed: Followed, record_id: str) -> StreamedResponse:
         """Return the stream of a page. Raises ApiError 503 if too many are open."""
         if self._open >= MOST_STREAMS:
             message = f"{MOST_STREAMS} pages follow this server already, so this one asks every few seconds."
             raise ApiError(message, status=503, code="unavailable")
         stream = self._follow(api, followed, record_id)
-        return StreamingResponse(stream, media_type="text/event-stream", headers=_HEADERS)
+        return StreamedResponse(stream, media_type="text/event-stream", headers=_HEADERS)
 
     async def _follow(self, api: ApiContext, followed: Followed, record_id: str) -> AsyncIterator[bytes]:
         def read() -> Coroutine[Any, Any, int]:
