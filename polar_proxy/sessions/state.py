@@ -26,7 +26,7 @@ from cachetools import LRUCache
 from polar_proxy.dialects.base import ParsedRequest
 from polar_proxy.sessions.budget import BudgetUsage
 from polar_proxy.sessions.call_index import CallIndex, CallNode, fingerprint_of, node_from_store, quotes_of
-from polar_proxy.sessions.hashing import EMPTY, HashedConversation, MessageHasher, text_of
+from polar_proxy.sessions.hashing import EMPTY, HashedConversation, MessageHasher, text_and_reasoning, text_of
 from polar_proxy.sessions.identity import NO_METADATA, ClientMetadata
 from polar_proxy.sessions.lineage import Base, Lineage, PlacementQuery, decide, find_base
 from polar_proxy.sessions.rules import RequestTexts
@@ -435,9 +435,9 @@ def has_rewritten_text(call: CallRecord) -> bool:
 
 
 def reasoning_prefix(message: Message) -> tuple[str, ...]:
-    """Return the beginning of a message's reasoning; empty without reasoning."""
-    text = (message.reasoning or "").strip()
-    return (text[:_REASONING_PREFIX],) if text else ()
+    """Return the beginning of an answer's reasoning; empty without reasoning."""
+    reasoning = text_and_reasoning(message)[1] if message.role == "assistant" else ""
+    return (reasoning[:_REASONING_PREFIX],) if reasoning else ()
 
 
 def _messages(request: EngineRequest) -> tuple[Message, ...]:
