@@ -79,7 +79,7 @@ NORMALISERS: tuple[Normaliser, ...] = (
     Normaliser(
         "reasoning_in_text",
         "An answer's text begins with its reasoning, because the engine does not separate them (vLLM without "
-        "`--reasoning-parser`). The client moves it to `reasoning_content`. `AssistantTurn.spelling` still compares it.",
+        "`--reasoning-parser`), and the client moves it to `reasoning_content`. `AssistantTurn.spelling` compares it.",
         "LiteLLM 1.110.2 (mini-swe-agent 2.4.6)",
         frozenset({"assistant"}),
         "</think",
