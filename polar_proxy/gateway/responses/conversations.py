@@ -12,7 +12,8 @@ Promises:
 * A session sees its own conversations only. Those of other sessions get the same error as unknown ids.
 * These routes record no call, and deleting a conversation or an item leaves the recorded calls as they are.
 * A call adds its items in the transaction that commits it. One that failed or was broken off adds nothing.
-* Where the engine `passthrough` serves, all of this is the provider's: the requests are passed on.
+* A conversation is created where calls without a model are answered. If that is the engine `passthrough`, it is the
+  provider's, and the requests for it are passed on.
 * A conversation is limited in items and bytes, and a session in conversations and bytes, because storing an item is
   cheaper for a client than a call is.
 """
@@ -226,7 +227,8 @@ class ConversationRoutes:
                 return
             session = await self._find_session(asgi.read_headers(scope), path_key, scope)
             with session.in_request():
-                if (engine := self._forwarder.engine_of(session)) is not None:
+                engine = await self._forwarder.engine_of_conversation(session, route.conversation_id)
+                if engine is not None:
                     await self._forward(engine, route, session, scope, receive, send)
                     return
                 answer = await self._answer(route, session, scope, receive)
