@@ -275,6 +275,10 @@ class References(NamedTuple):
     answers: frozenset[str] = frozenset()
     """Other calls, of which the answers are enough."""
 
+    @property
+    def all(self) -> frozenset[str]:
+        return self.calls | self.answers
+
 
 class Dialect(ABC):
     name: str

@@ -190,7 +190,7 @@ class RequestReader:
         """Return a body with its references replaced by the recorded items, and with the items of its conversation."""
         conversation_id = dialect.referenced_conversation(body.fields)
         references = await self._thread.run(body.large, dialect.references, body.fields)
-        if not any(references) and conversation_id is None:
+        if not references.all and conversation_id is None:
             return body
         items: Sequence[ConversationItem] = ()
         try:

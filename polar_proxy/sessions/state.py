@@ -26,7 +26,14 @@ from cachetools import LRUCache
 from polar_proxy.dialects.base import ParsedRequest
 from polar_proxy.sessions.budget import BudgetUsage
 from polar_proxy.sessions.call_index import CallIndex, CallNode, fingerprint_of, node_from_store, quotes_of
-from polar_proxy.sessions.hashing import EMPTY, HashedConversation, MessageHasher, text_and_reasoning, text_length, text_of
+from polar_proxy.sessions.hashing import (
+    EMPTY,
+    HashedConversation,
+    MessageHasher,
+    text_and_reasoning,
+    text_length,
+    text_of,
+)
 from polar_proxy.sessions.identity import NO_METADATA, ClientMetadata
 from polar_proxy.sessions.lineage import Base, Lineage, PlacementQuery, decide, find_base
 from polar_proxy.sessions.rules import RequestTexts
@@ -147,6 +154,9 @@ class ReferableAnswer:
         return _ANSWER_BYTES + text_length(self.message) + len(self.message.reasoning or "")
 
 
+CacheEntry = LastRequest | MarkedText | AnsweredCall | UnrecordedCall | ReferableAnswer
+
+
 class ConversationCache(LRUCache[Hashable, Any]):
     """Last requests and marked texts (by session id), answered calls (by call id and choice), unrecorded calls and
     answers that requests refer to, limited in bytes."""
@@ -154,7 +164,7 @@ class ConversationCache(LRUCache[Hashable, Any]):
     def __init__(self, capacity: int = 1 << 20) -> None:
         super().__init__(capacity, lambda entry: entry.size)
 
-    def put(self, key: Hashable, entry: LastRequest | MarkedText | AnsweredCall | UnrecordedCall | ReferableAnswer) -> None:
+    def put(self, key: Hashable, entry: CacheEntry) -> None:
         """Insert or replace an entry. An entry larger than the capacity is not kept."""
         if entry.size <= self.maxsize:
             self[key] = entry

@@ -54,7 +54,8 @@ def referenced_conversation(body: Json) -> str | None:
 def find_references(body: Json) -> References:
     """Return the ids of the calls that a body refers to. Raises RequestError for an id that contains no call id."""
     items = input_items(body.get("input"))
-    calls, answers = set(), set()
+    calls: set[str] = set()
+    answers: set[str] = set()
     if (previous := body.get("previous_response_id")) is not None:
         call_id = call_id_of_response(previous)
         if call_id is None:

@@ -125,7 +125,7 @@ class ResponseDecoder:
             self._text = True
             return SampleEvent(text=chunk["delta"])
         if kind == "response.created":
-            return SampleEvent(response_id=_response_id(chunk["response"]))
+            return SampleEvent(response_id=_response_id(chunk.get("response", {})))
         if kind == "response.output_item.done":
             self._items[chunk["output_index"]] = chunk["item"]
         elif kind in ("response.completed", "response.incomplete"):

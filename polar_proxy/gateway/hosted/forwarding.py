@@ -40,7 +40,10 @@ class RequestForwarder:
         self._monitor = monitor
 
     async def engine_of_response(self, session: SessionState, identity: str) -> PassthroughEngine | None:
-        """Return the engine whose provider keeps a response; None if Polar keeps it. Raises RequestError, StoreError."""
+        """Return the engine whose provider keeps a response; None if Polar keeps it.
+
+        Raises RequestError if that engine is not served any more, and StoreError.
+        """
         without_model = self._router.choose(session, "").passthrough
         if len(self._router.all) == 1:
             return without_model
@@ -52,9 +55,9 @@ class RequestForwarder:
         return None if kept_here else without_model
 
     async def engine_of_conversation(self, session: SessionState, identity: str | None) -> PassthroughEngine | None:
-        """Return the engine whose provider keeps a conversation; None if Polar keeps it. Raises as `engine_of_response`.
+        """Return the engine whose provider keeps a conversation; None if Polar keeps it.
 
-        `identity`: None for a conversation that is to be created.
+        `identity`: None for a conversation that is to be created. Raises as `engine_of_response` does.
         """
         without_model = self._router.choose(session, "").passthrough
         if identity is None or len(self._router.all) == 1:

@@ -103,9 +103,7 @@ class ProviderHistory:
 class ProviderHistories:
     """Finds the history of requests that are passed on."""
 
-    def __init__(
-        self, store: Store, monitor: StoreMonitor, read_calls: ReadCalls, known_answers: KnownAnswers
-    ) -> None:
+    def __init__(self, store: Store, monitor: StoreMonitor, read_calls: ReadCalls, known_answers: KnownAnswers) -> None:
         self._store = store
         self._monitor = monitor
         self._read_calls = read_calls
@@ -161,11 +159,11 @@ class ProviderHistories:
 
     async def _own_ids(self, session_id: str, wanted: frozenset[str]) -> dict[str, tuple[str, str]]:
         """Return (call id, Polar's id of the item) for each of the provider's item ids that was recorded."""
+        recorded = await self._run(self._store.calls.find_items, session_id, wanted) if wanted else {}
         found = {}
-        if wanted:
-            for identity, (call_id, place) in (await self._run(self._store.calls.find_items, session_id, wanted)).items():
-                prefix, _, number = place.partition("_")
-                found[identity] = call_id, item_id(prefix, call_id, int(number))
+        for identity, (call_id, place) in recorded.items():
+            prefix, _, number = place.partition("_")
+            found[identity] = call_id, item_id(prefix, call_id, int(number))
         return found
 
     async def _run(self, work: Callable[..., Awaitable[T]], *args: Any) -> T:

@@ -78,7 +78,7 @@ class StoredCalls:
     """Finds the recorded calls that a session may retrieve or refer to by an id."""
 
     def __init__(self, store: Store, monitor: StoreMonitor, most_bytes: int) -> None:
-        """`most_bytes`: size limit of the conversations that one request refers to."""
+        """`most_bytes`: size limit of the conversations that are read for one request."""
         self._store = store
         self._monitor = monitor
         self._most_bytes = most_bytes
@@ -121,7 +121,7 @@ class StoredCalls:
             if (messages := self._warm_ups.get((session.session_id, call_id))) is not None
         }
         referenced |= await self.known_answers(session, references.answers)
-        wanted = (references.calls | references.answers) - referenced.keys()
+        wanted = references.all - referenced.keys()
         for call in (await self.find(session, dialect, wanted, resumable)).values():
             if call.call_id in references.answers and session.unrecorded(call.call_id) is None:
                 session.remember_referable(call)
@@ -133,16 +133,16 @@ class StoredCalls:
         return referenced
 
     async def known_answers(self, session: SessionState, call_ids: Collection[str]) -> dict[str, ReferencedCall]:
-        """Return those of the calls whose answers are in memory, because earlier requests referred to them.
+        """Return those of the calls whose answers are in memory, because earlier requests referred to some answers.
 
-        So a conversation that refers to all its items costs no reading of its history. Raises StoreError.
+        So a session whose requests refer to all its answers does not read them again for each one. Raises StoreError.
         """
         known = {
             call_id: ReferencedCall((), answer)
             for call_id in call_ids
             if (answer := session.referable_answer(call_id)) is not None
         }
-        if known:  # another gateway may have deleted some
+        if known:  # responses may have been deleted, also by another gateway
             for call_id in await self._monitor.run(partial(self._store.calls.deleted, known.keys())):
                 del known[call_id]
         return known

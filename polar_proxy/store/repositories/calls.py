@@ -192,7 +192,8 @@ class CallRepository(Repository):
 
     async def engine_name(self, call_id: str) -> str | None:
         """Return the name of the engine that answered a call (`CallRecord.engine_name`)."""
-        return (await self._scalars(select(_c.engine_name).where(_c.call_id == call_id)))[0]
+        name: str | None = (await self._scalars(select(_c.engine_name).where(_c.call_id == call_id)))[0]
+        return name
 
     async def deleted(self, call_ids: Collection[str]) -> set[str]:
         """Return those of the calls whose responses were deleted."""
