@@ -42,6 +42,7 @@ from polar_proxy.gateway.responses.listing import PageRequest, check_include, li
 from polar_proxy.gateway.responses.stored_responses import FindSession, store_unavailable
 from polar_proxy.sessions.state import SessionState
 from polar_proxy.store import Store
+from polar_proxy.store.json_codec import clean_text
 from polar_proxy.store.repositories.conversations import ConversationRow, ConversationSize, ItemPage
 from polar_proxy.types import ConversationItem, Json, new_id
 
@@ -67,7 +68,7 @@ class ConversationRoute(NamedTuple):
     def of_path(cls, path: str) -> ConversationRoute | None:
         """Return the route of a path, whose prefix `/s/{key}` was removed; None for a path of another route."""
         found = _ROUTE.fullmatch(path)
-        return None if found is None else cls(found[1], found[2] is not None, found[3])
+        return None if found is None else cls(clean_text(found[1]), found[2] is not None, clean_text(found[3]))
 
     @property
     def methods(self) -> tuple[str, ...]:

@@ -47,6 +47,7 @@ from polar_proxy.gateway.responses.listing import (
 )
 from polar_proxy.sessions.state import SessionState
 from polar_proxy.store import Store
+from polar_proxy.store.json_codec import clean_text
 from polar_proxy.types import ANSWERED, CallRecord, Message
 
 _DIALECT = get_dialect("openai_responses")
@@ -71,7 +72,7 @@ class StoredResponseRoute(NamedTuple):
     def of_path(cls, path: str) -> StoredResponseRoute | None:
         """Return the route of a path, whose prefix `/s/{key}` was removed; None for a path of another route."""
         found = _ROUTE.fullmatch(path)
-        return None if found is None else cls(found[1], found[2])
+        return None if found is None else cls(clean_text(found[1]) or "", found[2])
 
 
 class StoredCalls:

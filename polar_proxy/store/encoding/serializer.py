@@ -273,16 +273,13 @@ def _own_columns(record: CallRecord) -> TableRow:
 
 def _provider_id_rows(record: CallRecord) -> list[TableRow]:
     """Return the rows of the ids that a provider gave to a call's response and items, without ids of unusual length."""
-    places = {**(record.response_items or {}), **({record.response_id: None} if record.response_id else {})}
+    given = {**(record.response_items or {}), **({record.response_id: None} if record.response_id else {})}
+    places = {json_codec.clean_text(provider_id): place for provider_id, place in given.items()}
+    same: TableRow = {"call_id": record.call_id, "session_id": record.session_id}
     return [
-        {
-            "call_id": record.call_id,
-            "provider_id": json_codec.clean_text(provider_id),
-            "session_id": record.session_id,
-            "place": place,
-        }
+        {**same, "provider_id": provider_id, "place": place}
         for provider_id, place in places.items()
-        if len(provider_id) <= _LONGEST_PROVIDER_ID
+        if len(provider_id or "") <= _LONGEST_PROVIDER_ID
     ]
 
 

@@ -43,6 +43,7 @@ from polar_proxy.store.batch_writer import BatchWriter
 from polar_proxy.store.database import Database, Repository, row_columns
 from polar_proxy.store.encoding.loader import OF_SESSION, chain_ids, fetch
 from polar_proxy.store.group_commit import PATIENCE_SECONDS, GroupCommit
+from polar_proxy.store.json_codec import clean_text
 from polar_proxy.types import CallRecord, CallStatus, Edge, Json, PromptMode
 
 _MAX_BOUND_VALUES = 10_000
@@ -176,8 +177,8 @@ class CallRepository(Repository):
 
     async def find_response(self, session_id: str, response_id: str) -> str | None:
         """Return the id of the call whose response got this id from its provider; None if the session has none."""
-        query = select(_p.call_id).where(_p.session_id == session_id, _p.provider_id == response_id, _p.place.is_(None))
-        found = await self._scalars(query.order_by(_p.call_id.desc()).limit(1))
+        mine = (_p.session_id == session_id, _p.provider_id == clean_text(response_id), _p.place.is_(None))
+        found = await self._scalars(select(_p.call_id).where(*mine).order_by(_p.call_id.desc()).limit(1))
         return found[0] if found else None
 
     async def find_items(self, session_id: str, item_ids: Collection[str]) -> dict[str, tuple[str, str]]:
@@ -186,9 +187,10 @@ class CallRepository(Repository):
         The place is the kind and number of the item in the record, such as `fc_0`. If several items have the same id,
         the newest is returned.
         """
-        values = {"session": session_id, "wanted": list(item_ids)}
+        values = {"session": session_id, "wanted": list(map(clean_text, item_ids))}
         rows = await self._database.read(lambda connection: connection.execute(_items, values).all())
-        return {provider_id: (call_id, place) for provider_id, call_id, place in rows}
+        found = {provider_id: (call_id, place) for provider_id, call_id, place in rows}
+        return {item_id: found[clean] for item_id in item_ids if (clean := clean_text(item_id)) in found}
 
     async def engine_name(self, call_id: str) -> str | None:
         """Return the name of the engine that answered a call (`CallRecord.engine_name`)."""
