@@ -11,7 +11,7 @@ PROCESSES ?= 4
 unexport PYTHONDONTWRITEBYTECODE
 LLAMA ?= $(or $(POLAR_HOME),$(HOME)/.polar)/llama-server/0.3.36
 
-.PHONY: setup demo test-fast quick-tests test tests test-full test-harnesses test-llama test-foreign coverage lint types format image clean
+.PHONY: setup demo test-fast quick-tests test tests test-full test-harnesses test-llama test-podman test-foreign coverage lint types format image clean
 
 setup: $(STAMP)
 
@@ -61,12 +61,16 @@ test-full: setup
 
 # OpenHands, aider, terminus-2 and Mistral Vibe: installing takes 4 to 10 minutes, and three of them need Python 3.12.
 test-harnesses: setup
-	$(BIN)/pytest -m by_command --ignore-glob='*llama*'
+	$(BIN)/pytest -m by_command --ignore-glob='*llama*' --ignore-glob='*podman_real*'
 
 # On a real llama-server, which is built once (11 minutes of processor time). Four harnesses play if installed.
 test-llama: setup
 	test -x $(LLAMA)/bin/llama-server || PYTHON=$(BIN)/python scripts/llama_server.sh install $(LLAMA)
 	POLAR_LLAMA=$(LLAMA) $(BIN)/pytest -m by_command tests/engines/test_llamacpp_real.py tests/conformance/test_llama_real.py
+
+# The docker sandbox on rootless Podman. As root it installs Podman and makes an ordinary user.
+test-podman: setup
+	scripts/rootless_podman.sh $(BIN)/pytest -p no:cacheprovider -k 'docker or podman or nothing_opens' tests/sandboxes tests/rollouts/test_run.py tests/rollouts/test_podman_real.py
 
 # Suites of other projects (AI SDK, LangChain, agent frameworks) against Polar: installing them takes minutes.
 test-foreign: setup

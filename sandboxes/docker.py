@@ -1,6 +1,6 @@
 """`docker`: a container without a network, driven through the engine's API.
 
-The image needs only a POSIX shell with cat, head, mkdir, tar, tr and grep: see the scripts at the end.
+The image needs only a POSIX shell with cat, head, mkdir, rm, tar, tr and grep: see the scripts at the end.
 """
 
 from __future__ import annotations
@@ -37,10 +37,13 @@ from sandboxes.docker_engine import (
     changed_names,
     container_bytes,
     docker_client,
+    engine_info,
     fetch_tree,
     find_image,
     find_runtime,
+    ignored_limits,
     image_user,
+    is_podman,
     kill_container,
     pack_archive,
     remove_container,
@@ -91,31 +94,37 @@ class DockerSandbox(Sandbox):
     async def _start(self) -> None:
         engine = self._engine = await self._stack.enter_async_context(docker_client())
         image = await find_image(engine, self.spec.image)
-        self.runtime = await find_runtime(engine, self.spec.runtime)
+        info = await engine_info(engine)
+        self.runtime = find_runtime(info, self.spec.runtime)
         self._record.container = self.id  # the container's name, known before it exists
         await uncancellable(asyncio.to_thread(self._registry.write, self._record))
         self._user = await image_user(engine, image)
         try:
             # Not cancelled half-way, because the engine could create the container after the clean-up looked for it.
-            system_calls = await seccomp_option(engine, self._registry.state_dir)
-            creating = engine.containers.create(self._config(image, system_calls), name=self.id)
-            self._container = await uncancellable(creating)
+            system_calls = await seccomp_option(info, self.base)
+            config = self._config(image, system_calls)
+            self._container = await uncancellable(engine.containers.create(config, name=self.id))
             await uncancellable(self._container.start())
         except require_aiodocker().DockerError as error:
             raise SandboxError(f"the engine did not start a container of {image}: {error.message}") from error
-        # The volumes are owned by root at first; an image's own user must be able to write to them.
-        done = await self._script(FIND_MAIN_PROCESS, *self._volumes)
+        # The image's own user must be able to write to the folders, which are another user's at first.
+        done = await self._script(FIND_MAIN_PROCESS, self.workdir, *self._volumes)
         self._main = done.stdout.split()[0].decode() if done.stdout else "1"
         if done.exit_code:
-            await self._own_volumes()
-        folders = await self._local_folders()
+            await self._own(*self._volumes, *([self.workdir] if done.exit_code == NO_WORKDIR else []))
+        if is_podman(info):
+            await self._empty_volumes()
+        with translate_errors():
+            found = await self._container.show()
+        self.unenforced = ignored_limits(config["HostConfig"], found["HostConfig"])
+        folders = self._local_folders(found)
+        if not folders and self.spec.limits.files is not None:
+            self.unenforced += ("files: the engine measures only their size, and only root can count them",)
         watching = disk.watch(self.id, lambda: self._disk_usage(folders), self.spec.limits, self._stop_programs)
         self._disk_watch = asyncio.create_task(watching)
 
-    async def _local_folders(self) -> list[Path]:
+    def _local_folders(self, found: dict[str, Any]) -> list[Path]:
         """Return the folders of this machine that hold the container's files; none if this process cannot read them."""
-        with translate_errors():
-            found = await self._container.show()
         layer = (found["GraphDriver"]["Data"] or {}).get("UpperDir")
         names = [layer, *(mount["Source"] for mount in found["Mounts"] if mount["Type"] == "volume")]
         readable = [name is not None and os.access(name, os.R_OK | os.X_OK) for name in names]
@@ -128,19 +137,26 @@ class DockerSandbox(Sandbox):
         with translate_errors():
             return disk.DiskUsage(size=await container_bytes(self._engine, self.id))
 
-    async def _own_volumes(self) -> None:
-        """Make the image's user the owner of the volumes.
+    async def _own(self, *folders: str) -> None:
+        """Make the image's user the owner of these folders, and make those that are missing.
 
         An archive that the engine unpacks sets the owner, because root in the container may not change owners.
         """
         who = await self.exec(["sh", "-c", "id -u; id -g"], cwd="/")
         uid, gid = (int(n) for n in who.stdout.split())
-        folders = []
-        for folder in self._volumes:
+        entries = []
+        for folder in folders:
             entry = tarfile.TarInfo(folder.lstrip("/"))
             entry.type, entry.mode, entry.uid, entry.gid = tarfile.DIRTYPE, 0o755, uid, gid
-            folders.append((entry, b""))
-        await self._container.put_archive("/", pack_archive(folders))
+            entries.append((entry, b""))
+        await self._container.put_archive("/", pack_archive(entries))
+
+    async def _empty_volumes(self) -> None:
+        """Remove the image's files from the volumes: Podman copies them, because its Docker API ignores `NoCopy`."""
+        done = await self._script(EMPTY, *self._volumes)
+        if done.exit_code:
+            reason = done.stderr.decode(errors="replace").strip()
+            raise SandboxError(f"Podman copied the image's files into {', '.join(self._volumes)}: {reason}")
 
     def _config(self, image: str, system_calls: str) -> dict[str, Any]:
         limits = self.spec.limits
@@ -182,7 +198,7 @@ class DockerSandbox(Sandbox):
             "Entrypoint": ["tail", "-f", "/dev/null"],
             "Cmd": [],
             "Hostname": "sandbox",
-            "WorkingDir": self.workdir,
+            "WorkingDir": "/",  # the engines do not agree on the owner of a new working folder
             "Env": [f"{SANDBOX_ID_VARIABLE}={self.id}", f"HOME={HOME}"],
             "Labels": {**self.spec.labels, **orphans.owner_labels(self._record)},
             "HostConfig": host,
@@ -430,11 +446,13 @@ while :; do
   kill -9 $hit
 done 2>/dev/null
 """
-# The container's own program is the only process besides init when the first command runs.
+# The container's own program is the only process besides init when the first command runs. $1: the working folder.
 FIND_MAIN_PROCESS = (
     "for d in /proc/[0-9]*; do p=${d#/proc/}; case $p in 1|$$) ;; *) echo $p;; esac; done; "
-    'for f; do test -w "$f" || exit 1; done'
+    'mkdir -p -- "$1" || exit 2; shift; for f; do test -w "$f" || exit 1; done'
 )
+NO_WORKDIR = 2
+EMPTY = 'for f; do rm -rf -- "$f"/* "$f"/.[!.]* "$f"/..?* || exit 1; done'
 # Only regular files are read and written: a pipe without another end would never answer.
 READ = '[ -e "$1" ] || exit 2; [ -d "$1" ] && exit 21; [ -f "$1" ] || exit 22; head -c "$2" -- "$1"'
 WRITE = '[ -e "$1" ] && [ ! -f "$1" ] && exit 22; mkdir -p -- "$(dirname -- "$1")" && cat >"$1" && chmod "$2" -- "$1"'

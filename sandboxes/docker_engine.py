@@ -15,7 +15,6 @@ import os
 import posixpath
 import tarfile
 import tempfile
-import uuid
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -34,6 +33,9 @@ CHANGED = 0
 UNREADABLE = "\ufffd"
 CHANGES_BYTES = 64 << 20
 """Limit of the engine's list of changes, which names every file that programs inside made."""
+PODMAN_WRONG_STATE = "container state improper"
+"""Part of Podman's message, with status 500, if a container ended while Podman was about to use or kill it."""
+DF_ATTEMPTS = 5
 DRAIN_SECONDS = 1.0
 """After the end of a command, its output counts as complete when nothing more arrived for this long."""
 
@@ -61,7 +63,9 @@ async def docker_client() -> AsyncIterator[aiodocker.Docker]:
         raise SandboxUnavailable("no Docker engine: no socket was found and DOCKER_HOST is not set") from error
     async with engine:
         try:
-            await engine.system.info()
+            async with engine._query("_ping", versioned_api=False) as answer:
+                # aiodocker would ask for it by another request, which takes Podman as long as starting a container.
+                engine.api_version = "v" + answer.headers["Api-Version"]
         except (library.DockerError, OSError) as error:
             raise SandboxUnavailable(f"the Docker engine does not answer: {error}") from error
         yield engine
@@ -90,51 +94,58 @@ async def find_image(engine: aiodocker.Docker, image: str | None) -> str:
     """
     name = image or images.tag()
     if await inspect_image(engine, name) is None:
-        command = f"docker pull {image}" if image else "python -m sandboxes.images.build"
+        command = f"docker pull {image}, or podman pull {image}" if image else "python -m sandboxes.images.build"
         raise ImageMissing(f"the image {name} is not on this machine (get it with: {command})")
     return name
 
 
-async def find_runtime(engine: aiodocker.Docker, wanted: DockerRuntime) -> str:
-    """Return the name of the engine's runtime to use. Raise `SandboxUnavailable` if the engine lacks the wanted one."""
+async def engine_info(engine: aiodocker.Docker) -> dict[str, Any]:
+    """Return the engine's description of itself. Podman takes a second for it."""
     with translate_errors():
-        info = await engine.system.info()
-    runtimes = info.get("Runtimes") or {}
+        return dict(await engine.system.info())
+
+
+def is_podman(info: dict[str, Any]) -> bool:
+    return "BuildahVersion" in info
+
+
+def find_runtime(info: dict[str, Any], wanted: DockerRuntime) -> str:
+    """Return the name of the engine's runtime to use. Raise `SandboxUnavailable` if the engine lacks the wanted one."""
+    default = str(info.get("DefaultRuntime") or "runc")
+    # Podman lists the runtimes that it knows, installed or not, and starts every container in its default one.
+    runtimes = {default} if is_podman(info) else set(info.get("Runtimes") or ())
     if wanted == "runsc" and "runsc" not in runtimes:
         raise SandboxUnavailable(
             "the Docker engine has no runtime runsc: install gVisor, run `runsc install`, and restart the engine; or "
             "set sandboxes.docker_runtime to auto"
         )
     if wanted == "auto":
-        return "runsc" if "runsc" in runtimes else str(info.get("DefaultRuntime") or "runc")
+        return "runsc" if "runsc" in runtimes else default
     return wanted
 
 
-async def seccomp_option(engine: aiodocker.Docker, folder: Path) -> str:
+async def seccomp_option(info: dict[str, Any], folder: Path) -> str:
     """Return the security option with the filter of system calls. Podman reads the filter from a file in `folder`."""
     profile = json.dumps(seccomp.docker_profile())
-    with translate_errors():
-        version = await engine.version()
-    if not any(part.get("Name") == "Podman Engine" for part in version.get("Components") or ()):
+    if not is_podman(info):
         return f"seccomp={profile}"
     file = folder / "seccomp.json"
-    await asyncio.to_thread(_replace_file, file, profile)
+    await asyncio.to_thread(_write_file, file, profile)
     return f"seccomp={file}"
 
 
-def _replace_file(file: Path, text: str) -> None:
-    temporary = file.with_name(f"{file.name}.{uuid.uuid4().hex}")
-    temporary.write_text(text)
-    temporary.replace(file)
+def _write_file(file: Path, text: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
 
 
 async def describe_engine(wanted: DockerRuntime = "auto") -> str:
     """Return the runtime, and whether root inside containers is an unprivileged user outside. Raise `SandboxError`."""
     async with docker_client() as engine:
-        runtime = await find_runtime(engine, wanted)
-        with translate_errors():
-            options = (await engine.system.info()).get("SecurityOptions") or []
-    if any(option.startswith(("name=userns", "name=rootless")) for option in options):
+        info = await engine_info(engine)
+    runtime = find_runtime(info, wanted)
+    options = info.get("SecurityOptions") or []
+    if info.get("Rootless") or any(option.startswith(("name=userns", "name=rootless")) for option in options):
         return f"runtime {runtime}, root inside is an ordinary user outside"
     return (
         f"runtime {runtime}, root inside is root outside (without capabilities) until the engine has userns-remap, "
@@ -142,13 +153,34 @@ async def describe_engine(wanted: DockerRuntime = "auto") -> str:
     )
 
 
+def ignored_limits(wanted: dict[str, Any], found: dict[str, Any]) -> tuple[str, ...]:
+    """Return the limits of a container's wanted HostConfig that the engine left out of the actual one."""
+    names = {"Memory": ["memory_mb"], "NanoCpus": ["cpus"], "PidsLimit": ["pids"], "Ulimits": ["file_mb", "open_files"]}
+    ignored = [limit for key, limits in names.items() if wanted.get(key) and not found.get(key) for limit in limits]
+    reason = "the engine ignores it; rootless Podman enforces it from version 5.5 on and with control groups v2"
+    return tuple(f"{limit}: {reason}" for limit in ignored)
+
+
 async def container_bytes(engine: aiodocker.Docker, name: str) -> int:
     """Return the size of a container's own files and volumes, as the engine measures it."""
     container: dict[str, Any] = await engine._query_json(f"containers/{name}/json", params={"size": "true"})
     volumes = {mount["Name"] for mount in container["Mounts"] if mount["Type"] == "volume"}
-    found = await engine._query_json("system/df", params={"type": "volume"})
-    sizes = [int(volume["UsageData"]["Size"]) for volume in found["Volumes"] or () if volume["Name"] in volumes]
+    found = await _all_volumes(engine)
+    sizes = [int(volume["UsageData"]["Size"]) for volume in found if volume["Name"] in volumes]
     return int(container.get("SizeRw") or 0) + sum(sizes)
+
+
+async def _all_volumes(engine: aiodocker.Docker) -> list[dict[str, Any]]:
+    for attempt in range(1, DF_ATTEMPTS + 1):
+        try:
+            found = await engine._query_json("system/df", params={"type": "volume"})
+        except require_aiodocker().DockerError as error:
+            # Podman fails if any container is removed while it counts.
+            if attempt == DF_ATTEMPTS or "no such container" not in error.message:
+                raise
+        else:
+            break
+    return list(found["Volumes"] or ())
 
 
 @contextlib.contextmanager
@@ -157,7 +189,7 @@ def translate_errors() -> Iterator[None]:
     try:
         yield
     except library.DockerError as error:
-        if error.status in (404, 409):
+        if error.status in (404, 409) or PODMAN_WRONG_STATE in error.message:
             raise SandboxEnded(f"the container has ended: {error.message}") from error
         raise SandboxError(f"the Docker engine reports: {error.message}") from error
     except OSError as error:
@@ -340,8 +372,16 @@ async def _fetch_archive(engine: aiodocker.Docker, name: str, path: str, file: B
 async def remove_container(engine: aiodocker.Docker, name: str) -> bool:
     """Kill and remove a container with its volumes. Return False if there is none."""
     library = require_aiodocker()
+    container = engine.containers.container(name)
     try:
-        await engine.containers.container(name).delete(force=True, v=True)
+        try:
+            await container.delete(force=True, v=True)
+        except library.DockerError as error:
+            if PODMAN_WRONG_STATE not in error.message:
+                raise
+            # The container ended while Podman was about to kill it, so it can be removed now.
+            await container.wait()
+            await container.delete(force=True, v=True)
     except library.DockerError as error:
         if error.status == 404:
             return False
@@ -366,7 +406,7 @@ async def sweep_containers(
                 labels = container["Labels"]
                 if orphans.OwnerProcess.parse(json.loads(labels[orphans.OWNER_LABEL])).dead():
                     named.add(labels[orphans.LABEL])
-            for name in sorted(named):
+            for name in sorted(named, reverse=True):  # a helper's container (`-net`) before that which it depends on
                 try:
                     if await remove_container(engine, name):
                         removed.append(orphans.RemovedItem(name, "container", name))

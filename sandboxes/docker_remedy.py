@@ -28,8 +28,12 @@ def docker_remedy(
         if _is_socket(socket) and os.access(socket, os.W_OK):
             return f"use Podman's engine: export DOCKER_HOST=unix://{socket}, then: {BUILD_IMAGE}"
     if find_program("podman") is not None:
-        start = "systemctl --user enable --now podman.socket"
-        return f"start Podman's engine: {start}; export DOCKER_HOST=unix://{rootless}, then: {BUILD_IMAGE}"
+        if (run_folder / "systemd" / "system").is_dir():
+            start, address = "systemctl --user enable --now podman.socket;", f"unix://{rootless}"
+        else:
+            address = "unix://$HOME/podman.sock"
+            start = f"podman system service --time 0 {address} &"
+        return f"start Podman's engine: {start} export DOCKER_HOST={address}, then: {BUILD_IMAGE}"
     socket = run_folder / "docker.sock"
     if _is_socket(socket) and not os.access(socket, os.W_OK):
         return f"let your user use {socket}: sudo usermod -aG docker $USER, and log in again; then: {BUILD_IMAGE}"

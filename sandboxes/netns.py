@@ -11,6 +11,7 @@ sandbox's network. The helper binds the socket and passes it out through a Unix 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import os
 import socket
@@ -109,12 +110,17 @@ async def listen_by_helper(
     with (
         tempfile.TemporaryDirectory(prefix="polar-net-") as outer,
         socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as door,
+        contextlib.ExitStack() as connections,
     ):
-        # The path is short, as Unix sockets require. The outer folder is private, so the inner one may be open.
+        # The outer folder is private, so the inner one may be open.
         inner = Path(outer) / "s"
         inner.mkdir()
         inner.chmod(0o777)
-        door.bind(str(inner / "socket"))
+        folder = os.open(inner, os.O_PATH)
+        try:
+            door.bind(f"/proc/self/fd/{folder}/socket")  # the path of a Unix socket has at most 107 bytes
+        finally:
+            os.close(folder)
         (inner / "socket").chmod(0o777)
         door.listen(1)
         config: dict[str, Any] = {
@@ -143,9 +149,10 @@ async def listen_by_helper(
                     raise SandboxError(
                         f"no socket in the container's network: {why}; the helper container failed: {log}"
                     )
-            with handover.result()[0] as connection:
-                connection.setblocking(True)
-                fds = (await uncancellable(asyncio.to_thread(socket.recv_fds, connection, 1, 1)))[1]
+            # Closed after the helper was removed, which ends with it: Podman cannot remove a container that is ending.
+            connection = connections.enter_context(handover.result()[0])
+            connection.setblocking(True)
+            fds = (await uncancellable(asyncio.to_thread(socket.recv_fds, connection, 1, 1)))[1]
         finally:
             await uncancellable(remove_container(engine, name))
     listening = socket.socket(fileno=fds[0])

@@ -130,7 +130,9 @@ class _ExportProcess:
         return header
 
     async def _ended(self) -> StoreError:
-        await self.kill()
+        """Wait for a process that has closed its output. A signal to it could lose its status: Python's `Popen` takes
+        the status of a dead process before it sends one, and asyncio then reports 255 (gh-87744)."""
+        await self._process.wait()
         return StoreError(
             f"The process of the export ended with status {self._process.returncode} before the export was complete; "
             "the server's log has its error"

@@ -1,8 +1,8 @@
 """Build the default image of docker sandboxes: `python -m sandboxes.images.build [--force]`.
 
-It runs `docker build` on the Dockerfile. If that fails, because only a Debian mirror is reachable (closed networks,
-CI), it imports the same packages, installed by mmdebstrap (as root). Both give the image the tag of the recipe, which
-is printed at the end.
+It runs `docker build`, or `podman build`, on the Dockerfile. If that fails, because only a Debian mirror is reachable
+(closed networks, CI), it imports the same packages, installed by mmdebstrap (as root). Both give the image the tag of
+the recipe, which is printed at the end.
 """
 
 from __future__ import annotations
@@ -26,8 +26,22 @@ class BuildFailed(Exception):
     """The image could not be built. The text says why; if both `docker build` and mmdebstrap failed, why each did."""
 
 
+def engine_command() -> list[str]:
+    """Return the beginning of the engine's commands. Raise `BuildFailed` if neither docker nor podman is installed.
+
+    Podman takes the same commands, and the address of another engine as an option.
+    """
+    if shutil.which("docker") is not None:
+        return ["docker"]
+    if shutil.which("podman") is None:
+        raise BuildFailed("neither docker nor podman is installed")
+    address = os.environ.get("DOCKER_HOST")
+    return ["podman", "--url", address] if address else ["podman"]
+
+
 def exists(image: str) -> bool:
-    return subprocess.run(["docker", "image", "inspect", image], capture_output=True, check=False).returncode == 0
+    command = [*engine_command(), "image", "inspect", image]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
 def _run(command: list[str], *, timeout: float) -> None:
@@ -44,7 +58,7 @@ def _run(command: list[str], *, timeout: float) -> None:
 
 
 def by_dockerfile(image: str) -> None:
-    _run(["docker", "build", "--tag", image, "--file", str(DOCKERFILE), str(HERE)], timeout=900)
+    _run([*engine_command(), "build", "--tag", image, "--file", str(DOCKERFILE), str(HERE)], timeout=900)
 
 
 def by_mmdebstrap(image: str) -> None:
@@ -57,14 +71,12 @@ def by_mmdebstrap(image: str) -> None:
         archive = str(Path(folder) / "root.tar")
         include = f"--include={','.join(packages())}"
         _run(["mmdebstrap", "--variant=apt", include, SUITE, archive, *sources], timeout=900)
-        _run(["docker", "import", archive, image], timeout=300)
+        _run([*engine_command(), "import", archive, image], timeout=300)
 
 
 def build(*, force: bool = False) -> str:
     """Build the image unless it exists, and return its tag. Raise `BuildFailed` if it cannot be built."""
     image = tag()
-    if shutil.which("docker") is None:
-        raise BuildFailed("the docker command is not installed")
     if exists(image) and not force:
         return image
     reasons = []

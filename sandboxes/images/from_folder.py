@@ -30,12 +30,16 @@ class BuildLimits:
     file_mb: int = 8192
     seconds: float = 1800.0
 
-    def parameters(self) -> dict[str, str]:
-        """Return the limits as parameters of POST /build: https://docs.docker.com/reference/api/engine/"""
+    def parameters(self, *, podman: bool = False) -> dict[str, str]:
+        """Return the limits as parameters of POST /build: https://docs.docker.com/reference/api/engine/
+
+        `podman`: the engine is Podman, whose `ulimits` have another form.
+        """
         memory, size = str(self.memory_mb << 20), self.file_mb << 20
         found = {"memory": memory, "memswap": memory, "cpuperiod": str(CPU_PERIOD)}
         found["cpuquota"] = str(int(self.cpus * CPU_PERIOD))
-        found["ulimits"] = json.dumps([{"Name": "fsize", "Soft": size, "Hard": size}])
+        limit = f"fsize={size}:{size}" if podman else {"Name": "fsize", "Soft": size, "Hard": size}
+        found["ulimits"] = json.dumps([limit])
         return found if self.network else {**found, "networkmode": "none"}
 
 
@@ -43,9 +47,11 @@ async def build_image(engine: aiodocker.Docker, context: bytes, tag: str, limits
     """Build `context`, a tar archive with a Dockerfile. Raise `SandboxError` with the end of the log if it fails."""
     library = docker_engine.require_aiodocker()
     log = OutputTail(LOG_LIMIT)
+    podman = docker_engine.is_podman(await docker_engine.engine_info(engine))
+    parameters = {"t": tag, "rm": "1", "forcerm": "1", **limits.parameters(podman=podman)}
     try:
         async with asyncio.timeout(limits.seconds):
-            async for message in _messages(engine, context, {"t": tag, "rm": "1", "forcerm": "1"}, limits):
+            async for message in _messages(engine, context, parameters):
                 log.add(str(message.get("stream", "")).encode())
     except library.DockerError as error:
         raise SandboxError(_describe(error.message, log, limits)) from error
@@ -54,14 +60,14 @@ async def build_image(engine: aiodocker.Docker, context: bytes, tag: str, limits
 
 
 async def _messages(
-    engine: aiodocker.Docker, context: bytes, parameters: dict[str, str], limits: BuildLimits
+    engine: aiodocker.Docker, context: bytes, parameters: dict[str, str]
 ) -> AsyncIterator[dict[str, Any]]:
     """Yield the messages of the engine; closing the connection ends the build."""
     images: Any = engine.images
     request = engine._query(  # `images.build` has no parameters for the limits
         "build",
         "POST",
-        params={**parameters, **limits.parameters()},
+        params=parameters,
         headers={"content-type": "application/x-tar"},
         data=io.BytesIO(context),
         timeout=None,

@@ -101,17 +101,19 @@ async def prune_prebuilt(
     with docker_engine.translate_errors():
         images = await engine.images.list(filters={"label": [label]})
     for image in images:
-        name = next((name for name in image["RepoTags"] or [] if name.startswith(f"{REPOSITORY}:")), None)
+        # Podman puts a registry before the names, such as `localhost/`.
+        names = [name.rpartition("/")[2] for name in image["RepoTags"] or []]
+        name = next((name for name in names if name.startswith(f"{REPOSITORY}:")), None)
         if name is None:
             continue
         below = str(image["Labels"][BASE_LABEL])
         if below not in current:
             current[below] = await _current(engine, below, [] if everything else agents)
-        names, size = current[below]
+        up_to_date, size = current[below]
         entry = StoredPrebuiltImage(name, below, int(image["Size"]) - size, False, "an installed agent's")
-        if name not in names and await _remove_unless_used(engine, name):
+        if name not in up_to_date and await _remove_unless_used(engine, name):
             entry = replace(entry, removed=True, why="requested" if everything else "out of date")
-        elif name not in names:
+        elif name not in up_to_date:
             entry = replace(entry, why="a container uses it")
         found.append(entry)
     return found

@@ -1,21 +1,26 @@
 """`polar connect AGENT -- ARGUMENTS` with the real agents, each with an empty home.
 
-Harbor starts terminus-2 on tasks, in an environment that is Docker for its users and this machine here.
+The product's client of the Agent Client Protocol starts the agents for editors, as an editor would. Harbor starts
+terminus-2 on tasks, in an environment that is Docker for its users and this machine here.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import shutil
+import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from harness_adapters import terminus_2
-from harness_adapters.base import Installation, get_adapter
+from harness_adapters.acp.adapter import CLIENT, AcpHarness
+from harness_adapters.base import HarnessAdapter, Installation, get_adapter
 from harness_adapters.toolkit.adapter import ConnectableHarness
 from harness_adapters.toolkit.npm import NpmHarness
 from tests.cli.process import POLAR, environment
@@ -27,8 +32,10 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 
 ARGUMENTS = {
     "claude-code": ["--print", "Say hello."],
+    "claude-agent-acp": [],
     "cline": ["Say hello."],
     "codex": ["exec", "--skip-git-repo-check", "Say hello."],
+    "codex-acp": [],
     "continue": ["--print", "Say hello."],
     "copilot": ["--allow-all-tools", "--prompt", "Say hello."],
     "gemini-cli": ["--skip-trust", "--prompt", "Say hello."],
@@ -67,7 +74,7 @@ def server(polar_home: Path) -> Iterator[PolarServer]:
         yield running
 
 
-def put_on_path(harness: ConnectableHarness, installed: Installation, folder: Path) -> None:
+def put_on_path(harness: HarnessAdapter, installed: Installation, folder: Path) -> None:
     """Write the program that the user's own installation would have on PATH."""
     words = [str(installed.root / "bin" / harness.info.command)]
     if isinstance(harness, NpmHarness):
@@ -89,6 +96,31 @@ def prepare_harbor(work: Path) -> dict[str, str]:
     return {"PYTHONPATH": str(work), "TMUX_TMPDIR": str(work), "HARBOR_TELEMETRY": "0"}
 
 
+def run_in_group(command: list[str], env: dict[str, str], work: Path) -> tuple[int, str]:
+    """Run a command, end the processes that it leaves, and return its exit code and output."""
+    process = subprocess.Popen(
+        command,
+        env=env,
+        cwd=work,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=300)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    return process.returncode, output
+
+
+def test_every_agent_that_can_be_connected_is_run() -> None:
+    listed = {row["agent"] for row in polar_json("connect")["agents"]}
+    assert listed == {*ARGUMENTS, *TAKE_MINUTES_TO_INSTALL}
+
+
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
@@ -104,26 +136,22 @@ def test_agent_talks_to_the_server(
     programs, home, work = (tmp_path / part for part in ("bin", "home", "work"))
     for folder in (programs, home, work):
         folder.mkdir()
-    put_on_path(harness, real_runs.install(harness, tmp_path_factory), programs)
+    agent = harness.agent if isinstance(harness, AcpHarness) else harness
+    put_on_path(agent, real_runs.install(harness, tmp_path_factory), programs)
     env = environment() | {
         "HOME": str(home),
         "PATH": f"{programs}:{os.environ['PATH']}",
         "POLAR_URL": server.url,
         "POLAR_HOME": str(server.home),
     }
+    env.pop("IS_SANDBOX", None)  # of the machine that runs the tests; a user's has none
     if name == "terminus-2":
         env |= prepare_harbor(work)
-    ended = subprocess.run(
-        [POLAR, "connect", name, "--", *arguments],
-        env=env,
-        cwd=work,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
+    command = [POLAR, "connect", name, "--", *arguments]
+    if isinstance(harness, AcpHarness):
+        command = [sys.executable, str(CLIENT), "--prompt=Say hello.", "--", *command]
+    code, output = run_in_group(command, env, work)
+    assert code == 0, output[-3000:]
     (session,) = polar_json("sessions")["sessions"]
     assert session["label"] == name
     assert session["calls"] > session["failed_calls"]

@@ -15,6 +15,7 @@ from sandboxes.base import ResourceLimits, Sandbox, SandboxSpec
 from sandboxes.choice import open_sandbox
 from sandboxes.disk import DiskUsage, describe_excess, measure
 from sandboxes.remove_tree import remove_tree
+from tests.sandboxes.engine_limits import require_limit
 from tests.sandboxes.test_remove_tree import nest
 from tests.until import until
 
@@ -42,6 +43,7 @@ async def test_an_agent_cannot_keep_more_than_its_quota(kind: str, state_dir: Pa
 async def test_the_number_of_files_is_bounded(kind: str, state_dir: Path) -> None:
     fill = "i=0; while [ $i -lt 20000 ] && : >f$i; do i=$((i+1)); done; sleep 20"
     async with await open_small(kind, state_dir) as sandbox:
+        require_limit(sandbox, "files")
         done = await sandbox.exec(["sh", "-c", fill], timeout=120)
         hard = b"No space left" in done.stderr
         assert hard or (done.exit_code == 137 and "3000 files" in (sandbox.exceeded or ""))
@@ -57,6 +59,7 @@ async def test_work_below_the_quota_goes_on(kind: str, state_dir: Path) -> None:
 async def test_open_files_are_bounded(kind: str, state_dir: Path) -> None:
     spec = SandboxSpec(limits=ResourceLimits(memory_mb=None, open_files=100))
     async with await open_sandbox(kind, spec, state_dir=state_dir) as sandbox:  # type: ignore[arg-type]
+        require_limit(sandbox, "open_files")
         assert (await sandbox.exec(["sh", "-c", "ulimit -n; ulimit -Hn"])).stdout == b"100\n100\n"
 
 
@@ -64,6 +67,7 @@ async def test_open_files_are_bounded(kind: str, state_dir: Path) -> None:
 async def test_memory_and_processes_are_bounded(kind: str, state_dir: Path) -> None:
     spec = SandboxSpec(limits=ResourceLimits(memory_mb=128, pids=40))
     async with await open_sandbox(kind, spec, state_dir=state_dir) as sandbox:  # type: ignore[arg-type]
+        require_limit(sandbox, "memory_mb")
         memory = await sandbox.exec(["python3", "-c", "b = bytearray(300 << 20); print('took')"], timeout=120)
         assert memory.stdout == b""
         many = await sandbox.exec(["sh", "-c", "for i in $(seq 80); do sleep 100 & done; echo all"], timeout=120)

@@ -15,6 +15,7 @@ from sandboxes import docker_engine, images, netns, orphans
 from sandboxes.base import ResourceLimits, SandboxEnded, SandboxError, SandboxSpec, SandboxUnavailable
 from sandboxes.choice import open_sandbox
 from sandboxes.orphans import sweep
+from tests.sandboxes.engine_limits import require_limit
 
 full = pytest.mark.full
 on_docker = pytest.mark.parametrize("kind", [pytest.param("docker", marks=full)], indirect=True)
@@ -32,6 +33,7 @@ async def test_no_privileges_and_no_way_to_gain_them(kind: str, state_dir: Path)
 async def test_out_of_memory_kill_is_137_and_the_sandbox_stays_usable(kind: str, state_dir: Path) -> None:
     spec = SandboxSpec(limits=ResourceLimits(memory_mb=64))
     async with await open_sandbox("docker", spec, state_dir=state_dir) as sandbox:
+        require_limit(sandbox, "memory_mb")
         done = await sandbox.exec(["python3", "-c", "x = bytearray(200 << 20)"], timeout=120)
         assert (done.exit_code, done.timed_out) == (137, False)
         assert (await sandbox.exec(["echo", "alive"])).stdout == b"alive\n"
@@ -70,8 +72,13 @@ async def test_container_has_the_labels(kind: str, state_dir: Path) -> None:
 
 
 @on_docker
-async def test_listening_socket_without_root(kind: str, state_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_listening_socket_without_root(
+    kind: str, state_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A member of the docker group may not enter namespaces: a helper container passes the socket out."""
+    long_path = tmp_path / ("x" * 107)  # no Unix socket may have it
+    long_path.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(long_path))
 
     def denied(*_: object) -> None:
         raise netns.CannotEnterNamespace("needs root")
@@ -156,6 +163,7 @@ async def test_the_files_of_programs_that_end_their_container_are_read(
     """It is no fault of the machine, and their work is scored as they left it."""
     spec = SandboxSpec(limits=ResourceLimits(memory_mb=150, pids=60))
     async with await open_sandbox("docker", spec, state_dir=state_dir) as sandbox:
+        require_limit(sandbox, "pids")
         await sandbox.write("work", b"")
         assert (await sandbox.exec(argv, timeout=10)).exit_code == 137
         tree = await sandbox.read_tree()

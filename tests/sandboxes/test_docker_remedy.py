@@ -40,9 +40,16 @@ def test_the_socket_of_rootless_podman_is_advised(listen: Listen, tmp_path: Path
 
 
 def test_podman_without_a_socket_is_started_first(tmp_path: Path) -> None:
+    (tmp_path / "systemd" / "system").mkdir(parents=True)
     advice = docker_remedy(tmp_path, programs("podman"))
     assert advice.startswith("start Podman's engine: systemctl --user enable --now podman.socket")
     assert f"DOCKER_HOST=unix://{tmp_path}/user/{os.getuid()}/podman/podman.sock" in advice
+
+
+def test_without_systemd_podman_is_started_in_the_background(tmp_path: Path) -> None:
+    address = "unix://$HOME/podman.sock"
+    advice = docker_remedy(tmp_path, programs("podman"))
+    assert f"podman system service --time 0 {address} & export DOCKER_HOST={address}, then" in advice
 
 
 def test_a_docker_engine_that_is_off_is_started(tmp_path: Path) -> None:

@@ -123,7 +123,8 @@ async def test_prune_removes_unused_images(tmp_path: Path, reasons: dict[str, st
                 used: (False, "a container uses it"),
             }
             assert 0 < found[changed].bytes < 1_000_000  # the base's own are shared
-            here = {name for image in await engine.images.list() for name in image["RepoTags"] or []}
+            images = await engine.images.list()
+            here = {name.rpartition("/")[2] for image in images for name in image["RepoTags"] or []}
             assert here & {changed, installed, used} == {installed, used}
             assert (await prebuild(engine, base, [agents[1]])).made is False
         finally:

@@ -23,6 +23,7 @@ from sandboxes.base import (
     SandboxSpec,
 )
 from tests.loop_watch import watched
+from tests.sandboxes.engine_limits import require_limit
 
 pytestmark = pytest.mark.slow
 
@@ -389,6 +390,7 @@ async def test_git_works(sandbox: Sandbox) -> None:
 
 async def test_memory_limit(opener: Opener) -> None:
     sandbox = await opener(SandboxSpec(limits=ResourceLimits(memory_mb=64)))
+    require_limit(sandbox, "memory_mb")
     hog = 'x="0123456789abcdef"; while :; do x="$x$x"; done'  # doubles until it is refused or killed
     result = await sh(sandbox, hog, timeout=240)
     assert result.exit_code != 0
@@ -398,6 +400,7 @@ async def test_memory_limit(opener: Opener) -> None:
 
 async def test_file_size_limit(opener: Opener) -> None:
     sandbox = await opener(SandboxSpec(limits=ResourceLimits(file_mb=1)))
+    require_limit(sandbox, "file_mb")
     assert (await sh(sandbox, "head -c 3000000 /dev/zero >big")).exit_code != 0
     assert int((await sh(sandbox, "stat -c %s big")).stdout) <= 1 << 20
 

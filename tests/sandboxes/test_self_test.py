@@ -34,8 +34,9 @@ async def test_nothing_opens_under_gvisor(reasons: dict[str, str], state_dir: Pa
     if "docker" in reasons:
         pytest.skip(reasons["docker"])
     async with docker_engine.docker_client() as engine:
+        info = await docker_engine.engine_info(engine)
         try:
-            await docker_engine.find_runtime(engine, "runsc")
+            docker_engine.find_runtime(info, "runsc")
         except SandboxUnavailable as error:
             pytest.skip(f"{error} (here: POLAR_GVISOR=1 scripts/with_services.sh ...)")
     assert await find_leaks("docker", runtime="runsc", state_dir=state_dir) == []
@@ -96,6 +97,15 @@ async def test_the_gateways_port_inside_is_not_taken_for_one_of_the_host(
     monkeypatch.setattr(bubblewrap.BubblewrapSandbox, "listen", listen_inside)
     monkeypatch.setattr(socket, "create_server", create_at_the_same_port)
     assert await find_leaks(kind, state_dir=state_dir) == []
+
+
+@pytest.mark.parametrize(("user", "tried"), [(0, True), (1000, False)])
+def test_programs_of_an_ordinary_user_are_not_taken_for_root(
+    user: int, tried: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The user namespace that bwrap puts around theirs has a root, which is this user."""
+    monkeypatch.setattr("os.geteuid", lambda: user)
+    assert self_test.probe_input("bubblewrap")["not_root"] == tried
 
 
 def test_a_socket_that_meets_itself_reaches_nothing() -> None:
