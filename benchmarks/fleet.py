@@ -361,8 +361,8 @@ def main() -> int:
     parser.add_argument("--at-once", type=int, default=2, help="simulations at a time, each in a process")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    logging.getLogger("polar_proxy").setLevel(logging.ERROR)  # a line for each stage of 10,000 rollouts is no progress
     if arguments.one:
+        logging.getLogger("polar_proxy").setLevel(logging.ERROR)  # a line for each stage of 10,000 rollouts is noise
         case = json.loads(arguments.one)
         print(json.dumps(run_one(Case(**{**case, "setting": Setting(**case["setting"])}))))
         return 0

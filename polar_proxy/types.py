@@ -404,11 +404,11 @@ class CallRecord:
     base_call_id: str | None = None
     """The base: the answered call whose messages and answer begin this call's by meaning. Set in both prompt modes."""
     base_choice: int | None = None
-    response_id: str | None = None
     provider_conversation: str | None = None
-    """The provider's ids of a response that was passed through, and of its conversation. Later requests name them."""
+    response_id: str | None = None
     response_items: Json | None = None
-    """The provider's ids of the response's items. {"fc_67c9": "fc_0"}: this is the id of the first tool call."""
+    """The provider's ids of a response that was passed through, of its conversation, and of its items: {"fc_67c9":
+    "fc_0"} is the id of the first tool call. Later requests name them. Only the conversation's is read back."""
     deleted_at: float | None = None
     """When the client deleted the response, in seconds since the epoch. The call stays, and is trained on."""
     engine_name: str | None = None

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import os
+import re
 import shutil
 import signal
 import ssl
@@ -83,6 +84,17 @@ def _skip_version_manager() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Start the files that take long first, so that no process is left alone with one of them at the end."""
     items.sort(key=lambda item: _place(item.path))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import no file whose tests are all deselected by their mark, such as `-m 'not slow'`: PyTorch and the providers'
+    SDKs take longer to import than many a test."""
+    if not collection_path.match("test_*.py"):
+        return None
+    terms = config.option.markexpr.split(" and ")
+    excluded = {term.removeprefix("not ") for term in terms if term.startswith("not ")}
+    marks = re.search(r"^pytestmark = (.*)$", collection_path.read_text(), re.MULTILINE)
+    return True if marks and excluded & set(re.findall(r"pytest\.mark\.(\w+)", marks[1])) else None
 
 
 @pytest.hookimpl(wrapper=True)

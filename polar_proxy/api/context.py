@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import secrets
 import time
@@ -14,10 +15,11 @@ from typing import Annotated, Any, TypeVar
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.encoders import jsonable_encoder
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
+from starlette.types import Send
 
 from polar_proxy.api_models import API_PREFIX, ErrorResponse, Role
 from polar_proxy.config import Settings
@@ -46,6 +48,8 @@ _ERROR_TEXTS = {
     503: "The server, or a part that it needs, cannot answer now.",
 }
 _POLL_SECONDS = 0.1
+_log = logging.getLogger(__name__)
+
 KEY_FILE = "api-key"
 _NEW_KEY = "`polar key new` makes one, on the server's machine with the server's --db."
 
@@ -184,6 +188,20 @@ def _guarded_route(roles: frozenset[Role]) -> type[APIRoute]:
             return guarded
 
     return GuardedRoute
+
+
+class StreamedResponse(StreamingResponse):
+    """A response that is sent while it is made.
+
+    If an error ends it early, the log names the error and the connection is closed before the end of the body, so that
+    the client learns that a part is missing.
+    """
+
+    async def stream_response(self, send: Send) -> None:
+        try:
+            await super().stream_response(send)
+        except PolarError as error:
+            _log.error("a response broke off: %s", error)
 
 
 def to_api_error(error: PolarError | RequestValidationError | HTTPException) -> ApiError:

@@ -14,13 +14,21 @@ from typing import Annotated, get_args
 from urllib.parse import urlsplit
 
 from fastapi import Header, Path, Query, Response
-from fastapi.responses import StreamingResponse
 
 from polar_proxy import api_models as m
 from polar_proxy import records
 from polar_proxy.allowed_code import AllowedCode
 from polar_proxy.api.callback_transport import check_public_host
-from polar_proxy.api.context import ApiContext, ApiStore, Context, make_routers, pause_timed_out, require, wait_or_undo
+from polar_proxy.api.context import (
+    ApiContext,
+    ApiStore,
+    Context,
+    StreamedResponse,
+    make_routers,
+    pause_timed_out,
+    require,
+    wait_or_undo,
+)
 from polar_proxy.api.host_access import check_job, check_source, code_of_request
 from polar_proxy.errors import ApiError, UsageError
 from polar_proxy.records import convert
@@ -135,7 +143,7 @@ async def resume_job(context: Context, store: ApiStore, job_id: JobId) -> m.Job:
     return convert(m.Job, await _require_job(context, job_id))
 
 
-@trainer.get("/events", tags=["events"], response_class=StreamingResponse, responses=_STREAM)
+@trainer.get("/events", tags=["events"], response_class=StreamedResponse, responses=_STREAM)
 async def events(
     context: Context,
     job: Annotated[
@@ -145,7 +153,7 @@ async def events(
     last_event_id: Annotated[
         str | None, Header(description="Like `after`; browsers send it when they reconnect.")
     ] = None,
-) -> StreamingResponse:
+) -> StreamedResponse:
     """Stream events of the kinds `stage`, `group`, `job` and `feed`.
 
     With `job`, the stream has the events of this job from its start and ends with the event `end` once the job has
@@ -269,13 +277,13 @@ def _check_callback_url(url: str, private: bool) -> None:
         check_public_host(host)
 
 
-async def stream_events(context: ApiContext, job_id: str | None, position: str | None) -> StreamingResponse:
+async def stream_events(context: ApiContext, job_id: str | None, position: str | None) -> StreamedResponse:
     """Return the events after `position`, or from the start of the job. Raises ApiError 404 if there is no such job."""
     if job_id is not None:
         await _require_job(context, job_id)
     events = await follow_events(context.store, job_id, position)
     headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
-    return StreamingResponse(_encode(context, events), media_type="text/event-stream", headers=headers)
+    return StreamedResponse(_encode(context, events), media_type="text/event-stream", headers=headers)
 
 
 async def _encode(context: ApiContext, events: AsyncIterator[list[m.Event]]) -> AsyncIterator[bytes]:

@@ -9,10 +9,9 @@ from typing import Annotated, Any
 
 import orjson
 from fastapi import Query, Response
-from fastapi.responses import StreamingResponse
 
 from polar_proxy import api_models as m
-from polar_proxy.api.context import ApiContext, ApiStore, Context, make_routers
+from polar_proxy.api.context import ApiContext, ApiStore, Context, StreamedResponse, make_routers
 from polar_proxy.export.exporter import ExportReport, export_lines
 from polar_proxy.records import convert, find_record, list_sessions
 from polar_proxy.types import Json
@@ -56,7 +55,7 @@ async def get_record(
     return Response(document, media_type="application/json")
 
 
-@trainer.get("/export", tags=["export"], response_class=StreamingResponse, responses=_EXPORT)
+@trainer.get("/export", tags=["export"], response_class=StreamedResponse, responses=_EXPORT)
 async def export_rows(
     context: Context,
     form: Annotated[str, Query(alias="format", description="A format of `polar export`.")] = "jsonl",
@@ -65,7 +64,7 @@ async def export_rows(
     builder: Annotated[str, Query(description="The builder: merged, per_call, tree or rescored.")] = "merged",
     all_grades: Annotated[bool, Query(description="Also traces of the grades approximate and rejected.")] = False,
     advantage: Annotated[str, Query(description="For trl and tinker: the advantage.")] = "grpo",
-) -> StreamingResponse:
+) -> StreamedResponse:
     """Return the rows that `polar export` writes."""
     return await stream_export(
         context,
@@ -78,7 +77,7 @@ async def export_rows(
     )
 
 
-async def stream_export(context: ApiContext, form: str, **options: Any) -> StreamingResponse:
+async def stream_export(context: ApiContext, form: str, **options: Any) -> StreamedResponse:
     """Return the rows of an export with their report. `options`: those of `export_lines`."""
     report = ExportReport()
     if context.exports is not None:
@@ -86,7 +85,7 @@ async def stream_export(context: ApiContext, form: str, **options: Any) -> Strea
     else:
         rows = export_lines(context.store, form, report, **options)
     first = await anext(rows, b"")  # an invalid request is refused before the response begins
-    return StreamingResponse(_with_report(first, rows, report), media_type=m.NDJSON)
+    return StreamedResponse(_with_report(first, rows, report), media_type=m.NDJSON)
 
 
 async def _with_report(first: bytes, rows: AsyncGenerator[bytes], report: ExportReport) -> AsyncIterator[bytes]:

@@ -6,10 +6,9 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Annotated
 
 from fastapi import Path, Query, Request
-from fastapi.responses import StreamingResponse
 
 from polar_proxy import api_models as m
-from polar_proxy.api.context import ApiStore, make_routers, not_found, require
+from polar_proxy.api.context import ApiStore, StreamedResponse, make_routers, not_found, require
 from polar_proxy.errors import UsageError
 from polar_proxy.export.exporter import rollout_lines
 from polar_proxy.records import convert, convert_all, find_group, find_rollout, rollouts_of_group
@@ -42,15 +41,15 @@ async def get_group(store: ApiStore, group_id: GroupId) -> m.GroupDetail:
     return await require("group", group_id, find_group(store, group_id))
 
 
-@trainer.get("/groups/{group_id}/trajectories", tags=["groups"], response_class=StreamingResponse, responses=_ROWS)
+@trainer.get("/groups/{group_id}/trajectories", tags=["groups"], response_class=StreamedResponse, responses=_ROWS)
 async def group_trajectories(
     store: ApiStore, group_id: GroupId, builder: BuilderName = "merged", all_grades: AllGrades = False
-) -> StreamingResponse:
+) -> StreamedResponse:
     """Return one row for each trace of the group's ended rollouts, rollout by rollout."""
     _check_builder(builder)
     await require("group", group_id, store.groups.get(group_id))
     rows = await rollouts_of_group(store, group_id)
-    return StreamingResponse(_lines(store, rows, builder, all_grades), media_type=m.NDJSON)
+    return StreamedResponse(_lines(store, rows, builder, all_grades), media_type=m.NDJSON)
 
 
 @trainer.get("/rollouts", tags=["rollouts"])
@@ -73,14 +72,14 @@ async def get_rollout(store: ApiStore, rollout_id: RolloutId) -> m.RolloutDetail
     return await require("rollout", rollout_id, find_rollout(store, rollout_id))
 
 
-@trainer.get("/rollouts/{rollout_id}/trajectory", tags=["rollouts"], response_class=StreamingResponse, responses=_ROWS)
+@trainer.get("/rollouts/{rollout_id}/trajectory", tags=["rollouts"], response_class=StreamedResponse, responses=_ROWS)
 async def rollout_trajectory(
     store: ApiStore, rollout_id: RolloutId, builder: BuilderName = "merged", all_grades: AllGrades = False
-) -> StreamingResponse:
+) -> StreamedResponse:
     """Return one row for each trace of an ended rollout."""
     _check_builder(builder)
     row = await require("rollout", rollout_id, store.rollouts.get(rollout_id))
-    return StreamingResponse(_lines(store, [row], builder, all_grades), media_type=m.NDJSON)
+    return StreamedResponse(_lines(store, [row], builder, all_grades), media_type=m.NDJSON)
 
 
 @trainer.post("/rewards", status_code=201, tags=["rewards"])

@@ -56,6 +56,8 @@ class Remark(ApiResponseModel):
 class RolloutDetail(Rollout):
     """A rollout with its stages, rewards and remarks."""
 
+    repeat_of: str | None = None
+    """Id of the rollout that it repeats."""
     stages: list[Stage]
     """The stages of all attempts, in order."""
     rewards: list[Reward]

@@ -13,7 +13,7 @@ import orjson
 import typer
 from pydantic import BaseModel
 from rich.cells import cell_len
-from rich.console import Console, ConsoleDimensions, ConsoleOptions, RenderableType
+from rich.console import Console, ConsoleDimensions, ConsoleOptions, RenderableType, RenderResult
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Span, Text
@@ -69,6 +69,8 @@ err = SafeConsole(stderr=True)
 _CHECK_COLOURS = {"ok": "green", "note": "cyan", "missing": "yellow", "failed": "red"}
 _UNLIMITED = 1_000_000
 """Width, in columns, of output to a file or a pipe, so that nothing is cut there."""
+_LEAST_WRAPPED = 8
+"""Width to which a column that wraps may shrink in a narrow terminal."""
 
 
 def print_result(
@@ -122,20 +124,38 @@ def print_checks(checks: Iterable[PreflightCheck]) -> None:
             out.print(styled("          -> {}", check.fix), soft_wrap=True)
 
 
+class WholeTable(Table):
+    """A table that is never narrower than `needed`, because rich leaves out the narrowest columns of a wider one."""
+
+    needed = 0
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        return super().__rich_console__(console, options.update_width(max(options.max_width, self.needed)))
+
+
 def make_table(
-    columns: Sequence[str], rows: Iterable[Sequence[object]], *, right: Collection[str] = (), wrap: Collection[str] = ()
-) -> Table:
+    columns: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    *,
+    right: Collection[str] = (),
+    wrap: Collection[str] = (),
+    optional: Collection[str] = (),
+) -> WholeTable:
     """Return a table without borders. None is shown as `-`. Cells other than rich `Text` are shown in one line.
 
     Columns in `right` are aligned to the right; those in `wrap` may wrap. The others are never cut, however narrow the
-    terminal is.
+    terminal is. Those in `optional` are left out if no row has a value.
     """
-    table = Table(box=None, padding=(0, 1), header_style="dim")
+    table = WholeTable(box=None, padding=(0, 1), header_style="dim")
     cells = [
         [cell if isinstance(cell, Text) else Text(one_line("-" if cell is None else cell)) for cell in row]
         for row in rows
     ]
-    for at, name in enumerate(columns):
+    shown = [
+        at for at, name in enumerate(columns) if name not in optional or any(row[at].plain != "-" for row in cells)
+    ]
+    for at in shown:
+        name = columns[at]
         width = max([cell_len(name), *(cell_len(row[at].plain) for row in cells)])
         table.add_column(
             name,
@@ -144,8 +164,9 @@ def make_table(
             min_width=None if name in wrap else width,
             overflow="fold",
         )
+        table.needed += 2 + (min(width, _LEAST_WRAPPED) if name in wrap else width)
     for row in cells:
-        table.add_row(*row)
+        table.add_row(*(row[at] for at in shown))
     return table
 
 

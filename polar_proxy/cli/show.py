@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from polar_proxy.store import Store
 
 _NUMBERS = ("calls", "failed", "prompt", "sampled", "USD")
+_OPTIONAL = ("USD", "spent", "incomplete", "rollout")
 
 
 def sessions(
@@ -62,7 +63,7 @@ def sessions(
         )
         for row in found.sessions
     )
-    print_result(found, make_table(columns, cells, right=_NUMBERS), as_json)
+    print_result(found, make_table(columns, cells, right=_NUMBERS, optional=_OPTIONAL), as_json)
     if not found.sessions and not as_json:
         print_note("No session is recorded yet. `polar serve`, then `polar connect`, records an agent that you start.")
 

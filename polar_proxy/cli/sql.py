@@ -48,10 +48,20 @@ def sql(
     elif form == "csv":
         _print_csv(found.columns, rows)
     else:
-        numbers = [name for at, name in enumerate(found.columns) if _is_number_column(rows, at)]
-        out.print(make_table(found.columns, rows, right=numbers, wrap=found.columns))
+        _print_rows(found.columns, rows)
     if found.more:
         print_note(f"only the first {limit} rows are shown: raise --limit for more")
+
+
+def _print_rows(columns: list[str], rows: list[list[Any]]) -> None:
+    """Print a table; if it is wider than the terminal, print each row by itself with a line for each column."""
+    numbers = [name for at, name in enumerate(columns) if _is_number_column(rows, at)]
+    table = make_table(columns, rows, right=numbers)
+    if table.needed <= out.width:
+        out.print(table)
+        return
+    for number, row in enumerate(rows, 1):
+        out.print(make_table((f"row {number}", ""), zip(columns, row, strict=True), wrap=("",)))
 
 
 def _readable(value: Any) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import orjson
 
@@ -259,11 +260,24 @@ class ReferencedCall:
     """A recorded call that a body refers to by an id, instead of repeating what it contains."""
 
     messages: tuple[bytes, ...]
-    """The call's request messages as stored."""
+    """The call's request messages as stored; empty if only its answer is needed."""
     answer: Message | None
     """The call's answer; None for a warm-up, which samples none."""
     problem: str | None = None
     """Why the answer is not complete, so that it cannot be referred to."""
+
+
+class References(NamedTuple):
+    """The ids of the recorded calls that a body refers to."""
+
+    calls: frozenset[str] = frozenset()
+    """Calls whose messages and answers are needed."""
+    answers: frozenset[str] = frozenset()
+    """Other calls, of which the answers are enough."""
+
+    @property
+    def all(self) -> frozenset[str]:
+        return self.calls | self.answers
 
 
 class Dialect(ABC):
@@ -285,9 +299,9 @@ class Dialect(ABC):
         byte may be taken from it, as the same objects.
         """
 
-    def referenced_calls(self, body: Json) -> set[str]:
+    def references(self, body: Json) -> References:
         """Return the ids of the recorded calls that `body` refers to. Raises RequestError."""
-        return set()
+        return References()
 
     def referenced_conversation(self, body: Json) -> str | None:
         """Return the id of the stored conversation that `body` continues and adds to. Raises RequestError."""
@@ -298,7 +312,7 @@ class Dialect(ABC):
     ) -> Json:
         """Return `body` with each reference replaced by the items that it refers to.
 
-        `calls`: the calls of `referenced_calls` that this session may use. Raises RequestError if one is missing.
+        `calls`: the calls of `references` that this session may use. Raises RequestError if one is missing.
         `conversation`: the items of `referenced_conversation`.
         """
         raise NotImplementedError(f"the dialect {self.name} does not support references to recorded calls")

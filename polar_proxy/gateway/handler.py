@@ -94,7 +94,7 @@ class RequestHandler:
         self.bodies = BodyBudget(settings.limits.bodies_mb << 20)
         self._thread = thread
         self.router = router
-        self.forwarder = RequestForwarder(router, self.bodies)
+        self.forwarder = RequestForwarder(router, self.bodies, store, monitor)
         if any(choice.passthrough for choice in router.choices):
             check_passthrough(settings)
         self.recorder = CallRecorder(store, monitor, sessions, metrics, in_flight, PriceTable(settings.prices))
@@ -111,7 +111,7 @@ class RequestHandler:
             self._thread,
             self.stored_calls,
             self.conversations,
-            ProviderHistories(store, monitor, self.stored_calls.read),
+            ProviderHistories(store, monitor, self.stored_calls.read, self.stored_calls.known_answers),
             monitor,
         )
         self.find_session = SessionFinder(sessions, monitor, settings).find
@@ -156,6 +156,7 @@ class RequestHandler:
                     read.large,
                     read.conversation,
                     raw,
+                    read.refers,
                 )
                 if parsed.generate:
                     await self._join_or_answer(request, receive, send)

@@ -86,6 +86,9 @@ class RequestContext:
     conversation: ContinuedConversation | None = None
     raw: ProviderRequest | None = None
     """The unparsed request, if it is passed on to its provider."""
+    refers: bool = False
+    """True if the request refers to items of earlier answers by their ids, as the session's next one may refer to
+    those of this answer."""
 
 
 @dataclass(slots=True)
@@ -209,6 +212,8 @@ class CallRecorder:
             else:
                 session.recorded += 1
                 session.refusal = None
+                if request.refers:
+                    session.remember_referable(record)
                 for observer in self.observers:
                     observer(record)
             reservation.count(call.answer.prompt_tokens, call.answer.completion_tokens, ended_at, record.price_usd)

@@ -54,6 +54,8 @@ class Body:
     large: bool
     """True if the request is large (see `_LARGE_BODY`)."""
     conversation: ContinuedConversation | None = None
+    refers: bool = False
+    """See `RequestContext`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,8 @@ class ReadRequest:
     conversation: ContinuedConversation | None = None
     raw: bytes | None = None
     """The unparsed body, if the engine passes it on to a provider."""
+    refers: bool = False
+    """See `RequestContext`."""
 
 
 class ReadCount(NamedTuple):
@@ -117,11 +121,11 @@ class RequestReader:
                 history = await self._histories.find(session, references)
                 large = body.large or _are_large(history.calls.values())
                 parsed = await self._thread.run(large, parse_for_record, dialect, body.fields, previous, history)
-                return ReadRequest(parsed, engine, body.large, raw=raw)
+                return ReadRequest(parsed, engine, body.large, raw=raw, refers=bool(references.items))
             del parts, raw  # the text of a large body takes no memory while the body is parsed
             body = await self._write_out_references(dialect, body, session, resumable)
             parsed = await self._thread.run(body.large, dialect.parse, body.fields, previous)
-            return ReadRequest(parsed, engine, body.large, body.conversation)
+            return ReadRequest(parsed, engine, body.large, body.conversation, refers=body.refers)
 
     async def read_count(
         self, dialect: Dialect, receive: asgi.Receive, session: SessionState, reservation: BodyReservation
@@ -185,12 +189,12 @@ class RequestReader:
     ) -> Body:
         """Return a body with its references replaced by the recorded items, and with the items of its conversation."""
         conversation_id = dialect.referenced_conversation(body.fields)
-        call_ids = await self._thread.run(body.large, dialect.referenced_calls, body.fields)
-        if not call_ids and conversation_id is None:
+        references = await self._thread.run(body.large, dialect.references, body.fields)
+        if not references.all and conversation_id is None:
             return body
         items: Sequence[ConversationItem] = ()
         try:
-            calls = await self._stored_calls.find_referenced(session, dialect, call_ids, resumable)
+            calls = await self._stored_calls.find_referenced(session, dialect, references, resumable)
             if conversation_id is not None:
                 items = await self._conversations.read(session, conversation_id, body.size)
         except StoreError as error:
@@ -199,7 +203,8 @@ class RequestReader:
         large = body.large or _are_large(calls.values()) or len(items) > _MANY_MESSAGES
         fields = await self._thread.run(large, dialect.write_out_references, body.fields, calls, items)
         conversation = None if conversation_id is None else ContinuedConversation(conversation_id, len(items))
-        return replace(body, fields=fields, large=large, conversation=conversation)
+        refers = bool(references.answers)
+        return replace(body, fields=fields, large=large, conversation=conversation, refers=refers)
 
 
 @contextlib.asynccontextmanager

@@ -68,6 +68,7 @@ class EngineRouter:
     ) -> None:
         self.default = EngineChoice(default)
         self.all = (default, *named.values())
+        self._named = {served.name: EngineChoice(served) for served in self.all}
         self._rules = [(rule, EngineChoice(named[rule.engine], rule.name)) for rule in rules]
         self.choices = (self.default, *(choice for _, choice in self._rules))
         """All possible results of `choose`."""
@@ -82,6 +83,10 @@ class EngineRouter:
             ):
                 return choice
         return self.default
+
+    def named(self, name: str | None) -> EngineChoice | None:
+        """Return an engine by its name in the settings [engines] (None: that of [engine]), if it is still served."""
+        return self._named.get(name)
 
     async def close(self) -> None:
         for served in self.all:

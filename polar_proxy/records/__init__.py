@@ -76,16 +76,23 @@ async def rollouts_of_job(store: Store, job_id: str) -> m.RolloutList | None:
 async def find_rollout(store: Store, rollout_id: str) -> m.RolloutDetail | None:
     """Return a rollout with its stages, rewards and remarks; None if there is no such rollout."""
     row = await store.rollouts.get(rollout_id)
-    return None if row is None else convert(m.RolloutDetail, row, **await _details(store, rollout_id))
+    return None if row is None else convert(m.RolloutDetail, row, **await _details(store, row))
 
 
-async def _details(store: Store, rollout_id: str) -> dict[str, object]:
+async def _details(store: Store, row: RolloutRow) -> dict[str, object]:
     """Return the fields that `RolloutDetail` adds to a rollout."""
     return {
-        "stages": convert_all(m.Stage, await store.rollouts.stages(rollout_id)),
-        "rewards": convert_all(m.Reward, await store.rewards.of_rollout(rollout_id)),
-        "remarks": convert_all(m.Remark, await store.remarks.of_rollout(rollout_id)),
+        "repeat_of": await original_of(store, row),
+        "stages": convert_all(m.Stage, await store.rollouts.stages(row.rollout_id)),
+        "rewards": convert_all(m.Reward, await store.rewards.of_rollout(row.rollout_id)),
+        "remarks": convert_all(m.Remark, await store.remarks.of_rollout(row.rollout_id)),
     }
+
+
+async def original_of(store: Store, row: RolloutRow) -> str | None:
+    """Return the id of the rollout that this one repeats; None if it repeats none."""
+    spec = None if row.job_id is None else await store.jobs.spec(row.job_id)
+    return None if spec is None else spec.get("repeat_of")
 
 
 async def find_group(store: Store, group_id: str) -> m.GroupDetail | None:
@@ -165,7 +172,7 @@ async def _rollout(
     return convert(
         m.RolloutRecord,
         row,
-        **await _details(store, rollout_id),
+        **await _details(store, row),
         instruction=task.instruction if task else None,
         events=convert_all(m.RolloutEvent, await store.rollouts.events(rollout_id)),
         artifacts=[

@@ -177,6 +177,8 @@ class PromptBuilder:
             raise _NotContinued("images")
         if base is None:
             raise _NotContinued("no_base")
+        if "continue" not in self._engine.info.capabilities:
+            raise _NotContinued("engine_cannot")
         if is_constrained(request, self._engine.info):
             raise _NotContinued("constrained")
         answered = session.answered_call(base) or await self._load(session, base)
@@ -190,8 +192,6 @@ class PromptBuilder:
             raise _NotContinued("template_options_changed")
         if session.policy.get("prompt_mode", self._settings.prompt_mode) != "continue":
             raise _NotContinued("off")
-        if "continue" not in self._engine.info.capabilities:
-            raise _NotContinued("engine_cannot")
         ends_turn = int(answered.ids[-1]) in self._engine.info.eos_token_ids
         if not ends_turn and answered.finish_reason != "length":
             raise _NotContinued(await self._other_end(answered))

@@ -58,6 +58,7 @@ class Normaliser:
 
 
 _OPENING = frozenset({"system", "user"})
+_REASONING_IN_TEXT = re.compile(r"\A<think(?:ing)?>(.*?)</think(?:ing)?>", re.DOTALL)
 
 NORMALISERS: tuple[Normaliser, ...] = (
     Normaliser(
@@ -74,6 +75,15 @@ NORMALISERS: tuple[Normaliser, ...] = (
         "reasoning",
         "Harnesses drop, cut or sign the reasoning of earlier turns, so it cannot distinguish turns.",
         "OpenHands 1.16.0 and aider 0.86.2 drop it, Gemini CLI 0.61.0 keeps its signature only",
+    ),
+    Normaliser(
+        "reasoning_in_text",
+        "An answer's text begins with its reasoning, because the engine does not separate them (vLLM without "
+        "`--reasoning-parser`), and the client moves it to `reasoning_content`. `AssistantTurn.spelling` compares it.",
+        "LiteLLM 1.110.2 (mini-swe-agent 2.4.6)",
+        frozenset({"assistant"}),
+        "</think",
+        _REASONING_IN_TEXT,
     ),
     Normaliser(
         "json_arguments",
@@ -267,7 +277,7 @@ class MessageHasher:
         """Return the turn of neighbouring assistant messages. `asked`: digest of the message before them."""
         whole = run[0] if len(run) == 1 else _merge(run)
         digest, ids = self.digest(whole), call_ids(whole)
-        spelling = hash_json([text_of(whole).strip(), (whole.reasoning or "").strip()])
+        spelling = hash_json(text_and_reasoning(whole))
         return AssistantTurn(
             end,
             assistant_chain=_link(before.assistant_chain if before else EMPTY, digest),
@@ -344,6 +354,17 @@ def text_of(message: Message) -> str:
     if isinstance(content, str):
         return content
     return "".join(str(part.get("text", "")) for part in content or () if part.get("type") == "text")
+
+
+def text_and_reasoning(message: Message) -> tuple[str, str]:
+    """Return the text and the reasoning of an answer, without white space around them.
+
+    Reasoning at the beginning of the text is separated from it.
+    """
+    text, reasoning = text_of(message), message.reasoning or ""
+    if (found := _REASONING_IN_TEXT.match(text)) is not None:
+        text, reasoning = text[found.end() :], reasoning + found[1]
+    return text.strip(), reasoning.strip()
 
 
 def text_length(message: Message) -> int:

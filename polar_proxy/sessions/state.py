@@ -26,7 +26,14 @@ from cachetools import LRUCache
 from polar_proxy.dialects.base import ParsedRequest
 from polar_proxy.sessions.budget import BudgetUsage
 from polar_proxy.sessions.call_index import CallIndex, CallNode, fingerprint_of, node_from_store, quotes_of
-from polar_proxy.sessions.hashing import EMPTY, HashedConversation, MessageHasher, text_of
+from polar_proxy.sessions.hashing import (
+    EMPTY,
+    HashedConversation,
+    MessageHasher,
+    text_and_reasoning,
+    text_length,
+    text_of,
+)
 from polar_proxy.sessions.identity import NO_METADATA, ClientMetadata
 from polar_proxy.sessions.lineage import Base, Lineage, PlacementQuery, decide, find_base
 from polar_proxy.sessions.rules import RequestTexts
@@ -136,14 +143,28 @@ class UnrecordedCall:
         return sum(map(len, self.record.messages))
 
 
+@dataclass(frozen=True, slots=True)
+class ReferableAnswer:
+    """The answer of a recorded call."""
+
+    message: Message
+
+    @property
+    def size(self) -> int:
+        return _ANSWER_BYTES + text_length(self.message) + len(self.message.reasoning or "")
+
+
+CacheEntry = LastRequest | MarkedText | AnsweredCall | UnrecordedCall | ReferableAnswer
+
+
 class ConversationCache(LRUCache[Hashable, Any]):
-    """Last requests and marked texts (by session id), answered calls (by call id and choice) and unrecorded calls,
-    limited in bytes."""
+    """Last requests and marked texts (by session id), answered calls (by call id and choice), unrecorded calls and
+    answers that requests refer to, limited in bytes."""
 
     def __init__(self, capacity: int = 1 << 20) -> None:
         super().__init__(capacity, lambda entry: entry.size)
 
-    def put(self, key: Hashable, entry: LastRequest | MarkedText | AnsweredCall | UnrecordedCall) -> None:
+    def put(self, key: Hashable, entry: CacheEntry) -> None:
         """Insert or replace an entry. An entry larger than the capacity is not kept."""
         if entry.size <= self.maxsize:
             self[key] = entry
@@ -329,6 +350,21 @@ class SessionState:
         """Drop an answered call that could not be recorded. Return whether there was one."""
         return self._cache.pop(("unrecorded", call_id), None) is not None
 
+    def remember_referable(self, record: CallRecord) -> None:
+        """Keep the answer of a recorded call in memory, for requests that refer to its items instead of repeating them.
+
+        An answer to which no request can refer is not kept.
+        """
+        complete = record.status in ANSWERED and record.choices and record.choices[0].finish_reason != "unread"
+        if complete and record.params.get("store") is not False and record.deleted_at is None:
+            answer = ReferableAnswer(record.choices[0].message)
+            self._cache.put(("referable", self.session_id, record.call_id), answer)
+
+    def referable_answer(self, call_id: str) -> Message | None:
+        """Return the answer of a recorded call that `remember_referable` kept, if it is still in memory."""
+        found: ReferableAnswer | None = self._cache.get(("referable", self.session_id, call_id))
+        return None if found is None else found.message
+
     def rebuild(self, calls: Iterable[StoredLineage]) -> None:
         """Add stored calls, in the order in which they started. Calls that are known already are skipped.
 
@@ -372,6 +408,7 @@ class SessionState:
         self._cache.pop(self.session_id, None)
         self._cache.pop(("marked", self.session_id), None)
         for node in self._index.by_id.values():
+            self._cache.pop(("referable", self.session_id, node.call_id), None)
             for choice in range(len(node.answers)):
                 self._cache.pop((node.call_id, choice), None)
 
@@ -435,9 +472,9 @@ def has_rewritten_text(call: CallRecord) -> bool:
 
 
 def reasoning_prefix(message: Message) -> tuple[str, ...]:
-    """Return the beginning of a message's reasoning; empty without reasoning."""
-    text = (message.reasoning or "").strip()
-    return (text[:_REASONING_PREFIX],) if text else ()
+    """Return the beginning of an answer's reasoning; empty without reasoning."""
+    reasoning = text_and_reasoning(message)[1] if message.role == "assistant" else ""
+    return (reasoning[:_REASONING_PREFIX],) if reasoning else ()
 
 
 def _messages(request: EngineRequest) -> tuple[Message, ...]:

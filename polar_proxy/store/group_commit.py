@@ -55,6 +55,7 @@ _add_to_session = (
 )
 _insert_calls = insert(schema.calls)
 _insert_completions = insert(schema.completions)
+_insert_provider_ids = insert(schema.provider_ids)
 
 
 class _Lane:
@@ -163,6 +164,7 @@ class GroupCommit:
             (self._insert_nodes, rows.node_rows()),
             (_insert_calls, rows.calls),
             (_insert_completions, rows.completions),
+            (_insert_provider_ids, rows.provider_ids),
             (_add_to_session, rows.session_rows()),
         ):
             if values:

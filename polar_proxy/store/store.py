@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from polar_proxy.store.maintenance.archive import ArchiveRepository
     from polar_proxy.store.maintenance.repository import MaintenanceRepository
     from polar_proxy.store.repositories.calls import CallRepository, OpenCallRepository
+    from polar_proxy.store.repositories.changes import ChangeRepository
     from polar_proxy.store.repositories.conversations import ConversationRepository
     from polar_proxy.store.repositories.rescores import RescoreRepository
     from polar_proxy.store.repositories.traces import TraceRepository
@@ -153,6 +154,12 @@ class Store:
         from polar_proxy.store.repositories.training import TrainingRepository
 
         return TrainingRepository(self.database)
+
+    @cached_property
+    def changes(self) -> ChangeRepository:
+        from polar_proxy.store.repositories.changes import ChangeRepository
+
+        return ChangeRepository(self.database)
 
     @cached_property
     def maintenance(self) -> MaintenanceRepository:

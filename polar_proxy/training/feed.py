@@ -25,6 +25,7 @@ from polar_proxy.errors import StoreError
 from polar_proxy.store import RolloutRow, Store
 from polar_proxy.store.service.feed import GroupLease, LeaseBatch
 from polar_proxy.traces.builders import build
+from polar_proxy.traces.operations import STORED_BUILDER
 from polar_proxy.traces.rows import read_row
 from polar_proxy.training.batch import GroupRollout, TrainingGroup
 from polar_proxy.training.config import BuilderName
@@ -39,9 +40,6 @@ again."""
 
 FEED_WAIT_SECONDS = 2.0
 """Time that a server may wait for a finished group before it returns none."""
-
-STORED_BUILDER = "merged"
-"""The builder whose traces are stored when a rollout ends. Traces of other builders are built when they are read."""
 
 
 class GroupFeed(Protocol):
@@ -143,15 +141,17 @@ class StoreGroupReader:
 
     async def read_group(self, group_id: str, builder: BuilderName, staleness: int | None) -> TrainingGroup:
         rows = await self._store.rollouts.find(group_id=group_id)
-        members = [GroupRollout(row, tuple(await self._traces(row, builder))) for row in rows]
+        members = [GroupRollout(row, tuple(await read_traces(self._store, row, builder))) for row in rows]
         return TrainingGroup(group_id, rows[0].task_id if rows else "", tuple(members), staleness)
 
-    async def _traces(self, row: RolloutRow, builder: BuilderName) -> Sequence[Trace]:
-        stored = await self._store.traces.find(rollout_id=row.rollout_id, builder=builder)
-        if stored or builder == STORED_BUILDER or row.session_id is None:
-            return stored
-        calls = await self._store.calls.of_session(row.session_id, text=False)
-        return (await asyncio.to_thread(build, calls, builder, rollout_id=row.rollout_id, reward=row.reward)).traces
+
+async def read_traces(store: Store, row: RolloutRow, builder: BuilderName) -> Sequence[Trace]:
+    """Return the stored traces of a rollout; traces that are not stored are built from its calls."""
+    stored = await store.traces.find(rollout_id=row.rollout_id, builder=builder)
+    if stored or builder == STORED_BUILDER or row.session_id is None:
+        return stored
+    calls = await store.calls.of_session(row.session_id, text=False)
+    return (await asyncio.to_thread(build, calls, builder, rollout_id=row.rollout_id, reward=row.reward)).traces
 
 
 class HttpFeed:

@@ -12,6 +12,7 @@ from fastapi.responses import HTMLResponse
 from polar_proxy.api import ApiContext
 from polar_proxy.store import Store
 from polar_proxy.view.access import COOKIE, PageAccess
+from polar_proxy.view.changes import ChangeStreams
 from polar_proxy.view.engine_values import EngineValues
 from polar_proxy.view.templates import render
 from polar_proxy.view.token_source import TokenSources
@@ -36,6 +37,7 @@ class ViewContext:
     writable: bool = True
     """Whether visitors can give remarks and rewards in the pages."""
     tokens: TokenSources = field(default_factory=TokenSources)
+    changes: ChangeStreams = field(default_factory=ChangeStreams)
 
     @cached_property
     def values(self) -> EngineValues:

@@ -116,8 +116,8 @@ def _draw(
     steps = [step for *_, line in points for step, _ in line]
     values = [value for *_, line in points for _, value in line]
     first, last, low, high = min(steps), max(steps), min(values), max(values)
-    if low == high:
-        low, high = low - 0.5, high + 0.5
+    if low == high:  # one step, or equal values: the axis begins or ends at zero
+        low, high = (min(low, 0.0), max(high, 0.0)) if low else (0.0, 1.0)
 
     def place(step: int, value: float) -> str:
         x = WIDTH * (step - first) / max(last - first, 1)

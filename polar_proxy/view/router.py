@@ -1,4 +1,4 @@
-"""The routes of the web page: the pages, and their common parts (login, search, live events, assets, errors).
+"""The routes of the web page: the pages, and their common parts (login, search, changes, assets, errors).
 
 The overview is at `/`. Everything else is below `/view/`, apart from the routes of models and of the API.
 """
@@ -16,8 +16,8 @@ from fastapi.responses import RedirectResponse
 
 from polar_proxy.api import ApiContext
 from polar_proxy.api.context import not_found
-from polar_proxy.api.jobs import stream_events
 from polar_proxy.errors import ApiError
+from polar_proxy.store.repositories.changes import Followed
 from polar_proxy.view.access import COOKIE, LOGIN, PageAccess, page_route, require_same_origin, safe_next, with_headers
 from polar_proxy.view.context import ViewContext
 from polar_proxy.view.forms import read_form
@@ -40,7 +40,7 @@ def create_view_router(api: ApiContext, *, open_on_loopback: bool, writable: boo
     for kind in (lists, comparison, groups, run, tokens, training, remarks, export):
         kind.add_routes(pages, view)
     _add_search(pages, view)
-    _add_events(pages, view)
+    _add_changes(pages, view)
 
     @pages.get("/view/{path:path}")
     async def unknown_page(path: str) -> None:
@@ -70,11 +70,12 @@ async def find_page(view: ViewContext, name: str) -> str:
     return f"/view/{found.kind}s/{found.record_id}"
 
 
-def _add_events(pages: APIRouter, view: ViewContext) -> None:
-    @pages.get("/view/events")
-    async def events(last_event_id: Annotated[str | None, Header()] = None) -> Response:
-        """Stream the events of all jobs, as the API does."""
-        return await stream_events(view.api, None, last_event_id)
+def _add_changes(pages: APIRouter, view: ViewContext) -> None:
+    @pages.get("/view/changes/{followed}")
+    @pages.get("/view/changes/{followed}/{record_id}")
+    async def changes(followed: Followed, record_id: str = "") -> Response:
+        """Stream an event for each change of the lists or of a record."""
+        return view.changes.respond(view.api, followed, record_id)
 
 
 def _add_public(router: APIRouter, view: ViewContext) -> None:

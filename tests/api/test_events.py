@@ -10,6 +10,7 @@ import httpx
 import orjson
 import pytest
 
+from polar_proxy.errors import StoreError
 from tests.api.conftest import RunningServer, ServeApi, job_request
 
 pytestmark = pytest.mark.slow
@@ -128,3 +129,19 @@ async def test_a_stopping_server_ends_its_streams(serve_api: ServeApi) -> None:
 async def test_rejects_unknown_jobs_and_positions(serve_api: ServeApi, params: dict[str, str], status: int) -> None:
     async with serve_api() as running:
         await running.get("/events", status=status, **params)
+
+
+async def test_a_database_that_goes_away_breaks_a_stream_off_with_one_line_in_the_log(
+    serve_api: ServeApi, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fail(*_: object, **__: object) -> None:
+        raise StoreError("the database is away")
+
+    async with serve_api() as running, running.trainer.stream("GET", "/events") as answer:
+        pieces = answer.aiter_bytes()
+        await anext(pieces)
+        monkeypatch.setattr(type(running.store.job_events), "read", fail)
+        with pytest.raises(httpx.RemoteProtocolError, match="incomplete"):
+            await anext(pieces)
+    assert "a response broke off: the database is away" in caplog.text
+    assert "Traceback" not in caplog.text

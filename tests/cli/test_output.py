@@ -8,10 +8,12 @@ import logging
 import sys
 
 import pytest
+from rich.console import ConsoleDimensions
 from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
 
+from polar_proxy.cli import sql
 from polar_proxy.cli.output import SafeConsole, make_table, print_json, styled
 from polar_proxy.terminal import SafeLogFormatter, one_line
 
@@ -48,6 +50,22 @@ def test_markup_from_outside_is_text() -> None:
     assert printed(word) == f"{word}\n"
     assert printed(styled("[bold]{}[/] {}", word, "b")) == f"\x1b[1m{word}\x1b[0m b\n"
     assert word in printed(make_table(("a",), [(word,)]))
+
+
+def test_a_table_has_all_columns_however_narrow_the_terminal_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = io.StringIO()
+    console = SafeConsole(file=file, width=40)
+    monkeypatch.setattr(SafeConsole, "size", ConsoleDimensions(40, 25))
+    console.print(make_table(("session", "n", "text"), [("s" * 30, 7, "word " * 9), ("t" * 30, 8, "")], wrap=("text",)))
+    assert [line.split()[:2] for line in file.getvalue().splitlines()[:2]] == [["session", "n"], ["s" * 30, "7"]]
+    monkeypatch.setattr(sql, "out", console)
+    sql._print_rows(["session", "n", "text"], [["s" * 20, 7, "word " * 9]])
+    assert [line.split()[0] for line in file.getvalue().splitlines()[-4:]] == ["session", "n", "text", "word"]
+
+
+def test_a_table_leaves_out_optional_columns_without_values() -> None:
+    rows = [(1, None, None), (2, None, 0)]
+    assert printed(make_table(("a", "b", "c"), rows, optional=("b", "c"))).split()[-4:] == ["1", "-", "2", "0"]
 
 
 def test_a_field_is_one_line_of_bounded_length() -> None:

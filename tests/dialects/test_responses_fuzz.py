@@ -101,7 +101,7 @@ def bodies() -> st.SearchStrategy[Json]:
 def test_parse_raises_only_request_errors(body: Json) -> None:
     dialect = OpenAIResponses()
     try:
-        named = dialect.referenced_calls(body)
+        named = dialect.references(body).all
         calls = {call_id: ReferencedCall((), Message("assistant", "x", "hm")) for call_id in named}
         parsed = dialect.parse(dialect.write_out_references(body, calls) if calls else body)
     except RequestError as refused:

@@ -42,7 +42,7 @@ def ref(identity: str) -> Json:
 
 def conversation(*items: Json, calls: dict[str, ReferencedCall] = CALLS, **fields: Any) -> tuple[Message, ...]:
     body = {"model": "m", "tools": TOOLS, "input": list(items), **fields}
-    assert DIALECT.referenced_calls(body) <= set(calls) | {"call_2"}
+    assert DIALECT.references(body).all <= set(calls) | {"call_2"}
     (request,) = DIALECT.parse(DIALECT.write_out_references(body, calls)).requests
     assert isinstance(request, ChatRequest)
     return request.messages
@@ -128,7 +128,7 @@ def test_unknown_item_is_not_found(identity: str, calls: dict[str, ReferencedCal
 def test_a_hostile_id_is_not_found(identity: str) -> None:
     body = {"model": "m", "input": [USER, ref(identity)]}
     with pytest.raises(RequestError) as caught:
-        DIALECT.write_out_references(body, dict.fromkeys(DIALECT.referenced_calls(body), BROKEN["call_1"]))
+        DIALECT.write_out_references(body, dict.fromkeys(DIALECT.references(body).all, BROKEN["call_1"]))
     assert caught.value.status == 404
     assert len(str(caught.value)) < 300
 

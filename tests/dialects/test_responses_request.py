@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from polar_proxy.dialects.base import ParsedRequest, ReferencedCall
+from polar_proxy.dialects.base import ParsedRequest, ReferencedCall, References
 from polar_proxy.dialects.openai_responses.dialect import OpenAIResponses
 from polar_proxy.errors import RequestError
 from polar_proxy.types import ChatRequest, Json, Message, Sampling, ToolCall
@@ -171,11 +171,11 @@ def test_token_count() -> None:
 
 def test_previous_response_leads_to_its_call() -> None:
     dialect = OpenAIResponses()
-    assert dialect.referenced_calls({"previous_response_id": None}) == set()
-    assert dialect.referenced_calls({"previous_response_id": "resp_01hv"}) == {"call_01hv"}
+    assert dialect.references({"previous_response_id": None}) == References()
+    assert dialect.references({"previous_response_id": "resp_01hv"}) == References(calls=frozenset({"call_01hv"}))
     for value in ("", "call_01hv", "resp_", "resp_é", "resp_" + "0" * 65, 1, {}):
         with pytest.raises(RequestError) as caught:
-            dialect.referenced_calls({"previous_response_id": value})
+            dialect.references({"previous_response_id": value})
         assert (caught.value.status, caught.value.code) == (400, "previous_response_not_found")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,15 @@ def test_template_message_and_flat_text() -> None:
     assert (made["content"], made["reasoning_content"], made["reasoning"]) == ("", "because", "because")
     with pytest.raises(RequestError, match="image_url"):
         flat_text([{"type": "image_url", "image_url": {"url": "x"}}])
+
+
+def test_a_developer_message_is_a_system_message_where_the_template_has_no_developer_role(tokenizer: Any) -> None:
+    chat, user = ChatTokenizer(tokenizer), Message("user", "Hello")
+    prompts = [chat.render(ChatRequest("", (Message(role, "Be exact."), user))) for role in ("system", "developer")]
+    assert prompts[0] == prompts[1]
+    other = copy.copy(tokenizer)
+    other.chat_template = "{% for one in messages if one.role == 'developer' %}{{ one.content }}{% endfor %}"
+    assert ChatTokenizer(other).render(ChatRequest("", (Message("developer", "Be exact."), user))) == "Be exact."
 
 
 def test_template_refusal_is_a_bad_request(tokenizer: Any) -> None:

@@ -337,6 +337,30 @@ async def test_past_reasoning(serve: Serve, store: Store, policy: str, mode: str
     assert second.sampling["past_reasoning"] == policy
 
 
+@pytest.mark.parametrize(
+    ("policy", "mode", "reason"),
+    [("keep", "continue", None), ("strip", "render", "reasoning_by_template")],
+)
+async def test_reasoning_that_the_client_moves_out_of_the_text_is_continued(
+    serve: Serve, store: Store, policy: str, mode: str, reason: str | None
+) -> None:
+    """LiteLLM moves it, if the engine (vLLM without `--reasoning-parser`) leaves it in the text."""
+    engine = Stripping(lambda request: "<think>\nWell.\n</think>\n\nDone.")
+    async with serve(engine, past_reasoning=policy) as gateway, client(gateway.url) as http:
+        conversation = Conversation(http)
+        for text in ("one", "two", "three"):
+            message = (await conversation.say(user(text)))["message"]
+            assert message["content"] == "<think>\nWell.\n</think>\n\nDone."
+            conversation.messages.append({**message, "content": "\n\nDone.", "reasoning_content": "\nWell.\n"})
+    calls = await recorded_calls(store)
+    assert [(call.edge, call.prompt_mode, call.prompt_reason) for call in calls] == [
+        ("root", "render", "no_base"),
+        ("continues", mode, reason),
+        ("continues", mode, reason),
+    ]
+    assert len(build(calls).traces) == (1 if mode == "continue" else 3)
+
+
 class Numbering(ScriptedEngine):
     """An engine whose template counts the messages, so what follows an answer depends on everything before it."""
 

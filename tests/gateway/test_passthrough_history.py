@@ -187,7 +187,9 @@ async def test_referenced_items_are_recorded_as_the_items_themselves(store: Stor
         await post(gateway.url, "/v1/responses", body)
     assert json.loads(provider.requests[-1][2]) == body
     first, second = await recorded_calls(store, 2)
-    assert first.response_items == {"rs_9f": "rs_0", "msg_9f": "msg_0", "fc_a": "fc_0", "fc_b": "fc_1"}
+    places = {"rs_9f": "rs_0", "msg_9f": "msg_0", "fc_a": "fc_0", "fc_b": "fc_1"}
+    found = await store.calls.find_items(first.session_id, [*places, "fc_c"])
+    assert found == {identity: (first.call_id, place) for identity, place in places.items()}
     assert (second.edge, second.parent_call_id) == ("continues", first.call_id)
     assert reasons([first, second]) == ["no_tokens"] * 2
     kinds = [json.loads(message).get("type") for message in second.messages]

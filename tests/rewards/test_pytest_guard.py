@@ -43,7 +43,7 @@ WRONG = "def price(count, each): return 0\n"
 NAMES = ("tests/test_shop.py::test_price[1]", "tests/test_shop.py::test_price[2]", "tests/test_shop.py::test_error")
 COMMAND = (sys.executable, "-m", "pytest", "-rA", "-p", "no:cacheprovider", "tests/test_shop.py")
 KINDS = ["tests", pytest.param("swebench", marks=pytest.mark.full)]
-"""Each run of the command `swebench` takes seconds, because Python compiles pytest: it uses no bytecode it finds."""
+"""Each run of the command `swebench` takes a second, because Python compiles pytest: it uses no bytecode it finds."""
 WITHOUT_PLUGINS = "env PYTEST_DISABLE_PLUGIN_AUTOLOAD=1"
 """A given command loads no plugins of the developers' environment, which Python would compile for each run."""
 PRINTED = "".join(f"PASSED {name}\\n" for name in NAMES)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +16,6 @@ from benchmarks._fleet.engine import Engine, EngineModel
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
 MODEL = EngineModel(kv_tokens=10_000, batch=4, prefill=1000.0, step=0.01, per_request=0.0, per_token=0.0)
 
 
@@ -133,18 +130,11 @@ def test_kept_rollouts_are_used() -> None:
     assert 0 < found["warm-over-keep"] < found["warm-over"]
 
 
-def test_prints_a_report(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        str(ROOT / "benchmarks" / "fleet.py"),
-        "--json",
-        "--sizes",
-        "8",
-        "--settings",
-        "cold,warm",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path, timeout=200)
-    report = json.loads(done.stdout)
+def test_prints_a_report(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each case is simulated in its own process."""
+    monkeypatch.setattr(sys, "argv", ["fleet.py", "--json", "--sizes", "8", "--settings", "cold,warm"])
+    assert fleet.main() == 0
+    report = json.loads(capsys.readouterr().out)
     assert [row["case"]["name"] for row in report["rows"]] == ["cold", "warm"]
     assert {row["case"]["store"] for row in report["rows"]} == {"sqlite"}
     cold, warm = report["rows"]

@@ -148,11 +148,13 @@ HOSTILE_TEXTS = {
     "unclosed billing line": "x-anthropic-billing-header:" + "cch=" * 25_000,
     "billing lines": "x-anthropic-billing-header:" * 4_000,
     "dates": "Today's date is The current date and time is: " * 2_000,
+    "unclosed reasoning": "<think>" * 6_000 + "</think" * 6_000,
+    "closed reasoning": "x</think>" * 10_000,
 }
 
 
 @pytest.mark.parametrize("text", HOSTILE_TEXTS.values(), ids=HOSTILE_TEXTS)
-@pytest.mark.parametrize("role", ["system", "user"])
+@pytest.mark.parametrize("role", ["system", "user", "assistant"])
 def test_normalising_takes_time_linear_in_the_text(role: str, text: str) -> None:
     started = time.thread_time()
     MessageHasher().digest(Message(role, text))

@@ -62,6 +62,56 @@ def test_answers_that_differ_in_white_space_only_are_told_apart() -> None:
         )
 
 
+LITELLM: dict[str, tuple[str, Json]] = {
+    "reasoning": (
+        "<think>\nThe bug is in a.py.\n</think>\n\nLet me look.",
+        {"reasoning_content": "\nThe bug is in a.py.\n", "content": "\n\nLet me look."},
+    ),
+    "reasoning alone": ("<think>Short.</think>", {"reasoning_content": "Short.", "content": ""}),
+    "another tag": ("<thinking>hm</thinking>text", {"reasoning_content": "hm", "content": "text"}),
+    "empty reasoning": (
+        "<think>\n\n</think>\n\nNo thoughts.",
+        {"reasoning_content": "\n\n", "content": "\n\nNo thoughts."},
+    ),
+    "two tags": (
+        "<think>one</think>two<think>three</think>four",
+        {"reasoning_content": "one", "content": "two<think>three</think>four"},
+    ),
+    "after white space": ("\n<think>late</think>x", {"content": "\n<think>late</think>x"}),
+    "never opened": ("no opening</think>\n\nx", {"content": "no opening</think>\n\nx"}),
+    "never closed": ("<think>never closed", {"content": "<think>never closed"}),
+}
+"""Texts of answers, and what mini-swe-agent 2.4.6 with LiteLLM 1.110.2 sends of them with the next request."""
+
+
+@pytest.mark.parametrize("case", LITELLM)
+def test_reasoning_that_litellm_moves_out_of_the_text_continues(case: str) -> None:
+    text, returned = LITELLM[case]
+    session = SessionDriver()
+    answer = {**calls(command="ls"), "content": text}
+    called = session.call([SYSTEM, USER], answer)
+    found = session.ask(SYSTEM, USER, {**answer, "content": None, **returned}, result(answer, "a.py"))
+    assert (edge_parent_rule(found), found.ambiguous) == (("continues", called.call_id, "extends"), False)
+    assert found.base is not None
+
+
+def test_answers_that_differ_in_the_reasoning_in_their_text_are_told_apart() -> None:
+    session = SessionDriver()
+    made = [session.call([SYSTEM, USER], says(f"<think>{thought}</think>\n\nDone.")) for thought in ("a", "b", "c")]
+    for number in (1, 0, 2):
+        answer = {**says("\n\nDone."), "reasoning_content": "abc"[number]}
+        found = session.ask(SYSTEM, USER, answer, MORE)
+        assert (found.parent_call_id, found.ambiguous) == (made[number].call_id, False)
+        assert found.base is not None
+        assert found.base.call_id == made[number].call_id
+
+
+def test_a_text_after_the_reasoning_that_the_client_changed_does_not_continue() -> None:
+    session = SessionDriver()
+    session.call([SYSTEM, USER], says("<think>hm</think>\n\nDone."))
+    assert session.ask(SYSTEM, USER, {**says("Undone."), "reasoning_content": "hm"}, MORE).rule == "answer_replaced"
+
+
 # Requests that end with an assistant message
 
 

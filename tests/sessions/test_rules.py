@@ -248,7 +248,8 @@ TEXTS: dict[str, tuple[list[Json], list[Json]]] = {
 
 
 def test_every_text_normaliser_has_an_example() -> None:
-    assert {item.name for item in NORMALISERS if item.pattern is not None} <= set(TEXTS)
+    in_answers = {"reasoning_in_text"}  # test_histories.py
+    assert {item.name for item in NORMALISERS if item.pattern is not None} - in_answers <= set(TEXTS)
     assert all(len(item.reason) > 5 and len(item.seen) > 5 for item in NORMALISERS)
 
 

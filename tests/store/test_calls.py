@@ -92,6 +92,23 @@ async def test_deleting_a_response_marks_its_call_once(store: Store) -> None:
     assert_same(await store.calls.get(call.call_id), marked)
 
 
+async def test_calls_are_found_by_the_ids_of_their_provider(store: Store) -> None:
+    """Ids that are equal once the database accepts them, or too long for an index, fail no commit."""
+    session, other = await new_session(store), await new_session(store)
+    ids = {"fc_a": "fc_0", "odd\0": "fc_1", "odd\ufffd": "fc_2", "é" * 600: "msg_0"}
+    first, second, foreign = [
+        call_record(session_id, response_id="resp_1", response_items=ids) for session_id in (session, session, other)
+    ]
+    for record in (first, second, foreign):
+        await store.calls.commit(record)
+    assert await store.calls.find_response(session, "resp_1") == second.call_id
+    assert await store.calls.find_response(session, "fc_a") is None
+    found = await store.calls.find_items(session, [*ids, "resp_1", "unknown"])
+    odd = (second.call_id, "fc_2")
+    assert found == {"fc_a": (second.call_id, "fc_0"), "odd\0": odd, "odd\ufffd": odd}
+    assert await store.calls.find_items(other, ["fc_a"]) == {"fc_a": (foreign.call_id, "fc_0")}
+
+
 async def test_unknown_ids_are_none_or_empty(store: Store) -> None:
     assert await store.calls.get("call_unknown") is None
     assert await store.calls.of_session("sess_unknown") == []

@@ -16,7 +16,7 @@ from polar_proxy.view.access import COOKIE, HEADERS, LoginRequiredError, PageAcc
 from polar_proxy.view.server import create_pages
 from tests.view.visitors import HOST, Connect, add_key, log_in
 
-PAGES = ("/", "/view/rollouts", "/view/events", "/view/find?name=x", "/view/parts/service", "/view/nothing")
+PAGES = ("/", "/view/rollouts", "/view/changes/lists", "/view/find?name=x", "/view/parts/service", "/view/nothing")
 
 
 @pytest.mark.parametrize("path", PAGES)

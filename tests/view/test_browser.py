@@ -15,10 +15,12 @@ from polar_proxy.api import ApiContext, new_api_key
 from polar_proxy.config import Settings
 from polar_proxy.sessions.identity import hash_key
 from polar_proxy.store import Store
+from polar_proxy.view import changes
 from polar_proxy.view.report import make_report
 from polar_proxy.view.router import create_view_router
 from polar_proxy.view.server import serve_pages
 from tests.api.conftest import ServeApi, job_request, serve_api
+from tests.factories import call_record, new_session
 from tests.view import recorded, recorded_groups
 from tests.view.browser import DARK, NARROW, Tab, open_browser, open_tab
 from tests.view.visitors import add_key
@@ -233,6 +235,45 @@ async def test_a_run_is_shown_live(store: Store, serve_api: ServeApi, tmp_path: 
             page = await tab.open(f"/view/rollouts/{row.rollout_id}")
             assert await page.locator("#tree .calls li").count() == row.calls
             assert await page.locator("#patch").count() == 1
+
+
+async def test_an_open_run_shows_each_call_and_its_end_without_loading(store: Store, tmp_path: Path) -> None:
+    rollout_id, session_id = await recorded.running_rollout(store, "run")
+    async with (
+        serve_pages(store, Settings(home=tmp_path / "home"), 0) as url,
+        open_browser() as browser,
+        open_tab(browser, url) as tab,
+    ):
+        page = await tab.open(f"/view/rollouts/{rollout_id}")
+        await page.wait_for_selector("#live.on")
+        await page.evaluate("window.marked = true")
+        for calls in (1, 2):
+            await store.calls.commit(call_record(session_id))
+            await page.locator("#tree .calls li").nth(calls - 1).wait_for()
+        await store.artifacts.add(rollout_id, "agent.log", b"the end")
+        await store.rollouts.update(rollout_id, status="done")
+        await page.get_by_text("the end").wait_for()
+        await page.locator("#head .status.done").wait_for()
+        assert await page.evaluate("window.marked"), "the page was loaded again"
+        assert await page.inner_text("#live") == ""
+        assert await page.evaluate("document.body.dataset.follow") is None
+
+
+async def test_a_page_asks_for_itself_where_the_server_has_too_many_streams(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(changes, "MOST_STREAMS", 0)
+    async with (
+        serve_pages(store, Settings(home=tmp_path / "home"), 0) as url,
+        open_browser() as browser,
+        open_tab(browser, url) as tab,
+    ):
+        page = await tab.open("/view/sessions")
+        await page.wait_for_selector("#live:text('every 5 s')")
+        await new_session(store, label="later")
+        await page.get_by_text("later").wait_for()
+        assert ["503" in problem for problem in tab.problems] == [True]
+        tab.problems.clear()
 
 
 async def test_100_000_tokens_scroll_smoothly(store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,12 +11,13 @@ import pytest
 from sqlalchemy import insert
 
 from polar_proxy.store import Store, schema
+from polar_proxy.store.repositories.calls import CallRepository
 from polar_proxy.store.service.jobs import NewGroup
-from polar_proxy.traces.operations import build_traces
+from polar_proxy.traces.operations import build_traces, find_targets, rebuild
 from polar_proxy.training.batch import make_batch
 from polar_proxy.training.config import GrpoConfig
 from polar_proxy.training.feed import StoreGroupReader
-from polar_proxy.types import Message
+from polar_proxy.types import CallRecord, Message
 from polar_proxy.view.alignment import RunMessage, align, main_call, read_messages, shared_tokens
 from tests.factories import ROLLOUT, call_record, new_rollout
 from tests.view import recorded
@@ -137,11 +138,31 @@ async def test_the_counts_of_a_group_are_those_of_the_trainer(pages: httpx.Async
         assert f"<dt>{name}</dt><dd>{value}</dd>" in part
     assert f"{batch.trained_rollouts} of 3" in part
     assert re.search(r'<a href="/view/training/run_first">first</a> in step 1\.', part)
-    tree = GrpoConfig(builder="tree")  # its traces are not stored, but built for the page
-    await store.training.put_run("run_first", "first", tree.to_json(), [])
-    part = (await pages.get(f"/view/parts/groups/{group.group_id}/training")).text
-    assert f"<dt>trained tokens</dt><dd>{batch.trained_tokens}</dd>" in part
-    assert "<dd>tree</dd>" in part
+
+
+@pytest.mark.parametrize("is_stored", [True, False])
+async def test_a_group_of_another_builder_reads_all_calls_once_at_most(
+    pages: httpx.AsyncClient, store: Store, monkeypatch: pytest.MonkeyPatch, is_stored: bool
+) -> None:
+    group = await short_group(store)
+    await train_group(store, group.group_id)
+    await store.training.put_run("run_first", "first", GrpoConfig(builder="tree").to_json(), [])
+    batch = make_batch([await StoreGroupReader(store).read_group(group.group_id, "tree", None)], GrpoConfig())
+    if is_stored:
+        await rebuild(store, await find_targets(store), builder="tree")
+    read = CallRepository.of_session
+    sessions: list[str] = []
+
+    async def counted(self: CallRepository, session_id: str, *, text: bool = True) -> list[CallRecord]:
+        sessions.append(session_id)
+        return await read(self, session_id, text=text)
+
+    monkeypatch.setattr(CallRepository, "of_session", counted)
+    for _ in range(2):
+        part = (await pages.get(f"/view/parts/groups/{group.group_id}/training")).text
+        assert f"<dt>trained tokens</dt><dd>{batch.trained_tokens}</dd>" in part
+        assert "<dd>tree</dd>" in part
+        assert len(sessions) == (0 if is_stored else 3)
 
 
 async def test_a_repetition_links_to_the_comparison_with_its_original(pages: httpx.AsyncClient, store: Store) -> None:

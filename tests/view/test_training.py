@@ -27,9 +27,12 @@ def test_a_curve_spans_its_panel() -> None:
     assert (panel.low, panel.high, panel.first, panel.last) == (0.0, 1.0, 1, 3)
 
 
-def test_a_single_value_is_a_dot() -> None:
-    (panel, *_) = draw_panels([("a", [step(1, reward=0.5)])])
-    assert panel.curves[0].path == f"M0.0 {HEIGHT / 2:.1f}h0"
+@pytest.mark.parametrize(
+    ("value", "low", "high", "y"), [(0.5, 0.0, 0.5, 0), (-0.5, -0.5, 0.0, HEIGHT), (0.0, 0.0, 1.0, HEIGHT)]
+)
+def test_a_single_value_is_a_dot_on_an_axis_that_has_zero(value: float, low: float, high: float, y: float) -> None:
+    (panel, *_) = draw_panels([("a", [step(1, reward=value)])])
+    assert (panel.low, panel.high, panel.curves[0].path) == (low, high, f"M0.0 {y:.1f}h0")
 
 
 def test_runs_share_the_axes_of_a_panel() -> None:

@@ -46,6 +46,9 @@ def print_rollout(rollout: RolloutRecord) -> None:
     out.print(styled("[bold]{}[/]  {}  reward {}", rollout.rollout_id, rollout.status, format_number(rollout.reward)))
     out.print(styled("task {}  harness {}  sandbox {}", rollout.task_id, rollout.harness, rollout.sandbox))
     out.print(styled("engine {}  model {}", rollout.engine, rollout.model))
+    if rollout.repeat_of is not None:
+        out.print(styled("repeats {}", rollout.repeat_of))
+        out.print(styled("[dim]`polar view {}` leads to the comparison of both[/]", rollout.rollout_id))
     for line in _stage_lines(rollout):
         out.print(line)
     if rollout.error:

@@ -26,7 +26,7 @@ from typing import Annotated, Any
 import orjson
 from pydantic import Field
 
-from polar_proxy.dialects.base import Answer, ParsedRequest, ReferencedCall, provider_tools
+from polar_proxy.dialects.base import Answer, ParsedRequest, ReferencedCall, References, provider_tools
 from polar_proxy.dialects.fields import (
     Integer,
     Strings,
@@ -42,7 +42,7 @@ from polar_proxy.dialects.openai_responses.encoder import ResponsesEncoder
 from polar_proxy.dialects.openai_responses.input import collect_tools, input_items, to_messages
 from polar_proxy.dialects.openai_responses.items import AnswerPart, ItemId, input_item_id, parts_of_answer, stored_item
 from polar_proxy.dialects.openai_responses.references import (
-    referenced_calls,
+    find_references,
     referenced_conversation,
     write_out_references,
 )
@@ -136,8 +136,8 @@ class OpenAIResponses(OpenAIDialect):
             },
         )
 
-    def referenced_calls(self, body: Json) -> set[str]:
-        return referenced_calls(body)
+    def references(self, body: Json) -> References:
+        return find_references(body)
 
     def referenced_conversation(self, body: Json) -> str | None:
         return referenced_conversation(body)

@@ -19,7 +19,7 @@ from typing import Any
 
 import orjson
 
-from polar_proxy.dialects.base import ReferencedCall
+from polar_proxy.dialects.base import ReferencedCall, References
 from polar_proxy.dialects.fields import invalid, invalid_type
 from polar_proxy.dialects.openai_responses.input import input_items, is_reference
 from polar_proxy.dialects.openai_responses.items import (
@@ -51,25 +51,26 @@ def referenced_conversation(body: Json) -> str | None:
     return identity
 
 
-def referenced_calls(body: Json) -> set[str]:
+def find_references(body: Json) -> References:
     """Return the ids of the calls that a body refers to. Raises RequestError for an id that contains no call id."""
     items = input_items(body.get("input"))
-    found = set()
+    calls: set[str] = set()
+    answers: set[str] = set()
     if (previous := body.get("previous_response_id")) is not None:
         call_id = call_id_of_response(previous)
         if call_id is None:
             raise _previous_not_found(previous)
-        found.add(call_id)
+        calls.add(call_id)
     references = {item["id"] for item in items if is_reference(item)}
     if references:
         references -= _ids_given_in_full(items)
     for identity in references:
         named = ItemId.read(identity)
         if named is not None:
-            found.add(named.call_id)
+            (calls if named.is_input else answers).add(named.call_id)
         elif body.get("conversation") is None:  # which may have an item with an id of the client's own
             raise item_not_found(identity)
-    return found
+    return References(frozenset(calls), frozenset(answers - calls))
 
 
 def write_out_references(body: Json, calls: _ReferencedCalls, conversation: Sequence[ConversationItem] = ()) -> Json:

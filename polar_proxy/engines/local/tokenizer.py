@@ -18,7 +18,7 @@ from polar_proxy.engines.chat_template import template_message
 from polar_proxy.engines.hermes import CALL, END_CALL, END_THINK, THINK, Reasoning, reasoning_kind
 from polar_proxy.engines.stop_strings import StopStrings
 from polar_proxy.errors import RequestError
-from polar_proxy.types import ChatRequest, Json
+from polar_proxy.types import ChatRequest, Json, Message
 
 _SHOWN = (THINK, END_THINK, CALL, END_CALL)
 """Tokens that some tokenizers mark as special, but whose text the answer parser needs."""
@@ -49,7 +49,7 @@ class ChatTokenizer:
             options["add_generation_prompt"] = False
         try:
             text = self._tokenizer.apply_chat_template(
-                [template_message(message) for message in request.messages],
+                list(map(self._template_message, request.messages)),
                 tools=list(request.tools) if uses_tools(request) else None,
                 tokenize=False,
                 **options,
@@ -59,6 +59,13 @@ class ChatTokenizer:
                 f"The model's chat template cannot render this conversation: {error}", param="messages"
             ) from error
         return str(text)
+
+    def _template_message(self, message: Message) -> Json:
+        """Return a message for the template. If it has no developer role, it would leave such a message out."""
+        prepared = template_message(message)
+        if message.role == "developer" and "developer" not in (self._template or ""):
+            prepared["role"] = "system"
+        return prepared
 
     def encode(self, text: str, *, raw: bool = False) -> list[int]:
         """Return the ids of a text. Only to a `raw` prompt may the tokenizer add tokens such as BOS."""

@@ -124,12 +124,15 @@ class ResponseDecoder:
         if kind == "response.output_text.delta":
             self._text = True
             return SampleEvent(text=chunk["delta"])
+        if kind == "response.created":
+            return SampleEvent(response_id=_response_id(chunk.get("response", {})))
         if kind == "response.output_item.done":
             self._items[chunk["output_index"]] = chunk["item"]
         elif kind in ("response.completed", "response.incomplete"):
             self._response = chunk["response"]
         elif chunk.get("object") == "response":
             self._response = chunk
+            return SampleEvent(response_id=_response_id(chunk))
         return None
 
     def end(self) -> list[SampleEvent]:
@@ -157,10 +160,16 @@ class ResponseDecoder:
                 tool_calls=tuple(deltas),
                 finish_reason=finish or ("tool_calls" if calls else "stop"),
                 usage=_usage(response),
-                response_id=response["id"] if isinstance(response.get("id"), str) else None,
+                response_id=_response_id(response),
                 response_items=_item_ids(items, calls),
             )
         ]
+
+
+def _response_id(response: Json) -> str | None:
+    """Return the provider's id of a response. It is recorded at once: an answer that breaks off can be retrieved."""
+    identity = response.get("id")
+    return identity if isinstance(identity, str) else None
 
 
 def _item_ids(items: Sequence[Json], calls: Sequence[ToolCall]) -> Json:

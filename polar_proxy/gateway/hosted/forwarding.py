@@ -1,6 +1,10 @@
 """Requests that are passed on to their provider and ask no model: token counts, stored responses and conversations.
 
 The provider gets the request, and the agent the response, byte for byte. Nothing of them is recorded.
+
+Stored responses and conversations are requests that name no model. Promise: a response or conversation that a recorded
+call names is asked of the engine that answered this call. For one that no call names, the engine is chosen as for a
+call without a model.
 """
 
 from __future__ import annotations
@@ -8,15 +12,19 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 from polar_proxy.dialects.base import Dialect
+from polar_proxy.dialects.openai_responses.items import call_id_of_response
 from polar_proxy.engines.passthrough.engine import PassthroughEngine
-from polar_proxy.errors import EngineError
+from polar_proxy.errors import EngineError, RequestError
+from polar_proxy.gateway.health import StoreMonitor
 from polar_proxy.gateway.hosted.passthrough import provider_request
 from polar_proxy.gateway.http import asgi
 from polar_proxy.gateway.http.limits import BodyBudget
 from polar_proxy.gateway.routing import EngineRouter
 from polar_proxy.sessions.state import SessionState
+from polar_proxy.store import Store
 
 log = logging.getLogger(__name__)
 
@@ -25,13 +33,54 @@ BeforeSent = Callable[[int, bytes], Awaitable[None]]
 
 
 class RequestForwarder:
-    def __init__(self, router: EngineRouter, bodies: BodyBudget) -> None:
+    def __init__(self, router: EngineRouter, bodies: BodyBudget, store: Store, monitor: StoreMonitor) -> None:
         self._router = router
         self._bodies = bodies
+        self._store = store
+        self._monitor = monitor
 
-    def engine_of(self, session: SessionState) -> PassthroughEngine | None:
-        """Return the engine that passes on the session's requests without a model; None if it is another engine."""
-        return self._router.choose(session, "").passthrough
+    async def engine_of_response(self, session: SessionState, identity: str) -> PassthroughEngine | None:
+        """Return the engine whose provider keeps a response; None if Polar keeps it.
+
+        Raises RequestError if that engine is not served any more, and StoreError.
+        """
+        without_model = self._router.choose(session, "").passthrough
+        if len(self._router.all) == 1:
+            return without_model
+        find = partial(self._store.calls.find_response, session.session_id, identity)
+        if (call_id := await self._monitor.run(find)) is not None:
+            return await self._engine_of_call(call_id, identity)
+        own = call_id_of_response(identity)
+        kept_here = own is not None and (own in session.call_ids or session.unrecorded(own) is not None)
+        return None if kept_here else without_model
+
+    async def engine_of_conversation(self, session: SessionState, identity: str | None) -> PassthroughEngine | None:
+        """Return the engine whose provider keeps a conversation; None if Polar keeps it.
+
+        `identity`: None for a conversation that is to be created. Raises as `engine_of_response` does.
+        """
+        without_model = self._router.choose(session, "").passthrough
+        if identity is None or len(self._router.all) == 1:
+            return without_model
+        kept_here = partial(self._store.conversations.get, session.session_id, identity)
+        if await self._monitor.run(kept_here) is not None:
+            return None
+        find = partial(self._store.calls.latest_in_conversation, session.session_id, identity)
+        call_id = await self._monitor.run(find)
+        return without_model if call_id is None else await self._engine_of_call(call_id, identity)
+
+    async def _engine_of_call(self, call_id: str, identity: str) -> PassthroughEngine:
+        """Return the engine that passed on a call. Raises RequestError if it is not served any more."""
+        name = await self._monitor.run(partial(self._store.calls.engine_name, call_id))
+        choice = self._router.named(name)
+        if choice is None or choice.passthrough is None:
+            engine = "the engine of [engine]" if name is None else f"the engine {name} of [engines]"
+            text = (
+                f"{identity!r:.80} is kept by a provider, to which {engine} passed its call on. With the present "
+                "settings this server does not pass on to it. Restore this engine, or begin a new conversation."
+            )
+            raise RequestError(text, status=404, param="id")
+        return choice.passthrough
 
     async def read(self, session: SessionState, receive: asgi.Receive) -> bytes:
         """Return the body of a request. Raises RequestError for one that is too large, and ClientDisconnected."""

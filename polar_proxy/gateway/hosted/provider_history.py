@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 ReadCalls = Callable[[SessionState, Collection[str]], Awaitable[list[CallRecord]]]
 """Returns those of the calls that a session has recorded. Raises StoreError, and RequestError if they are too large."""
+KnownAnswers = Callable[[SessionState, Collection[str]], Awaitable[dict[str, ReferencedCall]]]
+"""Returns those of a session's calls whose answers are in memory. Raises StoreError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +103,11 @@ class ProviderHistory:
 class ProviderHistories:
     """Finds the history of requests that are passed on."""
 
-    def __init__(self, store: Store, monitor: StoreMonitor, read_calls: ReadCalls) -> None:
+    def __init__(self, store: Store, monitor: StoreMonitor, read_calls: ReadCalls, known_answers: KnownAnswers) -> None:
         self._store = store
         self._monitor = monitor
         self._read_calls = read_calls
+        self._known_answers = known_answers
 
     async def find(self, session: SessionState, given: ProviderReferences) -> ProviderHistory:
         if not given:
@@ -124,8 +127,13 @@ class ProviderHistories:
             previous = await self._run(calls.latest_in_conversation, session_id, given.conversation)
             created = await self._created_items(session_id, given.conversation)
         items = await self._own_ids(session_id, given.items)
-        wanted = {call_id for call_id, _ in items.values()} | ({previous} if previous else set())
+        continued = {previous} if previous else set()
+        answers = {call_id for call_id, _ in items.values()} - continued
+        known = await self._known_answers(session, answers)
+        wanted = (continued | answers) - known.keys()
         read = {call.call_id: call for call in await self._read_calls(session, wanted) if _is_read(call)}
+        for call_id in read.keys() & answers:
+            session.remember_referable(read[call_id])
         before = read.get(previous or "")
         unknown = (
             given.prompt
@@ -140,7 +148,7 @@ class ProviderHistories:
             previous=None if before is None else before.call_id,
             items={identity: own for identity, (_, own) in items.items()},
             created=(created or ()) if previous is None else (),
-            calls={call_id: _referenced(call) for call_id, call in read.items()},
+            calls=known | {call_id: _referenced(call) for call_id, call in read.items()},
         )
 
     async def _created_items(self, session_id: str, conversation: str) -> list[ConversationItem] | None:
@@ -151,12 +159,11 @@ class ProviderHistories:
 
     async def _own_ids(self, session_id: str, wanted: frozenset[str]) -> dict[str, tuple[str, str]]:
         """Return (call id, Polar's id of the item) for each of the provider's item ids that was recorded."""
-        found: dict[str, tuple[str, str]] = {}
-        if wanted:
-            for call_id, places in await self._run(self._store.calls.response_items, session_id):
-                for identity in wanted & places.keys():
-                    prefix, _, number = places[identity].partition("_")
-                    found[identity] = call_id, item_id(prefix, call_id, int(number))
+        recorded = await self._run(self._store.calls.find_items, session_id, wanted) if wanted else {}
+        found = {}
+        for identity, (call_id, place) in recorded.items():
+            prefix, _, number = place.partition("_")
+            found[identity] = call_id, item_id(prefix, call_id, int(number))
         return found
 
     async def _run(self, work: Callable[..., Awaitable[T]], *args: Any) -> T:

@@ -12,7 +12,8 @@ Promises:
 * A session sees its own conversations only. Those of other sessions get the same error as unknown ids.
 * These routes record no call, and deleting a conversation or an item leaves the recorded calls as they are.
 * A call adds its items in the transaction that commits it. One that failed or was broken off adds nothing.
-* Where the engine `passthrough` serves, all of this is the provider's: the requests are passed on.
+* A conversation is created where calls without a model are answered. If that is the engine `passthrough`, it is the
+  provider's, and the requests for it are passed on.
 * A conversation is limited in items and bytes, and a session in conversations and bytes, because storing an item is
   cheaper for a client than a call is.
 """
@@ -41,6 +42,7 @@ from polar_proxy.gateway.responses.listing import PageRequest, check_include, li
 from polar_proxy.gateway.responses.stored_responses import FindSession, store_unavailable
 from polar_proxy.sessions.state import SessionState
 from polar_proxy.store import Store
+from polar_proxy.store.json_codec import clean_text
 from polar_proxy.store.repositories.conversations import ConversationRow, ConversationSize, ItemPage
 from polar_proxy.types import ConversationItem, Json, new_id
 
@@ -66,7 +68,7 @@ class ConversationRoute(NamedTuple):
     def of_path(cls, path: str) -> ConversationRoute | None:
         """Return the route of a path, whose prefix `/s/{key}` was removed; None for a path of another route."""
         found = _ROUTE.fullmatch(path)
-        return None if found is None else cls(found[1], found[2] is not None, found[3])
+        return None if found is None else cls(clean_text(found[1]), found[2] is not None, clean_text(found[3]))
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -226,7 +228,8 @@ class ConversationRoutes:
                 return
             session = await self._find_session(asgi.read_headers(scope), path_key, scope)
             with session.in_request():
-                if (engine := self._forwarder.engine_of(session)) is not None:
+                engine = await self._forwarder.engine_of_conversation(session, route.conversation_id)
+                if engine is not None:
                     await self._forward(engine, route, session, scope, receive, send)
                     return
                 answer = await self._answer(route, session, scope, receive)

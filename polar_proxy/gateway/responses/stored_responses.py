@@ -10,7 +10,7 @@ Promises:
 * A session sees its own responses only. Responses of other sessions, deleted ones and those with `store: false` get the
   same error as unknown ids, so that a session cannot learn whether they exist. Responses that failed or are unfinished
   get it too, except those in the background.
-* Where the engine `passthrough` serves, the requests are passed on to the provider.
+* A request for a response that the engine `passthrough` answered is passed on to its provider.
 * These routes record no call. A deleted response can neither be retrieved nor referred to; its call stays recorded.
 """
 
@@ -27,7 +27,7 @@ import orjson
 from cachetools import LRUCache
 
 from polar_proxy.dialects import get_dialect
-from polar_proxy.dialects.base import Dialect, ReferencedCall
+from polar_proxy.dialects.base import Dialect, ReferencedCall, References
 from polar_proxy.dialects.fields import invalid
 from polar_proxy.dialects.openai_responses.items import call_id_of_response, response_id
 from polar_proxy.dialects.openai_responses.stored import listed_input, response_events, response_object
@@ -47,6 +47,7 @@ from polar_proxy.gateway.responses.listing import (
 )
 from polar_proxy.sessions.state import SessionState
 from polar_proxy.store import Store
+from polar_proxy.store.json_codec import clean_text
 from polar_proxy.types import ANSWERED, CallRecord, Message
 
 _DIALECT = get_dialect("openai_responses")
@@ -71,14 +72,14 @@ class StoredResponseRoute(NamedTuple):
     def of_path(cls, path: str) -> StoredResponseRoute | None:
         """Return the route of a path, whose prefix `/s/{key}` was removed; None for a path of another route."""
         found = _ROUTE.fullmatch(path)
-        return None if found is None else cls(found[1], found[2])
+        return None if found is None else cls(clean_text(found[1]) or "", found[2])
 
 
 class StoredCalls:
     """Finds the recorded calls that a session may retrieve or refer to by an id."""
 
     def __init__(self, store: Store, monitor: StoreMonitor, most_bytes: int) -> None:
-        """`most_bytes`: size limit of the conversations that one request refers to."""
+        """`most_bytes`: size limit of the conversations that are read for one request."""
         self._store = store
         self._monitor = monitor
         self._most_bytes = most_bytes
@@ -112,22 +113,40 @@ class StoredCalls:
         }
 
     async def find_referenced(
-        self, session: SessionState, dialect: Dialect, call_ids: Collection[str], resumable: Collection[str]
+        self, session: SessionState, dialect: Dialect, references: References, resumable: Collection[str]
     ) -> dict[str, ReferencedCall]:
         """Return the calls and warm-ups that a body refers to. Raises as `find` does."""
-        warm_ups = {
+        referenced = {
             call_id: ReferencedCall(messages, None)
-            for call_id in call_ids
+            for call_id in references.calls
             if (messages := self._warm_ups.get((session.session_id, call_id))) is not None
         }
-        return warm_ups | {
-            call.call_id: ReferencedCall(
+        referenced |= await self.known_answers(session, references.answers)
+        wanted = references.all - referenced.keys()
+        for call in (await self.find(session, dialect, wanted, resumable)).values():
+            if call.call_id in references.answers and session.unrecorded(call.call_id) is None:
+                session.remember_referable(call)
+            referenced[call.call_id] = ReferencedCall(
                 call.messages,
                 call.choices[0].message if call.choices else Message("assistant"),
                 problem=None if call.status in ANSWERED else call.error or call.status,
             )
-            for call in (await self.find(session, dialect, set(call_ids) - warm_ups.keys(), resumable)).values()
+        return referenced
+
+    async def known_answers(self, session: SessionState, call_ids: Collection[str]) -> dict[str, ReferencedCall]:
+        """Return those of the calls whose answers are in memory, because earlier requests referred to some answers.
+
+        So a session whose requests refer to all its answers does not read them again for each one. Raises StoreError.
+        """
+        known = {
+            call_id: ReferencedCall((), answer)
+            for call_id in call_ids
+            if (answer := session.referable_answer(call_id)) is not None
         }
+        if known:  # responses may have been deleted, also by another gateway
+            for call_id in await self._monitor.run(partial(self._store.calls.deleted, known.keys())):
+                del known[call_id]
+        return known
 
     async def read(self, session: SessionState, call_ids: Collection[str]) -> list[CallRecord]:
         """Return those of the calls that this session has recorded. Raises as `find` does."""
@@ -173,7 +192,8 @@ class StoredResponseRoutes:
                 await send_wrong_method(send, _DIALECT, scope["method"], methods)
                 return
             session = await self._find_session(asgi.read_headers(scope), path_key, scope)
-            if (engine := self._forwarder.engine_of(session)) is not None:
+            engine = await self._forwarder.engine_of_response(session, route.response_id)
+            if engine is not None:
                 body = await self._forwarder.read(session, receive)
                 await self._forwarder.forward(engine, _DIALECT, scope, body, receive, send)
                 return

@@ -32,6 +32,8 @@ TableRow = dict[str, object]
 
 _CACHED_TOOL_LISTS = 64
 _CACHED_KEYS = 50_000
+_LONGEST_PROVIDER_ID = 500
+"""Length in characters. PostgreSQL refuses rows whose indexed text is longer than about 2,700 bytes."""
 DEFAULT_CACHE_BYTES = 32 << 20
 
 SAME_COLUMNS = tuple(field.name for field in fields(CallRecord) if field.name in calls.c)
@@ -67,6 +69,7 @@ class RowBatch:
     """id -> (depth, row)"""
     calls: list[TableRow] = field(default_factory=list)
     completions: list[TableRow] = field(default_factory=list)
+    provider_ids: list[TableRow] = field(default_factory=list)
     conversation_items: list[TableRow] = field(default_factory=list)
     sessions: dict[str, SessionCounters] = field(default_factory=dict)
 
@@ -182,6 +185,7 @@ class CallSerializer:
             }
         )
         batch.completions += completions
+        batch.provider_ids += _provider_id_rows(record)
         batch.conversation_items += items
         batch.count(record)
         self._chains.pop(record.session_id, None)
@@ -265,6 +269,18 @@ def _own_columns(record: CallRecord) -> TableRow:
         "completion_tokens": sum(int(choice.token_ids.size) for choice in record.choices),
         **_usage_columns(record.usage),
     }
+
+
+def _provider_id_rows(record: CallRecord) -> list[TableRow]:
+    """Return the rows of the ids that a provider gave to a call's response and items, without ids of unusual length."""
+    given = {**(record.response_items or {}), **({record.response_id: None} if record.response_id else {})}
+    places = {json_codec.clean_text(provider_id): place for provider_id, place in given.items()}
+    same: TableRow = {"call_id": record.call_id, "session_id": record.session_id}
+    return [
+        {**same, "provider_id": provider_id, "place": place}
+        for provider_id, place in places.items()
+        if len(provider_id or "") <= _LONGEST_PROVIDER_ID
+    ]
 
 
 def _usage_columns(usage: Usage | None) -> TableRow:

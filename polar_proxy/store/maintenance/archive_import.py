@@ -46,11 +46,11 @@ PAGE = 500
 NOT_EXPORTED = frozenset(
     {
         *("jobs", "leases", "callbacks", "job_events", "api_keys", "open_calls", "fleet"),
-        *("conversations", "conversation_items"),
+        *("conversations", "conversation_items", "provider_ids"),
     }
 )
-"""Tables that concern one database only: its queue, deliveries, keys, calls in progress, and the conversations that
-clients continue with keys, which an archive does not contain. The calls of a conversation are exported whole."""
+"""Tables that concern one database only: its queue, deliveries, keys, calls in progress, and the conversations and
+responses that clients continue with keys, which an archive does not contain. Calls are exported with whole messages."""
 CLEARED_COLUMNS: dict[str, dict[str, Any]] = {
     "sessions": {"key_hash": None},
     "groups": {"job_id": None, "delivery": None},

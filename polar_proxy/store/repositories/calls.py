@@ -43,6 +43,7 @@ from polar_proxy.store.batch_writer import BatchWriter
 from polar_proxy.store.database import Database, Repository, row_columns
 from polar_proxy.store.encoding.loader import OF_SESSION, chain_ids, fetch
 from polar_proxy.store.group_commit import PATIENCE_SECONDS, GroupCommit
+from polar_proxy.store.json_codec import clean_text
 from polar_proxy.types import CallRecord, CallStatus, Edge, Json, PromptMode
 
 _MAX_BOUND_VALUES = 10_000
@@ -51,6 +52,7 @@ _MAX_BOUND_VALUES = 10_000
 _c = schema.calls.c
 _n = schema.nodes.c
 _x = schema.completions.c
+_p = schema.provider_ids.c
 _o = schema.open_calls.c
 _r = schema.rollouts.c
 _s = schema.sessions.c
@@ -122,6 +124,15 @@ class StoredLineage:
 _lineage = row_columns(StoredLineage, schema.calls)
 _one_call = _c.call_id == bindparam("wanted")
 _some_calls = and_(OF_SESSION, _c.call_id.in_(bindparam("wanted", expanding=True)))
+_deleted_calls = select(_c.call_id).where(
+    _c.call_id.in_(bindparam("wanted", expanding=True)), _c.deleted_at.is_not(None)
+)
+_items = (
+    select(_p.provider_id, _p.call_id, _p.place)
+    .where(_p.session_id == bindparam("session"), _p.provider_id.in_(bindparam("wanted", expanding=True)))
+    .where(_p.place.is_not(None))
+    .order_by(_p.call_id)
+)
 _signed = schema.completions.alias("signed")  # its own name, because `fetch` reads the same table
 _calls_with_turns = and_(
     OF_SESSION, exists().where(_signed.c.call_id == _c.call_id, _signed.c.provider_turn.is_not(None))
@@ -166,16 +177,30 @@ class CallRepository(Repository):
 
     async def find_response(self, session_id: str, response_id: str) -> str | None:
         """Return the id of the call whose response got this id from its provider; None if the session has none."""
-        query = select(_c.call_id).where(_c.session_id == session_id, _c.response_id == response_id)
-        found = await self._scalars(query.order_by(_c.started_at.desc()).limit(1))
+        mine = (_p.session_id == session_id, _p.provider_id == clean_text(response_id), _p.place.is_(None))
+        found = await self._scalars(select(_p.call_id).where(*mine).order_by(_p.call_id.desc()).limit(1))
         return found[0] if found else None
 
-    async def response_items(self, session_id: str) -> list[tuple[str, Json]]:
-        """Return (call id, `CallRecord.response_items`) of the session's calls that have any, ordered by start."""
-        query = select(_c.call_id, _c.response_items).where(_c.session_id == session_id)
-        query = query.where(_c.response_items.is_not(None)).order_by(_c.started_at)
-        rows = await self._database.read(lambda connection: connection.execute(query).all())
-        return [(call_id, items) for call_id, items in rows]
+    async def find_items(self, session_id: str, item_ids: Collection[str]) -> dict[str, tuple[str, str]]:
+        """Return (call id, place) for each of these ids that a provider gave to an item of the session's answers.
+
+        The place is the kind and number of the item in the record, such as `fc_0`. If several items have the same id,
+        the newest is returned.
+        """
+        values = {"session": session_id, "wanted": list(map(clean_text, item_ids))}
+        rows = await self._database.read(lambda connection: connection.execute(_items, values).all())
+        found = {provider_id: (call_id, place) for provider_id, call_id, place in rows}
+        return {item_id: found[clean] for item_id in item_ids if (clean := clean_text(item_id)) in found}
+
+    async def engine_name(self, call_id: str) -> str | None:
+        """Return the name of the engine that answered a call (`CallRecord.engine_name`)."""
+        name: str | None = (await self._scalars(select(_c.engine_name).where(_c.call_id == call_id)))[0]
+        return name
+
+    async def deleted(self, call_ids: Collection[str]) -> set[str]:
+        """Return those of the calls whose responses were deleted."""
+        values = {"wanted": list(call_ids)}
+        return await self._database.read(lambda connection: set(connection.scalars(_deleted_calls, values)))
 
     async def latest_in_conversation(self, session_id: str, conversation_id: str) -> str | None:
         """Return the id of the session's latest call that may have added to this conversation of a provider.

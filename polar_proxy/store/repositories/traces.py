@@ -69,6 +69,19 @@ class TraceSummary:
     certificate: Json | None
     """The stored part of its certificate (`traces/certificate.py`)."""
 
+    @classmethod
+    def of(cls, trace: Trace) -> TraceSummary:
+        """Return the summary of a trace that is not stored, so that it has no certificate."""
+        same = {name: getattr(trace, name) for name in _SAME_COLUMNS}
+        return cls(
+            **same,
+            trace_index=trace.index,
+            length=len(trace.token_ids),
+            trained_tokens=trace.trained_tokens,
+            call_ids=trace.call_ids,
+            certificate=None,
+        )
+
 
 class TraceRepository(Repository):
     """Traces, the calls excluded from them, and their certificates."""

@@ -122,8 +122,6 @@ calls = Table(
     Column("started_at", Double, nullable=False),
     Column("first_token_at", Double),
     Column("ended_at", Double, nullable=False),
-    Column("response_id", Text),  # the provider's, if it was passed through; a later request may continue it
-    Column("response_items", PackedJson),  # {the provider's id: kind and number of the item}; requests may refer to it
     Column("provider_conversation", Text),  # the provider's id of the conversation that the call adds to
     Column("deleted_at", Double),  # when its client deleted the response; the call stays, and is trained on
     Index(None, "session_id", "started_at", "call_id"),
@@ -142,6 +140,16 @@ completions = Table(
     Column("reasoning_tokens", Integer),  # tokens up to the end of the reasoning; null: none, or not known
     Column("provider_turn", LargeBinary),  # packed JSON: the answer with the signatures that its provider wants back
     json_column("versions", nullable=True),  # [[first position, policy version], ...] if the version changed
+)
+
+provider_ids = Table(
+    "provider_ids",  # ids that a provider gave to a response that was passed through; later requests refer by them
+    metadata,
+    Column("call_id", Text, ForeignKey("calls.call_id", ondelete="CASCADE"), primary_key=True),
+    Column("provider_id", Text, primary_key=True),
+    Column("session_id", Text, nullable=False),
+    Column("place", Text),  # of an item: its kind and number in the record, such as fc_0; null: the response
+    Index(None, "session_id", "provider_id"),
 )
 
 conversations = Table(

@@ -2,17 +2,21 @@
 
 const main = document.querySelector("main");
 const live = document.querySelector("#live");
-const QUIET_MS = 700; // between two updates, however many events come
+const PART_MS = 2000; // between two requests for the state of server and engine, which no event reports
+const POLL_MS = 5000; // between two updates without a stream of changes
+const QUIET_MS = 300; // between two updates, however many changes are reported
+const REST = 10; // an update waits for as many times the duration of the last one, so that it does not load a slow server
 const sent = new WeakMap(); // live part -> its content as the server sent it last
 let waiting = null; // timer of the next update
+let earliest = 0; // time of the next update
 
+for (const part of document.querySelectorAll("[data-live]")) sent.set(part, part.innerHTML);
 showTimes(document);
 document.addEventListener("keydown", onKey);
 document.querySelector("#keys-button").addEventListener("click", () => document.querySelector("#keys").showModal());
-if ("events" in document.body.dataset) whileVisible(followEvents);
-if (document.body.dataset.poll) whileVisible(() => every(Number(document.body.dataset.poll) * 1000, update));
+const restart = whileVisible(followChanges);
 for (const part of document.querySelectorAll("[data-part]")) {
-  if ("once" in part.dataset) fill(part); else whileVisible(() => every(2000, () => fill(part)));
+  if ("once" in part.dataset) fill(part); else whileVisible(() => every(PART_MS, () => fill(part)));
 }
 
 /** Replace the times of the server's zone by those of the reader's. */
@@ -27,13 +31,16 @@ export function showTimes(root) {
   }
 }
 
-/** Run `start` while the page is visible; it returns the function that stops it. Hidden pages cost the server nothing. */
+/** Run `start` while the page is visible; it returns the function that stops it. Hidden pages cost the server nothing.
+ * Return a function that stops it and runs `start` again. */
 function whileVisible(start) {
   let stop = document.hidden ? null : start();
-  document.addEventListener("visibilitychange", () => {
+  const again = () => {
     stop?.();
     stop = document.hidden ? null : start();
-  });
+  };
+  document.addEventListener("visibilitychange", again);
+  return again;
 }
 
 function every(milliseconds, work) {
@@ -42,16 +49,44 @@ function every(milliseconds, work) {
   return () => clearInterval(timer);
 }
 
-function followEvents() {
-  const events = new EventSource("/view/events");
-  events.onopen = () => { live.textContent = "live"; live.classList.add("on"); };
-  events.onerror = () => { live.textContent = "reconnecting"; live.classList.remove("on"); };
-  for (const kind of ["stage", "group", "job", "feed"]) events.addEventListener(kind, soon);
-  return () => events.close();
+/** Update the page at each change that the server reports. While no stream is open, because the server has too many or
+ * cannot be reached, update it every few seconds. */
+function followChanges() {
+  const followed = document.body.dataset.follow;
+  if (followed === undefined) return null;
+  let timer = null;
+  const changes = new EventSource(`/view/changes/${followed}`);
+  changes.addEventListener("change", soon);
+  changes.onopen = () => {
+    clearInterval(timer);
+    timer = null;
+    show("live");
+  };
+  changes.onerror = () => {
+    timer ??= setInterval(update, POLL_MS);
+    show(changes.readyState === EventSource.CLOSED ? `every ${POLL_MS / 1000} s` : "reconnecting");
+  };
+  return () => {
+    changes.close();
+    clearInterval(timer);
+    show("");
+  };
+}
+
+function show(state) {
+  live.textContent = state;
+  live.classList.toggle("on", state === "live");
 }
 
 function soon() {
-  waiting ??= setTimeout(() => { waiting = null; update(); }, QUIET_MS);
+  waiting ??= setTimeout(async () => {
+    waiting = null; // a change from here on needs another update
+    const started = performance.now();
+    earliest = started + QUIET_MS;
+    await update();
+    const ended = performance.now();
+    earliest = ended + Math.max(QUIET_MS, REST * (ended - started));
+  }, earliest - performance.now());
 }
 
 /** Fetch this page again and replace its live parts that changed. */
@@ -72,6 +107,14 @@ async function update() {
     if (focused !== null) part.querySelector(`[href="${CSS.escape(focused)}"]`)?.focus();
     part.dispatchEvent(new CustomEvent("replaced", { bubbles: true }));
   }
+  if ("follow" in document.body.dataset && !("follow" in fresh.body.dataset)) end();
+}
+
+/** Stop following records that change no more. */
+function end() {
+  delete document.body.dataset.follow;
+  restart();
+  document.querySelectorAll("[data-once]").forEach(fill);
 }
 
 async function fill(part) {

@@ -3,21 +3,23 @@ a trainer uses."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
+from cachetools import LRUCache
 from fastapi import APIRouter, Query, Request, Response
 from pydantic import ValidationError
 
 from polar_proxy.api.context import require
 from polar_proxy.records import rollouts_of_group
 from polar_proxy.store import RolloutRow, Store
+from polar_proxy.store.repositories.traces import TraceSummary
 from polar_proxy.store.service.feed import LeaseRow
+from polar_proxy.traces.operations import STORED_BUILDER
 from polar_proxy.training.batch import BatchPlan, plan_batch
 from polar_proxy.training.config import GrpoConfig
-from polar_proxy.training.feed import STORED_BUILDER, StoreGroupReader
+from polar_proxy.training.feed import read_traces
 from polar_proxy.types import Json
 from polar_proxy.view.context import ViewContext
 from polar_proxy.view.pages.comparison import MOST
@@ -25,6 +27,9 @@ from polar_proxy.view.token_source import group_advantages
 
 _BESIDE = 4
 """Number of rollouts that are shown side by side until the reader chooses others."""
+_BUILT_KEPT = 1000
+BuiltTraces = MutableMapping[tuple[str, str], Sequence[TraceSummary]]
+"""The traces of a session and a builder, which do not change once their rollout has ended."""
 Beside = Annotated[list[str], Query(alias="run", description="Ids of the rollouts that are shown side by side.")]
 
 
@@ -45,6 +50,7 @@ class GroupTraining:
 
 def add_routes(pages: APIRouter, view: ViewContext) -> None:
     store = view.store
+    built: BuiltTraces = LRUCache(_BUILT_KEPT)
 
     @pages.get("/view/groups/{group_id}")
     async def group_page(request: Request, group_id: str, beside: Beside = []) -> Response:  # noqa: B006
@@ -64,11 +70,11 @@ def add_routes(pages: APIRouter, view: ViewContext) -> None:
 
     @pages.get("/view/parts/groups/{group_id}/training")
     async def training_part(request: Request, group_id: str) -> Response:
-        """Return the part of the page about training. The browser loads it separately, because traces of some builders
-        must be built."""
+        """Return the part of the page about training. The browser loads it separately, because traces that are not
+        stored (`STORED_BUILDER`) are built from all calls when the group is first shown."""
         await require("group", group_id, store.groups.get(group_id))
         leases = await store.feed.leases_of(group_id)
-        training = await _read_training(store, group_id, leases)
+        training = await _read_training(store, group_id, leases, built)
         return await view.page(request, "parts/group_training.html", training=training, leases=leases)
 
 
@@ -79,7 +85,7 @@ def _extremes(rows: Sequence[RolloutRow]) -> list[str]:
     return answered if len(answered) <= _BESIDE else answered[:half] + answered[-half:]
 
 
-async def _read_training(store: Store, group_id: str, leases: Sequence[LeaseRow]) -> GroupTraining:
+async def _read_training(store: Store, group_id: str, leases: Sequence[LeaseRow], built: BuiltTraces) -> GroupTraining:
     config, run_id, step = None, None, None
     # A trainer leases under the name of its run.
     runs = [run for run in await store.training.runs() if leases and run.name == leases[-1].consumer]
@@ -87,13 +93,15 @@ async def _read_training(store: Store, group_id: str, leases: Sequence[LeaseRow]
         config, run_id = _read_config(runs[0].config), runs[0].run_id
         step = await store.training.step_of_group(run_id, group_id)
     is_default, config = config is None, config or GrpoConfig()
-    if config.builder == STORED_BUILDER:
-        rows, stored = await rollouts_of_group(store, group_id), await store.traces.of_group(group_id)
-        plan = plan_batch([[(row, stored.get(row.rollout_id, ())) for row in rows]], config, step or 0)
-    else:
-        group = await StoreGroupReader(store).read_group(group_id, config.builder, None)
-        members = [(member.rollout, member.traces) for member in group.members]
-        plan = await asyncio.to_thread(plan_batch, [members], config, step or 0)
+    rows = await rollouts_of_group(store, group_id)
+    traces: dict[str, Sequence[TraceSummary]] = {**await store.traces.of_group(group_id, builder=config.builder)}
+    for row in rows:
+        if config.builder != STORED_BUILDER and row.final and row.rollout_id not in traces:
+            key = (row.session_id or "", config.builder)
+            if key not in built:
+                built[key] = [TraceSummary.of(trace) for trace in await read_traces(store, row, config.builder)]
+            traces[row.rollout_id] = built[key]
+    plan = plan_batch([[(row, traces.get(row.rollout_id, ())) for row in rows]], config, step or 0)
     return GroupTraining(plan, config, is_default, run_id, step)
 
 

@@ -19,12 +19,15 @@ from polar_proxy.export.exporter import FORMATS
 from polar_proxy.store import RolloutRow
 from polar_proxy.store.schema import FINAL_STATUSES, ROLLOUT_STATUSES
 from polar_proxy.view.context import ViewContext
+from polar_proxy.view.shared import SharedReadings
 
 PAGE = 50
 _SHORT = 12
 """Number of rows of each table on the overview."""
 _RUNNING = 40
 """Maximum number of running rollouts on the overview."""
+_STATE_SECONDS = 1.0
+"""Maximum age of the state of server and engine that an overview shows."""
 Before = Annotated[str | None, Query(description="Only rows before the one with this id.")]
 Where = Annotated[str, Query(description="Conditions such as `reward>=1, harness=codex`.")]
 
@@ -37,6 +40,7 @@ def add_routes(pages: APIRouter, view: ViewContext) -> None:
 
 def _add_overview(pages: APIRouter, view: ViewContext) -> None:
     store = view.store
+    states = SharedReadings(_STATE_SECONDS)
 
     @pages.get("/")
     async def overview(request: Request) -> Response:
@@ -63,7 +67,7 @@ def _add_overview(pages: APIRouter, view: ViewContext) -> None:
     async def service(request: Request) -> Response:
         """Return the state of server and engine. The browser loads it separately, because an engine may answer
         slowly."""
-        state = await read_service_state(view.api)
+        state = await states.get("service", lambda: read_service_state(view.api))
         return await view.page(request, "parts/service.html", state=state)
 
 

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import FileResponse
 
 from polar_proxy.api.context import require
+from polar_proxy.records import original_of
 from polar_proxy.store import RolloutRow
 from polar_proxy.store.repositories.artifacts import ArtifactRow
 from polar_proxy.store.repositories.calls import CallSummary
@@ -83,10 +84,9 @@ async def rollout_values(view: ViewContext, rollout_id: str, chosen: str | None 
         store.artifacts.of_rollout(rollout_id),
         store.sessions.ids_of_rollout(rollout_id),
     )
-    job = None if row.job_id is None else await store.jobs.spec(row.job_id)
     return {
         "rollout": row,
-        "repeat_of": (job or {}).get("repeat_of"),
+        "repeat_of": await original_of(store, row),
         "task": await store.tasks.get(row.task_id),
         "rewards": rewards,
         "remarks": remarks,

@@ -1,0 +1,62 @@
+"""The stream that an open page follows: an event when its records have changed, after which the page asks for itself.
+
+Several gateways, workers and trainers may write to one database, so no process knows all changes. The server therefore
+reads the state of the records twice a second, once for all pages that follow the same ones, and only while a page is
+visible. The first event comes at once, because records may have changed while no stream was open.
+
+A server has at most `MOST_STREAMS` streams. Other pages ask for themselves every few seconds (`assets/page.js`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+from polar_proxy.api import ApiContext
+from polar_proxy.api.context import StreamedResponse
+from polar_proxy.errors import ApiError
+from polar_proxy.store.repositories.changes import Followed
+from polar_proxy.view.shared import SharedReadings
+
+MOST_STREAMS = 200
+READ_SECONDS = 0.5
+_HEARTBEAT_SECONDS = 15.0
+"""Time without a change after which a comment is sent, so that no proxy closes the connection."""
+_CHANGE = b"event: change\ndata: .\n\n"
+_HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
+
+
+@dataclass
+class ChangeStreams:
+    """The streams of one server."""
+
+    _open: int = 0
+    _states: SharedReadings = field(default_factory=lambda: SharedReadings(READ_SECONDS * 0.9))
+
+    def respond(self, api: ApiContext, followed: Followed, record_id: str) -> StreamedResponse:
+        """Return the stream of a page. Raises ApiError 503 if too many are open."""
+        if self._open >= MOST_STREAMS:
+            message = f"{MOST_STREAMS} pages follow this server already, so this one asks every few seconds."
+            raise ApiError(message, status=503, code="unavailable")
+        stream = self._follow(api, followed, record_id)
+        return StreamedResponse(stream, media_type="text/event-stream", headers=_HEADERS)
+
+    async def _follow(self, api: ApiContext, followed: Followed, record_id: str) -> AsyncIterator[bytes]:
+        def read() -> Coroutine[Any, Any, int]:
+            return api.store.changes.state(followed, record_id)
+
+        self._open += 1
+        try:
+            known: int | None = None
+            last_sent = 0.0
+            while not api.closing.is_set():
+                state = await self._states.get((followed, record_id), read)
+                if state != known or time.monotonic() - last_sent >= _HEARTBEAT_SECONDS:
+                    yield b":\n\n" if state == known else _CHANGE
+                    known, last_sent = state, time.monotonic()
+                await asyncio.sleep(READ_SECONDS)
+        finally:
+            self._open -= 1

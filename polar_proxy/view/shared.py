@@ -1,0 +1,27 @@
+"""Readings that requests share for a moment, so that many open pages cost little more than one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Hashable
+from typing import Any, TypeVar
+
+from cachetools import TTLCache
+
+T = TypeVar("T")
+
+_KEPT = 500
+
+
+class SharedReadings:
+    """The results of the last `seconds` by key. Requests that come while a reading runs wait for it."""
+
+    def __init__(self, seconds: float) -> None:
+        self._tasks: TTLCache[Hashable, asyncio.Task[Any]] = TTLCache(_KEPT, seconds)
+
+    async def get(self, key: Hashable, read: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Return the result for the key, from `read` if there is none. Raises the errors of `read`."""
+        task: asyncio.Task[T] | None = self._tasks.get(key)
+        if task is None:
+            task = self._tasks[key] = asyncio.create_task(read())
+        return await asyncio.shield(task)  # a request that is cancelled must not cancel the others' reading
