@@ -16,6 +16,9 @@ from sqlalchemy.pool import ConnectionPoolEntry
 from polar_proxy.store.schema import VERSION_TABLE
 
 BUSY_MS = 30_000
+_WRITER_CACHE_KB = 32_768
+_READER_CACHE_KB = 4_096
+"""Size of the cache of each connection that reads. There are many, and the operating system caches the file as well."""
 _PROBE_SECONDS = 1.2
 PROBE = f"UPDATE {VERSION_TABLE} SET version_num = version_num"
 _RESERVE_BYTES = 1 << 20
@@ -60,7 +63,7 @@ def listen(engine: Engine, *, writes: bool) -> None:
             cursor.execute("PRAGMA foreign_keys=ON")
         else:
             cursor.execute("PRAGMA query_only=ON")
-        cursor.execute("PRAGMA cache_size=-32768")
+        cursor.execute(f"PRAGMA cache_size=-{_WRITER_CACHE_KB if writes else _READER_CACHE_KB}")
         cursor.close()
 
     def on_begin(connection: Connection) -> None:
