@@ -24,4 +24,11 @@ class SharedReadings:
         task: asyncio.Task[T] | None = self._tasks.get(key)
         if task is None:
             task = self._tasks[key] = asyncio.create_task(read())
+            task.add_done_callback(_retrieve_error)
         return await asyncio.shield(task)  # a request that is cancelled must not cancel the others' reading
+
+
+def _retrieve_error(task: asyncio.Task[Any]) -> None:
+    """Keep asyncio from logging an error with its traceback because every request that waited for it was cancelled."""
+    if not task.cancelled():
+        task.exception()
