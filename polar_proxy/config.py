@@ -42,7 +42,7 @@ class GatewayLimits(_Section):
     head_kb: int = Field(64, ge=1)
     """Size of a request's headers in KiB."""
     headers: int = Field(200, ge=1)
-    """Number of a request's headers."""
+    """Maximum number of headers of a request."""
     url_kb: int = Field(16, ge=1)
     """Size of a request's URL in KiB."""
     head_seconds: float = Field(20.0, gt=0)

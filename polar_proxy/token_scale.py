@@ -15,6 +15,6 @@ def scale_step(logprob: float) -> int:
 
 
 def scale_legend() -> list[str]:
-    """Return the name of each step."""
+    """Return the label of each step of the scale, for a legend."""
     first, *rest, _ = PROBABILITIES
     return [f"p ≥ {first}", *(f"≥ {lowest}" for lowest in rest), "less"]

@@ -385,7 +385,7 @@ class Keeper:
 
 
 def _last_line(log: Path) -> str:
-    """Return the last line that the agent printed on stderr, as the end of an error."""
+    """Return the last line that the agent printed on stderr, in a form that can be appended to an error text."""
     lines = [line for line in log.read_text(errors="replace")[-4000:].splitlines() if line.strip()]
     return f"; it printed: {lines[-1].strip()[:300]}" if lines else ""
 

@@ -53,7 +53,7 @@ async def activity(context: Context) -> m.Activity:
 async def pause_service(context: Context, body: m.ServicePauseRequest = m.ServicePauseRequest()) -> m.ServiceState:
     """Start no more rollouts of any job; running rollouts continue.
 
-    With `wait_idle`, the response comes when no rollout runs any more. If some still run after that many seconds,
+    With `wait_idle`, the response comes when no rollout runs any more. If some still run after `wait_idle` seconds,
     the response is 409 `pause_timed_out` and this pause is undone.
     """
     if body.scope == "all":

@@ -115,7 +115,8 @@ class SessionCall(ApiResponseModel):
     model: str
     """The model that the agent named."""
     status: str
-    """ok, client_gone, upstream_error, no_tokens or budget."""
+    """`ok`; `client_gone`: the agent disconnected; `upstream_error`: the engine failed; `no_tokens`: the engine
+    reported no token ids; `budget`: the session's budget was spent."""
     http_status: int
     """HTTP status of the answer."""
     error: str | None
@@ -252,7 +253,8 @@ class CallDetail(ApiResponseModel):
     """The distribution of the log-probabilities. `processed`: the one that was sampled from; `raw`: the model's own at
     temperature 1."""
     status: str
-    """ok, client_gone, upstream_error, no_tokens or budget."""
+    """`ok`; `client_gone`: the agent disconnected; `upstream_error`: the engine failed; `no_tokens`: the engine
+    reported no token ids; `budget`: the session's budget was spent."""
     http_status: int
     """HTTP status of the answer."""
     error: str | None
@@ -374,7 +376,7 @@ class KeyList(ApiResponseModel):
 
 
 class ExportSummary(ApiResponseModel):
-    """The counts of an export."""
+    """How many rows an export returned, and how many traces it left out for which reason."""
 
     rows: int
     """Number of rows that were written."""

@@ -1,4 +1,4 @@
-"""`polar conformance` runs the real agents through Polar and measures what arrives.
+"""`polar conformance` runs real agents through Polar and checks whether all their calls are recorded and joined.
 
 `polar doctor drift` shows where and why the prompts of one agent differ from the sampled tokens.
 """

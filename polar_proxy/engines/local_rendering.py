@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 _COMPARE_EVERY = 32
 _LARGE_TEXT = 16_384
-"""Number of characters from which on a text is encoded in a thread."""
+"""Texts of at least this many characters are encoded in a thread."""
 _KEPT_PROOFS = 1024
 _FORMS = tuple(
     MessageForm(parts, tools, drops)

@@ -96,7 +96,8 @@ class _ExportProcess:
         await self._process.wait()
 
     async def export(self, options: Json, report: ExportReport, turn: asyncio.Lock) -> AsyncGenerator[bytes]:
-        """Yield the pieces of one export. When the process asks to load a session, let it wait for `turn`."""
+        """Yield the pieces of one export. The process loads a session only while it has the lock `turn`, so that one
+        session of all exports is loaded at a time."""
         self._send(options)
         async with AsyncExitStack() as held:
             while True:

@@ -358,7 +358,7 @@ class RequestHandler:
         buffer: ResponseBuffer,
         receive: asgi.Receive,
     ) -> CallOutcome:
-        """Sample the calls of a request, and return how they ended.
+        """Sample an answer for each call of a request (one for each choice), and return how they ended.
 
         Raises SessionClosedError or BudgetSpentError if none may begin.
         """

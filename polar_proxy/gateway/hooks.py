@@ -1,7 +1,8 @@
 """Hooks: the user's code that changes requests before they are sampled, and answers before agents get them.
 
-A hook is a Python class that is named on the command line or in the settings (`gateway.hooks`), never by data. It has
-one or more of these methods, plain or async. Each returns its argument's replacement, or None to change nothing:
+A hook is a Python class that is named on the command line or in the settings (`gateway.hooks`), never in a request or a
+task. It has one or more of these methods, plain or async. Each returns its argument's replacement, or None to change
+nothing:
 
     def on_request(self, request: EngineRequest, call: HookedCall) -> EngineRequest | None
     def on_answer(self, answer: Message, call: HookedCall) -> Message | None
@@ -11,13 +12,13 @@ Promises:
 
 * The record of a call has the request as the agent sent it and the answer as the agent got it. If hooks changed them,
   `calls.hooks` has the changed parts of the request as the model saw them, and the answer as it was sampled.
-* Sampled tokens of an answer that a hook changed are never trained or continued. A later prompt has the changed text.
-* A prompt whose messages a hook changed is rendered by the engine. Its answer is trained, after the prompt that the
-  model saw.
+* The sampled tokens of an answer that a hook changed are never trained, and no later prompt continues them: it has the
+  changed text.
+* A prompt whose messages a hook changed is rendered by the engine. Its answer is trained after this prompt.
 * A hook that fails or takes longer than `gateway.hook_seconds` fails its call with an error in the dialect's own form.
   Each kind of failure is logged once.
 * Plain methods run in a thread, so that they cannot stop the event loop. With `on_answer` or `on_tool_call`, an answer
-  is sent when it is complete.
+  is not streamed, but sent when it is complete.
 """
 
 from __future__ import annotations

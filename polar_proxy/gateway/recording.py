@@ -391,7 +391,7 @@ def weight_version_of(answer: Answer, before: str | None, after: str | None) -> 
 def _version_runs(choice: AnswerChoice, weight_version: str | None) -> tuple[tuple[int, str], ...]:
     """Return (first position, policy version) of each stretch of tokens that one policy version sampled.
 
-    Empty if the engine reported no version with the tokens, or the version `weight_version` for all of them.
+    Empty if the engine reported no version with the tokens, or if all of them have the version `weight_version`.
     """
     versions = [version for _, version in choice.versions]
     return () if versions in ([], [weight_version]) else tuple(choice.versions)

@@ -262,7 +262,9 @@ def host_names(own: Iterable[str] = ()) -> tuple[str, ...]:
     for name in added:
         if find_host(name) is None:
             patterns = ", ".join(host for row in MODEL_HOSTS for host in row.hosts if "*" in host)
-            raise UsageError(f"{name} in gateway.model_hosts is not the name of a model host. They are: {patterns}.")
+            raise UsageError(
+                f"{name} in gateway.model_hosts is not the name of a model host. Such names are {patterns}."
+            )
     return tuple(dict.fromkeys([*(name for row in MODEL_HOSTS for name in row.names()), *added]))
 
 

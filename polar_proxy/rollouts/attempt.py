@@ -426,7 +426,7 @@ class AttemptRunner:
         return kind
 
     async def _spent_budget(self, attempt: RunningAttempt, spec: RolloutSpec) -> str | None:
-        """Return the limit of its budget that the session reached, or None."""
+        """Return the limit of the session's budget that was reached, or None."""
         assert attempt.session_id is not None
         if not spec.as_policy():
             return None

@@ -227,7 +227,8 @@ async def audit(
 
 def scored_temperature(sampling: AnswerSampling, rescored: bool) -> float:
     """Return the temperature at which the recorded log-probabilities of an answer can be compared with fresh ones.
-    `rescored`: they are of a trace whose answers were recorded as text."""
+    `rescored`: True if the answers of the trace were recorded as text, and their log-probabilities were computed
+    later."""
     if rescored or sampling.logprob_mode == "raw" or sampling.changes:
         return 1.0
     return sampling.temperature or 1.0

@@ -249,7 +249,7 @@ class TraceBuilder:
 
     @property
     def token_ids(self) -> TokenIds:
-        """The trace's own tokens: a view that later additions do not change."""
+        """The tokens of the trace so far, as a view. Tokens that are added later do not appear in it."""
         return self._buffer[: self._size]
 
     @property

@@ -32,7 +32,7 @@ def _terms(ids: TokenIds, start: int) -> npt.NDArray[np.uint64]:
 
 
 class PrefixTable:
-    """The lengths and the hashes of numbered sequences."""
+    """The lengths and hashes of token sequences, to find those that are a prefix of another."""
 
     def __init__(self) -> None:
         self._count = 0

@@ -141,9 +141,9 @@ async def probe(
     # A wide margin: a move that is smaller than the noise between engine and trainer proves nothing either way.
     if float(np.abs(scored - last).mean()) < mean / 4:
         raise TrainingError(
-            "the engine was sent new weights and did not load them: its log-probabilities of the probe are nearer to "
-            f"those of the old weights. They differ from those of the new ones by {mean:.3g} nats on average; old and "
-            f"new weights differ by {moved:.3g}"
+            "the engine was sent new weights and did not load them: its log-probabilities of a test text are nearer "
+            f"to those of the old weights. They differ from those of the new weights by {mean:.3g} nats on average, "
+            f"and those of old and new weights differ by {moved:.3g}"
         )
     # Wide margins again: the noise changes with the weights, and a part that was not loaded shows clearly.
     if noise is not None and mean > 4 * noise and mean > moved / 10:

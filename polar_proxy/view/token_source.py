@@ -168,7 +168,8 @@ async def advantage_of(store: Store, trace: TraceSummary) -> float | None:
 
 
 def group_advantages(rows: Iterable[RolloutRow]) -> dict[str, float | None]:
-    """Return rollout id -> GRPO advantage within the group; None without one. Unfinished rollouts do not count."""
+    """Return rollout id -> GRPO advantage within the group, None for a rollout that has none. Unfinished rollouts do
+    not count."""
     counted = [row for row in rows if row.final and not row.incomplete]
     values = grpo([row.reward for row in counted]).tolist()
     return {row.rollout_id: None if math.isnan(value) else value for row, value in zip(counted, values, strict=True)}

@@ -239,9 +239,9 @@ class VllmEngine(LocallyRenderingEngine):
         return [await prompt.parser.parse(event) for event in events]
 
     async def render(self, request: ChatRequest, *, generation: bool = True) -> list[int]:
-        """Implement `Engine.render` in the way in which the probe got the chat route's ids.
+        """Implement `Engine.render` in the way that gave the ids of the chat route when the engine was probed.
 
-        If there is none, sample one token by the chat route and return the prompt ids of the answer.
+        If no way did, sample one token by the chat route and return the prompt ids in its answer.
         """
         if self._server.renders:
             return await self.client.render(render_body(request, generation=generation))

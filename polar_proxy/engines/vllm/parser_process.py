@@ -253,7 +253,8 @@ class ParsedStream:
         self.number = number
         self.start = start
         self.sampling: Json = {}
-        """How the chat route samples the request: `special` and `constraint` (see `parser_worker.py`)."""
+        """How vLLM's chat route would sample the request: whether special tokens are part of the text (`special`), and
+        the structured output (`constraint`). See `parser_worker.py`."""
         self._process = process
 
     async def feed(self, index: int, token_ids: Sequence[int], finish: str | None) -> Json:

@@ -227,7 +227,7 @@ class ParserProofs:
         raise CannotContinueError(" ".join([*filter(None, problems), REMEDY]))
 
     async def _misses_grammar(self, config: ParserConfig, frame: Json) -> bool:
-        """Return whether the chat route adds a grammar that is not known with this configuration."""
+        """Return whether the chat route adds a grammar that Polar does not know for this configuration of vLLM."""
         if not self.adds_grammar:
             return False
         request = parser_request(self._client.model, _request(frame))

@@ -89,7 +89,8 @@ class BodyPace:
 
 
 class LimitedConnection(asyncio.Protocol):
-    """A connection that is parsed in slices, so that others get their turn, and whose client must read its answers."""
+    """A connection whose requests are parsed in slices, so that others get their turn, and which is closed if its
+    client does not read the answers."""
 
     loop: asyncio.AbstractEventLoop
     transport: asyncio.Transport

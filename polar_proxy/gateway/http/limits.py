@@ -61,7 +61,7 @@ class BodyReservation:
     task: asyncio.Task[Any] | None = None
     size: int = 0
     reading: bool = True
-    """True if the request can be refused, because its body is still being read."""
+    """True while the body of the request is still being read, so that the request can be refused."""
     refused: bool = False
 
     def take(self, size: int) -> None:

@@ -48,7 +48,7 @@ _WORDS: Mapping[tuple[str, str], frozenset[str]] = {
     ("calls", "prompt_mode"): frozenset(get_args(PromptMode)),
 }
 _JSON_FORMS: Mapping[tuple[str, str], type] = {("traces", "call_ids"): list, ("completions", "versions"): list}
-"""The forms of the JSON columns that are not objects."""
+"""The Python types of the JSON columns whose values are not JSON objects."""
 ColumnChecks = Mapping[tuple[str, str], Callable[[Any], None]]
 """(table, column) -> the check of the JSON in it, by its own model. Raises ValueError."""
 _CANONICAL = frozenset({"settings", "engines"})
@@ -56,7 +56,7 @@ _CANONICAL = frozenset({"settings", "engines"})
 
 
 class ForgedRowError(StoreError):
-    """A row of an archive cannot be imported."""
+    """A row of an archive has content that Polar does not write, so it cannot be imported."""
 
 
 def copy_rows(

@@ -1,7 +1,7 @@
 """Whether the records that a page shows have changed since they were read last.
 
-The state of records is a number that differs after a change. It is made from rows that an index finds, so that it takes
-about a millisecond at any size of the database.
+The state of records is a number that differs after a change. It is made from rows that an index finds, which takes
+about a millisecond in a database of any size.
 """
 
 from __future__ import annotations
