@@ -103,6 +103,10 @@ def run_proxy(
                 events = pool.submit(_follow, process.stdout, on_event)
                 yield port
                 process.terminate()
+                try:
+                    process.wait(_STOP_SECONDS)
+                except subprocess.TimeoutExpired:
+                    process.kill()  # it is busy with its connections; the events that it printed are still read
                 events.result(_STOP_SECONDS)
             finally:
                 timer.cancel()
