@@ -285,6 +285,7 @@ async def test_a_socket_inside_a_sandbox_takes_only_known_keys(serve: Serve, sto
     await new_session(store, "made")
     async with serve(ScriptedEngine()) as gateway, client(f"http://127.0.0.1:{port}") as http:
         await gateway.serve_on(listener)
+        assert listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)  # asyncio leaves it to its owner
         own = {"authorization": "Bearer made"}
         assert (await http.post("/chat/completions", json=CHAT, headers=own)).status_code == 200
         assert (await http.post("/chat/completions", json=CHAT)).status_code == 401
