@@ -115,8 +115,8 @@ class SessionCall(ApiResponseModel):
     model: str
     """The model that the agent named."""
     status: str
-    """`ok`; `client_gone`: the agent disconnected; `upstream_error`: the engine failed; `no_tokens`: the engine
-    reported no token ids; `budget`: the session's budget was spent."""
+    """`ok`; `client_gone`: the agent disconnected; `upstream_error`: the engine failed; `no_tokens`: answered
+    without token ids; `budget`: answered by Polar, because the session's budget is spent."""
     http_status: int
     """HTTP status of the answer."""
     error: str | None
@@ -253,8 +253,8 @@ class CallDetail(ApiResponseModel):
     """The distribution of the log-probabilities. `processed`: the one that was sampled from; `raw`: the model's own at
     temperature 1."""
     status: str
-    """`ok`; `client_gone`: the agent disconnected; `upstream_error`: the engine failed; `no_tokens`: the engine
-    reported no token ids; `budget`: the session's budget was spent."""
+    """`ok`; `client_gone`: the agent disconnected; `upstream_error`: the engine failed; `no_tokens`: answered
+    without token ids; `budget`: answered by Polar, because the session's budget is spent."""
     http_status: int
     """HTTP status of the answer."""
     error: str | None
@@ -376,7 +376,7 @@ class KeyList(ApiResponseModel):
 
 
 class ExportSummary(ApiResponseModel):
-    """How many rows an export returned, and how many traces it left out for which reason."""
+    """What an export selected, wrote and left out, as counts."""
 
     rows: int
     """Number of rows that were written."""

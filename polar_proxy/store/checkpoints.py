@@ -1,7 +1,7 @@
 """Checkpoints of a SQLite file: its write-ahead log is copied into it beside the commits, not inside one of them.
 
-A checkpoint waits for the disk (60 to 340 ms for 50 MB of log), and SQLite makes it in the commit that finds the log
-too long, so that commit and those behind it wait too. Here a thread copies the log while commits go on, and a commit
+A checkpoint waits for the disk (60 to 340 ms for 50 MB of log). SQLite makes it in the commit that finds the log too
+long, and that commit and all later ones wait for it. Here a thread copies the log while commits go on, and a commit
 then copies only what was added meanwhile. The log is then empty for the next transaction, unless a reader still needs
 a part of it; then both are tried again. See https://www.sqlite.org/wal.html#ckpt.
 """
@@ -50,7 +50,7 @@ class Checkpointer:
             self._running = self._thread.submit(self._checkpoint)
 
     def _log_length(self) -> int:
-        """Return the length of the log in bytes: 0 if there is none, as on a file system that cannot share memory."""
+        """Return the length of the log in bytes. A file system that cannot share memory has no log: 0."""
         try:
             return os.stat(self._log_path).st_size
         except FileNotFoundError:

@@ -249,7 +249,7 @@ class TraceBuilder:
 
     @property
     def token_ids(self) -> TokenIds:
-        """The tokens of the trace so far, as a view. Tokens that are added later do not appear in it."""
+        """The tokens of this trace without those of the path before it: a view, in which later tokens do not appear."""
         return self._buffer[: self._size]
 
     @property

@@ -32,7 +32,7 @@ def _terms(ids: TokenIds, start: int) -> npt.NDArray[np.uint64]:
 
 
 class PrefixTable:
-    """The lengths and hashes of token sequences, to find those that are a prefix of another."""
+    """The length and hash of each numbered token sequence, to find those with which another sequence begins."""
 
     def __init__(self) -> None:
         self._count = 0

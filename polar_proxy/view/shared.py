@@ -20,7 +20,7 @@ class SharedReadings:
         self._tasks: TTLCache[Hashable, asyncio.Task[Any]] = TTLCache(_KEPT, seconds)
 
     async def get(self, key: Hashable, read: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Return the result for the key, from `read` if there is none. Raises the errors of `read`."""
+        """Return the last result for the key. If it is too old, call `read`, whose errors are raised."""
         task: asyncio.Task[T] | None = self._tasks.get(key)
         if task is None:
             task = self._tasks[key] = asyncio.create_task(read())

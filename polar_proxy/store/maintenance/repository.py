@@ -53,7 +53,7 @@ class PruneResult:
 
     rollouts: list[str] = field(default_factory=list)
     sessions: list[str] = field(default_factory=list)
-    """Number of sessions that were deleted, or emptied if their key is still valid."""
+    """Ids of the sessions that were deleted, or emptied if their key is still valid."""
     calls: int = 0
     files: int = 0
 
