@@ -7,7 +7,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterable, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -36,6 +36,8 @@ from polar_proxy.store.service.feed import LeaseExpiredError
 
 T = TypeVar("T")
 
+log = logging.getLogger(__name__)
+
 Authenticate = Callable[[Request], Awaitable[Role]]
 """Return the role of the request's sender. Raises ApiError (401, 403)."""
 
@@ -47,9 +49,9 @@ _ERROR_TEXTS = {
     422: "The request does not have the documented form; `detail` names the fields.",
     503: "The server, or a part that it needs, cannot answer now.",
 }
+HEARTBEAT_SECONDS = 15.0
+"""Time without an event after which a stream sends a comment, so that no proxy closes the connection."""
 _POLL_SECONDS = 0.1
-_log = logging.getLogger(__name__)
-
 KEY_FILE = "api-key"
 _NEW_KEY = "`polar key new` makes one, on the server's machine with the server's --db."
 
@@ -201,7 +203,13 @@ class StreamedResponse(StreamingResponse):
         try:
             await super().stream_response(send)
         except PolarError as error:
-            _log.error("a response broke off: %s", error)
+            log.error("a response broke off: %s", error)
+
+
+def event_stream(events: AsyncIterable[bytes]) -> StreamedResponse:
+    """Return a stream of server-sent events, which no cache keeps and no reverse proxy holds back."""
+    headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+    return StreamedResponse(events, media_type="text/event-stream", headers=headers)
 
 
 def to_api_error(error: PolarError | RequestValidationError | HTTPException) -> ApiError:

@@ -20,10 +20,12 @@ from polar_proxy import records
 from polar_proxy.allowed_code import AllowedCode
 from polar_proxy.api.callback_transport import check_public_host
 from polar_proxy.api.context import (
+    HEARTBEAT_SECONDS,
     ApiContext,
     ApiStore,
     Context,
     StreamedResponse,
+    event_stream,
     make_routers,
     pause_timed_out,
     require,
@@ -44,7 +46,6 @@ _GRACE_SECONDS = 60.0
 """A pause with `wait_idle` is provisional during the wait. It ends by itself this many seconds after the maximum wait,
 in case the process is killed meanwhile."""
 
-_HEARTBEAT_SECONDS = 15.0
 _STREAM: dict[int | str, Json] = {200: {"content": {"text/event-stream": {}}, "description": "Server-sent events."}}
 
 JobId = Annotated[str, Path(description="The id of a job.")]
@@ -282,8 +283,7 @@ async def stream_events(context: ApiContext, job_id: str | None, position: str |
     if job_id is not None:
         await _require_job(context, job_id)
     events = await follow_events(context.store, job_id, position)
-    headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
-    return StreamedResponse(_encode(context, events), media_type="text/event-stream", headers=headers)
+    return event_stream(_encode(context, events))
 
 
 async def _encode(context: ApiContext, events: AsyncIterator[list[m.Event]]) -> AsyncIterator[bytes]:
@@ -294,7 +294,7 @@ async def _encode(context: ApiContext, events: AsyncIterator[list[m.Event]]) -> 
         if new:
             yield b"".join(map(_encode_event, new))
             last_sent = time.monotonic()
-        elif time.monotonic() - last_sent >= _HEARTBEAT_SECONDS:
+        elif time.monotonic() - last_sent >= HEARTBEAT_SECONDS:
             yield b":\n\n"
             last_sent = time.monotonic()
         if context.closing.is_set():

@@ -16,17 +16,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from polar_proxy.api import ApiContext
-from polar_proxy.api.context import StreamedResponse
+from polar_proxy.api.context import HEARTBEAT_SECONDS, StreamedResponse, event_stream
 from polar_proxy.errors import ApiError
 from polar_proxy.store.repositories.changes import Followed
 from polar_proxy.view.shared import SharedReadings
 
 MOST_STREAMS = 200
 READ_SECONDS = 0.5
-_HEARTBEAT_SECONDS = 15.0
-"""Time without a change after which a comment is sent, so that no proxy closes the connection."""
 _CHANGE = b"event: change\ndata: .\n\n"
-_HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 
 
 @dataclass
@@ -41,8 +38,7 @@ class ChangeStreams:
         if self._open >= MOST_STREAMS:
             message = f"{MOST_STREAMS} pages follow this server already, so this one asks every few seconds."
             raise ApiError(message, status=503, code="unavailable")
-        stream = self._follow(api, followed, record_id)
-        return StreamedResponse(stream, media_type="text/event-stream", headers=_HEADERS)
+        return event_stream(self._follow(api, followed, record_id))
 
     async def _follow(self, api: ApiContext, followed: Followed, record_id: str) -> AsyncIterator[bytes]:
         def read() -> Coroutine[Any, Any, int]:
@@ -54,7 +50,7 @@ class ChangeStreams:
             last_sent = 0.0
             while not api.closing.is_set():
                 state = await self._states.get((followed, record_id), read)
-                if state != known or time.monotonic() - last_sent >= _HEARTBEAT_SECONDS:
+                if state != known or time.monotonic() - last_sent >= HEARTBEAT_SECONDS:
                     yield b":\n\n" if state == known else _CHANGE
                     known, last_sent = state, time.monotonic()
                 await asyncio.sleep(READ_SECONDS)

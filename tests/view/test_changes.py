@@ -97,7 +97,7 @@ async def test_further_streams_are_refused_until_one_ends(api: ApiContext, monke
 
 
 async def test_an_idle_stream_sends_comments(api: ApiContext, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(changes, "_HEARTBEAT_SECONDS", 0.0)
+    monkeypatch.setattr(changes, "HEARTBEAT_SECONDS", 0.0)
     stream = follow(api, "lists")
     await next_change(stream)
     assert await next_change(stream) == b":\n\n"
