@@ -20,7 +20,7 @@ from polar_proxy.store import Store
 from polar_proxy.types import EngineRequest, Json, SampleEvent
 from tests.conftest import Serve
 from tests.factories import call_record, new_session
-from tests.gateway.test_limits import HEAD, send
+from tests.gateway.test_limits import HEAD, send, send_bytes
 from tests.loop_watch import slowness, watched
 
 pytestmark = pytest.mark.slow
@@ -56,13 +56,14 @@ LARGE: dict[str, Json] = {
 
 @pytest.mark.parametrize("name", LARGE)
 async def test_a_large_request_does_not_occupy_the_event_loop(serve: Serve, name: str) -> None:
+    head = HEAD.format(path="/v1/chat/completions") + "content-length: {}\r\nconnection: close\r\n\r\n"
     body = json.dumps({"model": "m", **LARGE[name]})
-    head = HEAD.format(path="/v1/chat/completions") + f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+    request = (head.format(len(body)) + body).encode()
     async with serve(FullEngine(), limits={"messages": 20_000, "body_values": 1_000_000}) as gateway:
-        await send(gateway, head.replace(str(len(body)), "2"), "{}")
+        await send(gateway, head.format(2), "{}")
         before = slowness()
         with watched() as watch:
-            status, answer = await send(gateway, head, body)
+            status, answer = await send_bytes(gateway, request)
         assert (status, "maximum context" in str(answer)) == (400, True)
         assert watch.worst_work < 0.05 * max(before, slowness())
 

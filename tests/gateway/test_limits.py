@@ -54,10 +54,15 @@ async def read_answer(reader: asyncio.StreamReader) -> tuple[int, dict[str, obje
 
 
 async def send(gateway: Gateway, *parts: str) -> tuple[int, dict[str, object]]:
+    return await send_bytes(gateway, "".join(parts).encode())
+
+
+async def send_bytes(gateway: Gateway, request: bytes) -> tuple[int, dict[str, object]]:
+    """Send a request in pieces of 64 KiB, because writing megabytes at once would block the loop that is tested."""
     async with connection(gateway) as (reader, writer):
         with contextlib.suppress(ConnectionError):  # the server may answer and close before everything is sent
-            for part in parts:
-                writer.write(part.encode())
+            for start in range(0, len(request), 1 << 16):
+                writer.write(request[start : start + (1 << 16)])
                 await writer.drain()
         return await read_answer(reader)
 

@@ -184,17 +184,21 @@ async def test_first_n_cancels_the_rest_of_the_group(store: Store) -> None:
 
 
 async def test_keeps_overflowing_rollouts_for_the_next_group(store: Store) -> None:
-    """Two groups of three, of which two complete a group; the slowest of the first group counts in the second."""
+    """Two groups of three, of which two complete a group; the slowest of the first group counts in the second.
+
+    Three rollouts run at a time, so the second group still has one that has not started when the first is complete.
+    """
     slow = asyncio.Event()
 
     async def body(claim: Claim) -> float | None:
-        if claim.rollout_id == kept:
+        if claim.rollout_id not in quick:
             await slow.wait()
         return 1.0
 
     job_id = await submit(store, 2, 3, wanted=2, group_policy="first_n", **KEEP_OVERFLOW)
     first, second = await store.groups.of_job(job_id)
-    kept = next(row.rollout_id for row in await store.rollouts.find(group_id=first.group_id) if row.group_index == 0)
+    rows = await store.rollouts.find(group_id=first.group_id)
+    kept, *quick = [row.rollout_id for row in sorted(rows, key=lambda row: row.group_index)]
     limits = ServiceLimits(in_flight=3, preparing=3, running=3, scoring=3, poll_seconds=0.05)
     attempt = ScriptedAttempt(store, body, limits)
     async with Worker(store, attempt, limits) as worker:
