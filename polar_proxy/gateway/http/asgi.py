@@ -204,7 +204,7 @@ async def send_json(send: Send, status: int, body: bytes, headers: Headers = ())
 class ClientWatch:
     """A context manager that cancels the current task if the client disconnects before the block ends.
 
-    This cancellation ends with the block, and `gone` is then True. A cancellation from elsewhere passes through.
+    The cancellation does not leave the block; after it, `gone` is True. A cancellation from elsewhere passes through.
     After a disconnect, `on_disconnect` is awaited first; it returns when the task is no longer worth continuing.
     """
 
