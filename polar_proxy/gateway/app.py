@@ -69,8 +69,8 @@ _FOREIGN_HOST = (
 class GatewayApp:
     """Sends model requests straight to the handler and everything else to FastAPI.
 
-    A model call passes no middleware: FastAPI's own costs a measurable share of a call, and limits bodies to less than
-    agents send. A connection from inside a sandbox gets the routes that agents need, and no others.
+    A model call passes no middleware, because FastAPI's middleware costs a measurable share of a call and limits bodies
+    to a size that agents exceed. A connection from inside a sandbox gets only the routes that agents need.
     """
 
     def __init__(
@@ -236,7 +236,7 @@ class ServerParts:
     router: EngineRouter
     metrics: GatewayMetrics
     record_problem: Callable[[], Awaitable[str | None]]
-    """Return within two seconds why calls cannot be recorded, or None."""
+    """Returns why calls cannot be recorded, or None, within two seconds."""
     started_at: int
 
     @property

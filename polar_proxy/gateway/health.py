@@ -104,7 +104,7 @@ class StoreMonitor:
     """Watches the store from the first failure until it can be written again. `close` ends this."""
 
     def __init__(self, store: Store, on_writable: Callable[[], Awaitable[None]]) -> None:
-        """`on_writable` writes what an outage kept from being written. If it raises StoreError, it is called again."""
+        """`on_writable` writes what could not be written in an outage. If it raises StoreError, it is called again."""
         self.problem: str | None = None
         """Why the store cannot be written, as far as is known; None: it can."""
         self._check = HealthCheck("The database", lambda: _probe(store))

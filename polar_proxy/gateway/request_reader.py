@@ -35,8 +35,8 @@ whose time grows with its size runs in a thread, to keep the event loop free."""
 _MANY_REFERENCES = 50
 """Number of recorded calls above which a request that refers to them is `large`."""
 _TAKES_TURNS = 1 << 16
-"""Size in bytes above which other requests are served before a request is parsed. Smaller requests of the same session
-do not wait for it."""
+"""Size of a request in bytes. Before a larger request is parsed, other requests are served; the smaller requests of its
+session do not wait for it."""
 _BYTES_OF_VALUE = 64
 """Memory in bytes of a parsed JSON value, besides its text."""
 _MESSAGE_LISTS = ("messages", "input", "contents", "prompt")

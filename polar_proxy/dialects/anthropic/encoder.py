@@ -7,7 +7,7 @@ object, which is known only when all arguments were sampled. (Anthropic's own se
 reason.) The arguments of a tool with `eager_input_streaming` are streamed as they arrive, valid or not.
 
 One block is open at a time. Text and calls that arrive while the arguments of an eager tool are incomplete wait until
-they are complete, or until the end.
+these arguments are complete, or the answer ends.
 
 Thinking is sent only if the client requested it by `thinking`; otherwise the answer begins with its text or tool call.
 The record holds it in any case, and a continued prompt has it as it was sampled.

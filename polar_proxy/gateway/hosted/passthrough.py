@@ -3,8 +3,8 @@
 The body is parsed for the record only. A body that Polar cannot parse is passed on too, and recorded with its messages
 as JSON texts.
 
-A body that refers to what the provider keeps is recorded with that history (`provider_history`). If the history is not
-complete, the record says so (`missing_history`), and the call is left out of training data.
+If a body refers to history that the provider keeps, the call is recorded with this history (`provider_history`). If
+the history is not complete, the record says so (`missing_history`), and the call is left out of training data.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class PassthroughEncoder(Encoder):
     """
 
     inner: Callable[..., Encoder] = field(kw_only=True)
-    """Makes the dialect's own encoder, for an error if the connection to the provider breaks."""
+    """Returns the dialect's own encoder, which reports an error if the connection to the provider breaks."""
     held: bool = field(kw_only=True)
     """True if bytes are held back: from the start of an answer that is not streamed, or from the end of a stream on."""
     _rest: list[bytes] = field(default_factory=list, init=False)

@@ -77,7 +77,7 @@ class BodyReservation:
 class BodyBudget:
     """A limit on the bytes of all request bodies that are held at a time.
 
-    A parsed body takes several times its size in memory; the caller that parses it reserves that too.
+    A parsed body takes several times its size in memory; the caller that parses it reserves that memory, too.
     """
 
     def __init__(self, limit: int) -> None:

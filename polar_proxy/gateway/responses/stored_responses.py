@@ -136,7 +136,7 @@ class StoredCalls:
     async def known_answers(self, session: SessionState, call_ids: Collection[str]) -> dict[str, ReferencedCall]:
         """Return the answers of the calls with these ids, as far as they are in memory. Raises StoreError.
 
-        Answers are kept there for a session whose requests refer to earlier answers, so that they are not read from the
+        If a session's requests refer to earlier answers, these are kept in memory, so that they are not read from the
         store for each request.
         """
         known = {
