@@ -354,7 +354,7 @@ class Dialect(ABC):
 
     @abstractmethod
     def error_body(self, error: RequestError, request_id: str) -> bytes:
-        """Return the response body of an error in the provider's own shape.
+        """Return the response body of an error in the provider's own format.
 
         `request_id`: the id that is also in the response's headers.
         """

@@ -5,8 +5,9 @@ of the buffer and then the rest as it is generated. Only evidence makes a reques
 requests of two parallel runs under one key are ordinary, and joining them would give both runs the same sample:
 
 * the first request lost its client before the last byte, and is still being answered, or
-* the client's SDK says so (`X-Stainless-Retry-Count`). Such a request joins the last equal one. But it is sampled if
-  the last equal one has failed, or an earlier one has failed and was not retried yet, because it may retry the failure.
+* the client's SDK marks it as a retry (`X-Stainless-Retry-Count`). A marked request joins the last equal one. But if
+  that one has failed, or an earlier one has failed and was not retried yet, the marked one may be its retry and is
+  sampled.
 
 With the setting `gateway.join_retries` = `always`, a request also joins any equal one that is in flight or was just
 answered; with `never`, it joins none.

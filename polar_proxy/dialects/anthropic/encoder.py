@@ -181,7 +181,7 @@ class AnthropicEncoder(Encoder):
         return out + _delta(self._open_index, {"type": "thinking_delta", "thinking": text})
 
     def _call_delta(self, delta: ToolDelta) -> bytes:
-        """Return the events for a piece of a tool call, if its block is open; else none."""
+        """Return the events for a piece of a tool call; no events if its block is not open."""
         self._received.add(SampleEvent(tool_calls=(delta,)))
         is_open = self._open == "tool_use" and self._begun_calls[-1] == delta.index
         return _input_delta(self._open_index, delta.arguments) if is_open else b""
