@@ -58,7 +58,8 @@ class AnswerWriter:
         raise RequestError(f"The template of {self._engine.family.name} shows no answer like {reply}.")
 
     def _written(self, request: ChatRequest, reply: ScriptedReply, opened: str) -> tuple[str, int] | None:
-        """Return the answer as the template writes it, and where it begins; None if the template does not show all."""
+        """Return the answer as the template writes it, and the position at which it begins; None if the template leaves
+        out a part of the reply."""
         try:
             whole = self._engine.text(_followed(request, _message(reply)), generation=False)
         except RequestError:
@@ -73,7 +74,7 @@ class AnswerWriter:
         return text + self._stop(request, reply, whole, stop), start
 
     def _difference(self, opened: str, whole: str) -> int:
-        """Return where the texts begin to differ; a control token is not cut."""
+        """Return the position from which the texts differ: the start of a control token if they differ inside one."""
         end = equal_start(opened, whole)
         for found in self._engine.family.whole.finditer(whole):
             if found.start() < end < found.end():
@@ -99,7 +100,8 @@ class AnswerWriter:
 
 
 def _forms(reply: ScriptedReply) -> list[ScriptedReply]:
-    """Return the reply, and then less and less of it."""
+    """Return the reply and variants that templates may show instead: with and without reasoning, without text beside
+    the calls, with the first call only."""
     out = [reply, replace(reply, reasoning=reply.reasoning or "Hm."), replace(reply, reasoning="")]
     if reply.calls:
         out += [replace(each, text="") for each in out]
