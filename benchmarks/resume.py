@@ -62,7 +62,7 @@ class KillableRun:
         return path.read_text().split("\n")[:-1] if path.exists() else []
 
     def until(self, process: subprocess.Popen[bytes], enough: int) -> bool:
-        """Wait until this many steps were synced, by any process; False: the run ended first. Raises Unavailable."""
+        """Wait until this many steps were synced, by any process; False: the run ended first. Raises StackError."""
         changed_at, seen = time.monotonic(), 0
         while (points := self.points()).count("synced") < enough:
             now = len(points)

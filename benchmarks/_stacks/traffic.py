@@ -72,7 +72,7 @@ class SingleChats(ClientTraffic):
 class Conversations(ClientTraffic):
     """Conversations of an agent: system prompt, twelve tools, and a tool call with its result in every turn.
 
-    Of the digits, ten number the conversation and two the turn.
+    Of the twelve digits, the first ten are the number of the conversation, and the last two that of the turn.
     """
 
     def __init__(self, port: int, path: str, key: str, numbers: count[int], *, stream: bool, tokens: int) -> None:
