@@ -100,7 +100,7 @@ def peer_size(folder: Path, turns: list[CallData]) -> dict[str, Any]:
 
 
 async def join_times(folder: Path, turns: list[CallData]) -> dict[str, Any]:
-    """Return the fastest of five: reading a session's tokens and building `merged` from them."""
+    """Return the times to read a session's tokens, and to build `merged` from them: the fastest of five."""
     load_all: list[float] = []
     load: list[float] = []
     build_times: list[float] = []
