@@ -561,7 +561,7 @@ ATTEMPTS: dict[str, Callable[[], Result]] = {
 
 
 def attempt(name: str) -> None:
-    """Make one attempt in a child process, because the kernel may kill the process that makes it."""
+    """Make one attempt in a child process, which may be killed for it."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:

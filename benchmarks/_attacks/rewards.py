@@ -1,8 +1,8 @@
 """Patches that want a reward for nothing (`reward_patches`), each against every kind of task in every sandbox.
 
 Each patch is made by a script in an agent's sandbox, read from there as after a rollout, and scored by the function
-that scores rollouts. An attack succeeds unless the reward is 0. Also without a reward: a failed rollout without a
-reward is not in the baseline, which pays, too.
+that scores rollouts. An attack succeeds unless the reward is 0. A result without a reward counts as success, because it
+takes a failure out of the baseline.
 """
 
 from __future__ import annotations

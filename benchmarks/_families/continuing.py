@@ -1,7 +1,7 @@
 """Run conversations through Polar's PromptBuilder over one chat template, and compare each prompt with an oracle.
 
-The oracle knows nothing of how the builder works. Every text of a conversation ends in a word that occurs once. As the
-sampled answer it takes the text that the template writes for the answer, up to the first stop token, split into other
+The oracle knows nothing of how the builder works. Every text of a conversation ends in a word that occurs once. The
+"sampled" answer is the text that the template writes for the answer, up to the first stop token, split into other
 tokens than the tokenizer would choose. A continued prompt is right if
 
 * it is the previous prompt and answer, followed by the tokens of what the template writes after that answer, and

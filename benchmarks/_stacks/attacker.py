@@ -50,7 +50,7 @@ def request(url: str, key: str | None = KEY, body: Any = None, seconds: float = 
 
 
 def internet() -> AttemptResult:
-    """Connect by TCP to an address outside the sandbox: that of the host, which stands for any other."""
+    """Connect by TCP to an address outside the sandbox: that of the host, as an example of any other."""
     return connect(KNOWN["outside"]["host"], KNOWN["outside"]["port"])
 
 
