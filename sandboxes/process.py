@@ -280,7 +280,7 @@ class SupervisedSandbox(Sandbox):
         for name, inside in folders.items():
             if posixpath.normpath(path) == posixpath.normpath(inside):
                 return place / name
-        raise SandboxError(f"{path} is none of the sandbox's own folders, so it cannot be read from outside")
+        raise SandboxError(f"{path} is not one of the sandbox's own folders, so it cannot be read from outside")
 
 
 class ProcessSandbox(SupervisedSandbox):

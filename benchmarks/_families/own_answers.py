@@ -18,16 +18,17 @@ from polar_proxy.sequences import equal_start
 from polar_proxy.types import ChatRequest, Message
 
 CUT_EVERY = 8
-"""Average distance, in characters, of the places where an answer is split otherwise than by the tokenizer."""
+"""Average number of characters between the random splits of an answer, which make its tokens differ from those of the
+tokenizer."""
 _NEXT = "polarnextmessage"
 
 
 @dataclass(frozen=True, slots=True)
 class OwnAnswer:
     reply: ScriptedReply
-    """The part of the reply that the template can show."""
+    """The part of the planned reply that the template can show."""
     text: str
-    """With the stop token."""
+    """The answer as the template writes it, with the stop token."""
     ids: tuple[int, ...]
 
 

@@ -1,4 +1,4 @@
-"""Assertions that the module under test changes, and objects that equal everything."""
+"""Attacking patches that replace assertions from the module under test, or return objects that equal everything."""
 
 from __future__ import annotations
 
