@@ -84,7 +84,7 @@ async def store_sizes(folder: Path, runs: list[list[CallData]]) -> dict[str, Any
 
 
 def peer_size(folder: Path, turns: list[CallData]) -> dict[str, Any]:
-    """Return the size of the same run in the peer's store."""
+    """Return size in bytes and loading time of the same run in rllm-model-gateway's store, or why they are missing."""
     try:
         python, version = environment_for("rllm-model-gateway", CACHE)
     except StackError as error:

@@ -188,7 +188,7 @@ def _database(change: Callable[[sqlite3.Connection], Any]) -> Callable[[Path], N
 
 
 def _zstd_bomb(connection: sqlite3.Connection) -> None:
-    """A message of one kilobyte that unpacks to 1 GiB."""
+    """Replace messages by data of one kilobyte that unpacks to 1 GiB."""
     compressor = zstandard.ZstdCompressor(level=3).compressobj(size=1 << 30)
     body = b"".join(compressor.compress(bytes(1 << 24)) for _ in range(64)) + compressor.flush()
     connection.execute(
@@ -226,7 +226,7 @@ def _link(archive: zipfile.ZipFile, unpacked: Path) -> None:
 
 
 def _artifact_bomb(archive: zipfile.ZipFile, unpacked: Path) -> None:
-    """3 GiB of zeros in 3 MB, under their right name."""
+    """Add an artifact of 3 GiB of zeros, 3 MB in the archive, whose name is its correct hash."""
     digest, chunk = hashlib.sha256(), bytes(1 << 24)
     for _ in range(192):
         digest.update(chunk)

@@ -1,4 +1,4 @@
-"""Generated model calls of a coding agent with real text, to measure Polar's store and the peer's.
+"""Generated model calls of a coding agent with real text, to measure the stores of Polar and its peer.
 
 The text is source code, search results, listings and docstrings of Python's standard library, about as repetitive as an
 agent's work. Tokens come from polar-tiny's tokenizer. Log-probabilities are a float32 log-softmax of random logits,
