@@ -4,7 +4,7 @@
     scripts/gguf_model.py MODEL_FOLDER FILE.gguf
 
 llama.cpp's own converter recognises tokenizers by a hash, and refuses those of test models. Weights are float32.
-llama.cpp splits text into words by one of its named patterns, so this program knows for each pattern of a model the
+llama.cpp splits text into words by one of its own named patterns, so this program replaces a model's pattern by the
 name of one that gives the same ids. Needs the packages gguf, numpy and safetensors (`scripts/llama_server.sh install`
 has them).
 """

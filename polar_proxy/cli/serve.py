@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _RAY_EXIT_SECONDS = 2.0
-"""Wait after the end of Ray, in which its worker processes end too. Only then can their sandboxes be removed as
-orphans."""
+"""Seconds to wait after the end of Ray until its worker processes have ended too. Only then can their sandboxes be
+removed as orphans."""
 
 
 class NodeEndedError(PolarError):

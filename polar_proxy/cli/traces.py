@@ -103,9 +103,9 @@ def build(
 
 
 async def _note_no_match(store: Store, where: str | None, targets: Sequence[SessionTarget]) -> None:
-    """If `targets` is empty, print why: for each condition of `where`, how many rollouts match it.
+    """If `where` selects nothing, print for each of its conditions how many rollouts match it.
 
-    If none does, the existing values of the condition's field are printed.
+    For a condition that matches none, the existing values of its field are printed.
     """
     if where is not None and not targets:
         print_note(await store.rollouts.explain_no_match(where))
