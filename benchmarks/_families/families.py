@@ -45,7 +45,7 @@ class Family:
 
     @property
     def token_suffix(self) -> str:
-        """The suffix that the template (Hy3) writes in place of `{}` in each control token and tag; empty for others."""
+        """The suffix that Hy3's template writes for `{}` in each control token and tag; empty for other templates."""
         found = _SUFFIX.search(self.template)
         return found[1] if found else ""
 

@@ -2,7 +2,8 @@
 
     python rllm_store.py FILE
 
-Runs in the Python of that gateway's environment. Prints as JSON the time to read the session back, and the number of calls read.
+Runs in the Python of that gateway's environment. Prints as JSON the time to read the session back, and the number of
+calls read.
 """
 
 import asyncio
