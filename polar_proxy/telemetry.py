@@ -185,7 +185,8 @@ class SpanFactory:
         self._content = content
 
     def of_call(self, record: CallRecord, rollout_id: str | None) -> ReadableSpan:
-        """Return the span of a call: the child of its session's `running` stage, or a root without a rollout."""
+        """Return the span of a call: a child of its session's `running` stage, or a root if the session has no
+        rollout."""
         trace = rollout_id or record.session_id
         parent = None if rollout_id is None else _context(trace, record.session_id)
         return self._span(

@@ -1,4 +1,5 @@
-"""Marks of sessions that lost a call while the database could not be written, in a file until the database has them.
+"""Marks of sessions that lost a call while the database could not be written. A file keeps them until the database has
+them.
 
 Promises:
 

@@ -29,7 +29,7 @@ from polar_proxy.store.repositories.rollouts import (
 )
 
 CANCEL_REQUESTED = "cancel_requested"
-"""The cause of a claimed rollout that its worker must end."""
+"""The value of `rollouts.cause` by which the worker of a claimed rollout is asked to end it."""
 
 _THROUGHPUT_LEASES = 256
 """The number of newest acknowledged leases from which the consumers' throughput is measured."""
