@@ -34,7 +34,7 @@ _ERROR_BYTES = 2000
 
 
 class CleanGitError(PolarError):
-    """git refused its input or was too slow; the text is git's error."""
+    """git is missing, failed or was too slow. The message is git's own error if git printed one."""
 
 
 class GitOutputTooLargeError(CleanGitError):

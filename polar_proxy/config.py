@@ -97,9 +97,9 @@ class GatewaySettings(_Section):
     limits: GatewayLimits = GatewayLimits()
     """Limits that keep one client from stopping the gateway for all others."""
     calls_in_memory: int = Field(50_000, ge=1)
-    """Number of recorded calls whose digests are kept in memory, about 2 KB each, to find what a new call extends.
-    Above this number, sessions without a request for half a minute are removed from memory, and read from the database
-    when they are used again."""
+    """Number of recorded calls whose digests are kept in memory (about 2 KB each), to find the call that a new one
+    extends. Above this number, sessions without a request for half a minute are removed from memory, and read from the
+    database when they are used again."""
     cache_mb: int = Field(256, ge=1)
     """Memory in MiB for the last request of each session and the tokens of answers that may be continued. Two more
     caches have the same limit: hashes that show which messages and tokens of a session are stored already, and signed
@@ -160,7 +160,7 @@ class EngineSettings(_Section):
 
     kind: str = "local"
     """`local`, `vllm`, `llamacpp` (a llama-server), `openai` (or a compatible API), `anthropic`, `google`,
-    `passthrough` (each call goes to the provider that the agent asks), or module:Class."""
+    `passthrough` (each call goes to the provider that the agent addresses), or module:Class."""
     url: str | None = None
     """URL of the engine (not local). Default for openai, anthropic and google: the provider's own API."""
     model: str | None = None

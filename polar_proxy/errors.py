@@ -69,7 +69,8 @@ class EngineError(PolarError):
 
 
 class EngineDroppedError(EngineError):
-    """The engine closed the connection before it began to answer. It may have sampled."""
+    """The engine closed the connection before it began to answer. The engine may have sampled an answer
+    nevertheless."""
 
 
 class ProviderError(EngineError):

@@ -273,9 +273,9 @@ def share_buffer(one: TokenIds, other: TokenIds) -> bool:
 
 
 def shared_length(ids: TokenIds, known: TokenIds | None) -> int:
-    """Return the length of a common prefix of `ids` and `known` that needs no comparison; 0 if there is none.
+    """Return the length of `known` if `ids` begins with it and both begin at the same address; otherwise 0.
 
-    This is the whole of `known` if both arrays begin at the same address and `ids` is not shorter.
+    So 0 does not mean that they differ: it means that they must be compared.
     """
     return len(known) if known is not None and len(known) <= len(ids) and share_buffer(ids, known) else 0
 

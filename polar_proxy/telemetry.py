@@ -150,7 +150,7 @@ class SpanSender:
             self.dropped += 1
 
     def stop(self) -> None:
-        """Send what is queued, for at most some seconds."""
+        """Send what is queued, for at most ten seconds."""
         self._ending.set()
         self._thread.join(_END_SECONDS)
         self._exporter.shutdown()

@@ -216,7 +216,7 @@ class SessionState:
         self.parsing = asyncio.Lock()
         """Held while a request of the session is parsed."""
         self.parsing_large = asyncio.Lock()
-        """Held while a larger request of the session is parsed (see `request_reader`)."""
+        """Held in place of `parsing` while a large request of the session is parsed (see `request_reader`)."""
         self.lost = 0
         """Calls that were answered but could not be committed. The session is then incomplete and not trained on."""
         self.unstored_key: bytes | None = None

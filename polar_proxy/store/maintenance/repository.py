@@ -355,7 +355,7 @@ async def _delete_calls(connection: AsyncConnection, sessions: Sequence[str]) ->
 
 
 async def _delete_empty_groups(connection: AsyncConnection, groups: Sequence[str]) -> None:
-    """Delete the groups without rollouts, unless their job has not ended."""
+    """Delete those of these groups that have neither a rollout nor a job that is still open or paused."""
     g, j = schema.groups.c, schema.jobs.c
     job_open = exists().where(j.job_id == g.job_id, j.status.not_in(("done", "cancelled")))
     empty = ~exists().where(_r.group_id == g.group_id)

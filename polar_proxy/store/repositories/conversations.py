@@ -107,7 +107,8 @@ class ConversationRepository(Repository):
         return row
 
     async def get(self, session_id: str, conversation_id: str, *, at_provider: bool = False) -> ConversationRow | None:
-        """Return a conversation of this session that is kept here, or `at_provider`."""
+        """Return a conversation of this session: one that is kept here or, with `at_provider`, one that its provider
+        keeps."""
         mine = (_c.conversation_id == conversation_id, _c.session_id == session_id, _c.at_provider == at_provider)
         return await self._row(ConversationRow, select(*_columns).where(*mine))
 

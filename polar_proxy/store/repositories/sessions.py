@@ -207,7 +207,7 @@ class SessionRepository(Repository):
         return await self._row(SessionSummary, _select_summaries.where(_s.session_id == session_id))
 
     async def ids_of_rollout(self, rollout_id: str, *, closed: bool = False) -> list[str]:
-        """Return the sessions of all attempts at a rollout, oldest first. `closed`: only closed ones."""
+        """Return the ids of the sessions of all attempts at a rollout, oldest first. `closed`: only of closed ones."""
         query = select(_s.session_id).where(_s.rollout_id == rollout_id).order_by(_s.session_id)
         return await self._scalars(query.where(_s.closed_at.is_not(None)) if closed else query)
 

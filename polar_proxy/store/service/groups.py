@@ -93,8 +93,9 @@ class GroupRepository(Repository):
     async def settle(self, group_id: str) -> tuple[GroupRow, bool] | None:
         """End a group whose rollouts have all ended. If it was the last open group of its job, end the job too.
 
-        Returns the group, and True if it was ended now or False if it had ended before. Returns None if a rollout has
-        not ended. A group for training then waits for a consumer, or is dropped if none of its rollouts finished.
+        A group for training then waits for a consumer, or is dropped if none of its rollouts finished. Returns the
+        group, and True if it was ended now or False if it had ended before. Returns None, and changes nothing, if a
+        rollout has not ended.
         """
         now = time.time()
         mine = _g.group_id == group_id
