@@ -189,7 +189,7 @@ class SessionRegistry:
             raise SessionClosedError
         session = self._by_id.get(row.session_id)  # already in memory under another name (its id in the path)
         if session is None:
-            # Calls from before a restart, or from before the session was evicted.
+            # Its calls from before a restart, or from before it was dropped from memory.
             lineages = [] if is_new else await self._store.calls.lineages(row.session_id)
             session = self._new_state(row.session_id, row.rollout_id, row.policy or {}, row.label)
             session.rebuild(lineages)

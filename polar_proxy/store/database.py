@@ -156,8 +156,8 @@ class Database:
         self._async_engines: list[AsyncEngine] = []
         """`_writer` and `_reader`, if they were used."""
         if self.path is not None:
-            # aiosqlite changes threads three times per statement. `read` and `write` therefore have connections of
-            # their own in threads of their own, where a whole transaction is one change of threads.
+            # aiosqlite changes threads three times per statement. `read` and `write` therefore use separate connections
+            # in separate threads, where a whole transaction takes one change of threads.
             blocking = make_url(url).set(drivername="sqlite")
             # Used in one thread, closed in another.
             own = {"connect_args": {"check_same_thread": False, "factory": RollbackOnClose}, "max_overflow": 0}
@@ -303,7 +303,7 @@ class Database:
                 is_recent = self._written_at > began - _RECENT_SECONDS
                 await asyncio.to_thread(check_free_space if is_recent else probe_file, self.path)
             elif self._written_at <= began - _RECENT_SECONDS:
-                # In a loop of its own: in a busy one, its few round trips take longer than they may.
+                # In a separate event loop: in a busy one, the few round trips would exceed their time limit.
                 await asyncio.to_thread(asyncio.run, self._probe_server())
         except (SQLAlchemyError, sqlite3.Error, OSError) as error:
             may_be_load = isinstance(error, TimeoutError) or (is_locked(error) and self._may_have_lock())
@@ -319,7 +319,7 @@ class Database:
         since = self._write_lock.since
         seconds = 0.0 if since is None else time.monotonic() - since
         if seconds > _STUCK_SECONDS:
-            raise StoreError(f"A write of this process has been running for {seconds:.0f} s")
+            raise StoreError(f"A write of this process has been running for {seconds:.0f} s, and others wait for it")
         return True
 
     async def _probe_server(self) -> None:
