@@ -88,7 +88,7 @@ class Marking(NamedTuple):
     after: bool
     """Put a mark after the text of messages that are not answers."""
     before_answers: bool
-    """Put a mark before the text of answers. After it, there is always one."""
+    """Put a mark before the text of answers, too. There is always one after it."""
     empty_answers: bool
     """Mark answers without text too, for templates that show no tool calls."""
 
