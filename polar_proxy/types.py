@@ -402,15 +402,14 @@ class CallRecord:
     prompt_reason: str | None = None
     """Why the prompt was not continued from the base's tokens (`sessions/continuation.py` lists the reasons)."""
     base_call_id: str | None = None
-    """The base: the answered call whose messages and answer mean the same as the first messages of this call. Set in
-    both prompt modes."""
+    """The base: the call whose messages and answer mean the same as the beginning of this one. Set in both modes."""
     base_choice: int | None = None
     provider_conversation: str | None = None
     response_id: str | None = None
     response_items: Json | None = None
-    """Items of a response that was passed through: the provider's id -> kind and number in this record. {"fc_67c9":
-    "fc_0"} is the first tool call. Later requests refer to these ids, to `response_id` and to `provider_conversation`;
-    a record that is read back has only the last of the three."""
+    """Items of a passed-through response: the provider's id -> kind and number here; {"fc_67c9": "fc_0"} is the first
+    tool call. Later requests refer to these ids, `response_id` and `provider_conversation`; only the last is read
+    back."""
     deleted_at: float | None = None
     """When the client deleted the response, in seconds since the epoch. The call stays, and is trained on."""
     engine_name: str | None = None
@@ -418,8 +417,7 @@ class CallRecord:
     route: str | None = None
     """Name of the rule that chose the engine."""
     hooks: Json | None = None
-    """Changes by hooks: `request` (its changed parts, as the model saw them) and `answer` (the messages of the choices
-    as they were sampled); None without changes."""
+    """Changes by hooks: `request` (its changed parts, as the model saw them), `answer` (the messages as sampled)."""
     conversation: ConversationTurn | None = None
     """Items that committing the record adds to a conversation; None in a record that is read back."""
 
