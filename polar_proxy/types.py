@@ -407,9 +407,8 @@ class CallRecord:
     provider_conversation: str | None = None
     response_id: str | None = None
     response_items: Json | None = None
-    """Items of a passed-through response: the provider's id -> kind and number here; {"fc_67c9": "fc_0"} is the first
-    tool call. Later requests refer to these ids, `response_id` and `provider_conversation`; only the last is read
-    back."""
+    """Item id of a passed-through response -> kind and number in this record: {"fc_67c9": "fc_0"} is the first tool
+    call. Later requests refer to it, to `response_id` and to `provider_conversation`; only the last is read back."""
     deleted_at: float | None = None
     """When the client deleted the response, in seconds since the epoch. The call stays, and is trained on."""
     engine_name: str | None = None
