@@ -104,7 +104,7 @@ def _local(settings: EngineSettings) -> Engine:
 
 
 def _by_name(kind: str) -> Engine:
-    """Return an instance of the class that `kind`, `module:Class`, names."""
+    """Import the engine class that `kind` names as `module:Class`, and return an instance made without arguments."""
     module_name, separator, class_name = kind.partition(":")
     if not separator:
         raise UsageError(
