@@ -238,9 +238,9 @@ def server_message(message: Message) -> Json:
     """Return a message as servers with a chat template accept it.
 
     Servers refuse a conversation in which the arguments of a tool call are not JSON, even if their own model wrote
-    these arguments. Such arguments are sent as a JSON string, which servers accept and templates print unchanged. Reasoning
-    is sent under both of its names, `reasoning` and `reasoning_content`: the chat route of vLLM accepts either, but
-    its `/tokenize` (0.32) drops the second; older and other servers accept only the second.
+    these arguments. Such arguments are sent as a JSON string, which servers accept and templates print unchanged.
+    Reasoning is sent under both of its names, `reasoning` and `reasoning_content`: the chat route of vLLM accepts
+    either, but its `/tokenize` (0.32) drops the second; older and other servers accept only the second.
     """
     out = message.to_openai()
     if message.reasoning is not None:

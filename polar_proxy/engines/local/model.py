@@ -102,8 +102,8 @@ class PrefixCache:
         self._entries.clear()
 
     def keep(self, tokens: TokenIds, kv: torch.Tensor) -> None:
-        """Keep a copy of a KV buffer's first positions, which belong to `tokens`, unless the copy would be too short, too
-        large or already covered."""
+        """Keep a copy of a KV buffer's first positions, which belong to `tokens`, unless the copy would be too short,
+        too large or already covered."""
         length = len(tokens)
         part = kv[..., :length, :]
         if length < MIN_REUSE or part.nbytes > self._entries.maxsize or self.find(tokens)[0] == length:

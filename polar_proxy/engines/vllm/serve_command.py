@@ -43,7 +43,7 @@ class ServeCommand:
 
 
 async def find_serve_command(model: str, vllm_python: str | None = None) -> ServeCommand:
-    """Return the command for a model, a folder or a name in the Hugging Face cache.
+    """Return the command for `model`, which is a folder or a name in the Hugging Face cache.
 
     `vllm_python` is the Python of an environment with vLLM; None: that of the `vllm` command, or this one. Raises
     UsageError if the model's files or vLLM are not on this machine, EngineError if vLLM cannot load the model's
@@ -81,8 +81,8 @@ class _Template:
         """Return sample answers, as the template renders them, for `ParserProcess.match`.
 
         They are made of fixed reasoning, text and tool calls, and answer a first message or the result of a tool. A
-        sample is left out if the template refuses it or leaves out its tool calls. Its reasoning is "" if the template
-        leaves that out.
+        sample that the template refuses, or whose tool calls it does not render, is left out. If the template does not
+        render the reasoning, the sample's reasoning is "".
         """
         out = []
         answers = ((), CONTENT), (ARGUMENTS[:1], ""), (ARGUMENTS[1:], CONTENT), (ARGUMENTS, "")
