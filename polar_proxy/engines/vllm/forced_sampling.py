@@ -65,7 +65,7 @@ class ForcedSampling:
         self._tools = tools
         self._slots = asyncio.Semaphore(_TOGETHER)
         self.tags: dict[str, tuple[int, ...]] = {}
-        """Token ids of the tags of reasoning and calls, and of the other texts that get biases. Set by `encode_tags`."""
+        """Token ids of the tags of reasoning and calls, and of other texts that get biases. Set by `encode_tags`."""
 
     async def encode_tags(self) -> None:
         if not self.tags:
