@@ -177,8 +177,10 @@ class _ClientConnection(asyncio.Protocol):
         del self._parser  # it refers to this connection
 
     def _broken(self, kind: type[ConnectionError], message: str) -> None:
-        """End the open request, if there is one: raise `kind` in `exchange`, or if the headers have arrived,
-        ConnectionError in the reader of the body."""
+        """End the open request, if there is one, with an error.
+
+        Before the headers have arrived, `exchange` raises `kind`; after that, reading the body raises ConnectionError.
+        """
         response, self._response = self._response, None
         head, self._head = self._head, None
         if head is not None and not head.done():

@@ -133,7 +133,9 @@ class LocalRenderer(Generic[Rendering]):
         # In the thread even if the request is not large: a whole conversation is encoded, which takes milliseconds.
         same = wanted == await self._thread.run(True, self._rendered, request)
         if not same:
-            log.warning("the server renders a conversation otherwise than this template: it is asked from now on")
+            log.warning(
+                "this process and the server render a conversation differently, so the server renders from now on"
+            )
         if len(self._proved) >= _KEPT_PROOFS:
             self._proved.clear()
         self._proved[self._key(request)] = same

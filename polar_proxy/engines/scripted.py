@@ -41,8 +41,8 @@ class ScriptedReply:
     pace: float = 0.0
     """Seconds before each event."""
     prompt_tokens: int = 0
-    """Minimum length of the prompt in tokens. A shorter one is reported with padding at its start, so that the client
-    takes its context for full."""
+    """Minimum length of the reported prompt in tokens. A shorter prompt gets padding at its start, so that the client
+    believes that its context is full."""
     error: Exception | None = None
     """Raised after the rest of the reply, instead of an end-of-turn token."""
 

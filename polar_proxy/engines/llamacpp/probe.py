@@ -153,7 +153,9 @@ async def _require_evidence(client: LlamaCppClient, prompt: Sequence[int]) -> No
         name for name in ("samplers", "mirostat", "n_probs", "post_sampling_probs") if used.get(name) != sent[name]
     ]
     if ignored:
-        raise EngineError(f"{client.name} ignores the settings {', '.join(ignored)} of a request. {REFUSED}")
+        raise EngineError(
+            f"{client.name} ignores the settings {', '.join(ignored)} of a request: update llama.cpp. {REFUSED}"
+        )
 
 
 async def _require_modes(client: LlamaCppClient, prompt: Sequence[int]) -> None:
@@ -209,8 +211,8 @@ async def _tools_problem(client: LlamaCppClient, source: str) -> str | None:
     calls = [(call.name, json.loads(call.arguments)) for call in read.tool_calls]
     if [(call.name, json.loads(call.arguments)) for call in _CALLS] != calls:
         return (
-            "its chat template writes tool calls in another form than Hermes (<tool_call>{...}</tool_call>). Serve the "
-            "model with vLLM, whose parsers Polar can use, or record text only with --engine openai."
+            "its chat template writes tool calls in another format than Hermes (<tool_call>{...}</tool_call>). Serve "
+            "the model with vLLM, whose parsers Polar can use, or record text only with --engine openai."
         )
     return None
 

@@ -55,7 +55,7 @@ def error_in(chunk: Json) -> Json | None:
 
 
 class BodyReader:
-    """Splits a response body into JSON objects as it arrives: server-sent events, Amazon's event stream or one JSON."""
+    """Splits a response body (server-sent events, Amazon's event stream or JSON) into JSON objects as it arrives."""
 
     def __init__(self, content_type: str, name: str) -> None:
         self._lines = SseDecoder(name) if content_type.startswith(EVENT_STREAM) else None
@@ -167,8 +167,8 @@ class ResponseDecoder:
 
 
 def _response_id(response: Json) -> str | None:
-    """Return the provider's id of a response. It is recorded at the first event, because a client can retrieve an
-    answer that broke off by this id."""
+    """Return the provider's id of a response. It is recorded with the first event, because a response that breaks off
+    can be retrieved by its id."""
     identity = response.get("id")
     return identity if isinstance(identity, str) else None
 

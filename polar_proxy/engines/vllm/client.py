@@ -64,8 +64,8 @@ class VllmClient(OpenAIClient):
         super().__init__(url, api_key)
         self.model = model or ""
         self.renderer: ParserProcess | None = None
-        """The side process that renders conversations, if the server's `/tokenize` renders them otherwise than its chat
-        route. The probe sets it."""
+        """The side process that renders conversations, if the server's `/tokenize` and its chat route render them
+        differently. The probe sets it."""
 
     async def send(self, method: str, path: str, body: Json | None = None, **options: Any) -> HttpResponse:
         body = None if body is None else {"model": self.model, **body}

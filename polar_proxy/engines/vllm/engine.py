@@ -157,7 +157,8 @@ class VllmEngine(LocallyRenderingEngine):
         tokens.
         """
         if is_constrained(request, self.info):
-            raise CannotContinueError("a grammar constrains the answer, which the server supports for chats only.")
+            problem = "a grammar constrains the answer, and the server supports the request's grammar in chats only."
+            raise CannotContinueError(problem)
         parsers = self._server.parsers
         if not isinstance(parsers, ParserProofs):
             raise CannotContinueError(parsers.reason)

@@ -89,7 +89,7 @@ class ForcedAnswer:
 
 def unforced(answers: Sequence[ForcedAnswer], optional: set[str]) -> str | None:
     """Return a message about the first text that the server did not sample although it was forced to; None if it
-    sampled all, except for the answers named by `optional`."""
+    sampled all. Texts of the answers named in `optional` may be missing."""
     missing = [answer.name for answer in answers if answer.wanted not in answer.text and answer.name not in optional]
     if not missing:
         return None
@@ -107,7 +107,7 @@ def matching_reasoning_mode(answers: Sequence[ForcedAnswer], *, tools: bool) -> 
         if not wrong[mode]:
             return mode, None
     nearest = min(wrong, key=lambda mode: len(wrong[mode]))
-    return None, f"Its chat route parses {wrong[nearest][0].name} otherwise than the Hermes parser."
+    return None, f"Its chat route and the Hermes parser parse {wrong[nearest][0].name} differently."
 
 
 def _parse_hermes(answer: ForcedAnswer, mode: Reasoning, *, tools: bool) -> ParsedAnswer:

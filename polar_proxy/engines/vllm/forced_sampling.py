@@ -168,7 +168,7 @@ class ForcedSampling:
                     return replace(answer, own=own, cut=form.cut)
             return None
 
-        forms.append(OwnForm("plain text in its template's form", tuple(plain), ()))
+        forms.append(OwnForm("plain text in its template's format", tuple(plain), ()))
         forced = await asyncio.gather(*(force(form, each) for each in conversations for form in forms))
         return [answer for answer in forced if answer is not None]
 

@@ -97,12 +97,12 @@ async def own_forms(render: Render, user: list[Json], end: int) -> list[OwnForm]
     one, other = ARGUMENTS
     out = []
     for name, arguments, content in (
-        ("a call in its template's form", (one,), ""),
-        ("text and a call in its template's form", (one,), CONTENT),
-        ("two calls in its template's form", (one, other), ""),
-        ("an awkward call in its template's form", (other,), ""),
-        ("awkward text and a call in its template's form", (one,), AWKWARD_CONTENT),
-        ("a call with arguments of several types in its template's form", (TYPED_ARGUMENTS,), ""),
+        ("a call in its template's format", (one,), ""),
+        ("text and a call in its template's format", (one,), CONTENT),
+        ("two calls in its template's format", (one, other), ""),
+        ("an awkward call in its template's format", (other,), ""),
+        ("awkward text and a call in its template's format", (one,), AWKWARD_CONTENT),
+        ("a call with arguments of several types in its template's format", (TYPED_ARGUMENTS,), ""),
     ):
         whole = await unless_refused(render([*user, call_turn(arguments, content)], False))
         if whole is None:
@@ -111,7 +111,7 @@ async def own_forms(render: Render, user: list[Json], end: int) -> list[OwnForm]
         out.append(OwnForm(name, tuple(ids[: ids.index(end)] if end in ids else ids), arguments))
     if out:
         half = out[0].ids[: max(1, len(out[0].ids) * 2 // 3)]
-        out.append(OwnForm("a cut call in its template's form", half, (), cut=True))
+        out.append(OwnForm("a cut call in its template's format", half, (), cut=True))
     return out
 
 

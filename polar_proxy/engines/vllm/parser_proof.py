@@ -1,6 +1,6 @@
 """Prove that Polar parses answers as the server's own chat route does: make the server sample given texts, and compare.
 
-The answers are plain text, reasoning, tool calls in the template's own form (`own_forms.py`), Hermes calls, awkward
+The answers are plain text, reasoning, tool calls in the template's own format (`own_forms.py`), Hermes calls, awkward
 JSON, ... The chat route's result for each is compared with a parser's result for the same ids. Only a parser that
 agreed on all of them is used to continue conversations from exact ids. White space around text and reasoning is not
 compared.
@@ -8,8 +8,8 @@ compared.
 These parsers are tried in this order: Polar's Hermes parser; vLLM's parsers in a side process, if its package is found;
 the server's parser at `/derender`. Polar's parser is other code than the server's, so it is used only if all of the
 given texts were sampled. The others are vLLM's own code and are compared on whatever was sampled. If tool calls in the
-template's own form were sampled, the chat route must have read at least one of them as a call. Some of the server's
-parsers replace Polar's grammar by their own; then the calls that were sampled under theirs are compared. If no call was
+template's own format were sampled, the chat route must have parsed at least one of them as a call. Some of the server's
+parsers put a grammar of their own in place of Polar's; then the calls sampled under it are compared. If no call was
 sampled, it is unknown which of vLLM's parsers the server uses.
 
 The server is made to answer both a first message and a tool's result, because some parsers look at the history. If
@@ -211,7 +211,7 @@ class ParserProofs:
         own = [answer for answer in answers if answer.own and answer.raw_finish == "stop"]
         if own and not any(answer.parsed.calls for answer in own):
             raise CannotContinueError(
-                f"{problem} And the server's chat route did not recognise a tool call in the chat template's form. "
+                f"{problem} And the server's chat route did not recognise a tool call in the chat template's format. "
                 "Start vLLM with the --tool-call-parser of this model."
             )
         if not any(answer.parsed.reasoning for answer in answers):
@@ -243,9 +243,9 @@ class ParserProofs:
         return "open" if places[THINK] > places[END_THINK] else "closed"
 
     async def _call_form_problem(self, bare: list[int], frame: Json) -> str | None:
-        """Return why the Hermes parser cannot read tool calls in the form of the chat template, or None if it can.
+        """Return why the Hermes parser cannot read tool calls in the chat template's format, or None if it can.
 
-        The model is expected to write tool calls in that form. `bare`: the token ids of the conversation before the
+        The model is expected to write tool calls in that format. `bare`: the token ids of the conversation before the
         assistant's message, which makes the tool call.
         """
         if not self._tools:
@@ -256,7 +256,7 @@ class ParserProofs:
         found = [(call.name, _parse_json(call.arguments)) for call in parsed.tool_calls]
         if found == [("look", {"path": "a"})]:
             return None
-        return "The template writes tool calls in another form than Hermes'."
+        return "The template writes tool calls in another format than Hermes."
 
     async def _match_process(
         self, config: ParserConfig, answers: list[ForcedAnswer], frame: Json, conversations: list[Conversation]
@@ -269,8 +269,8 @@ class ParserProofs:
             return "vLLM's package was not found on this machine."
         if self._tools and self._parsers is None and not any(answer.own and answer.parsed.calls for answer in answers):
             return (
-                "The server could not be made to sample a tool call in the template's form, so nothing shows which of "
-                "vLLM's parsers it uses. Name them by the setting engine.vllm_parsers, as TOOL/REASONING."
+                "The server could not be made to sample a tool call in the template's format, so it is unknown which "
+                "of vLLM's parsers it uses. Name them by the setting engine.vllm_parsers, as TOOL/REASONING."
             )
         request = parser_request(self._client.model, _request(frame))
         try:
@@ -331,7 +331,7 @@ class ParserProofs:
         """Return the first pair of parsers with which vLLM constrains the answer by a grammar; else the first pair.
 
         If the server in fact uses a pair without a grammar, its answers are needlessly recorded as constrained, and not
-        trained. The opposite error would be worse: constrained answers would be trained as free ones.
+        trained. The opposite error would be worse: constrained answers might be trained as free ones.
         """
         for pair in pairs:
             if await self._has_grammar(pair, request):
@@ -367,7 +367,7 @@ class ParserProofs:
             return f"The server does not offer {DERENDER}."
         for answer in answers:
             if await derender(answer, whole) != answer.parsed:
-                return f"And {DERENDER} parses {answer.name} otherwise than its chat route."
+                return f"And {DERENDER} and its chat route parse {answer.name} differently."
         parsed = await asyncio.gather(*(unless_refused(derender(answer, pieces)) for answer in answers))
         return pieces if parsed == [answer.parsed for answer in answers] else whole
 

@@ -1,4 +1,4 @@
-"""Find the `vllm serve` command for a model: the parsers that read answers in the form of its chat template.
+"""Find the `vllm serve` command for a model: the parsers that read answers in the format of its chat template.
 
 No server is needed. The model's template writes answers with reasoning and tool calls (`own_forms.py`), and vLLM's
 parsers are tried on their tokens in a side process (`parser_process.py`).
@@ -29,7 +29,7 @@ class ServeCommand:
     model: str
     vllm_version: str
     parsers: tuple[Parsers, ...]
-    """Pairs (tool parser, reasoning parser) that read answers in the template's form, the best first; at least one.
+    """Pairs (tool parser, reasoning parser) that read answers in the template's format, the best first; at least one.
 
     The tool parser is None if the template shows no tool calls, the reasoning parser None if answers have no reasoning.
     """
@@ -47,7 +47,7 @@ async def find_serve_command(model: str, vllm_python: str | None = None) -> Serv
 
     `vllm_python` is the Python of an environment with vLLM; None: that of the `vllm` command, or this one. Raises
     UsageError if the model's files or vLLM are not on this machine, EngineError if vLLM cannot load the model's
-    configuration or none of its parsers reads answers in the template's form.
+    configuration or none of its parsers reads answers in the template's format.
     """
     folder = await asyncio.to_thread(find_model_folder, model)
     files = await asyncio.to_thread(ModelFiles.load, folder) if folder is not None else None
@@ -64,8 +64,8 @@ async def find_serve_command(model: str, vllm_python: str | None = None) -> Serv
         found = await process.match(request, samples)
         if not found:
             raise EngineError(
-                f"No parser of vLLM {process.version} reads answers in the form of the chat template of {model}: use a "
-                "vLLM version that supports this model, or another model."
+                f"No parser of vLLM {process.version} reads answers in the format of the chat template of {model}: use "
+                "a vLLM version that supports this model, or another model."
             )
         return ServeCommand(model, process.version, tuple(found))
 
