@@ -84,7 +84,7 @@ class Engine(ABC):
         return ExactPrompt(token_ids)
 
     def not_carried(self, request: EngineRequest) -> tuple[str, ...]:
-        """Return the names of the request's options that the engine cannot pass to its provider. They are recorded."""
+        """Return the names of the request's options that the provider does not get. The call's record has them."""
         return ()
 
     async def constrains(self, request: EngineRequest) -> bool:

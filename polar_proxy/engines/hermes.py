@@ -57,9 +57,9 @@ class HermesParser:
         self._implied = reasoning in ("implied", "implied_call")
         self._call_ends_thought = tools and reasoning == "implied_call"
         self._blank = ""
-        """White space that is content only if other content follows."""
+        """White space that was held back: it becomes text only if other text follows."""
         self._has_content = False
-        """Whether content was found since the last block."""
+        """Whether text was found since the start or the last tool call."""
         self._scan = _EndTagScanner()
         self._out_text: list[str] = []
         self._out_reasoning: list[str] = []

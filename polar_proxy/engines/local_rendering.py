@@ -64,7 +64,7 @@ class LocalRenderer(Generic[Rendering]):
         render: Render[Rendering],
         encode: Callable[[str], Rendering],
     ) -> None:
-        """`render` returns the server's rendering, ids or text; `encode` converts a text rendered here to that form."""
+        """`render` returns the server's rendering, ids or text; `encode` turns a text rendered here into the same."""
         self._template = template
         self._encode: Callable[[str], Rendering] = encode
         self._form = form

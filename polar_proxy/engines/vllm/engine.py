@@ -157,8 +157,7 @@ class VllmEngine(LocallyRenderingEngine):
         tokens.
         """
         if is_constrained(request, self.info):
-            problem = "a grammar constrains the answer, and the server supports the request's grammar in chats only."
-            raise CannotContinueError(problem)
+            raise CannotContinueError("a grammar constrains the answer; the server allows this on its chat route only.")
         parsers = self._server.parsers
         if not isinstance(parsers, ParserProofs):
             raise CannotContinueError(parsers.reason)
