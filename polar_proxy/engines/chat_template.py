@@ -142,7 +142,7 @@ class ModelFiles:
 
 
 def find_model_folder(name: str) -> Path | None:
-    """Return the folder of a model from its path or its name on the Hugging Face Hub; None if it is not here."""
+    """Return the folder of a model from its path or its name on the Hugging Face Hub; None if it is not on disk."""
     if (folder := Path(name)).is_dir():
         return folder
     try:

@@ -57,7 +57,8 @@ class HermesParser:
         self._implied = reasoning in ("implied", "implied_call")
         self._call_ends_thought = tools and reasoning == "implied_call"
         self._blank = ""
-        """White space that was held back: it becomes text only if other text follows."""
+        """White space at the beginning of a block. It becomes text if other text follows, or if the answer ends without
+        a tool call."""
         self._has_content = False
         """Whether text was found since the start or the last tool call."""
         self._scan = _EndTagScanner()
