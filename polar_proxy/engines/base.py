@@ -47,7 +47,7 @@ class EngineLoad:
     kv_usage: float | None = None
     """Share of the key-value cache that running requests occupy, 0 to 1; the mean over replicas."""
     waiting: int | None = None
-    """Number of requests that wait for a place in a batch."""
+    """Number of requests that wait to be added to a batch."""
     running: int | None = None
     """Number of requests whose answers are being sampled."""
     replicas: int = 1

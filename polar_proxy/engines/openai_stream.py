@@ -76,7 +76,7 @@ class ChunkDecoder:
         try:
             return self._feed(chunks)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise EngineError(f"{self._name} sent an answer of an unknown shape: {error!r}.") from error
+            raise EngineError(f"{self._name} sent an answer in an unknown format: {error!r}.") from error
 
     def end(self) -> list[SampleEvent]:
         """Return the last event of each choice. Raises EngineError if the answer is not complete."""

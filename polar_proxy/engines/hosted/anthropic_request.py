@@ -1,4 +1,4 @@
-"""A request in the form of Anthropic's Messages API. Source: https://docs.anthropic.com/en/api/messages
+"""A request in the format of Anthropic's Messages API. Source: https://docs.anthropic.com/en/api/messages
 
 * System messages at the beginning are the field `system`. Later ones keep their place as messages of the role `system`.
 * Results of tools and the user's messages after them are one message of the role `user`, results first.

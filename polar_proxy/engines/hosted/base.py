@@ -138,11 +138,11 @@ class HostedDecoder(ABC):
         self._name = name
 
     def feed(self, chunks: Any) -> list[SampleEvent]:
-        """Return the events of the next chunks of the answer. Raises EngineError for chunks of an unknown shape."""
+        """Return the events of the next chunks of the answer. Raises EngineError for chunks in an unknown format."""
         try:
             return [event for chunk in chunks for event in self.events(chunk)]
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise EngineError(f"{self._name} sent an answer of an unknown shape: {error!r}.") from error
+            raise EngineError(f"{self._name} sent an answer in an unknown format: {error!r}.") from error
 
     @abstractmethod
     def events(self, chunk: Json) -> list[SampleEvent]:

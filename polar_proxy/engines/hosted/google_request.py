@@ -1,4 +1,4 @@
-"""A request in the form of Google's GenerateContent. Source: https://ai.google.dev/api/generate-content
+"""A request in the format of Google's GenerateContent. Source: https://ai.google.dev/api/generate-content
 
 * System messages at the beginning are `systemInstruction`. Later ones become text parts of a `user` content, because
   the API has no system role there; `not_carried` names them.

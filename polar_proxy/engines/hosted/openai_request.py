@@ -1,4 +1,4 @@
-"""A request in the form of OpenAI's Chat Completions. Source: https://platform.openai.com/docs/api-reference/chat
+"""A request in the format of OpenAI's Chat Completions. Source: https://platform.openai.com/docs/api-reference/chat
 
 * Messages are sent without the fields that the API does not document: reasoning (unless the API was found to need it)
   and the name of the tool in a tool's result.

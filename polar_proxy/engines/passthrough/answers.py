@@ -117,7 +117,7 @@ class ResponseDecoder:
         try:
             return [event for chunk in chunks if (event := self._event(chunk)) is not None]
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise EngineError(f"{self._name} sent an answer of an unknown shape: {error!r}.") from error
+            raise EngineError(f"{self._name} sent an answer in an unknown format: {error!r}.") from error
 
     def _event(self, chunk: Json) -> SampleEvent | None:
         kind = chunk.get("type")

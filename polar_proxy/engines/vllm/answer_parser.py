@@ -240,7 +240,7 @@ class DerenderAnswerParser(AnswerParser):
         try:
             message: Json = answer["choices"][0]["message"]
         except (KeyError, TypeError, IndexError) as error:
-            raise EngineError(f"{self._client.name} parsed an answer into an unknown shape: {error!r}.") from error
+            raise EngineError(f"{self._client.name} parsed an answer into an unknown format: {error!r}.") from error
         return message, "tool_calls" if finish == "stop" and message.get("tool_calls") else finish
 
     async def _derender(self, choice: _DerenderState, index: int, finish: str | None) -> tuple[Json, str | None]:
@@ -258,7 +258,7 @@ class DerenderAnswerParser(AnswerParser):
             choice.server_state = answer["stream_state"]
             choices: list[Json] = answer["chunk"]["choices"]
         except (KeyError, TypeError) as error:
-            raise EngineError(f"{self._client.name} parsed an answer into an unknown shape: {error!r}.") from error
+            raise EngineError(f"{self._client.name} parsed an answer into an unknown format: {error!r}.") from error
         if not choices:
             return {}, finish
         return choices[0].get("delta") or {}, choices[0].get("finish_reason")
