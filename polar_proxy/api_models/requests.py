@@ -87,7 +87,7 @@ class DrainRequest(ApiRequestModel):
 
 
 class RewardRequest(ApiRequestModel):
-    """A reward for a rollout or a session, or for one call or one trace of it."""
+    """A reward that was judged outside Polar, for a rollout or a session, or for one call or one trace of it."""
 
     rollout_id: str | None = None
     """Id of the rollout to reward."""
