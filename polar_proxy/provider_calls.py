@@ -22,9 +22,8 @@ class ProviderRequest:
     read_items: Callable[[list[dict[str, Any]]], Sequence[Any]]
     """Converts output items of a response (OpenAI Responses) to messages, as if a later request contained them as
     input."""
-    exchange: Callable[[str, ProviderRequest], AsyncIterator[tuple[ProviderPiece, list[dict[str, Any]]]]] | None = None
-    """Sends the request over a WebSocket to the provider's URL, and yields the pieces of the answer, each with the JSON
-    objects in it."""
+    exchange: Callable[[str, ProviderRequest], AsyncIterator[ProviderPiece]] | None = None
+    """Sends the request over a WebSocket to the provider's URL, and yields the pieces of the answer, each one event."""
 
 
 @dataclass(frozen=True, slots=True)

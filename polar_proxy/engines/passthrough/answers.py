@@ -5,14 +5,13 @@ from __future__ import annotations
 import base64
 import struct
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import orjson
 
 from polar_proxy.engines.hosted.anthropic import MessageDecoder
 from polar_proxy.engines.hosted.google import ContentDecoder
 from polar_proxy.engines.openai_client import AnswerDecoder
-from polar_proxy.engines.openai_stream import ChunkDecoder, SseDecoder
+from polar_proxy.engines.openai_stream import ChunkDecoder, SseDecoder, parse_json
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.provider_calls import ProviderRequest
 from polar_proxy.types import EngineRequest, Json, Message, SampleEvent, ToolCall, ToolDelta, Usage
@@ -57,27 +56,32 @@ def error_in(chunk: Json) -> Json | None:
 class BodyReader:
     """Splits a response body (server-sent events, Amazon's event stream or JSON) into JSON objects as it arrives."""
 
-    def __init__(self, content_type: str, name: str) -> None:
-        self._lines = SseDecoder(name) if content_type.startswith(EVENT_STREAM) else None
+    def __init__(self, headers: dict[bytes, bytes], host: str) -> None:
+        """`headers`: those of the response, in lower case. The objects of a compressed body are not read."""
+        content_type = headers.get(b"content-type", b"").decode("latin-1")
+        self._lines = SseDecoder(host) if content_type.startswith(EVENT_STREAM) else None
         self._frames = content_type.startswith(AWS_EVENT_STREAM)
-        self._name = name
+        self._compressed = b"content-encoding" in headers
+        self._host = host
         self._rest = b""
 
-    def feed(self, data: bytes) -> list[Json]:
-        """Return the objects that `data` completes. Raises EngineError for malformed JSON."""
-        if self._lines is not None:
-            return self._lines.feed(data)
-        self._rest += data
-        return self._read_frames() if self._frames else []
+    def feed(self, data: bytes, *, last: bool) -> list[Json]:
+        """Return the objects that `data` completes; those of an unstreamed body with its `last` piece.
 
-    def end(self) -> list[Json]:
-        """Return the JSON objects of an unstreamed body: one object, or the items of an array. Empty for a stream."""
-        if self._lines is not None or self._frames:
+        Raises EngineError for malformed content.
+        """
+        if self._compressed:
             return []
-        try:
-            value: Any = orjson.loads(self._rest)
-        except orjson.JSONDecodeError as error:
-            raise EngineError(f"{self._name} sent malformed JSON: {error}.") from error
+        if self._lines is not None:
+            return [event for event in self._lines.feed(data) if isinstance(event, dict)]
+        self._rest += data
+        if self._frames:
+            return self._read_frames()
+        return self._read_body() if last else []
+
+    def _read_body(self) -> list[Json]:
+        """Return the object of an unstreamed body, or the items of its array."""
+        value = parse_json(self._rest, self._host)
         return [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, dict)]
 
     def _read_frames(self) -> list[Json]:
@@ -90,12 +94,15 @@ class BodyReader:
         while len(self._rest) >= 12:
             total, headers = struct.unpack(">II", self._rest[:8])
             if total < 16 or headers > total - 16:
-                raise EngineError(f"{self._name} sent a malformed event stream.")
+                raise EngineError(f"The provider at {self._host} sent a malformed event stream.")
             if len(self._rest) < total:
                 break
             payload, self._rest = self._rest[12 + headers : total - 4], self._rest[total:]
-            event = orjson.loads(payload)
-            found.append(orjson.loads(base64.b64decode(event["bytes"])) if "bytes" in event else {"error": event})
+            try:
+                event = orjson.loads(payload)
+                found.append(orjson.loads(base64.b64decode(event["bytes"])) if "bytes" in event else {"error": event})
+            except (TypeError, ValueError) as error:
+                raise EngineError(f"The provider at {self._host} sent a malformed event: {error}.") from error
         return found
 
 

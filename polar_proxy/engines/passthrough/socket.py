@@ -64,21 +64,21 @@ class ProviderWebSocket:
         self._connection, self._url = connection, url
         return connection
 
-    async def exchange(self, url: str, raw: ProviderRequest) -> AsyncIterator[tuple[ProviderPiece, list[Json]]]:
+    async def exchange(self, url: str, raw: ProviderRequest) -> AsyncIterator[ProviderPiece]:
         """Send a request, and yield the messages of its answer. Raises as `open` does.
 
         Each message is written as a server-sent event, which is the format that the gateway's WebSocket reads.
         """
         connection = await self.open(url, raw)
-        yield ProviderPiece(b"", headers=((b"content-type", b"text/event-stream"),)), []
+        yield ProviderPiece(b"", headers=((b"content-type", b"text/event-stream"),))
         try:
             await connection.send(raw.body.decode())
             while True:
                 message = await connection.recv()
                 data = message.encode() if isinstance(message, str) else message
-                event = orjson.loads(data)
+                event = _object_in(data)
                 name = str(event.get("type", "message")).encode()
-                yield ProviderPiece(b"event: " + name + b"\ndata: " + data + b"\n\n"), [event]
+                yield ProviderPiece(b"event: " + name + b"\ndata: " + data + b"\n\n")
                 if is_end(event):
                     return
         except (ConnectionClosed, OSError) as error:
@@ -88,3 +88,12 @@ class ProviderWebSocket:
         if self._connection is not None:
             await self._connection.close()
             self._connection = None
+
+
+def _object_in(message: bytes) -> Json:
+    """Return the JSON object that a message is, or {} for any other message, which is passed on all the same."""
+    try:
+        value: object = orjson.loads(message)
+    except orjson.JSONDecodeError:
+        return {}
+    return value if isinstance(value, dict) else {}
