@@ -72,7 +72,7 @@ class Cluster:
         self._scoring_resources: dict[str, float] = {}
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._working: set[str] = set()
-        """The nodes that are working now."""
+        """Ids of the nodes whose actors work now."""
 
     async def __aenter__(self) -> Self:
         await asyncio.to_thread(self._connect)
@@ -203,7 +203,7 @@ class Cluster:
                 await self._reclaim_from(worker)
 
     async def _reclaim_from(self, worker: str) -> None:
-        """Take the rollouts of a dead worker: queue them again, or end those cancelled or without attempts left.
+        """Queue the rollouts of a dead worker again, and end those that were cancelled or have no attempt left.
 
         Every living node then removes the sandboxes of dead processes on its own machine. If no node runs on the dead
         worker's machine, the worker's sandboxes stay."""
