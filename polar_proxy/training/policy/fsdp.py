@@ -224,7 +224,7 @@ class ShardedCoordinator(ShardedLearner):
 
 @contextlib.contextmanager
 def launch_sharded(model: Path, reference: Path | None, config: GrpoConfig) -> Iterator[ShardedCoordinator]:
-    """Start the other processes, which load `model` and `reference` from the same folders; end them when the block ends.
+    """Start the other processes, which load `model` and `reference` from these folders; stop them when the block ends.
 
     Raises TrainingError if there are fewer GPUs than processes, or one of the processes does not start.
     """
