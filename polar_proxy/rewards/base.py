@@ -1,13 +1,14 @@
 """The interface of an evaluator: its input and its result.
 
-* An evaluator works in a workspace that no agent has touched. It gets nothing from the run except the agent's patch.
+* An evaluator works in a workspace that no agent has touched. Only the agent's patch gets into it from the run.
 * Hidden tests, scripts and reward files are written after the patch, and the parts of a patch that could take their
   place or be imported instead of them are left out (`patches`).
 * A reward of ``None`` means that the task could not be judged. Bad work has the reward 0 instead, and None is never
   counted as 0.
 
-One attack remains possible: tests import the agent's code, which then runs inside the test process of the evaluation
-sandbox and can print what a test runner prints. The code cannot reach anything outside that sandbox.
+One attack remains possible: tests import the agent's code, which then runs in the test process (except with
+`by_value`) and may forge verdicts in ways that `test_runner` does not detect (docs/security.md). The code cannot reach
+anything outside the evaluation sandbox.
 """
 
 from __future__ import annotations

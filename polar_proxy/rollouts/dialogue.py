@@ -42,8 +42,8 @@ sentences. Answer its questions as the description above lets you, and do not do
 want, or cannot do it, write {DONE} and nothing else.
 """
 _OPENING = "Hello! What can I do for you?"
-"""First message to the model that plays the user. It has the role `user`, because most chat templates do not let the
-assistant begin, and the model that plays the user is the assistant of its own conversation."""
+"""The agent's first line in the conversation with the model that plays the user. There the agent has the role `user`,
+which must speak first in most chat templates."""
 _SIDE_EDGES = ("subagent", "side_call")
 
 

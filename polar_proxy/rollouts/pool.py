@@ -127,8 +127,8 @@ class SandboxPool:
     def _target(self, key: Hashable, requested_at: float) -> int:
         """Return how many sandboxes of this specification should wait: as many as are taken while one opens.
 
-        Source: Little's law. The count begins one opening time before `requested_at`, when the last request came. It
-        does not begin one opening time before now, because that request may have waited long for its sandbox."""
+        Source: Little's law. Counted are those taken since one opening time before `requested_at`, the time of the
+        request. The present time would be too late, because the request may have waited for its sandbox."""
         demand = self._demand(key)
         since = requested_at - demand.opening
         return min(self._size, max(1, sum(taken > since for taken in demand.taken)))

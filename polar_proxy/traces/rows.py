@@ -134,7 +134,7 @@ def read_row(row: Any) -> Trace:
         ),
     )
     if (problem := find_layout_problem(trace)) is not None:
-        raise RowError("malformed", f"the parts of {name} contradict each other: {problem}")
+        raise RowError("malformed", f"the fields of {name} contradict each other: {problem}")
     return trace
 
 

@@ -1,7 +1,7 @@
 """Scoring: the log-probabilities that an engine gives to sequences which it need not have sampled.
 
-`rescore` is for traces to which drifted calls were joined. `rescore_calls` and `build_rescored` are for answers that
-were recorded as text, of which they make off-policy traces. Promises for these answers, each with a test:
+`rescore` is for traces to which drifted calls were joined. `rescore_calls` and `build_rescored` make off-policy traces
+of answers that were recorded as text. Promises for these answers, each with a test:
 
 * The tokens of an answer are those that the engine's own template writes after the opening of an answer, up to and
   including the end-of-turn token (without it if the answer was cut). An answer that cannot be rendered in this way, or

@@ -142,8 +142,8 @@ class PlannedRollout:
     skipped: str | None
     """Why the rollout is skipped as a whole; None if each of its traces is decided by itself."""
     skipped_traces: tuple[str | None, ...]
-    """For each of its traces, the fault of this trace for which it is skipped, or None. If `skipped` is set, all traces
-    are skipped, also those with None."""
+    """For each of its traces, why this trace by itself is skipped; None if it has no fault. If `skipped` is set, all
+    traces are skipped, also those with None."""
     sampled_tokens: int
     trained_tokens: int
 

@@ -77,7 +77,7 @@ class LossStats:
 
 
 def ppo_clip(batch: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2) -> tuple[Tensor, LossStats]:
-    """L = -sum_t w_t min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t).
+    """PPO: L = -sum_t w_t min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t).
 
     With `aggregation="sequence"` this is the loss of GRPO without its KL term (`kl_to_reference`).
     Source: Schulman et al., PPO, arXiv 1707.06347; GRPO: arXiv 2402.03300.

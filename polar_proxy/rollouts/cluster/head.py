@@ -96,8 +96,8 @@ class Cluster:
         try:
             self._ray.init(
                 address=self._address,
-                # Named after the database, which separates services on one cluster and lets the next head find the
-                # nodes.
+                # A hash of the database's address: services with other databases stay apart, and the next head finds
+                # the nodes of this one.
                 namespace="polar-" + hashlib.sha256(self._store.display_url.encode()).hexdigest()[:16],
                 log_to_driver=False,
                 logging_level=logging.ERROR,
