@@ -10,9 +10,9 @@ may declare::
     [metadata.polar]
     without_image = true
 
-Polar then ignores FROM and RUN lines, takes WORKDIR as the workspace, copies the text files of COPY lines into it and
-sets the variables of ENV lines; any other line is refused. Such a task also runs in bubblewrap, and in docker from its
-real image.
+Polar then takes WORKDIR as the workspace, copies the text files of COPY lines into it, sets the variables of ENV lines,
+and ignores lines that install programs or describe the image (FROM, RUN, CMD, LABEL, ...). Any other line is refused.
+Such a task also runs in bubblewrap, and in docker from its real image.
 """
 
 from __future__ import annotations
