@@ -1,8 +1,8 @@
 """Anthropic Messages. Source: https://docs.anthropic.com/en/api/messages
 
 `content` parses messages, `tools` parses tools, and `encoder` writes the answer. Fields that only steer Anthropic's
-own servers (`metadata`, `service_tier`, `container`, `mcp_servers`, `output_config.effort`, ...) and every
-`anthropic-beta` header are tolerated and recorded. `context_management` is recorded but not carried out: clearing old
+own servers (`metadata`, `service_tier`, `container`, `mcp_servers`, `output_config.effort`, ...) are tolerated and
+recorded. Every `anthropic-beta` header is tolerated. `context_management` is recorded but not carried out: clearing old
 tool results would rewrite the prompt.
 """
 

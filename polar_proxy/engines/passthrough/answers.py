@@ -1,4 +1,4 @@
-"""Reading of a provider's answer while it is passed on: which decoder reads it, and where it ends."""
+"""Read a provider's answer while it is passed on: split the body, choose the decoder, find the end."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def make_decoder(raw: ProviderRequest, request: EngineRequest) -> AnswerDecoder:
 
 
 def is_end(chunk: Json) -> bool:
-    """Return whether an answer ends in this object of its stream: an agent that has it may act on the answer."""
+    """Return whether this object of a stream ends the answer: an agent that has received it may act on the answer."""
     choices = chunk.get("choices") or chunk.get("candidates") or ()
     return chunk.get("type") in _FINAL_TYPES or any(
         choice.get("finish_reason") or choice.get("finishReason") for choice in choices
@@ -55,7 +55,7 @@ def error_in(chunk: Json) -> Json | None:
 
 
 class BodyReader:
-    """Splits a response body of any of the providers' forms into JSON objects, as it arrives."""
+    """Splits a response body (server-sent events, Amazon's event stream or JSON) into JSON objects as it arrives."""
 
     def __init__(self, content_type: str, name: str) -> None:
         self._lines = SseDecoder(name) if content_type.startswith(EVENT_STREAM) else None
@@ -71,7 +71,7 @@ class BodyReader:
         return self._read_frames() if self._frames else []
 
     def end(self) -> list[Json]:
-        """Return the JSON objects of an unstreamed body: one object, or the items of an array."""
+        """Return the JSON objects of an unstreamed body: one object, or the items of an array. Empty for a stream."""
         if self._lines is not None or self._frames:
             return []
         try:
@@ -102,8 +102,8 @@ class BodyReader:
 class ResponseDecoder:
     """Turns a response object of the Responses API, or the events of its stream, into `SampleEvent`s.
 
-    Text is passed on in the pieces in which it arrives. Reasoning and tool calls are passed on at the end: they are
-    read from the finished output items, as if the items were the input of a later request.
+    Text becomes events as it arrives. Reasoning and tool calls become one event at the end, because they are read from
+    the finished output items, by the function that reads such items in the input of a later request.
     """
 
     def __init__(self, name: str, read_items: Callable[[list[Json]], Sequence[Message]]) -> None:
@@ -117,7 +117,7 @@ class ResponseDecoder:
         try:
             return [event for chunk in chunks if (event := self._event(chunk)) is not None]
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise EngineError(f"{self._name} sent an answer of an unknown shape: {error!r}.") from error
+            raise EngineError(f"{self._name} sent an answer in an unknown format: {error!r}.") from error
 
     def _event(self, chunk: Json) -> SampleEvent | None:
         kind = chunk.get("type")
@@ -167,13 +167,14 @@ class ResponseDecoder:
 
 
 def _response_id(response: Json) -> str | None:
-    """Return the provider's id of a response. It is recorded at once: an answer that breaks off can be retrieved."""
+    """Return the provider's id of a response. It is recorded with the first event, because a response that breaks off
+    can be retrieved by its id."""
     identity = response.get("id")
     return identity if isinstance(identity, str) else None
 
 
 def _item_ids(items: Sequence[Json], calls: Sequence[ToolCall]) -> Json:
-    """Return the ids of output items with the places of the items in the record (`CallRecord.response_items`)."""
+    """Return, for each output item's id, the name of the item in the record (see `CallRecord.response_items`)."""
     places: Json = {call.id: f"fc_{number}" for number, call in enumerate(calls)}
     places |= {"message": "msg_0", "reasoning": "rs_0"}
     found = {}

@@ -3,9 +3,9 @@
 Promises:
 
 * The agent gets the provider's status and every byte of its body, in order, whether Polar can read them or not. An
-  answer that Polar cannot read completely is recorded up to that place, with the finish reason `unread`.
-* The agent's own key is in the request's headers in memory only, for the time of the call.
-* A request is sent once. Retries are the agent's.
+  answer that Polar cannot read completely is recorded up to the unreadable chunk, with the finish reason `unread`.
+* The agent's own key is held in memory only, in the request's headers, for the time of the call.
+* A request is sent once. Retries are left to the agent.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PROVIDER_HOSTS = {
     "anthropic_messages": "api.anthropic.com",
     "google_generate_content": "generativelanguage.googleapis.com",
 }
-"""The host for requests of a dialect that name no host, because the agent's base URL is that of Polar."""
+"""dialect -> the provider's host for requests that name none, because the agent's base URL is Polar's."""
 OPENAI_HOST = "api.openai.com"
 _CONTEXT_LENGTH = 200_000
 """The context length in tokens that is reported to harnesses, because the model is not known before a request."""
@@ -40,9 +40,10 @@ _NOT_SENT = frozenset(
     {b"host", b"connection", b"content-length", b"transfer-encoding", b"accept-encoding", b"content-encoding"}
     | {b"keep-alive", b"te", b"trailer", b"upgrade", b"proxy-authorization", b"proxy-connection", b"expect"}
 )
-"""Headers that belong to one connection. The answer is asked for without compression, so that it can be read."""
+"""Request headers that are not passed on: those of one connection, and `accept-encoding`, because Polar cannot read a
+compressed answer."""
 _KEYS_OF_POLAR = ("sk-polar-", "polar-admin-", "polar-trainer-", "polar_view=")
-"""Beginnings of the keys of sessions, of the API, and of the cookie of the pages."""
+"""Texts that show one of Polar's own keys: the prefixes of session and API keys, and the web page's cookie."""
 _MOST_HOSTS = 64
 """Maximum number of hosts whose connections are kept, because agents can name any number of hosts."""
 _NOT_RETURNED = frozenset({"connection", "content-length", "transfer-encoding", "keep-alive", "trailer", "upgrade"})
@@ -51,7 +52,7 @@ _INFO = hosted_info("passthrough", "1", "the-provider's", _CONTEXT_LENGTH, "prov
 
 class PassthroughEngine(Engine):
     def __init__(self, url: str | None = None) -> None:
-        """`url`: send all requests to this server in place of the providers' own hosts."""
+        """`url`: send all requests to this server instead of the providers' own hosts."""
         self._url = None if url is None else url.rstrip("/")
         self._clients: dict[str, HttpClient] = {}
 
@@ -104,7 +105,7 @@ class PassthroughEngine(Engine):
             response.close()
 
     async def forward(self, method: str, raw: ProviderRequest) -> AsyncGenerator[ProviderPiece, None]:
-        """Send a request that is no model call, and yield the pieces of its response, whatever the status.
+        """Send a request other than a model call, and yield the pieces of its response, whatever the status.
 
         The first piece has the status and the headers. Raises EngineError if the connection breaks.
         """
@@ -177,7 +178,7 @@ class _LenientDecoder:
 
 
 def headers_to_send(raw: ProviderRequest) -> list[tuple[bytes, bytes]]:
-    """Return the request's headers without those of its connection.
+    """Return the request's headers without those of the connection between agent and Polar.
 
     Raises RequestError if the agent sent a key of Polar instead of its own.
     """
@@ -194,13 +195,13 @@ def headers_to_send(raw: ProviderRequest) -> list[tuple[bytes, bytes]]:
 
 
 def _returned_headers(response: HttpResponse) -> tuple[tuple[bytes, bytes], ...]:
-    """Return the headers of a response without those of its connection."""
+    """Return a response's headers without those of the connection to the provider."""
     kept = [(name, value) for name, value in response.headers.items() if name not in _NOT_RETURNED]
     return tuple((name.encode("latin-1"), value.encode("latin-1")) for name, value in kept)
 
 
 def _message(body: bytes, status: int) -> str:
-    """Return the text of an error body."""
+    """Return the error message in an error body, at most 2000 characters."""
     try:
         value = orjson.loads(body)
     except orjson.JSONDecodeError:
