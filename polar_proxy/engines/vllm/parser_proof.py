@@ -210,10 +210,11 @@ class ParserProofs:
             return config
         own = [answer for answer in answers if answer.own and answer.raw_finish == "stop"]
         if own and not any(answer.parsed.calls for answer in own):
-            raise CannotContinueError(
-                f"{problem} And the server's chat route did not recognise a tool call in the chat template's format. "
+            unrecognised = (
+                "The server's chat route did not recognise a tool call in the chat template's format. "
                 "Start vLLM with the --tool-call-parser of this model."
             )
+            raise CannotContinueError(unrecognised if problem is None else f"{problem} {unrecognised}")
         if not any(answer.parsed.reasoning for answer in answers):
             reasoning = await self._sampling.open_reasoning(frame)
             answers += [] if reasoning is None else [reasoning]
