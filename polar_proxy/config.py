@@ -120,8 +120,8 @@ class GatewaySettings(_Section):
     """Which equal requests share one answer. `evidence`: those that are known to be retries, by a lost connection or
     the SDK's retry header. `always`: all that arrive while the first runs or shortly after. `never`: none."""
     retry_window_seconds: float = Field(10.0, ge=0)
-    """For this long after an answer has ended, it is kept to be sent to a retry, and an equal request may count as a
-    retry."""
+    """How long an answer is kept after its end. An equal request within this time may be a retry, which then gets the
+    kept answer."""
     retry_grace_seconds: float = Field(2.0, ge=0)
     """How long to continue an answer after its client disconnected, so that a retry can take it over."""
     temperature: float | None = Field(None, ge=0)

@@ -339,7 +339,7 @@ class ConversationItem:
     """An item of a conversation of the Responses API."""
 
     item_id: str
-    """The id of the item in its conversation. It is Polar's own, and not part of `item`, if the client gave none."""
+    """The id of the item in its conversation. Polar makes one, which is not part of `item`, if the client gave none."""
     item: Json
     """The item as the model reads it: an input item as it was received, or an exact part of an answer."""
     shown: Json | None = None

@@ -128,7 +128,7 @@ class Hooks:
 def request_changes(sent: EngineRequest, seen: EngineRequest) -> Json:
     """Return the parts of a request that a hook changed, as the model saw them; empty if it changed nothing.
 
-    Of the messages, only those that differ are listed, each with its position; `message_count` is their number.
+    Of the messages, only the changed ones are listed, each with its position; `message_count` counts all of them.
     """
     changed: Json = {}
     if seen is sent:

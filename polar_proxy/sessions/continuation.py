@@ -213,8 +213,8 @@ class PromptBuilder:
         return PromptPlan(accepted, past_reasoning=past_reasoning)
 
     async def _other_end(self, answered: AnsweredCall) -> PromptReason:
-        """Return why an answer cannot be continued that ended neither with a token of `eos_token_ids` nor at the token
-        limit."""
+        """Return why an answer that ended neither with one of `eos_token_ids` nor at the token limit cannot be
+        continued."""
         if answered.finish_reason not in ("stop", "tool_calls"):
             return "aborted"
         text = await self._engine.decode(answered.ids[answered.prompt_size :].tolist()) if answered.stop else ""

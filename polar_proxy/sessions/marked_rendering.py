@@ -328,7 +328,7 @@ def after_answer(
 
 
 def _end_is_marked(answer: Message) -> bool:
-    """Return whether nothing of the answer follows the mark after its text: no tool call and no white space."""
+    """Return whether a mark after the answer's text is the end of the answer: no tool call or white space follows."""
     text = answer.content[-1].get("text") if isinstance(answer.content, list) and answer.content else answer.content
     return not answer.tool_calls and isinstance(text, str) and bool(text) and not text[-1].isspace()
 

@@ -313,7 +313,8 @@ class TraceAudit:
         self.worst: list[LogprobDifference] = []
         self._trace, self._path, self._fresh, self._reference = trace, path, fresh, reference
         self._pairs: dict[tuple[LogprobMode, float], list[_Values]] = {}
-        """(mode, temperature) -> recorded values and fresh ones at temperature 1, each [2, n]"""
+        """(mode and temperature of the recording) -> arrays [2, n]: the recorded values, and fresh ones at
+        temperature 1."""
 
     @property
     def tokens(self) -> int:

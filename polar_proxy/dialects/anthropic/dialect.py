@@ -175,7 +175,7 @@ def _stored_messages(fields: PromptFields) -> tuple[bytes, ...]:
 
 
 def _parse_response_format(form: Any, beta_form: Any) -> Json | None:
-    """Return `output_config.format`, or `output_format` as the beta called it, as OpenAI's response_format."""
+    """Convert `output_config.format` (called `output_format` in the beta) to OpenAI's response_format."""
     path, value = ("output_format", beta_form) if form is None else ("output_config.format", form)
     if value is None:
         return None

@@ -9,9 +9,9 @@ server when the engine was entered (`parser_proof.py`): on a set of answers it a
   route does.
 * `DerenderAnswerParser`: the server's own parser at `/v1/chat/completions/derender` (vLLM with `--enable-scale-out`).
   A whole answer is parsed in one request. For a stream, the server parses the answer from its beginning at each
-  request, so the requests are sent at growing intervals: all of them together parse an answer about eight times, and
-  up to the last eighth of the answer so far is not passed on yet. Some of vLLM's parsers lose a call that arrives in
-  one piece; a stream of such a server is parsed as a whole at its end.
+  request, so the requests are sent at growing intervals. In all, the server does the work of parsing the answer about
+  eight times, and at any moment at most the newest eighth of the answer is still held back. Some of vLLM's parsers lose
+  a call that arrives in one piece; a stream of such a server is parsed as a whole at its end.
 
 Invariant: ids, log-probabilities and their order are those of the events given; only text, reasoning, tool calls and
 the finish reason change.

@@ -62,8 +62,8 @@ class ForcedAnswer:
     they come in other chunks."""
     prompt: tuple[int, ...] = ()
     own: bool = False
-    """True for a tool call as the template writes it, or as the server's own grammar for tool calls forced it
-    instead."""
+    """True for a tool call in the form that the template writes, or in the form that the server's own grammar for tool
+    calls forces in its place."""
     cut: bool = False
     """True if `max_tokens` cut the answer. The chat route parses a cut tool call in one way in a stream and in another
     in a whole answer."""

@@ -183,7 +183,7 @@ class CallRepository(Repository):
         return found[0] if found else None
 
     async def find_items(self, session_id: str, item_ids: Collection[str]) -> dict[str, tuple[str, str]]:
-        """Return item id -> (call id, place) for those of the provider's item ids that an answer of the session has.
+        """Return item id -> (call id, place) for each of these provider's item ids that is in an answer of the session.
 
         The place is the kind and number of the item in the record, such as `fc_0`. If several items have the same id,
         the newest is returned.
