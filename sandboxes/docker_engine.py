@@ -32,7 +32,7 @@ CHANGED = 0
 """The kind, in the engine's list of changes, of a path that was already in the image. Other kinds: added or deleted."""
 UNREADABLE = "\ufffd"
 CHANGES_BYTES = 64 << 20
-"""Limit of the engine's list of changes, which names every file that programs inside made."""
+"""Limit in bytes of the engine's list of changes, which names every file that programs in the container made."""
 PODMAN_WRONG_STATE = "container state improper"
 """Part of Podman's message, with status 500, if a container ended while Podman was about to use or kill it."""
 DF_ATTEMPTS = 5

@@ -24,8 +24,8 @@ from harness_adapters.base import (
 )
 
 SESSION_KEY = "POLAR_SESSION_KEY"
-"""Variable with the session's key, for harnesses whose settings name the variable to read. POLAR_API_KEY would be
-the key of Polar's own HTTP API."""
+"""Variable with the session's key, for harnesses whose settings hold the name of a variable and not the key. (The
+variable POLAR_API_KEY is for the key of Polar's own HTTP API.)"""
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 _FOLDER_NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 

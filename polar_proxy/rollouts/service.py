@@ -146,8 +146,8 @@ class RolloutService:
     async def test_sandbox(self, wanted: SandboxKind | Literal["auto"]) -> None:
         """Test the kind of sandbox that rollouts get if they do not name another. Call this before `async with`.
 
-        If programs can break out of this kind, this service claims no rollouts. If it cannot be opened now, it is
-        tested before its first use, as every other kind is."""
+        If programs can break out of this kind, this service claims no rollouts. If no sandbox of this kind can be
+        opened now, the test waits until the kind is first used, as the tests of all other kinds do."""
         try:
             kind = (await asyncio.to_thread(choose, wanted)).kind
             await self.self_tests.require(kind)

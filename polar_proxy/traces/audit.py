@@ -189,9 +189,9 @@ async def audit(
 ) -> list[TraceAudit]:
     """Audit all traces of one builder and one session.
 
-    `certificates`: trace id -> stored certificate. It names the engine that scored a rescored trace and, after an
-    earlier audit, the grade that the builder gave. Raise UsageError if a trace was sampled with another model or
-    template than the engine has, StoreError if a parent of a trace is missing.
+    `certificates`: trace id -> stored certificate. The certificate of a rescored trace names the engine that scored it;
+    that of a trace which was audited before keeps the grade that the builder gave. Raise UsageError if a trace was
+    sampled with another model or template than the engine has, StoreError if a parent of a trace is missing.
     """
     by_id = {call.call_id: call for call in calls}
     stored = {trace.trace_id: (certificates or {}).get(trace.trace_id) or {} for trace in traces}

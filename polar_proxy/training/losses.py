@@ -228,8 +228,9 @@ def icepop(
     L = -sum_t w_t M(k_t) min(u_t A_t, clip(u_t, 1 - clip_low, 1 + clip_high) A_t); M(k) = k where low <= k <= high,
     else 0. No gradient flows through M.
 
-    Source: Ring-1T, arXiv 2510.18855, as we read it. In the first update of a step u_t = 1, so the clip has no effect,
-    and this is equation 1 of INTELLECT-3, arXiv 2512.16144. The default bounds are ours. (Notation: see the module.)
+    Source: Ring-1T, arXiv 2510.18855, as we read it. In the first update of a step, u_t is 1: the clip has no effect,
+    and the loss is equation 1 of INTELLECT-3, arXiv 2512.16144. The default bounds are ours. (Notation: see the
+    module.)
     """
     weight = log_ratio(batch.proximal_logprobs, batch.old_logprobs).exp()
     dropped = (weight < low) | (weight > high)

@@ -1,4 +1,4 @@
-"""Runs side by side: their messages, aligned on the beginning that they share, with the first difference marked."""
+"""The messages of several runs side by side: aligned on their common beginning, with the first difference marked."""
 
 from __future__ import annotations
 

@@ -30,6 +30,6 @@ class SharedReadings:
 
 
 def _retrieve_error(task: asyncio.Task[Any]) -> None:
-    """Retrieve the task's error: asyncio logs it otherwise if all requests that waited for the task were cancelled."""
+    """Retrieve the task's error, which asyncio would log if all requests that waited for the task were cancelled."""
     if not task.cancelled():
         task.exception()

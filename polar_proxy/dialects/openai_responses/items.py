@@ -95,7 +95,7 @@ def item_not_found(identity: str) -> RequestError:
 
 
 def duplicate_item(identity: str, param: str) -> RequestError:
-    """Return the error for an item whose id another item of the conversation or of the request has."""
+    """Return the error for an item that has the same id as another item of the conversation or of the request."""
     text = f"Duplicate item found with id {identity!r:.80}. Send each item once; a conversation keeps its items."
     return RequestError(text, param=param)
 

@@ -161,7 +161,8 @@ class ModelRunner:
     def _adopt_attention(self) -> None:
         """Replace the model's attention by `attend_by_sequence`.
 
-        Raises EngineError if a prefill in two chunks and a decode step then differ from the model's own forward pass.
+        Then check it: a prefill in two chunks followed by a decode step must give the result of the model's own forward
+        pass. Raises EngineError if it does not.
         """
         ids = [(7 * place + 1) % self.vocab_size for place in range(8)]
         expected = self.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]

@@ -173,10 +173,10 @@ class ForcedSampling:
         return [answer for answer in forced if answer is not None]
 
     async def open_reasoning(self, frame: Json) -> ForcedAnswer | None:
-        """Sample an answer that begins with reasoning as the template writes it, and is cut after a few letters.
+        """Make the server begin an answer with reasoning in the template's format, and cut it after a few letters.
 
-        Returns None if the server samples something else. Used for servers whose grammar also covers the tokens before
-        the answer's text, and allows reasoning there (gpt-oss).
+        Returns None if the answer does not begin with that. Used for servers whose grammar applies from the first
+        token, not only from the answer's text, and allows reasoning before the text (gpt-oss).
         """
         opened = await self.render(USER, True, frame)
         turn = call_turn(ARGUMENTS[:1]) | {"reasoning": REASONING, "reasoning_content": REASONING}

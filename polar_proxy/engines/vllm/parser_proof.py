@@ -331,8 +331,8 @@ class ParserProofs:
     async def _first_with_grammar(self, pairs: list[Parsers], request: Json) -> Parsers:
         """Return the first pair of parsers with which vLLM constrains the answer by a grammar; else the first pair.
 
-        If the server in fact uses a pair without a grammar, its answers are needlessly recorded as constrained, and not
-        trained. The opposite error would be worse: constrained answers might be trained as free ones.
+        Which of the pairs the server uses is not known. If it uses one without a grammar, its answers are needlessly
+        recorded as constrained, and not trained. The opposite error would train constrained answers as free ones.
         """
         for pair in pairs:
             if await self._has_grammar(pair, request):

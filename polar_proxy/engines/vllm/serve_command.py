@@ -80,9 +80,9 @@ class _Template:
     def samples(self) -> list[Json]:
         """Return sample answers, as the template renders them, for `ParserProcess.match`.
 
-        They are made of fixed reasoning, text and tool calls, and answer a first message or the result of a tool. A
-        sample that the template refuses, or whose tool calls it does not render, is left out. If the template does not
-        render the reasoning, the sample's reasoning is "".
+        Each consists of constant reasoning, text and tool calls. Half of them reply to a first user message, the others
+        to a tool's result. A sample that the template refuses, or whose tool calls it does not render, is left out. If
+        the template does not render the reasoning, the sample's reasoning is "".
         """
         out = []
         answers = ((), CONTENT), (ARGUMENTS[:1], ""), (ARGUMENTS[1:], CONTENT), (ARGUMENTS, "")

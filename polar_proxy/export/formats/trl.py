@@ -98,7 +98,7 @@ class RecordedRollouts:
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> Json:
         if trainer.accelerator.num_processes > 1:
-            raise UsageError("Recorded groups go to one process: several processes would split a group.")
+            raise UsageError("Several processes would split recorded groups. Start the trainer with one process.")
         generations = int(trainer.num_generations)
         if len(prompts) % generations:
             raise UsageError(f"{len(prompts)} prompts are not a whole number of groups of {generations}.")

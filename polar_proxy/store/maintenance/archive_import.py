@@ -282,7 +282,7 @@ def _as_imported(table: Table, row: Mapping[Any, Any]) -> dict[str, Any]:
 def _order_nodes(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the rows with each parent before its children.
 
-    In the query's order (see `parents_first`), only a node without content can come before its parent."""
+    The query has ordered them so already (see `parents_first`), except for nodes without content."""
     waiting = {row["node_id"]: row for row in rows}
     ordered: list[dict[str, Any]] = []
     for row in rows:

@@ -4,8 +4,8 @@
 a row that refers to a deleted one, and a gateway whose commit is refused inserts all rows of its call again
 (`group_commit.GroupCommit`). A row is deleted only if nothing refers to it at the time of the deleting transaction.
 
-For each deleted row, the database scans every table with a foreign key to it that has no index. Permanent indices would
-add a tenth to the stored bytes of every call, so they exist only while maintenance runs.
+For each deleted row, the database looks for rows that refer to it: where a foreign key has no index, it scans the whole
+table. Permanent indices would add a tenth to the stored bytes of every call, so they exist only while maintenance runs.
 """
 
 from __future__ import annotations

@@ -117,5 +117,5 @@ def _bounds() -> Json:
 
 
 def id_at(prefix: str, seconds: float) -> str:
-    """Return an id that sorts before all ids that are created from a time on (seconds since the epoch)."""
+    """Return an id that sorts before every id created at or after `seconds` since the epoch."""
     return encode_id(prefix, int(seconds * 1e6) << 40)
