@@ -341,7 +341,8 @@ class RequestHandler:
         info = request.engine.served.engine.info
         hosted = "hosted" in info.capabilities
         sampled = replace(
-            apply_policy(engine_request, request.session.policy, hosted=hosted),
+            engine_request,
+            sampling=apply_policy(engine_request.sampling, request.session.policy, hosted=hosted),
             model=engine_request.model or info.model,
             large=request.large,
         )

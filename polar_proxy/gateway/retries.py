@@ -142,8 +142,10 @@ class ResponseBuffer:
         )
 
     def _notify(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
+        """Wake those who wait for a change: clients that follow, and the call itself once its client is gone."""
+        if self._listeners or self.disconnected:
+            self._changed.set()
+            self._changed = asyncio.Event()
 
 
 class RetryCache:
